@@ -1,0 +1,54 @@
+"""The one tree of errors. Each message is a sentence: what is wrong, where, and what to do next."""
+
+from __future__ import annotations
+
+
+class FlexInspectError(Exception):
+    """Base of everything flexinspect raises on purpose.
+
+    `exit_code` is what a command returns when the error ends it; `hint` is the next step for the
+    user, shown on a line of its own.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def sentence(self) -> str:
+        """Return the message with its hint, as a command prints it."""
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class UsageError(FlexInspectError):
+    """The user asked for something that cannot be: unknown name, bad flag, missing file."""
+
+    exit_code = 2
+
+
+class ModelError(UsageError):
+    """A model cannot be had: unknown alias, no weights, no network, too little memory."""
+
+
+class DatasetError(UsageError):
+    """A dataset or a prompt cannot be read."""
+
+
+class MaskError(UsageError):
+    """A mask rule or preset cannot be used."""
+
+
+class TraceError(FlexInspectError):
+    """A trace cannot be read: damaged, foreign, or of a version this program does not know."""
+
+    exit_code = 2
+
+
+class TraceWriteError(FlexInspectError):
+    """The trace cannot be written any further (full disk, read-only folder)."""
+
+
+class AttentionCallError(FlexInspectError):
+    """The attention call of a layer failed; nothing falls back in silence."""

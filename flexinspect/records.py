@@ -1,0 +1,239 @@
+"""What a trace can say: frozen records, the contract between capture, trace and views.
+
+Records are dumb: no I/O, no torch. Every record that belongs to a step is reached through
+`StepRecord`; generation and branch are given once, on the step. Times are seconds since the epoch
+(`*_at`) or milliseconds (`*_ms`), sizes are bytes, positions count from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.findings import Finding
+from flexinspect.prompts import Segment
+
+Array = npt.NDArray[Any]
+
+LEVELS = ("basic", "advanced", "extreme")
+PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """One position of the sequence.
+
+    `token` is the vocabulary's own string, `text` its decoded form alone. `step` is the step that
+    chose it (None in the prompt). `special` marks BOS, EOS and the like.
+    """
+
+    pos: int
+    token_id: int
+    token: str
+    text: str
+    position_id: int
+    segment: int
+    special: bool = False
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One of the top-k tokens of a step: before processors (logit, logprob) and after (score)."""
+
+    rank: int
+    token_id: int
+    text: str
+    logit: float
+    logprob: float
+    score: float
+    score_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRecord:
+    """The distribution of the newest row, natural logarithms.
+
+    `margin` is the logit of the best minus the second; `chosen_rank` counts from 0. `histogram`
+    holds counts of the logits in equal bins between `histogram_min` and `histogram_max`.
+    """
+
+    entropy: float
+    margin: float
+    chosen_id: int
+    chosen_rank: int
+    chosen_logprob: float
+    n_nan: int
+    n_inf: int
+    histogram_min: float
+    histogram_max: float
+    histogram: tuple[int, ...]
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One attention call of one layer in one step.
+
+    `path` is one of `PATHS`, `backend` the name under which transformers dispatched it, `mask` the
+    fingerprint of the mask received (None when the layer got no mask). `gate` is the largest
+    deviation from 1 of the newest row's attention mass over the executed mask, over heads (None
+    when it was not computed); `gate_kind` says how: "lse" or "output".
+    """
+
+    layer: int
+    path: str
+    backend: str
+    mask: str | None
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    dtype: str
+    scale: float | None
+    gate: float | None = None
+    gate_kind: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatRecord:
+    """Statistics of one module's output in one step, over the rows of that step."""
+
+    layer: int
+    module: str
+    n_nan: int
+    n_inf: int
+    min: float
+    max: float
+    mean: float
+    std: float
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """Bytes at the end of a step; CUDA figures are None elsewhere."""
+
+    rss: int
+    model: int
+    kv_cache: int
+    cuda_allocated: int | None = None
+    cuda_reserved: int | None = None
+    cuda_peak: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRecord:
+    """A mask as a layer received it, stored once per fingerprint.
+
+    `kind` is "block" (BlockMask), "bool" or "float" (dense tensor). `q_offset` is the position of
+    row 0 in the sequence. `rule` names the rule (module and qualified name), `rule_source` its
+    first source line and file where known. `cells` is the executed mask, bool of shape
+    (heads, n_q, n_kv) with heads 1 when all share it, or None when it was not evaluated.
+    `partial` and `full` are the block tables of batch 0, bool (heads, row blocks, key blocks).
+    """
+
+    fingerprint: str
+    kind: str
+    batch: int
+    heads: int
+    q_len: int
+    kv_len: int
+    q_offset: int
+    block_q: int | None = None
+    block_kv: int | None = None
+    rule: str | None = None
+    rule_source: str | None = None
+    compiled: bool = False
+    cells: npt.NDArray[np.bool_] | None = None
+    partial: npt.NDArray[np.bool_] | None = None
+    full: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """A wide fact of a step: for instance stream "attention.mass", float (layers, heads, segments).
+
+    `layer` is None when the array holds all layers. `dtype` names the true type when numpy has
+    none for it ("bfloat16", stored as uint16); otherwise it is the array's own.
+    """
+
+    stream: str
+    array: Array
+    layer: int | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """Something that happened: a phase ("loading"), a hook switched off, an error, a warning."""
+
+    kind: str
+    text: str
+    at: float
+    generation: int | None = None
+    step: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Everything that one forward of a generation left: one transaction of the trace.
+
+    `tokens` are the tokens this step chose, `masks` only those fingerprints that are new.
+    `wall_ms` is the forward with the choice of the token, `capture_ms` what capture took of it.
+    """
+
+    generation: int
+    step: int
+    phase: str
+    q_len: int
+    kv_before: int
+    kv_after: int
+    started_at: float
+    wall_ms: float
+    capture_ms: float
+    branch: int = 0
+    logits: LogitsRecord | None = None
+    tokens: tuple[TokenRecord, ...] = ()
+    calls: tuple[CallRecord, ...] = ()
+    layer_stats: tuple[LayerStatRecord, ...] = ()
+    memory: MemoryRecord | None = None
+    masks: tuple[MaskRecord, ...] = ()
+    arrays: tuple[ArrayRecord, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    events: tuple[EventRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRecord:
+    """One prompt to its end. `declared` describes the mask that was meant (a preset's rule)."""
+
+    generation: int
+    sample_id: str
+    mask: str
+    positions: str
+    segments: tuple[Segment, ...]
+    tokens: tuple[TokenRecord, ...]
+    expected: tuple[str, ...] = ()
+    declared: Mapping[str, Any] = field(default_factory=dict)
+    started_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationEnd:
+    """How a generation ended: `state` in {"finished", "interrupted", "failed"}."""
+
+    generation: int
+    state: str
+    answer: str
+    segments: tuple[Segment, ...]
+    stop_reason: str = ""
+    ended_at: float = 0.0
+    branch: int = 0

@@ -1,0 +1,106 @@
+"""What one step sends from the model's device to the writer thread: named tensors, one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Values = Mapping[str, npt.NDArray[Any]]
+
+_NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.float64: np.float64,
+    torch.float16: np.float16,
+    torch.bfloat16: np.uint16,
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.int16: np.int16,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    n_bytes: int
+
+
+class StepBuffer:
+    """Small results of one step's reduction, by name.
+
+    On CUDA all of them are packed into one byte tensor and copied once, asynchronously, to pinned
+    memory on a side stream; elsewhere they are used where they are. Tensors that are put here must
+    not change afterwards.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._device = device
+        self._stream = stream
+        self._tensors: dict[str, Tensor] = {}
+        self._parts: list[_Part] = []
+        self._host: Tensor | None = None
+        self._packed: Tensor | None = None
+        self._done: torch.cuda.Event | None = None
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Add a result; the name must be new in this step."""
+        self._tensors[name] = tensor
+
+    def ship(self) -> None:
+        """Start the copy to the host without waiting for it."""
+        if self._stream is None or not self._tensors:
+            return
+        on_device = {n: t.contiguous() for n, t in self._tensors.items() if t.is_cuda}
+        packed = torch.cat([t.view(-1).view(torch.uint8) for t in on_device.values()])
+        self._parts = [
+            _Part(n, tuple(t.shape), t.dtype, t.numel() * t.element_size())
+            for n, t in on_device.items()
+        ]
+        self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._host.copy_(packed, non_blocking=True)
+            packed.record_stream(self._stream)
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record(self._stream)
+        self._packed = packed
+        self._tensors = {n: t for n, t in self._tensors.items() if n not in on_device}
+
+    def values(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the results as numpy arrays, waiting for the copy (bfloat16 as its uint16 bits).
+
+        Called in the writer thread.
+        """
+        out = {name: _as_numpy(tensor) for name, tensor in self._tensors.items()}
+        if self._done is not None and self._host is not None:
+            self._done.synchronize()
+            out |= _unpacked(self._host.numpy(), self._parts)
+            self._packed = None
+        return out
+
+
+def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()  # MPS and others: no side stream, the writer thread waits
+    if tensor.dtype is torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+def _unpacked(data: npt.NDArray[np.uint8], parts: list[_Part]) -> dict[str, npt.NDArray[Any]]:
+    out: dict[str, npt.NDArray[Any]] = {}
+    at = 0
+    for part in parts:
+        raw = data[at : at + part.n_bytes]
+        out[part.name] = raw.copy().view(_NUMPY_DTYPES[part.dtype]).reshape(part.shape)
+        at += part.n_bytes
+    return out

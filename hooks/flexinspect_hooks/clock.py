@@ -1,0 +1,77 @@
+"""Where we are: which step of which generation, in which phase, over which lengths."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One step while it is open. Plain numbers travel to the writer thread; tensors do not."""
+
+    generation: int
+    step: int
+    phase: str
+    q_len: int
+    kv_before: int
+    level: str
+    started_at: float
+    started: float
+    logits: Tensor | None = None
+    scores: Tensor | None = None
+    chosen: Tensor | None = None
+    wall_ms: float = 0.0
+    capture_s: float = 0.0
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def kv_after(self) -> int:
+        """Keys in the cache once this step's rows are added."""
+        return self.kv_before + self.q_len
+
+    def drop_references(self) -> None:
+        """Let go of every tensor, so that capture never keeps a step's memory alive."""
+        self.logits = self.scores = self.chosen = None
+
+
+class StepClock:
+    """Counts steps within a generation and reads the lengths from a root forward's arguments."""
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.next_step = 0
+
+    def begin(self, generation: int) -> None:
+        """Start counting a new generation at step 0."""
+        self.generation, self.next_step = generation, 0
+
+    def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], level: str) -> StepContext:
+        """Open the next step: prefill while the cache is empty, decode afterwards."""
+        q_len = _query_length(args, kwargs)
+        kv_before = _cached_length(kwargs.get("past_key_values"))
+        step, self.next_step = self.next_step, self.next_step + 1
+        return StepContext(
+            generation=self.generation,
+            step=step,
+            phase="decode" if kv_before else "prefill",
+            q_len=q_len,
+            kv_before=kv_before,
+            level=level,
+            started_at=time.time(),
+            started=time.perf_counter(),
+        )
+
+
+def _query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    for value in (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds")):
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return int(value.shape[1])
+    return 0
+
+
+def _cached_length(cache: Any) -> int:
+    return int(cache.get_seq_length()) if cache is not None else 0

@@ -1,0 +1,91 @@
+"""The contract of a hook: one source of records, installed and owned by a capture session.
+
+A hook is a plug-in of the group `flexinspect.hooks`: a class that takes no arguments. Its methods
+run in this order for each step, and the session catches whatever they raise:
+
+1. `open` when the root forward starts, in the model's thread;
+2. its own module or call hooks during the forward, which only keep references;
+3. `reduce` when the step's token is known: a few batched operations on the model's device, the
+   results `put` into the buffer, the references dropped;
+4. `record` in the writer thread: numpy in, records out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from flexinspect.prompts import Segment
+from flexinspect.records import (
+    ArrayRecord,
+    CallRecord,
+    EventRecord,
+    LayerStatRecord,
+    LogitsRecord,
+    MaskRecord,
+    MemoryRecord,
+)
+from flexinspect_hooks.buffer import StepBuffer, Values
+from flexinspect_hooks.clock import StepContext
+
+Remove = Callable[[], None]
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """The records of a step while the hooks fill them in, each its own part."""
+
+    logits: LogitsRecord | None = None
+    memory: MemoryRecord | None = None
+    calls: list[CallRecord] = field(default_factory=list)
+    layer_stats: list[LayerStatRecord] = field(default_factory=list)
+    masks: list[MaskRecord] = field(default_factory=list)
+    arrays: list[ArrayRecord] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CaptureContext:
+    """What a hook may know of the run: the model, its layers, the segments of this generation."""
+
+    model: nn.Module
+    device: torch.device
+    layer_of: Mapping[int, int]
+    """id of an attention module to its layer index."""
+    blocks: Mapping[int, tuple[str, nn.Module]]
+    """Layer index to (name, decoder layer)."""
+    layers: tuple[int, ...]
+    """Layers whose activations are stored at level extreme."""
+    text_of: Callable[[int], str]
+    segments: tuple[Segment, ...] = ()
+    is_open: bool = False
+
+
+class Hook(Protocol):
+    """One source of records. See the module's text for the order of calls."""
+
+    name: str
+
+    def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Put hooks in place and return what removes them again."""
+        ...
+
+    def begin(self, context: CaptureContext) -> None:
+        """A generation begins; `context.segments` are its segments."""
+        ...
+
+    def open(self, step: StepContext) -> None:
+        """A step opens."""
+        ...
+
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> Any:
+        """Reduce what was kept; the return value goes to `record` (no tensors in it)."""
+        ...
+
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+        """Turn the reduced values into records (writer thread)."""
+        ...

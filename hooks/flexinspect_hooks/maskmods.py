@@ -1,0 +1,178 @@
+"""From a mask rule to what FlexAttention takes: a `mask_mod` and a `BlockMask`.
+
+The rule is the same object that numpy draws and tests (`flexinspect.masks.MaskRule`). Two forms of
+`mask_mod` are made from it. The arithmetic form compares indices with constants: uncompiled flex
+runs the rule under four nested vmaps, where a gather costs milliseconds and a comparison tens of
+microseconds. The table form gathers from tensors, so that one compiled graph serves all prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexinspect.masks import (
+    BLOCK,
+    BlockTables,
+    BoolArray,
+    MaskRule,
+    block_tables,
+    row_chunks,
+    stack_block_rows,
+)
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which rows and keys a forward computes: `q_len` rows from `q_offset`, `kv_len` keys from
+    `kv_offset` (not 0 when a sliding cache has dropped the oldest keys)."""
+
+    q_len: int
+    kv_len: int
+    q_offset: int
+    kv_offset: int = 0
+
+
+def arithmetic_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
+    """Return the rule as comparisons with constants, local indices in, bool out."""
+    q_offset, kv_offset = window.q_offset, window.kv_offset
+    last = rule.region(q_offset + window.q_len - 1)
+    regions = range(rule.region(q_offset), last + 1)
+    steps = [(rule.starts[r], rule.head[r], rule.low[r]) for r in regions]
+    lows = _steps([(start, low) for start, _, low in steps])
+    heads = _steps(_free_heads(steps))
+    if lows == [(steps[0][0], 0)]:
+        return _causal_mask_mod(q_offset - kv_offset)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q, kv = q_idx + q_offset, kv_idx + kv_offset
+        return (kv <= q) & ((kv >= _piecewise(lows, q)) | (kv < _piecewise(heads, q)))
+
+    return mask_mod
+
+
+def _causal_mask_mod(offset: int) -> MaskMod:
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx <= q_idx + offset
+
+    return mask_mod
+
+
+def _free_heads(steps: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Where `low` is 0 the row sees everything and `head` may be anything: take the neighbour's."""
+    bound = [head for _, head, low in steps if low]
+    head = bound[0] if bound else 0
+    out = []
+    for start, own, low in steps:
+        head = own if low else head
+        out.append((start, head))
+    return out
+
+
+def _steps(values: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Drop the starts at which a piecewise constant function does not change."""
+    return [v for i, v in enumerate(values) if i == 0 or v[1] != values[i - 1][1]]
+
+
+def _piecewise(steps: list[tuple[int, int]], q: Tensor) -> Tensor | int:
+    value: Tensor | int = steps[0][1]
+    for start, new in steps[1:]:
+        value = torch.where(q >= start, new, value)
+    return value
+
+
+class RuleTables:
+    """A rule as int32 tensors over positions, for compiled kernels: one graph, any prompt.
+
+    `offsets` holds (q_offset, kv_offset) and is written in place before each forward, so that the
+    decode graph is compiled once.
+    """
+
+    def __init__(self, rule: MaskRule, length: int, device: torch.device) -> None:
+        region = np.searchsorted(rule.starts, np.arange(length), side="right") - 1
+        self.head = torch.from_numpy(np.asarray(rule.head, np.int32)[region]).to(device)
+        self.low = torch.from_numpy(np.asarray(rule.low, np.int32)[region]).to(device)
+        self.offset = torch.zeros((), dtype=torch.int32, device=device)
+        self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
+
+    def mask_mod(self, window: Window) -> MaskMod:
+        """Return the rule for this window; the offsets of earlier windows move with it."""
+        self.offset.fill_(window.q_offset)
+        self.kv_offset.fill_(window.kv_offset)
+        head, low, offset, kv_offset = self.head, self.low, self.offset, self.kv_offset
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            q, kv = q_idx + offset, kv_idx + kv_offset
+            return (kv <= q) & ((kv >= low[q]) | (kv < head[q]))
+
+        return mask_mod
+
+
+class BlockTableCache:
+    """Block tables as tensors, rebuilt only when the set of visited blocks changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._key: bytes = b""
+        self._tensors: tuple[Tensor, ...] = ()
+
+    def block_mask(self, tables: BlockTables, mask_mod: MaskMod, window: Window) -> BlockMask:
+        """Return a BlockMask of batch 1 and head 1 with these tables and this rule."""
+        key = tables.partial.tobytes() + b"|" + tables.full.tobytes()
+        if key != self._key:
+            partial, full = _block_list(tables.partial), _block_list(tables.full)
+            tensors = (*partial, *full)
+            self._tensors = tuple(torch.from_numpy(t).to(self._device) for t in tensors)
+            self._key = key
+        kv_num, kv_idx, full_num, full_idx = self._tensors
+        return BlockMask.from_kv_blocks(
+            kv_num,
+            kv_idx,
+            full_num,
+            full_idx,
+            BLOCK_SIZE=BLOCK,
+            mask_mod=mask_mod,
+            seq_lengths=(window.q_len, window.kv_len),
+            compute_q_blocks=False,
+        )
+
+
+def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:
+    """Return (counts, indices) as int32 of shape (1, 1, rows) and (1, 1, rows, key blocks)."""
+    order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return blocks.sum(axis=1, dtype=np.int32)[None, None], order[None, None]
+
+
+def window_tables(rule: MaskRule, window: Window) -> BlockTables:
+    """Return the block tables of a window, made from its rows alone, never from a full grid."""
+    if window.kv_offset:
+        whole = rule.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
+        kept = whole[:, window.kv_offset :]
+        return stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
+    return block_tables(rule, window.q_len, window.kv_len, q_offset=window.q_offset)
+
+
+def all_partial(tables: BlockTables) -> BlockTables:
+    """Return tables that apply the rule in every visited block, for a rule narrowed afterwards."""
+    return BlockTables(tables.partial | tables.full, np.zeros_like(tables.full))
+
+
+def evaluate(mask_mod: MaskMod, window: Window, device: torch.device, *, rows: slice) -> Tensor:
+    """Return a rule's cells for some local rows, bool (n_rows, kv_len), by the contract of flex.
+
+    The rule is called with 0-dim index tensors under vmap, exactly as flex calls it, for batch 0
+    and head 0.
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    q_idx = torch.arange(rows.start, rows.stop, device=device)
+    kv_idx = torch.arange(window.kv_len, device=device)
+    over_kv = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
+    cells: Tensor = torch.vmap(over_kv, in_dims=(None, None, 0, None))(zero, zero, q_idx, kv_idx)
+    return cells.expand(rows.stop - rows.start, window.kv_len)

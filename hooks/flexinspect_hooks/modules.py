@@ -1,0 +1,104 @@
+"""Statistics of every decoder layer's output: NaN, Inf, min, max, mean, std, norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records import LayerStatRecord
+from flexinspect_hooks.buffer import StepBuffer, Values
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
+from flexinspect_hooks.store import put_activation, record_activations
+
+
+class ModuleHook:
+    """Keeps each decoder layer's output during the forward and reduces them together.
+
+    At level basic only layers with a NaN or Inf are recorded; from advanced on all of them. At
+    extreme the rows of the chosen layers are stored as stream "hidden".
+    """
+
+    name = "modules"
+
+    def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Put one forward hook on each decoder layer."""
+        self._context = context
+        self._outputs: list[tuple[int, Tensor]] = []
+        self._names = {layer: name for layer, (name, _) in context.blocks.items()}
+        return [
+            module.register_forward_hook(self._keep(layer)).remove
+            for layer, (_, module) in context.blocks.items()
+        ]
+
+    def _keep(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        context, outputs = self._context, self._outputs
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if context.is_open:
+                outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
+
+        return keep
+
+    def begin(self, context: CaptureContext) -> None:
+        """Nothing to prepare per generation."""
+
+    def open(self, step: StepContext) -> None:
+        """Forget what an aborted step may have left."""
+        self._outputs.clear()
+
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> list[int]:
+        """Reduce the outputs (batch, rows, hidden) of all layers in one pass over their stack."""
+        kept = list(self._outputs)
+        self._outputs.clear()
+        if not kept:
+            return []
+        stack = torch.stack([output[0] for _, output in kept])
+        buffer.put("modules.stats", _statistics(stack.flatten(1)))
+        if step.level == "extreme":
+            for layer, output in kept:
+                if layer in self._context.layers:
+                    put_activation(buffer, f"hidden.{layer}", output[0])
+        return [layer for layer, _ in kept]
+
+    def record(self, step: StepContext, kept: list[int], values: Values, draft: StepDraft) -> None:
+        """Write one `LayerStatRecord` per layer (at basic: per sick layer)."""
+        if not kept:
+            return
+        for layer, row in zip(kept, values["modules.stats"].tolist(), strict=True):
+            if step.level == "basic" and row[-1] == 0:
+                continue
+            draft.layer_stats.append(_record(layer, self._names[layer], row))
+        record_activations(values, "hidden", draft)
+
+
+def _statistics(rows: Tensor) -> Tensor:
+    """Return (layers, 7) float32: min, max, mean, std, norm, NaN count, count of not finite.
+
+    `rows` is (layers, values); std is that of the population.
+    """
+    rows = rows.float()
+    low, high = torch.aminmax(rows, dim=1)
+    std, mean = torch.std_mean(rows, dim=1, correction=0)
+    norm = torch.linalg.vector_norm(rows, dim=1)
+    n_nan = torch.isnan(rows).sum(1).float()
+    n_bad = rows.shape[1] - torch.isfinite(rows).sum(1).float()
+    return torch.stack((low, high, mean, std, norm, n_nan, n_bad), 1)
+
+
+def _record(layer: int, name: str, row: list[float]) -> LayerStatRecord:
+    low, high, mean, std, norm, n_nan, n_bad = row
+    return LayerStatRecord(
+        layer=layer,
+        module=name,
+        n_nan=int(n_nan),
+        n_inf=int(n_bad - n_nan),
+        min=low,
+        max=high,
+        mean=mean,
+        std=std,
+        norm=norm,
+    )

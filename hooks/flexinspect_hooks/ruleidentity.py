@@ -1,0 +1,63 @@
+"""Who a mask rule is: its name, where its source stands, and what it has captured."""
+
+from __future__ import annotations
+
+import hashlib
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+
+_MAX_HASHED = 1 << 20
+"""Captured tensors of more bytes than this are known by shape, type and address only."""
+
+
+def rule_name(mask_mod: Any) -> str:
+    """Return module and qualified name of a rule, `or` of its type."""
+    if isinstance(mask_mod, FunctionType):
+        return f"{mask_mod.__module__}.{mask_mod.__qualname__}"
+    return f"{type(mask_mod).__module__}.{type(mask_mod).__qualname__}"
+
+
+def rule_source(mask_mod: Any) -> str | None:
+    """Return "file:line" where the rule is written, if it is a Python function."""
+    code = getattr(mask_mod, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
+
+
+def rule_parameters(mask_mod: Any) -> str:
+    """Return what tells two rules of the same name apart: code and captured values.
+
+    Our own rules say it themselves; for others the byte code, constants and closure are read.
+    Tensors on an accelerator are known by address and version, so as not to wait for the device.
+    """
+    own = getattr(mask_mod, "flexinspect_identity", None)
+    if own is not None:
+        return str(own)
+    return _digest(mask_mod, depth=0)
+
+
+def _digest(value: Any, depth: int) -> str:
+    if isinstance(value, Tensor):
+        return _tensor_digest(value)
+    code = getattr(value, "__code__", None)
+    if code is None or depth > 3:
+        return repr(value)[:200] if isinstance(value, int | float | str | bool | tuple) else "?"
+    cells = [_cell(cell, depth) for cell in getattr(value, "__closure__", None) or ()]
+    body = hashlib.blake2b(code.co_code + repr(code.co_consts).encode(), digest_size=8)
+    return f"{body.hexdigest()}({','.join(cells)})"
+
+
+def _cell(cell: Any, depth: int) -> str:
+    try:
+        return _digest(cell.cell_contents, depth + 1)
+    except ValueError:
+        return "unset"
+
+
+def _tensor_digest(tensor: Tensor) -> str:
+    label = f"{tuple(tensor.shape)}{tensor.dtype}"
+    if tensor.device.type != "cpu" or tensor.nbytes > _MAX_HASHED:
+        return f"{label}@{tensor.data_ptr():x}v{tensor._version}"
+    data = tensor.detach().contiguous().numpy().tobytes()
+    return f"{label}{hashlib.blake2b(data, digest_size=8).hexdigest()}"

@@ -1,0 +1,222 @@
+"""A capture session: installs hooks on one model, owns every handle, and removes them all.
+
+The root forward opens a step; when the step's token is known it is reduced once and handed to the
+writer thread. A hook that raises is recorded as an event and switched off; the user's forward goes
+on. Leaving the session leaves no handle, patch or thread behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect import plugins
+from flexinspect.errors import UsageError
+from flexinspect.prompts import Segment
+from flexinspect.records import (
+    LEVELS,
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    TokenRecord,
+)
+from flexinspect_hooks.buffer import StepBuffer
+from flexinspect_hooks.clock import StepClock, StepContext
+from flexinspect_hooks.hook import CaptureContext, Hook, Remove
+from flexinspect_hooks.layers import attention_layers, decoder_blocks
+from flexinspect_hooks.recorder import FinishedStep, Recorder, Rule, Sink
+
+
+def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
+    """Return the registered hooks, ready to install, and the sentence of each that failed."""
+    classes, failed = plugins.load_all("flexinspect.hooks")
+    return [classes[name]() for name in sorted(classes)], failed
+
+
+class CaptureSession:
+    """While entered, records every root forward of `model` into `sink`.
+
+    `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
+    layers whose activations are stored at extreme (None: all). `text_of` decodes one token id.
+
+    Raises `UsageError` for an unknown level.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sink: Sink,
+        *,
+        level: str = "advanced",
+        layers: Sequence[int] | None = None,
+        text_of: Callable[[int], str] = str,
+        hooks: Sequence[Hook] | None = None,
+        rules: Sequence[Rule] = (),
+    ) -> None:
+        self.level = check_level(level)
+        self.recorder = Recorder(sink, rules=rules)
+        self.recorder.on_hook_error = self._hook_failed
+        self._model = model
+        self._hooks: list[Hook] = list(hooks) if hooks is not None else []
+        self._use_built_in = hooks is None
+        self._removes: list[tuple[Hook | None, Remove]] = []
+        self._clock = StepClock()
+        self._step: StepContext | None = None
+        self._device = next(model.parameters()).device
+        self._stream = _side_stream(self._device)
+        layer_of = attention_layers(model)
+        self.context = CaptureContext(
+            model=model,
+            device=self._device,
+            layer_of=layer_of,
+            blocks=decoder_blocks(model, layer_of),
+            layers=tuple(sorted(set(layer_of.values()))) if layers is None else tuple(layers),
+            text_of=text_of,
+        )
+        self._segments: tuple[Segment, ...] = ()
+        self.capture_s = 0.0
+        self.wall_s = 0.0
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> CaptureSession:
+        if self._use_built_in:
+            self._hooks, failed = built_in_hooks()
+            for name, sentence in failed.items():
+                self._event("hook-off", f"{name}: {sentence}")
+        self.recorder.start()
+        model = self._model
+        for hook in list(self._hooks):
+            self._guard(hook, self._install, hook)
+        self._removes += [
+            (None, model.register_forward_pre_hook(self._open, with_kwargs=True).remove),
+            (None, model.register_forward_hook(self._forward_done).remove),
+        ]
+        return self
+
+    def _install(self, hook: Hook) -> None:
+        for remove in hook.install(self.context):
+            self._removes.append((hook, remove))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._abandon()
+        while self._removes:
+            self._removes.pop()[1]()
+        self.recorder.stop()
+
+    # -- a generation ----------------------------------------------------------------------------
+
+    def begin_generation(self, record: GenerationRecord) -> None:
+        """Start a generation; its segments give meaning to positions."""
+        self._clock.begin(record.generation)
+        self.context.segments = self._segments = record.segments
+        self.recorder.put(record)
+        for hook in list(self._hooks):
+            self._guard(hook, hook.begin, self.context)
+
+    def end_generation(self, record: GenerationEnd) -> None:
+        """End a generation, dropping a step whose token was never chosen."""
+        self._abandon()
+        self.recorder.put(record)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        self._abandon()
+        step = self._clock.open(args, kwargs, self.level)
+        for hook in list(self._hooks):
+            self._guard(hook, hook.open, step)
+        self._step, self.context.is_open = step, True
+        step.capture_s += time.perf_counter() - started
+
+    def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.context.is_open = False
+        if self._step is not None:
+            logits = getattr(output, "logits", None)
+            self._step.logits = logits[0, -1] if isinstance(logits, Tensor) else None
+
+    def chose(self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None) -> None:
+        """Close the step: `chosen` (0-dim) is the token's id, `scores` (V,) what it was drawn from.
+
+        Call it once the token is known to the host, so that the step's wall time is complete.
+        """
+        step = self._step
+        if step is None:
+            return
+        started = time.perf_counter()
+        step.wall_ms = (started - step.started) * 1e3
+        step.chosen, step.scores = chosen, scores
+        buffer = StepBuffer(self._device, self._stream)
+        with torch.no_grad():
+            kept = [
+                (hook, self._guard(hook, hook.reduce, step, buffer)) for hook in list(self._hooks)
+            ]
+            buffer.ship()
+        step.drop_references()
+        self._step = None
+        step.capture_s += time.perf_counter() - started
+        self.capture_s += step.capture_s
+        self.wall_s += step.wall_ms / 1e3
+        self.recorder.put(FinishedStep(step, buffer, tuple(kept), token))
+
+    def _abandon(self) -> None:
+        """Let go of a step that never got its token (an exception, an interrupt)."""
+        self.context.is_open = False
+        if self._step is not None:
+            self._step.drop_references()
+            self._step = None
+
+    # -- trouble ---------------------------------------------------------------------------------
+
+    def _guard(self, hook: Hook, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._hook_failed(hook, error, self._step)
+            return None
+
+    def _hook_failed(self, hook: Hook, error: BaseException, step: StepContext | None) -> None:
+        """Record the failure and switch the hook off; the forward goes on."""
+        if hook not in self._hooks:
+            return
+        self._hooks.remove(hook)
+        where = f"step {step.step}" if step is not None else "installation"
+        text = (
+            f"The hook '{hook.name}' failed at {where} and is off: {type(error).__name__}: {error}"
+        )
+        if step is not None:
+            step.events.append(("hook-off", text))
+        self._event("hook-off", text, step)
+        for owner, remove in [pair for pair in self._removes if pair[0] is hook]:
+            self._removes.remove((owner, remove))
+            remove()
+
+    def _event(self, kind: str, text: str, step: StepContext | None = None) -> None:
+        generation = step.generation if step is not None else None
+        number = step.step if step is not None else None
+        self.recorder.put(EventRecord(kind, text, time.time(), generation, number))
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
+def check_level(level: str) -> str:
+    """Return the level or raise `UsageError` naming the known ones."""
+    if level not in LEVELS:
+        raise UsageError(f"--level {level} is unknown; the levels are {', '.join(LEVELS)}.")
+    return level

@@ -1,0 +1,33 @@
+"""Activations that are stored whole: named in the buffer on one side, arrays on the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexinspect.records import ArrayRecord
+from flexinspect_hooks.buffer import StepBuffer, Values
+from flexinspect_hooks.hook import StepDraft
+
+_PREFIX = "store/"
+_BFLOAT16 = "bfloat16/"
+
+
+def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
+    """Put a tensor in its own precision; `name` is "stream.layer"."""
+    mark = _BFLOAT16 if tensor.dtype is torch.bfloat16 else ""
+    # A copy, because the model may write to the tensor (or its cache) before it is on disk.
+    buffer.put(f"{_PREFIX}{mark}{name}", tensor.detach().clone())
+
+
+def record_activations(values: Values, stream: str, draft: StepDraft) -> None:
+    """Move the stored tensors of a stream into the draft."""
+    for key, array in values.items():
+        if not key.startswith(_PREFIX):
+            continue
+        name = key.removeprefix(_PREFIX)
+        dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
+        name, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
+        if name == stream:
+            draft.arrays.append(ArrayRecord(stream, np.ascontiguousarray(array), int(layer), dtype))

@@ -1,0 +1,42 @@
+"""Fixtures of the capture side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import make_model, make_pieces
+
+from flexinspect.prompts import Prompt, compose
+
+
+@pytest.fixture(scope="session")
+def family_model() -> Callable[[str], Any]:
+    made: dict[str, Any] = {}
+
+    def get(family: str) -> Any:
+        if family not in made:
+            made[family] = make_model(family)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def llama() -> Any:
+    return make_model("llama")
+
+
+@pytest.fixture
+def prompt() -> Prompt:
+    return compose(make_pieces(), max_new_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

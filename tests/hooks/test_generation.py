@@ -1,0 +1,169 @@
+"""The generation is right: against model.generate, against a dense run, and under isolation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import FAMILIES, ids, make_model, make_pieces
+
+from flexinspect import masks
+from flexinspect.prompts import Prompt, compose
+from flexinspect_hooks.generate import Choice, Sampling, generate
+from flexinspect_hooks.masksource import RuleMask
+from flexinspect_hooks.patching import FlexPatch
+from flexinspect_hooks.reference import dense_forward
+
+CPU = torch.device("cpu")
+NEW = 8
+
+
+def source(rule: masks.MaskRule) -> RuleMask:
+    return RuleMask(rule, length=256, device=CPU, compiled=False)
+
+
+def run(
+    model: Any, prompt: Prompt, rule: masks.MaskRule, **options: Any
+) -> tuple[list[int], list[torch.Tensor]]:
+    logits: list[torch.Tensor] = []
+
+    def keep(choice: Choice) -> None:
+        logits.append(choice.logits.clone())
+
+    with FlexPatch(model, source(rule)):
+        out = generate(model, prompt, max_new_tokens=NEW, on_choice=keep, **options)
+    return list(out.token_ids), logits
+
+
+def windows_of(model: Any) -> dict[str, int] | None:
+    """Return the window of each layer type where a model's layers differ or slide."""
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    sliding = getattr(model.config, "sliding_window", None)
+    if not sliding:
+        return None
+    sizes = {"full_attention": 10**6, "sliding_attention": sliding}
+    return {kind: sizes[kind] for kind in kinds}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_causal_greedy_tokens_and_logits_equal_generate_under_sdpa(
+    family: str, family_model: Callable[[str], Any], prompt: Prompt
+) -> None:
+    model = family_model(family)
+    fed = torch.tensor([prompt.ids])
+    theirs = model.generate(
+        fed,
+        attention_mask=torch.ones_like(fed),
+        max_new_tokens=NEW,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens, logits = run(model, prompt, masks.causal())
+    assert tokens == theirs.sequences[0, len(prompt.ids) :].tolist()
+    for mine, other in zip(logits, theirs.logits, strict=True):
+        torch.testing.assert_close(mine, other[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", masks.PRESETS)
+@pytest.mark.parametrize("positions", ["contiguous", "reset"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_every_preset_equals_a_dense_run_at_prefill_and_each_decode_step(
+    name: str, positions: str, family: str, family_model: Callable[[str], Any]
+) -> None:
+    model = family_model(family)
+    prompt = compose(make_pieces(), max_new_tokens=NEW, positions=positions)
+    rule = masks.preset(name, prompt.segments)
+    tokens, logits = run(model, prompt, rule)
+    whole = torch.tensor([[*prompt.ids, *tokens[:-1]]])
+    places = [*prompt.position_ids, *(prompt.next_position(i) for i in range(NEW - 1))]
+    cells = rule.dense(whole.shape[1])
+    dense = dense_forward(
+        model, whole, torch.tensor([places]), cells, windows=windows_of(model)
+    ).logits[0]
+    for step, mine in enumerate(logits):
+        expected = dense[len(prompt.ids) - 1 + step]
+        torch.testing.assert_close(mine, expected, atol=1e-4, rtol=0)
+
+
+def test_the_remaining_families_equal_a_dense_run_under_isolation(
+    family_model: Callable[[str], Any], prompt: Prompt
+) -> None:
+    rule = masks.preset("segment-isolation", prompt.segments)
+    for family in ("qwen2", "qwen3", "phi3", "gpt_neox"):
+        model = family_model(family)
+        _, logits = run(model, prompt, rule)
+        fed = torch.tensor([prompt.ids])
+        places = torch.tensor([prompt.position_ids])
+        dense = dense_forward(model, fed, places, rule.dense(fed.shape[1])).logits[0, -1]
+        torch.testing.assert_close(logits[0], dense, atol=1e-4, rtol=0)
+
+
+def test_isolated_separators_leave_empty_rows_that_stay_finite(llama: Any, prompt: Prompt) -> None:
+    rule = masks.preset("segment-isolation", prompt.segments, separators="isolated")
+    assert masks.empty_rows(rule.dense(len(prompt.ids))).size == 3
+    _, logits = run(llama, prompt, rule)
+    assert all(torch.isfinite(row).all() for row in logits)
+
+
+def hidden_states(model: Any, prompt: Prompt, rule: masks.MaskRule) -> list[torch.Tensor]:
+    with FlexPatch(model, source(rule)), torch.no_grad():
+        out = model(
+            input_ids=torch.tensor([prompt.ids]),
+            position_ids=torch.tensor([prompt.position_ids]),
+            output_hidden_states=True,
+        )
+    return list(out.hidden_states)
+
+
+@pytest.mark.parametrize("name", ["segment-isolation", "shared-prefix", "document"])
+def test_changing_one_paraphrase_leaves_the_others_bit_equal(llama: Any, name: str) -> None:
+    before = compose(make_pieces(), max_new_tokens=1)
+    changed = (ids(7, 1), ids(5, 77), ids(8, 3))
+    after = compose(make_pieces(paraphrases=changed), max_new_tokens=1)
+    rule = masks.preset(name, before.segments)
+    a, b = hidden_states(llama, before, rule), hidden_states(llama, after, rule)
+    second = [s for s in before.segments if s.label in ("paraphrase 2", "separator 2")]
+    moved = np.zeros(len(before.ids), bool)
+    for segment in second:
+        moved[segment.start : segment.stop] = True
+    moved[[s.start for s in before.segments if s.kind == "cue"][0] :] = True
+    still = torch.from_numpy(~moved)
+    for left, right in zip(a, b, strict=True):
+        assert torch.equal(left[0, still], right[0, still])
+    assert not torch.equal(a[-1][0, ~still], b[-1][0, ~still])
+
+
+def test_sampling_is_seeded_and_goes_through_the_processors(llama: Any, prompt: Prompt) -> None:
+    rule = masks.causal()
+    warm = Sampling(do_sample=True, temperature=1.5, top_k=3, seed=1)
+    first, _ = run(llama, prompt, rule, sampling=warm)
+    again, _ = run(llama, prompt, rule, sampling=warm)
+    other, _ = run(llama, prompt, rule, sampling=Sampling(True, 1.5, 3, seed=2))
+    assert first == again
+    assert first != other
+
+
+def test_sampled_scores_leave_only_top_k_tokens_open(llama: Any, prompt: Prompt) -> None:
+    seen: list[torch.Tensor] = []
+
+    def keep(choice: Choice) -> None:
+        assert choice.scores is not None
+        seen.append(choice.scores)
+
+    with FlexPatch(llama, source(masks.causal())):
+        options = Sampling(True, temperature=0.7, top_k=5, top_p=0.999)
+        generate(llama, prompt, max_new_tokens=3, sampling=options, on_choice=keep)
+    assert all(int(torch.isfinite(row).sum()) <= 5 for row in seen)
+
+
+def test_generation_ends_at_eos(prompt: Prompt) -> None:
+    model = make_model("llama")
+    tokens, _ = run(model, prompt, masks.causal())
+    with FlexPatch(model, source(masks.causal())):
+        out = generate(model, prompt, max_new_tokens=NEW, eos_ids=(tokens[2],))
+    assert out.stop_reason == "eos"
+    assert list(out.token_ids) == tokens[: tokens.index(tokens[2]) + 1]

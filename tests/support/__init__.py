@@ -1,0 +1,1 @@
+"""Small real models and prompts that several tests use."""
