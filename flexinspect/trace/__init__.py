@@ -1,0 +1,1 @@
+"""The trace: one SQLite file with everything a run said, written live and read live."""

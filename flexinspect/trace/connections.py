@@ -1,0 +1,269 @@
+"""Connections of a reader: one per thread, opened when needed, never writing, refused in words."""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from flexinspect.errors import TraceError
+from flexinspect.trace.schema import APPLICATION_ID, VERSION
+
+BUSY_S = 2.0
+"""How long a query waits for a program that holds the file exclusively."""
+
+_MAGIC = b"SQLite format 3\0"
+_COPY = "Copy it again from where it was recorded, with the -wal file beside it if there is one."
+
+
+class _Handle:
+    """The connection of one thread. Whoever uses it holds `lock`; `epoch` tells if it is old."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.db: sqlite3.Connection | None = None
+        self.epoch = -1
+        self.pinned = False
+
+    def close(self) -> None:
+        if self.db is not None:
+            self.db.close()
+            self.db = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Connections:
+    """All connections to the trace at `path`; usable from any thread.
+
+    Raises `TraceError`, in one sentence, when the file is missing, is no trace, is of another
+    version or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._local = threading.local()
+        self._handles: WeakSet[_Handle] = WeakSet()
+        self._guard = threading.Lock()
+        self._epoch = 0
+        self._poll = _Handle()
+        self._poll_version: object = None
+        self._transient = False
+        check_header(path)
+        self.changed()
+
+    def query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
+        """Return all rows of a query made in this thread."""
+        handle = self._mine()
+        with handle.lock, refusals(self.path):
+            db = self._ready(handle)
+            try:
+                return db.execute(sql, params).fetchall()
+            finally:
+                if self._transient and not handle.pinned:
+                    handle.close()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """While entered, all queries of this thread see the trace as it is now."""
+        handle = self._mine()
+        with handle.lock:
+            with refusals(self.path):
+                db = self._ready(handle)
+                db.execute("BEGIN")
+            handle.pinned = True
+            try:
+                yield
+            finally:
+                handle.pinned = False
+                with suppress(sqlite3.Error):
+                    db.execute("COMMIT")
+
+    def changed(self) -> bool:
+        """Tell whether anything was committed since the last call; costs a few microseconds."""
+        with self._poll.lock, refusals(self.path):
+            fresh = self._poll.db is None
+            version = self._ready(self._poll).execute("PRAGMA data_version").fetchone()
+            moved = not fresh and version != self._poll_version
+            self._poll_version = version
+            if self._transient:
+                self._poll.close()
+            return moved
+
+    def let_go(self) -> None:
+        """Close all idle connections, so that a writer that ends can fold its file.
+
+        From then on a connection lives for one query, until the file is out of WAL mode.
+        """
+        self._transient = in_wal_mode(self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections that are not in use; a later query opens new ones."""
+        with self._guard:
+            self._epoch += 1
+            handles = [*self._handles, self._poll]
+        for handle in handles:
+            if handle.lock.acquire(blocking=False):
+                try:
+                    if not handle.pinned:
+                        handle.close()
+                finally:
+                    handle.lock.release()
+
+    def _mine(self) -> _Handle:
+        handle: _Handle | None = getattr(self._local, "handle", None)
+        if handle is None:
+            handle = self._local.handle = _Handle()
+            with self._guard:
+                self._handles.add(handle)
+        return handle
+
+    def _ready(self, handle: _Handle) -> sqlite3.Connection:
+        if handle.db is not None and (handle.epoch == self._epoch or handle.pinned):
+            return handle.db
+        handle.close()
+        if self._transient and not in_wal_mode(self.path):
+            self._transient = False
+        handle.epoch = self._epoch
+        handle.db = connect(self.path)
+        return handle.db
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a connection that only reads. Raises `sqlite3.Error`.
+
+    A file left in WAL mode cannot be opened in a folder that cannot be written; without a WAL
+    beside it, nothing is lost by calling it immutable.
+    """
+    try:
+        return _connect(f"{path.as_uri()}?mode=ro")
+    except sqlite3.OperationalError:
+        if not in_wal_mode(path) or _wal_bytes(path):
+            raise
+        return _connect(f"{path.as_uri()}?immutable=1")
+
+
+def _connect(uri: str) -> sqlite3.Connection:
+    db = sqlite3.connect(
+        uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    try:
+        # A damaged or hostile file is read with suspicion and without running anything in it.
+        for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
+            db.execute(f"PRAGMA {pragma}")
+        db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def in_wal_mode(path: Path) -> bool:
+    """Tell from the header whether the file is (or was left) in WAL mode."""
+    with path.open("rb") as file:
+        return file.read(20)[18:19] == b"\x02"
+
+
+def _wal_bytes(path: Path) -> int:
+    try:
+        return path.with_name(path.name + "-wal").stat().st_size
+    except OSError:
+        return 0
+
+
+def check_header(path: Path) -> None:
+    """Raise `TraceError` unless the first bytes are those of a trace that we know how to read."""
+    head, size = _head(path)
+    if not head:
+        raise TraceError(f"{path} is empty.", hint="The recording never began; run it again.")
+    if not head.startswith(_MAGIC):
+        raise TraceError(
+            f"{path} is not a trace: it is no SQLite file.",
+            hint="Traces end in .flextrace and are made by 'flexinspect run'.",
+        )
+    if len(head) < 100:
+        raise _cut_short(path, size)
+    if int.from_bytes(head[68:72], "big") != APPLICATION_ID:
+        raise TraceError(
+            f"{path} is a SQLite file of another program, not a trace.",
+            hint="Traces end in .flextrace and are made by 'flexinspect run'.",
+        )
+    _check_version(path, int.from_bytes(head[60:64], "big"))
+    page = int.from_bytes(head[16:18], "big")
+    n_pages = int.from_bytes(head[28:32], "big")
+    # In WAL mode the header may be ahead of the file while a writer folds its WAL into it.
+    if head[18] == 1 and size < n_pages * (65536 if page == 1 else page):
+        raise _cut_short(path, size)
+
+
+def _head(path: Path) -> tuple[bytes, int]:
+    try:
+        about = path.stat()
+        if stat.S_ISDIR(about.st_mode):
+            raise TraceError(f"{path} is a folder, not a trace.", hint="Name a file in it.")
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait forever
+            raise TraceError(f"{path} is not a regular file.", hint="Name a .flextrace file.")
+        with path.open("rb") as file:
+            return file.read(100), about.st_size
+    except FileNotFoundError:
+        raise TraceError(
+            f"There is no trace at {path}.", hint="Check the name; 'ls *.flextrace' lists traces."
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(f"{path} cannot be read: {reason}.", hint="Check its rights.") from None
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version > VERSION:
+        raise TraceError(
+            f"{path} is a trace of version {version}; this program reads up to {VERSION}.",
+            hint="Update it: pip install --upgrade flexinspect.",
+        )
+    if version < VERSION:
+        raise TraceError(
+            f"{path} is a trace of version {version}, which this program no longer reads.",
+            hint="Read it with the release that recorded it, or record it again.",
+        )
+
+
+def _cut_short(path: Path, size: int) -> TraceError:
+    return TraceError(f"{path} is damaged: it is cut short at {size} bytes.", hint=_COPY)
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Turn whatever SQLite says about the file into one sentence."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise refusal(path, error) from error
+    except UnicodeError as error:  # SQLite quoted a part of the file in its message
+        raise TraceError(f"{path} is damaged: its text is not readable.", hint=_COPY) from error
+    except (OSError, MemoryError, OverflowError) as error:
+        raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY) from error
+
+
+def refusal(path: Path, error: sqlite3.Error) -> TraceError:
+    """Return the sentence for an error of SQLite."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return TraceError(
+            f"{path} is locked by another program.", hint="Close that program and try again."
+        )
+    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and _wal_bytes(path):
+        return TraceError(
+            f"{path} was not finished, and its -wal file cannot be read in this folder.",
+            hint="Copy both files to a folder that you may write to and open the copy.",
+        )
+    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
+        return TraceError(f"{path} cannot be opened ({error}).", hint="Check its rights.")
+    reason = "".join(char if char.isprintable() else "?" for char in str(error))
+    return TraceError(f"{path} is damaged: {reason}.", hint=_COPY)

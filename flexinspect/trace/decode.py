@@ -1,0 +1,231 @@
+"""Rows into records, with every value checked: a damaged file must not pass for a strange one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, TypeVar
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.prompts import Segment, SegmentKind
+from flexinspect.records import (
+    CallRecord,
+    Candidate,
+    EventRecord,
+    LayerStatRecord,
+    LogitsRecord,
+    MaskRecord,
+    MemoryRecord,
+    TokenRecord,
+)
+from flexinspect.trace.arrays import Chunk
+from flexinspect.trace.columns import Table
+from flexinspect.trace.rows import (
+    ArrayInfo,
+    BranchRow,
+    EventRow,
+    FindingRow,
+    GenerationRow,
+    StepRow,
+)
+from flexinspect.trace.values import from_json
+
+Row = Sequence[Any]
+E = TypeVar("E", bound=Enum)
+
+
+class Damage(Exception):
+    """A stored value that cannot be what was recorded; the reader makes a `TraceError` of it."""
+
+
+def clean(table: Table, row: Row, *, skip: int = 0) -> list[Any]:
+    """Return the values of a row, NaN and JSON restored. Raises `Damage` for a wrong type.
+
+    `row` begins with the column number `skip` of the table and may stop before its end.
+    """
+    return clean_as(table.kinds(skip=skip), row, table.name)
+
+
+def clean_as(kinds: Sequence[str], row: Row, name: str) -> list[Any]:
+    """Return the values of a row of these kinds (or of the first ones). Raises `Damage`."""
+    try:
+        return [_READERS[kind](value) for kind, value in zip(kinds, row, strict=False)]
+    except (ValueError, TypeError) as error:
+        raise Damage(f"a row of {name} holds what it cannot hold ({error})") from None
+
+
+def _typed(*types: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) not in types:
+            raise ValueError(f"a {type(value).__name__}")
+        return value
+
+    return read
+
+
+def _real(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if value is None:
+        return math.nan
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def _optional_real(value: Any) -> float | None:
+    if value is None or type(value) is float:
+        return value
+    if type(value) is int:  # an ANY column keeps an int as one
+        return float(value)
+    if value == "nan":
+        return math.nan
+    raise ValueError(f"a {type(value).__name__}")
+
+
+def _bool(value: Any) -> bool:
+    if value not in (0, 1):
+        raise ValueError("neither 0 nor 1")
+    return bool(value)
+
+
+def _json(value: Any) -> Any:
+    return from_json(_READERS["text"](value))
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": _typed(int),
+    "int?": _typed(int, type(None)),
+    "bool": _bool,
+    "real": _real,
+    "real?": _optional_real,
+    "text": _typed(str),
+    "text?": _typed(str, type(None)),
+    "json": _json,
+    "json?": lambda value: None if value is None else _json(value),
+    "blob": _typed(bytes),
+}
+
+
+def token(values: Row) -> TokenRecord:
+    """Return a token from the cleaned columns after generation and branch."""
+    return TokenRecord(*values)
+
+
+def segment(values: Row) -> Segment:
+    """Return a segment from the cleaned columns after its number."""
+    start, stop, label, kind, owner = values
+    return Segment(start, stop, label, _enum(SegmentKind, kind), owner)
+
+
+def generation(values: Row) -> GenerationRow:
+    """Return a generation from the cleaned columns of it, then all of its first branch."""
+    number, sample_id, mask_name, positions, expected, declared, started_at = values[:7]
+    first = branch(values[7:])
+    return GenerationRow(
+        *(number, sample_id, mask_name, positions),
+        expected=tuple(_list(expected, str)),
+        declared=_dict(declared),
+        started_at=started_at,
+        state=first.state,
+        answer=first.answer,
+        stop_reason=first.stop_reason,
+        ended_at=first.ended_at,
+    )
+
+
+def branch(values: Row) -> BranchRow:
+    """Return a branch from all its cleaned columns."""
+    return BranchRow(*values)
+
+
+def step(values: Row) -> StepRow:
+    """Return a step from its cleaned columns up to `n_inf`."""
+    head, scalars = values[:12], values[12:]
+    has_logits = scalars[2] is not None
+    return StepRow(*head, *(scalars if has_logits else (None,) * len(scalars)))
+
+
+def logits(values: Row, candidates: tuple[Candidate, ...]) -> LogitsRecord:
+    """Return the distribution of a step from the cleaned columns from `entropy` on."""
+    if any(value is None for value in values):
+        raise Damage("a row of steps has only a part of its logits")
+    *scalars, histogram = values
+    return LogitsRecord(*[*scalars, tuple(_list(histogram, int)), candidates])
+
+
+def candidate(values: Row) -> Candidate:
+    """Return a candidate from the cleaned columns after the step."""
+    return Candidate(*values)
+
+
+def call(values: Row) -> CallRecord:
+    """Return a call from the cleaned columns after its number."""
+    return CallRecord(*values)
+
+
+def layer_stat(values: Row) -> LayerStatRecord:
+    """Return statistics from the cleaned columns after their number."""
+    return LayerStatRecord(*values)
+
+
+def memory(values: Row) -> MemoryRecord:
+    """Return memory figures from the cleaned columns after the step."""
+    return MemoryRecord(*values)
+
+
+def mask(values: Row) -> MaskRecord:
+    """Return a mask without its arrays from the cleaned columns after the step."""
+    return MaskRecord(*values)
+
+
+def finding(values: Row) -> FindingRow:
+    """Return a finding from all its cleaned columns."""
+    row_id, generation_number, branch_number, step_number = values[:4]
+    name, severity, sentence, layer, head, positions, evidence = values[4:]
+    record = Finding(
+        *(name, _enum(Severity, severity), sentence),
+        *(generation_number, branch_number, step_number, layer, head),
+        positions=tuple(_list(positions, int)),
+        evidence=_dict(evidence),
+    )
+    return FindingRow(row_id, record)
+
+
+def event(values: Row) -> EventRow:
+    """Return an event from all its cleaned columns."""
+    number, generation_number, branch_number, step_number, kind, text, at, data = values
+    record = EventRecord(kind, text, at, generation_number, step_number, _dict(data))
+    return EventRow(number, branch_number, record)
+
+
+def array_info(values: Row) -> ArrayInfo:
+    """Return an array's facts from a row of `schema.LIST_ARRAYS`."""
+    kinds = ("int", "text", "int?", "text", "json", "text", "int")
+    number, stream, layer, dtype, shape, codec, n_bytes = clean_as(kinds, values, "arrays")
+    return ArrayInfo(number, stream, layer, dtype, tuple(_list(shape, int)), codec, n_bytes)
+
+
+def chunk(values: Row) -> Chunk:
+    """Return a chunk from dtype, item, shape (still text), codec, checksum and data."""
+    if [type(value) for value in values] != [str, str, str, str, int, bytes]:
+        raise Damage("a row of arrays holds what it cannot hold")
+    return Chunk(*values)
+
+
+def _enum(kind: type[E], value: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise Damage(f"{value!r} is no {kind.__name__}") from None
+
+
+def _list(value: Any, kind: type) -> list[Any]:
+    if not isinstance(value, list) or any(type(item) is not kind for item in value):
+        raise Damage(f"a list of {kind.__name__} holds something else")
+    return value
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Damage("an object holds something else")
+    return value

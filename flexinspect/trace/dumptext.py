@@ -1,0 +1,239 @@
+"""A trace as aligned text. Nothing that was recorded can reach the terminal as a control."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+from flexinspect.findings import Finding
+from flexinspect.records import (
+    CallRecord,
+    LayerStatRecord,
+    LogitsRecord,
+    MaskRecord,
+    MemoryRecord,
+)
+from flexinspect.text import visible
+from flexinspect.trace.dump import WINDOW, Selection, mask_facts
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import ArrayInfo, BranchRow, EventRow, GenerationRow, StepRow
+from flexinspect.trace.schema import VERSION
+from flexinspect.trace.values import plain_json
+
+Rows = Iterable[Sequence[Any]]
+
+_TOKENS = ("pos", "id", "position id", "segment", "step", "special", "token", "text")
+_CANDIDATES = ("rank", "id", "logit", "logprob", "score", "score logprob", "text")
+_CALLS = (
+    *("layer", "path", "backend", "mask", "batch", "heads", "kv heads", "q", "kv", "head dim"),
+    *("dtype", "scale", "gate", "gate kind"),
+)
+_STATS = ("layer", "module", "nan", "inf", "min", "max", "mean", "std", "norm")
+_ARRAYS = ("#", "stream", "layer", "dtype", "shape", "codec", "bytes")
+
+
+def dump_text(what: Selection) -> Iterator[str]:
+    """Yield the lines of the text, each with its newline.
+
+    Raises `UsageError` for a step or generation that does not exist, `TraceError` for a damaged
+    trace.
+    """
+    what.check()
+    for line in _lines(what):
+        yield line.rstrip() + "\n"
+
+
+def quoted(text: str) -> str:
+    """Return `text` made visible, in double quotes, so that its blanks show."""
+    return '"' + visible(text).replace('"', '\\"') + '"'
+
+
+def _lines(what: Selection) -> Iterator[str]:
+    yield f"trace  version {VERSION}  {visible(what.reader.state)}"
+    yield ""
+    yield "run"
+    run = [(visible(key), plain_json(value)) for key, value in what.reader.run().items()]
+    yield from _table((), run, indent=2)
+    for generation in what.generations():
+        yield ""
+        yield from _generation(generation)
+        for branch in what.reader.branches(generation.generation):
+            yield from _branch(what, branch)
+    yield from _titled("masks", (line for mask in what.masks() for line in _mask(mask)))
+    yield from _titled("findings", (line for found in what.findings() for line in _finding(found)))
+    yield from _titled("events", (_event(row) for row in what.events()))
+
+
+def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        if not number:
+            yield ""
+            yield title
+        yield "  " + line
+
+
+def _generation(row: GenerationRow) -> Iterator[str]:
+    about = f"sample {visible(row.sample_id)}  mask {visible(row.mask)}"
+    yield f"generation {row.generation}  {about}  positions {visible(row.positions)}"
+    yield f"  started   {_time(row.started_at)}"
+    yield f"  expected  {' | '.join(quoted(answer) for answer in row.expected)}"
+    yield f"  declared  {plain_json(row.declared)}"
+
+
+def _branch(what: Selection, branch: BranchRow) -> Iterator[str]:
+    fork = "" if branch.parent is None else f"  from {branch.parent} at step {branch.fork_step}"
+    yield f"  branch {branch.branch}{fork}  {visible(branch.state)}  {visible(branch.stop_reason)}"
+    yield f"    started  {_time(branch.started_at)}  ended  {_time(branch.ended_at)}"
+    yield f"    answer   {quoted(branch.answer)}"
+    segments = [
+        (number, row.start, row.stop, row.owner, row.kind.value, visible(row.label))
+        for number, row in enumerate(what.reader.segments(branch.generation, branch.branch))
+    ]
+    heads = ("#", "start", "stop", "owner", "kind", "label")
+    yield from _block("segments", heads, segments, indent=4)
+    yield from _block("tokens", _TOKENS, _token_rows(what, branch), indent=4)
+    for row in what.steps(branch):
+        yield from _step(what.reader, row)
+
+
+def _token_rows(what: Selection, branch: BranchRow) -> Iterator[Sequence[Any]]:
+    for row in what.tokens(branch):
+        numbers = (row.pos, row.token_id, row.position_id, row.segment, row.step)
+        yield *numbers, "special" if row.special else "-", quoted(row.token), quoted(row.text)
+
+
+def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
+    key = (row.generation, row.step, row.branch)
+    lengths = f"q {row.q_len}  kv {row.kv_before} → {row.kv_after}"
+    times = f"wall {_cell(row.wall_ms)} ms  capture {_cell(row.capture_ms)} ms"
+    yield f"    step {row.step}  {visible(row.phase)}  {lengths}  {times}"
+    yield f"      started  {_time(row.started_at)}"
+    logits = reader.logits(*key)
+    if logits is not None:
+        yield from _logits(logits)
+    memory = reader.memory(*key)
+    if memory is not None:
+        yield "      " + _memory(memory)
+    yield from _block("calls", _CALLS, map(_call, reader.calls(*key)), indent=6)
+    yield from _block("layer_stats", _STATS, map(_stat, reader.layer_stats(*key)), indent=6)
+    yield from _block("arrays", _ARRAYS, map(_array, reader.arrays(*key)), indent=6)
+
+
+def _call(c: CallRecord) -> Sequence[Any]:
+    about = (c.layer, c.path, c.backend, c.mask, c.batch, c.q_heads, c.kv_heads, c.q_len, c.kv_len)
+    return [*map(_safe, (*about, c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind))]
+
+
+def _stat(s: LayerStatRecord) -> Sequence[Any]:
+    return s.layer, visible(s.module), s.n_nan, s.n_inf, s.min, s.max, s.mean, s.std, s.norm
+
+
+def _array(a: ArrayInfo) -> Sequence[Any]:
+    shape = " × ".join(map(str, a.shape)) or "scalar"
+    return [*map(_safe, (a.number, a.stream, a.layer, a.dtype, shape, a.codec, a.n_bytes))]
+
+
+def _logits(row: LogitsRecord) -> Iterator[str]:
+    chosen = f"chosen {row.chosen_id}  rank {row.chosen_rank}  logprob {_cell(row.chosen_logprob)}"
+    shape = f"entropy {_cell(row.entropy)}  margin {_cell(row.margin)}"
+    yield f"      logits   {shape}  {chosen}  nan {row.n_nan}  inf {row.n_inf}"
+    counts = " ".join(map(str, row.histogram))
+    ends = f"{_cell(row.histogram_min)} to {_cell(row.histogram_max)}"
+    yield f"      histogram  {ends}  {counts}"
+    candidates = [
+        (c.rank, c.token_id, c.logit, c.logprob, c.score, c.score_logprob, quoted(c.text))
+        for c in row.candidates
+    ]
+    yield from _block("candidates", _CANDIDATES, candidates, indent=6)
+
+
+def _memory(row: MemoryRecord) -> str:
+    cuda = (row.cuda_allocated, row.cuda_reserved, row.cuda_peak)
+    allocated, reserved, peak = map(_cell, cuda)
+    return (
+        f"memory   rss {row.rss}  model {row.model}  kv cache {row.kv_cache}  "
+        f"cuda allocated {allocated}  reserved {reserved}  peak {peak}"
+    )
+
+
+def _mask(mask: MaskRecord) -> Iterator[str]:
+    size = f"batch {mask.batch}  heads {mask.heads}  q {mask.q_len}  kv {mask.kv_len}"
+    blocks = f"blocks {_cell(mask.block_q)} × {_cell(mask.block_kv)}"
+    how = "compiled" if mask.compiled else "uncompiled"
+    yield (
+        f"{visible(mask.fingerprint)}  {visible(mask.kind)}  {size}  "
+        f"offset {mask.q_offset}  {blocks}  {how}"
+    )
+    yield f"  rule     {_safe(mask.rule) or '-'}  {_safe(mask.rule_source) or '-'}"
+    for name, facts in mask_facts(mask).items():
+        yield f"  {name:8} " + (f"{facts['shape']}  {facts['open']} open" if facts else "-")
+
+
+def _finding(found: Finding) -> Iterator[str]:
+    names = ("generation", "branch", "step", "layer", "head")
+    where = "  ".join(f"{n} {getattr(found, n)}" for n in names if getattr(found, n) is not None)
+    yield f"{found.severity.value}  {visible(found.id)}  {where}"
+    yield f"  {visible(found.sentence)}"
+    yield f"  positions {list(found.positions)}  evidence {plain_json(dict(found.evidence))}"
+
+
+def _event(row: EventRow) -> str:
+    event = row.event
+    places = {"generation": event.generation, "branch": row.branch, "step": event.step}
+    where = "".join(f"  {name} {value}" for name, value in places.items() if value is not None)
+    data = plain_json(dict(event.data))
+    return (
+        f"{row.id}  {_time(event.at)}{where}  {visible(event.kind)}  {visible(event.text)}  {data}"
+    )
+
+
+def _safe(value: Any) -> Any:
+    return visible(value) if isinstance(value, str) else value
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def _time(at: float | None) -> str:
+    if at is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return _cell(at)
+
+
+def _block(title: str, heads: Sequence[str], rows: Rows, *, indent: int) -> Iterator[str]:
+    """Yield a titled table, nothing when there are no rows; in windows, so that it may be long."""
+    left = iter(rows)
+    first = True
+    while window := list(islice(left, WINDOW)):
+        if first:
+            yield " " * indent + title
+        yield from _table(heads if first else (), window, indent=indent + 2)
+        first = False
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: int) -> Iterator[str]:
+    """Yield the lines of a table: numbers to the right, text to the left, two blanks between."""
+    if not rows:
+        return
+    to_right = [all(_is_number(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [[_cell(value) for value in row] for row in rows]
+    lines = [list(heads), *cells] if heads else cells
+    widths = [max(len(line[i]) for line in lines) for i in range(len(to_right))]
+    for line in lines:
+        parts = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, to_right, strict=True)
+        ]
+        yield " " * indent + "  ".join(parts)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)

@@ -1,0 +1,264 @@
+"""Records into statements: what one transaction of the trace consists of.
+
+Everything here runs beside a model, so rows are built as flat lists of parameters, one statement
+per table.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from flexinspect.findings import Finding
+from flexinspect.prompts import Segment
+from flexinspect.records import (
+    CallRecord,
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    LogitsRecord,
+    MaskRecord,
+    StepRecord,
+    TokenRecord,
+)
+from flexinspect.trace import schema
+from flexinspect.trace.arrays import Stored, encode
+from flexinspect.trace.columns import Table, insert_sql
+from flexinspect.trace.values import to_json
+
+Statement = tuple[str, Sequence[Any]]
+"""SQL and its parameters."""
+
+Key = tuple[int, int, int]
+"""Generation, branch, step."""
+
+BATCH = 128
+"""Rows in one statement at most; keeps the number of parameters below SQLite's limit."""
+
+_ARRAY_BATCH = 8
+
+_call = attrgetter(*schema.CALLS.names[4:])
+_stat = attrgetter(*schema.LAYER_STATS.names[4:])
+_candidate = attrgetter(*schema.CANDIDATES.names[3:])
+_memory = attrgetter(*schema.MEMORY.names[3:])
+_mask = attrgetter(*schema.MASKS.names[3:-1])
+_token = attrgetter(*schema.TOKENS.names[2:-2])
+_segment = attrgetter("start", "stop", "label")
+_step = attrgetter(*schema.STEPS.names[:10])
+_logits = attrgetter(
+    *("entropy", "margin", "chosen_id", "chosen_rank", "chosen_logprob"),
+    *("n_nan", "n_inf", "histogram_min", "histogram_max"),
+)
+_NO_LOGITS = (None,) * 10
+
+
+def step(record: StepRecord, known: Collection[str]) -> list[Statement]:
+    """Return the statements of a step; masks whose fingerprint is in `known` are left out."""
+    key = (record.generation, record.branch, record.step)
+    out: list[Statement] = []
+    _step_row(out, record)
+    if record.tokens:
+        tokens(out, key[:2], record.tokens)
+    if record.logits is not None:
+        _candidates(out, key, record.logits)
+    _calls(out, key, record.calls)
+    _layer_stats(out, key, record)
+    if record.memory is not None:
+        _add(out, schema.MEMORY, [*key, *_memory(record.memory)], 1)
+    if record.masks or record.arrays:
+        _wide(out, key, _new_masks(record, known), record)
+    findings(out, record.findings, key)
+    events(out, record.events, key)
+    return out
+
+
+def generation_begin(record: GenerationRecord) -> list[Statement]:
+    """Return the statements of a new generation with its first branch."""
+    declared, expected = to_json(dict(record.declared)), to_json(list(record.expected))
+    about = (record.generation, record.sample_id, record.mask, record.positions)
+    out: list[Statement] = []
+    _add(out, schema.GENERATIONS, [*about, expected, declared, record.started_at], 1)
+    out += branch_begin(record.generation, 0, None, None, record.started_at)
+    segments(out, (record.generation, 0), record.segments)
+    tokens(out, (record.generation, 0), record.tokens)
+    return out
+
+
+def branch_begin(
+    generation: int, branch: int, parent: int | None, fork_step: int | None, at: float
+) -> list[Statement]:
+    """Return the statements of a new branch."""
+    row = [generation, branch, parent, fork_step, "recording", "", "", at, None]
+    return [(insert_sql(schema.BRANCHES, 1), row)]
+
+
+def generation_end(record: GenerationEnd) -> list[Statement]:
+    """Return the statements that end a branch of a generation and set its segments anew."""
+    which = (record.generation, record.branch)
+    how = (record.state, record.answer, record.stop_reason, _optional(record.ended_at))
+    out: list[Statement] = [(schema.END_BRANCH, [*how, *which])]
+    if record.segments:
+        out.append((schema.DROP_SEGMENTS, which))
+        segments(out, which, record.segments)
+    return out
+
+
+def close(state: str, facts: Mapping[str, Any]) -> list[Statement]:
+    """Return the statements that end a trace: branches still open end in `state`."""
+    out: list[Statement] = [(schema.END_OPEN_BRANCHES, [state, time.time()])]
+    return out + run({**facts, "state": state})
+
+
+def run(facts: Mapping[str, Any]) -> list[Statement]:
+    """Return the statements that set facts of the manifest."""
+    return [(schema.SET_FACT, (str(key), to_json(value))) for key, value in facts.items()]
+
+
+def segments(out: list[Statement], which: tuple[int, int], records: Iterable[Segment]) -> None:
+    """Add the statements of the segments of a branch."""
+    flat: list[Any] = []
+    n_rows = 0
+    for n_rows, record in enumerate(records, start=1):
+        kind = getattr(record.kind, "value", record.kind)  # sqlite3 is slow with an enum
+        flat += (*which, n_rows - 1, *_segment(record), kind, record.owner)
+    _add(out, schema.SEGMENTS, flat, n_rows)
+
+
+def tokens(out: list[Statement], which: Sequence[int], records: Sequence[TokenRecord]) -> None:
+    """Add the statements of tokens of a branch."""
+    flat: list[Any] = []
+    for record in records:
+        flat += (*which, *_token(record), 1 if record.special else 0, record.step)
+    _add(out, schema.TOKENS, flat, len(records))
+
+
+def findings(out: list[Statement], records: Iterable[Finding], key: Key | None = None) -> None:
+    """Add the statements of findings. Those of a step (`key`) take its place from it."""
+    for record in records:
+        place: Sequence[int | None] = (record.generation, record.branch, record.step)
+        if key is not None:
+            place = key if record.step is None else (*key[:2], record.step)
+        what = (record.id, str(record.severity.value), record.sentence, record.layer, record.head)
+        wide = (to_json(list(record.positions)), to_json(dict(record.evidence)))
+        out.append((insert_sql(schema.FINDINGS, 1, skip=1), [*place, *what, *wide]))
+
+
+def events(out: list[Statement], records: Iterable[EventRecord], key: Key | None = None) -> None:
+    """Add the statements of events. Those of a step (`key`) take what they lack from it."""
+    for record in records:
+        generation, branch, step = record.generation, None, record.step
+        if key is not None:
+            generation = key[0] if generation is None else generation
+            branch, step = key[1], key[2] if step is None else step
+        what = (record.kind, record.text, record.at, to_json(dict(record.data)))
+        row = [generation, branch, step, *what]
+        out.append((insert_sql(schema.EVENTS, 1, skip=1), row))
+
+
+def _step_row(out: list[Statement], record: StepRecord) -> None:
+    logits = record.logits
+    row = [*_step(record), *_bounds(record.tokens)]
+    if logits is None:
+        row += _NO_LOGITS
+    else:
+        # The text of a list of ints is JSON already, at a third of the price.
+        row += (*_logits(logits), str([*map(int, logits.histogram)]))
+    _add(out, schema.STEPS, row, 1)
+
+
+def _bounds(records: Sequence[TokenRecord]) -> tuple[int | None, int | None]:
+    if not records:
+        return None, None
+    positions = [record.pos for record in records]
+    return min(positions), max(positions)
+
+
+def _candidates(out: list[Statement], key: Key, logits: LogitsRecord) -> None:
+    flat: list[Any] = []
+    for record in logits.candidates:
+        flat += key
+        flat += _candidate(record)
+    _add(out, schema.CANDIDATES, flat, len(logits.candidates))
+
+
+def _calls(out: list[Statement], key: Key, records: Sequence[CallRecord]) -> None:
+    flat: list[Any] = []
+    for number, record in enumerate(records):
+        row = _call(record)
+        if record.gate != record.gate or record.scale != record.scale:
+            row = (*row[:-3], _optional(record.scale), _optional(record.gate), record.gate_kind)
+        flat += (*key, number)
+        flat += row
+    _add(out, schema.CALLS, flat, len(records))
+
+
+def _layer_stats(out: list[Statement], key: Key, record: StepRecord) -> None:
+    flat: list[Any] = []
+    for number, stat in enumerate(record.layer_stats):
+        flat += (*key, number)
+        flat += _stat(stat)
+    _add(out, schema.LAYER_STATS, flat, len(record.layer_stats))
+
+
+def _wide(out: list[Statement], key: Key, masks: Sequence[MaskRecord], record: StepRecord) -> None:
+    flat: list[Any] = []
+    about: list[Any] = []
+    number = 0
+    for mask in masks:
+        about += (*key, *_mask(mask), 1 if mask.compiled else 0)
+        for stream, stored in _mask_arrays(mask):
+            _array(flat, (*key, number), (stream, None, mask.fingerprint), stored)
+            number += 1
+    for wide in record.arrays:
+        stored = encode(wide.array, wide.dtype)
+        _array(flat, (*key, number), (wide.stream, wide.layer, None), stored)
+        number += 1
+    _add(out, schema.MASKS, about, len(masks))
+    width = len(schema.ARRAYS.columns)
+    _add(out, schema.ARRAYS, flat, len(flat) // width, batch=_ARRAY_BATCH)
+
+
+def _new_masks(record: StepRecord, known: Collection[str]) -> list[MaskRecord]:
+    return list({m.fingerprint: m for m in record.masks if m.fingerprint not in known}.values())
+
+
+def _mask_arrays(mask: MaskRecord) -> Iterable[tuple[str, Stored]]:
+    for name in ("cells", "partial", "full"):
+        array = getattr(mask, name)
+        if array is not None:
+            yield f"mask.{name}", encode(array)
+
+
+def _array(flat: list[Any], key: Sequence[int], what: Sequence[Any], stored: Stored) -> None:
+    form = (stored.dtype, stored.item, stored.shape, stored.codec)
+    for number, data in enumerate(stored.chunks):
+        flat += (*key, number, *what, *form, zlib.crc32(data), data)
+
+
+def _optional(value: float | None) -> float | str | None:
+    """SQLite would make NULL of a NaN, which here means "none"."""
+    return "nan" if value != value else value
+
+
+def _add(
+    out: list[Statement],
+    table: Table,
+    flat: list[Any],
+    n_rows: int,
+    *,
+    batch: int = BATCH,
+) -> None:
+    """Add the INSERT of `n_rows` rows, which lie one after the other in `flat`."""
+    if not n_rows:
+        return
+    if n_rows <= batch:
+        out.append((insert_sql(table, n_rows), flat))
+        return
+    size = len(flat) // n_rows * batch
+    for start in range(0, len(flat), size):
+        part = flat[start : start + size]
+        n_part = len(part) * n_rows // len(flat)
+        out.append((insert_sql(table, n_part), part))

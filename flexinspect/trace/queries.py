@@ -1,0 +1,74 @@
+"""From SQL to records: what every question of the reader goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flexinspect.errors import TraceError
+from flexinspect.trace import decode
+from flexinspect.trace.columns import Table, select_sql
+from flexinspect.trace.connections import Connections
+
+T = TypeVar("T")
+
+BRANCH = "WHERE generation = ? AND branch = ?"
+STEP = "WHERE generation = ? AND branch = ? AND step = ?"
+
+
+def place(generation: int | None, branch: int, step: int | None) -> tuple[str, list[int]]:
+    """Return the condition for all, one branch or one step of it, and its parameters."""
+    if generation is None:
+        return "", []
+    if step is None:
+        return BRANCH, [generation, branch]
+    return STEP, [generation, branch, step]
+
+
+class Queries:
+    """Asks the trace at `path`; raises `TraceError` for whatever is wrong with it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self._connections = Connections(self.path)
+
+    def _records(
+        self,
+        make: Callable[[Sequence[Any]], T],
+        table: Table,
+        rest: str,
+        params: Sequence[Any] = (),
+        *,
+        skip: int = 0,
+        stop: int | None = None,
+    ) -> list[T]:
+        rows = self._select(table, rest, params, skip=skip, stop=stop)
+        return [self._guard(make, row) for row in rows]
+
+    def _select(
+        self,
+        table: Table,
+        rest: str,
+        params: Sequence[Any] = (),
+        *,
+        skip: int = 0,
+        stop: int | None = None,
+    ) -> list[list[Any]]:
+        sql = select_sql(table, rest, skip=skip, stop=stop)
+        return [self._clean(table, row, skip) for row in self._query(sql, params)]
+
+    def _query(self, sql: str, params: Sequence[Any]) -> list[Any]:
+        return self._connections.query(sql, params)
+
+    def _clean(self, table: Table, row: Sequence[Any], skip: int) -> list[Any]:
+        return self._guard(lambda values: decode.clean(table, values, skip=skip), row)
+
+    def _guard(self, make: Callable[[Any], T], row: Any) -> T:
+        try:
+            return make(row)
+        except decode.Damage as damage:
+            raise TraceError(
+                f"{self.path} is damaged: {damage}.",
+                hint="Other steps may still be whole; copy the file again if you can.",
+            ) from None

@@ -1,0 +1,363 @@
+"""Reading a trace, live or finished: typed, lazy, never writing.
+
+All work is in proportion to what is asked for. `generation`, `branch` and `step` are numbers as
+they were recorded; a branch holds only its own tokens and steps, those before its `fork_step` are
+its parent's. A `limit` of -1 means all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flexinspect.errors import TraceError
+from flexinspect.findings import Finding
+from flexinspect.prompts import Segment
+from flexinspect.records import (
+    Array,
+    ArrayRecord,
+    CallRecord,
+    Candidate,
+    LayerStatRecord,
+    LogitsRecord,
+    MaskRecord,
+    MemoryRecord,
+    StepRecord,
+    TokenRecord,
+)
+from flexinspect.trace import arrays, decode, schema
+from flexinspect.trace.queries import BRANCH, STEP, Queries, place
+from flexinspect.trace.rows import (
+    ArrayInfo,
+    BranchRow,
+    EventRow,
+    FindingRow,
+    GenerationRow,
+    StepRow,
+)
+
+_MANY = 1 << 62
+
+
+def open_trace(path: str | Path) -> TraceReader:
+    """Open the trace at `path`. Raises `TraceError` when it is missing, foreign or damaged."""
+    return TraceReader(path)
+
+
+class TraceReader(Queries):
+    """A trace, read only. Any thread may use it: each gets a connection of its own.
+
+    While a run records, every call sees all that is committed; `changed` tells when to look again.
+    Every method raises `TraceError` when the file turns out to be damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._live = self.state == "recording"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections; a later call opens new ones."""
+        self._connections.close()
+
+    def snapshot(self) -> AbstractContextManager[None]:
+        """While entered, this thread reads the trace as it is now, whatever is being written."""
+        return self._connections.snapshot()
+
+    def changed(self) -> bool:
+        """Tell whether anything was written since the last call; cheap enough to poll.
+
+        Sees the end of a recording, too, and then lets go of the file for the writer to fold it.
+        """
+        moved = self._connections.changed()
+        if moved and self._live and self.state != "recording":
+            self._live = False
+            self._connections.let_go()
+        return moved
+
+    @property
+    def state(self) -> str:
+        """recording, finished, interrupted or failed. A killed run stays at recording."""
+        rows = self._select(schema.RUN, "WHERE key = 'state'")
+        return str(rows[0][1]) if rows else ""
+
+    def run(self) -> dict[str, Any]:
+        """Return the manifest."""
+        return dict(self._select(schema.RUN, "ORDER BY key"))
+
+    def generations(self) -> list[GenerationRow]:
+        """Return all generations, in order."""
+        return [self._guard(decode.generation, row) for row in self._generations("", ())]
+
+    def generation(self, generation: int) -> GenerationRow:
+        """Return one generation. Raises `TraceError` when there is none of that number."""
+        rows = self._generations("WHERE g.generation = ?", (generation,))
+        if not rows:
+            raise TraceError(f"{self.path} has no generation {generation}.")
+        return self._guard(decode.generation, rows[0])
+
+    def branches(self, generation: int) -> list[BranchRow]:
+        """Return the branches of a generation, in order."""
+        return self._records(
+            decode.branch, schema.BRANCHES, "WHERE generation = ? ORDER BY branch", (generation,)
+        )
+
+    def segments(self, generation: int, branch: int = 0) -> list[Segment]:
+        """Return the segments of a branch, in order."""
+        rest = f"{BRANCH} ORDER BY segment"
+        return self._records(decode.segment, schema.SEGMENTS, rest, (generation, branch), skip=3)
+
+    def tokens(
+        self,
+        generation: int,
+        branch: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        limit: int = -1,
+    ) -> list[TokenRecord]:
+        """Return the tokens at `start <= pos < stop` (None: to the end), at most `limit`."""
+        rest = f"{BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
+        params = (generation, branch, start, _MANY if stop is None else stop, limit)
+        return self._records(decode.token, schema.TOKENS, rest, params, skip=2)
+
+    def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
+        """Return the tokens that a step chose."""
+        about = self.step(generation, step, branch)
+        if about is None or about.first_pos is None or about.last_pos is None:
+            return []
+        found = self.tokens(generation, branch, about.first_pos, about.last_pos + 1)
+        return [token for token in found if token.step == step]
+
+    def n_steps(self, generation: int, branch: int = 0) -> int:
+        """Return the number of steps from the first to the last one recorded so far."""
+        last = self.last_step(generation, branch)
+        if last is None:
+            return 0
+        sql = f"SELECT step FROM steps {BRANCH} ORDER BY step LIMIT 1"
+        return int(last - self._query(sql, (generation, branch))[0][0] + 1)
+
+    def last_step(self, generation: int, branch: int = 0) -> int | None:
+        """Return the number of the last step recorded so far, None when there is none."""
+        sql = f"SELECT step FROM steps {BRANCH} ORDER BY step DESC LIMIT 1"
+        rows = self._query(sql, (generation, branch))
+        return int(rows[0][0]) if rows else None
+
+    def steps(
+        self,
+        generation: int,
+        branch: int = 0,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        limit: int = -1,
+    ) -> list[StepRow]:
+        """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
+        rest = f"{BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
+        params = (generation, branch, start, _MANY if stop is None else stop, limit)
+        return self._records(decode.step, schema.STEPS, rest, params, stop=-3)
+
+    def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
+        """Return one step, None when it is not recorded."""
+        rows = self.steps(generation, branch, step, step + 1)
+        return rows[0] if rows else None
+
+    def candidates(self, generation: int, step: int, branch: int = 0) -> list[Candidate]:
+        """Return the top-k tokens of a step, best first."""
+        key = (generation, branch, step)
+        rest = f"{STEP} ORDER BY rank"
+        return self._records(decode.candidate, schema.CANDIDATES, rest, key, skip=3)
+
+    def logits(self, generation: int, step: int, branch: int = 0) -> LogitsRecord | None:
+        """Return the distribution of a step with its candidates, None when not captured."""
+        key = (generation, branch, step)
+        rows = self._select(schema.STEPS, f"{STEP} AND chosen_id IS NOT NULL", key, skip=12)
+        if not rows:
+            return None
+        found = tuple(self.candidates(generation, step, branch))
+        return self._guard(lambda row: decode.logits(row, found), rows[0])
+
+    def calls(self, generation: int, step: int, branch: int = 0) -> list[CallRecord]:
+        """Return the attention calls of a step, in the order they ran."""
+        key = (generation, branch, step)
+        return self._records(decode.call, schema.CALLS, f"{STEP} ORDER BY call", key, skip=4)
+
+    def layer_stats(self, generation: int, step: int, branch: int = 0) -> list[LayerStatRecord]:
+        """Return the statistics of a step's modules, in the order captured."""
+        key = (generation, branch, step)
+        rest = f"{STEP} ORDER BY number"
+        return self._records(decode.layer_stat, schema.LAYER_STATS, rest, key, skip=4)
+
+    def memory(self, generation: int, step: int, branch: int = 0) -> MemoryRecord | None:
+        """Return the memory at the end of a step, None when not captured."""
+        key = (generation, branch, step)
+        rows = self._records(decode.memory, schema.MEMORY, STEP, key, skip=3)
+        return rows[0] if rows else None
+
+    def mask_summaries(
+        self, generation: int | None = None, step: int | None = None, branch: int = 0
+    ) -> list[MaskRecord]:
+        """Return masks without their arrays, in the order they first came.
+
+        All of the trace, or those that a branch of a generation (or one step of it) had first.
+        """
+        rest, params = place(generation, branch, step)
+        rest += " ORDER BY generation, branch, step, fingerprint"
+        return self._records(decode.mask, schema.MASKS, rest, params, skip=3)
+
+    def fingerprints(
+        self, generation: int | None = None, step: int | None = None, branch: int = 0
+    ) -> list[str]:
+        """Return the fingerprints of the masks that `mask_summaries` returns, and nothing else."""
+        where, params = place(generation, branch, step)
+        sql = (
+            f"SELECT fingerprint FROM masks {where} ORDER BY generation, branch, step, fingerprint"
+        )
+        return [str(name) for (name,) in self._query(sql, params)]
+
+    def mask_summary(self, fingerprint: str) -> MaskRecord | None:
+        """Return a mask without its arrays, None for an unknown fingerprint."""
+        rest = "WHERE fingerprint = ?"
+        rows = self._records(decode.mask, schema.MASKS, rest, (fingerprint,), skip=3)
+        return rows[0] if rows else None
+
+    def mask(self, fingerprint: str) -> MaskRecord | None:
+        """Return a mask with the arrays that were captured, None for an unknown fingerprint."""
+        summary = self.mask_summary(fingerprint)
+        if summary is None:
+            return None
+        sql = "SELECT generation, branch, step FROM masks WHERE fingerprint = ?"
+        key = self._query(sql, (fingerprint,))[0]
+        found = self._arrays(key, "AND owner = ?", (fingerprint,))
+        have = {record.stream: record.array for record in found}
+        return replace(
+            summary,
+            cells=have.get("mask.cells"),
+            partial=have.get("mask.partial"),
+            full=have.get("mask.full"),
+        )
+
+    def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
+        """Return what arrays a step has, without their data; those of masks are not listed."""
+        rows = self._query(schema.LIST_ARRAYS, (generation, branch, step))
+        return [self._guard(decode.array_info, row) for row in rows]
+
+    def array(
+        self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
+    ) -> Array | None:
+        """Return an array of a step, None when there is none; bfloat16 comes back as float32.
+
+        Raises `TraceError` when its checksum is wrong.
+        """
+        key = (generation, branch, step)
+        rest = "AND owner IS NULL AND stream = ? AND layer IS ?"
+        found = self._arrays(key, rest, (stream, layer))
+        return arrays.widen(found[0].array, found[0].dtype or "") if found else None
+
+    def array_records(self, generation: int, step: int, branch: int = 0) -> list[ArrayRecord]:
+        """Return all arrays of a step as they were recorded (bfloat16 as uint16)."""
+        return self._arrays((generation, branch, step), "AND owner IS NULL", ())
+
+    def findings(
+        self, generation: int | None = None, step: int | None = None, branch: int = 0
+    ) -> list[Finding]:
+        """Return what the rules said, in order: all, of one branch, or of one step of it."""
+        rows = self.finding_rows(generation=generation, step=step, branch=branch)
+        return [row.finding for row in rows]
+
+    def finding_rows(
+        self,
+        after_id: int = 0,
+        *,
+        generation: int | None = None,
+        step: int | None = None,
+        branch: int = 0,
+        limit: int = -1,
+    ) -> list[FindingRow]:
+        """Return findings with their numbers, from above `after_id` on, at most `limit`."""
+        where, params = place(generation, branch, step)
+        rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
+        return self._records(decode.finding, schema.FINDINGS, rest, [*params, after_id, limit])
+
+    def events(
+        self,
+        after_id: int = 0,
+        *,
+        generation: int | None = None,
+        step: int | None = None,
+        limit: int = -1,
+    ) -> list[EventRow]:
+        """Return events whose number is above `after_id`, in order.
+
+        All of them, or those of a generation or of one step of it; at most `limit`.
+        """
+        where = [("event", after_id), ("generation", generation), ("step", step)]
+        used = [(name, value) for name, value in where if value is not None]
+        tests = " AND ".join(f"{name} {'>' if name == 'event' else '='} ?" for name, _ in used)
+        params = [*(value for _, value in used), limit]
+        rest = f"WHERE {tests} ORDER BY event LIMIT ?"
+        return self._records(decode.event, schema.EVENTS, rest, params)
+
+    def record(self, generation: int, step: int, branch: int = 0) -> StepRecord | None:
+        """Return all that is known of a step as one record, None when it is not recorded.
+
+        What `TraceWriter.write_step` was given, with the places of findings and events filled in.
+        """
+        about = self.step(generation, step, branch)
+        if about is None:
+            return None
+        key = (generation, step, branch)
+        new_masks = self.fingerprints(*key)
+        happened = self.events(generation=generation, step=step)
+        return StepRecord(
+            *(generation, step, about.phase, about.q_len, about.kv_before, about.kv_after),
+            *(about.started_at, about.wall_ms, about.capture_ms, branch),
+            logits=self.logits(*key),
+            tokens=tuple(self.step_tokens(*key)),
+            calls=tuple(self.calls(*key)),
+            layer_stats=tuple(self.layer_stats(*key)),
+            memory=self.memory(*key),
+            masks=tuple(mask for mask in map(self.mask, new_masks) if mask is not None),
+            arrays=tuple(self.array_records(*key)),
+            findings=tuple(self.findings(*key)),
+            events=tuple(row.event for row in happened if row.branch in (branch, None)),
+        )
+
+    def _arrays(self, key: Sequence[int], rest: str, params: Sequence[Any]) -> list[ArrayRecord]:
+        rows = self._query(f"{schema.READ_ARRAYS} {rest} ORDER BY number, chunk", (*key, *params))
+        return [
+            self._guard(lambda part: self._array(key, part), list(part))
+            for _, part in itertools.groupby(rows, key=lambda row: row[0])
+        ]
+
+    def _array(self, key: Sequence[int], rows: Sequence[Sequence[Any]]) -> ArrayRecord:
+        _, stream, layer = rows[0][:3]
+        where = f"{stream!r} of step {key[2]} of generation {key[0]} in {self.path}"
+        if [row[3] for row in rows] != list(range(len(rows))):
+            raise arrays.damaged(where, "a part of it is missing")
+        array, dtype = arrays.decode([decode.chunk(row[4:]) for row in rows], where)
+        return ArrayRecord(stream, array, layer, None if dtype == array.dtype.name else dtype)
+
+    def _generations(self, where: str, params: Sequence[Any]) -> list[list[Any]]:
+        rows = self._query(f"{schema.READ_GENERATIONS} {where} ORDER BY g.generation", params)
+        width = len(schema.GENERATIONS.columns)
+        return [
+            self._clean(schema.GENERATIONS, row[:width], 0)
+            + self._clean(schema.BRANCHES, row[width:], 0)
+            for row in rows
+        ]

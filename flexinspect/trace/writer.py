@@ -1,0 +1,319 @@
+"""Writing a trace: one transaction per step, readable at every moment, whatever happens to us.
+
+`synchronous=NORMAL` on a WAL never waits for the disk within a step. A killed process loses nothing
+that `write_step` has returned from, because the pages are with the kernel; a power failure may lose
+the last steps but never the file.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flexinspect.errors import TraceWriteError
+from flexinspect.findings import Finding
+from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, StepRecord
+from flexinspect.trace import encode, places, schema
+from flexinspect.trace.encode import Statement
+from flexinspect.trace.values import bindable
+
+WAL_LIMIT = 16_384
+"""Pages (64 MiB) of WAL after which a commit folds them into the file, in the middle of a run."""
+
+WAL_TIDY = 1_024
+"""Pages (4 MiB) of WAL worth folding into the file between two generations."""
+
+BUSY_S = 10.0
+"""How long a commit waits for another program that holds the file."""
+
+LET_GO_S = 1.5
+"""How long closing waits for live readers to let go of the WAL."""
+
+_UNBINDABLE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, UnicodeEncodeError)
+
+# Numpy scalars are bound as blobs, which a STRICT column refuses as a constraint.
+_NOT_A_TYPE_MATTER = ("SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_UNIQUE")
+
+
+class TraceWriter:
+    """Records one process into one file. Any thread may call it, one at a time.
+
+    `path` is where the trace will be, `recording_path` where it is until `close` (elsewhere only
+    for a target on a network file system), `note` a sentence for the user about that or about what
+    `close` had to leave behind, `failed` whether recording had to stop.
+    """
+
+    def __init__(self, path: Path, recording_path: Path, db: sqlite3.Connection) -> None:
+        self.path = path
+        self.recording_path = recording_path
+        self.note: str | None = None
+        self.failed = False
+        self._reason = ""
+        self._db = db
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._known: set[str] = set()
+        self._plain = False
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls, path: str | Path, run: Mapping[str, Any], *, overwrite: bool = False
+    ) -> TraceWriter:
+        """Make a new trace at `path` with the manifest `run`; the state becomes "recording".
+
+        Raises `TraceWriteError` when the path cannot be used or, without `overwrite`, exists.
+        """
+        target = Path(path).absolute()
+        places.claim(target, overwrite=overwrite)
+        network = places.network_file_system(target.parent)
+        here = target
+        if network is not None:
+            target.unlink(missing_ok=True)
+            here = places.temporary_place(target)
+            places.claim(here, overwrite=False)
+        writer = cls(target, here, _open(here, {**run, "state": "recording"}))
+        if network is not None:
+            writer.note = (
+                f"{target.parent} is on a network file system ({network}): recording to {here}, "
+                "and moving the trace when it is finished."
+            )
+        return writer
+
+    def update_run(self, **facts: Any) -> None:
+        """Set facts of the manifest. Raises `TraceWriteError`."""
+        with self._lock:
+            self._commit(encode.run(facts), "the manifest")
+
+    def write_event(self, event: EventRecord) -> None:
+        """Record something that happened outside of a step. Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        encode.events(statements, (event,))
+        with self._lock:
+            self._commit(statements, f"an event ({event.kind})")
+
+    def write_findings(self, findings: Iterable[Finding]) -> None:
+        """Record findings that were made outside of a step. Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        encode.findings(statements, findings)
+        with self._lock:
+            self._commit(statements, "findings")
+
+    def begin_generation(self, record: GenerationRecord) -> None:
+        """Record the prompt of a new generation. Raises `TraceWriteError`."""
+        with self._lock:
+            self._tidy()
+            self._commit(encode.generation_begin(record), f"generation {record.generation}")
+
+    def begin_branch(self, generation: int, branch: int, parent: int, fork_step: int) -> None:
+        """Record a fork of `parent`, whose first own step is `fork_step`.
+
+        A branch holds only its own steps and tokens; what lies before is its parent's. Raises
+        `TraceWriteError`.
+        """
+        statements = encode.branch_begin(generation, branch, parent, fork_step, time.time())
+        with self._lock:
+            self._commit(statements, f"branch {branch} of generation {generation}")
+
+    def write_step(self, record: StepRecord) -> None:
+        """Record one step, in one transaction: afterwards it is in the trace, whole.
+
+        Raises `TraceWriteError` once when recording has to stop (see `failed`), later calls do
+        nothing; and for a record that cannot be stored (a step written twice, an array of objects),
+        after which recording may go on.
+        """
+        with self._lock:
+            if self._refuses():
+                return
+            what = f"step {record.step} of generation {record.generation}"
+            if self._commit(encode.step(record, self._known), what):
+                self._known.update(mask.fingerprint for mask in record.masks)
+
+    def end_generation(self, record: GenerationEnd) -> None:
+        """Record how a branch ended, with its segments as they came out.
+
+        Raises `TraceWriteError`.
+        """
+        with self._lock:
+            self._commit(
+                encode.generation_end(record), f"the end of generation {record.generation}"
+            )
+
+    def close(self, state: str = "finished") -> None:
+        """End the trace in `state` (finished, interrupted, failed) and fold it into one file.
+
+        Closing again does nothing. Raises `TraceWriteError` only when a trace that was recorded
+        elsewhere cannot be moved to its place.
+        """
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            self._end(state)
+            folded = self._fold()
+            self._db.close()
+            self._bring_home(folded)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.close("interrupted" if interrupted else "failed" if kind else "finished")
+
+    def _refuses(self) -> bool:
+        # A forked child shares the connection but not its locks: it must never write.
+        return self.failed or self._closed or os.getpid() != self._pid
+
+    def _commit(self, statements: Sequence[Statement], what: str) -> bool:
+        """Run the statements in one transaction; False when the writer refuses by now."""
+        if self._refuses():
+            return False
+        try:
+            self._bind_and_run(statements)
+        except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
+            raise TraceWriteError(
+                f"The trace refuses {what}: {error}.", hint="The recording itself goes on."
+            ) from error
+        except sqlite3.Error as error:
+            self.failed = True
+            failure = _failure(self.recording_path, what, error)
+            self._reason = failure.message
+            raise failure from error
+        return True
+
+    def _bind_and_run(self, statements: Sequence[Statement]) -> None:
+        if not self._plain:
+            try:
+                self._transaction(statements)
+                return
+            except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
+                if getattr(error, "sqlite_errorname", "") in _NOT_A_TYPE_MATTER:
+                    raise
+                self._plain = True  # whoever sends such values once will send them again
+        self._transaction([(sql, bindable(params)) for sql, params in statements])
+
+    def _transaction(self, statements: Sequence[Statement]) -> None:
+        execute = self._db.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            for sql, params in statements:
+                execute(sql, params)
+            execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    execute("ROLLBACK")
+            raise
+
+    def _tidy(self) -> None:
+        """Fold a long WAL into the file while nobody waits for a step."""
+        wal = self.recording_path.with_name(self.recording_path.name + "-wal")
+        with suppress(sqlite3.Error, OSError):
+            if not self._refuses() and wal.stat().st_size > WAL_TIDY * 4096:
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _end(self, state: str) -> None:
+        """Write the final state if that is still possible."""
+        facts: dict[str, Any] = {"ended_at": time.time()}
+        if self.failed:
+            state, facts["reason"] = "failed", self._reason
+        with suppress(sqlite3.Error):
+            self._transaction(encode.close(state, facts))
+
+    def _fold(self) -> bool:
+        """Make one file of the trace; False when a reader or the disk does not let us."""
+        with suppress(sqlite3.Error):
+            self._db.execute("PRAGMA busy_timeout = 200")
+        until = time.monotonic() + LET_GO_S
+        while True:
+            with suppress(sqlite3.Error):
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                if self._db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete":
+                    return True
+            if self.failed or time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+
+    def _bring_home(self, folded: bool) -> None:
+        if self.recording_path != self.path and folded:
+            places.move_home(self.recording_path, self.path)
+            self.note = f"The trace was recorded on a local disk and moved to {self.path}."
+        elif not folded:
+            self.note = (
+                f"Another program or the disk kept {self.recording_path} from being folded into "
+                "one file: as long as a -wal file lies beside it, keep the two together."
+            )
+
+
+def _open(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
+    """Open the empty file `path` as a trace with the manifest `run`."""
+    if sqlite3.sqlite_version_info < (3, 37):
+        raise TraceWriteError(
+            f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer.",
+            hint="Use a Python of 2022 or later.",
+        )
+    db = None
+    try:
+        db = sqlite3.connect(
+            f"{path.as_uri()}?mode=rw",
+            uri=True,
+            timeout=BUSY_S,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=512,
+        )
+        _prepare(db, run)
+    except sqlite3.Error as error:
+        if db is not None:
+            db.close()
+        with suppress(OSError):
+            path.unlink()
+        raise _failure(path, "the beginning of the trace", error) from error
+    return db
+
+
+def _prepare(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
+    # Without a journal: nothing is lost if this fails, and the file itself (not only its WAL) says
+    # from the first moment what it is.
+    db.execute("PRAGMA journal_mode = OFF")
+    db.execute("PRAGMA synchronous = OFF")
+    db.execute("BEGIN")
+    for sql in schema.create_statements():
+        db.execute(sql)
+    for sql, params in encode.run(run):
+        db.execute(sql, params)
+    db.execute("COMMIT")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT}")
+
+
+def _failure(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
+    reason = str(error)
+    name = getattr(error, "sqlite_errorname", "")
+    hint = "Everything recorded so far stays readable; the generation itself goes on."
+    if name.startswith("SQLITE_FULL"):
+        reason = "the disk is full"
+        hint += " Free some space, or choose another disk with --out."
+    elif name.startswith("SQLITE_READONLY"):
+        reason = "it has become read-only"
+    elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        reason = "another program holds it locked"
+        hint += " Close the program that has it open for writing."
+    elif name.startswith("SQLITE_IOERR"):
+        reason = f"the disk reports an error ({reason})"
+        hint += " Check the disk and the space left on it."
+    return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)

@@ -1,0 +1,261 @@
+"""Whatever is not a whole trace of ours is refused in a sentence: no traceback, no hang."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import shutil
+import sqlite3
+import time
+import zlib
+from contextlib import closing, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trace_samples import generation, step
+
+import flexinspect.trace
+from flexinspect.errors import TraceError, TraceWriteError
+from flexinspect.records import ArrayRecord
+from flexinspect.trace.dump import Selection, dump_json
+from flexinspect.trace.dumptext import dump_text
+from flexinspect.trace.reader import open_trace
+from flexinspect.trace.schema import APPLICATION_ID
+from flexinspect.trace.writer import TraceWriter
+
+
+def read_all(path: Path) -> str:
+    """Read everything there is to read of a trace."""
+    with open_trace(path) as reader:
+        text = "".join(dump_text(Selection(reader))) + "".join(dump_json(Selection(reader)))
+        for row in reader.generations():
+            for number in range(min(reader.n_steps(row.generation), 10)):
+                reader.record(row.generation, number)
+        return text
+
+
+def change(path: Path, sql: str, *params: object) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(sql, params)
+        db.commit()
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(finished, tmp_path / "copy.flextrace"))
+
+
+def refused(path: Path, sentence: str) -> None:
+    before = sorted(path.parent.iterdir()) if path.parent.exists() else None
+    with pytest.raises(TraceError, match=sentence) as caught:
+        read_all(path)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+    assert before is None or sorted(path.parent.iterdir()) == before
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    refused(tmp_path / "no.flextrace", "There is no trace at")
+    refused(tmp_path / "no" / "no.flextrace", "There is no trace at")
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    refused(tmp_path, "is a folder")
+
+
+def test_an_empty_file(copy: Path) -> None:
+    copy.write_bytes(b"")
+    refused(copy, "is empty")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "is not a regular file")
+
+
+def test_a_name_with_a_null_byte(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be read"):
+        open_trace(str(tmp_path / "a\0b"))
+
+
+@pytest.mark.parametrize("content", [b"\x80\x04.", b"x", b"PK\x03\x04" * 100, b"\0" * 5000])
+def test_a_file_of_another_kind(copy: Path, content: bytes) -> None:
+    copy.write_bytes(content)
+    refused(copy, "is not a trace: it is no SQLite file")
+
+
+def test_a_database_of_another_program(tmp_path: Path) -> None:
+    change(tmp_path / "a.db", "CREATE TABLE steps (x)")
+    refused(tmp_path / "a.db", "of another program")
+
+
+def test_a_future_version(copy: Path) -> None:
+    change(copy, "PRAGMA user_version = 2")
+    refused(copy, "is a trace of version 2; this program reads up to 1")
+
+
+def test_a_version_that_is_no_longer_read(copy: Path) -> None:
+    change(copy, "PRAGMA user_version = 0")
+    refused(copy, "of version 0, which this program no longer reads")
+
+
+def test_a_header_alone(copy: Path) -> None:
+    copy.write_bytes(copy.read_bytes()[:60])
+    refused(copy, "cut short at 60 bytes")
+
+
+def test_a_file_that_lost_its_last_page(copy: Path) -> None:
+    os.truncate(copy, copy.stat().st_size - 4096)
+    refused(copy, "cut short")
+
+
+def test_a_trace_without_a_table(copy: Path) -> None:
+    change(copy, "DROP TABLE calls")
+    refused(copy, "is damaged: no such table: calls")
+
+
+@pytest.mark.parametrize(
+    ("sql", "sentence"),
+    [
+        ("UPDATE arrays SET checksum = checksum + 1", "a checksum does not match"),
+        ("UPDATE arrays SET data = zeroblob(length(data) + 1)", "a checksum does not match"),
+        ("UPDATE arrays SET shape = '[1' WHERE owner IS NOT NULL", "its shape is no list"),
+        ("UPDATE arrays SET shape = '[-1]' WHERE owner IS NOT NULL", "that is no length"),
+        ("UPDATE arrays SET shape = '[99]' WHERE owner IS NOT NULL", "do not make"),
+        ("UPDATE arrays SET item = 'object' WHERE owner IS NOT NULL", "its type is given as"),
+        ("UPDATE arrays SET codec = 'pickle' WHERE owner IS NOT NULL", "its codec as 'pickle'"),
+        ("UPDATE arrays SET chunk = 1 WHERE owner IS NOT NULL", "a part of it is missing"),
+        ("UPDATE run SET value = '{'", "a row of run holds what it cannot hold"),
+        ("UPDATE segments SET kind = 'odd'", "'odd' is no SegmentKind"),
+        ("UPDATE findings SET severity = 'odd'", "'odd' is no Severity"),
+        ("UPDATE findings SET positions = '[\"x\"]'", "a list of int holds something else"),
+        ("UPDATE events SET data = '[]'", "an object holds something else"),
+        ("UPDATE generations SET expected = '3'", "a list of str holds something else"),
+        ("UPDATE steps SET histogram = NULL", "only a part of its logits"),
+        ("UPDATE tokens SET special = 3", "a row of tokens holds"),
+        ("UPDATE calls SET gate = 'odd'", "a row of calls holds"),
+        ("UPDATE tokens SET text = CAST(x'ff' AS TEXT)", "is damaged: Could not decode"),
+    ],
+)
+def test_a_changed_value_is_noticed(copy: Path, sql: str, sentence: str) -> None:
+    change(copy, sql)
+    refused(copy, sentence)
+
+
+def test_squeezed_bytes_that_do_not_unpack(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.begin_generation(generation())
+        causal = ArrayRecord("causal", np.tri(512, dtype=bool))
+        writer.write_step(step(0, arrays=(causal,), masks=()))
+    change(path, "UPDATE arrays SET data = ?, checksum = ?", b"junk", zlib.crc32(b"junk"))
+    refused(path, "do not unpack|does not unpack")
+
+
+def test_damage_of_one_array_leaves_the_others_readable(copy: Path) -> None:
+    change(copy, "UPDATE arrays SET checksum = 0 WHERE stream = 'q'")
+    with open_trace(copy) as reader:
+        assert reader.array(0, 0, "attention.mass") is not None
+        with pytest.raises(TraceError, match="'q' of step 0 of generation 0"):
+            reader.array(0, 0, "q", layer=0)
+
+
+def test_a_locked_file(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexinspect.trace.connections.BUSY_S", 0.05)
+    with closing(sqlite3.connect(copy, isolation_level=None)) as db:
+        db.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(TraceError, match="locked by another program"):
+            open_trace(copy)
+
+
+def survives(path: Path) -> None:
+    """Anything but success and a `TraceError`, or a long wait, fails the test."""
+    started = time.monotonic()
+    with suppress(TraceError):
+        read_all(path)
+    assert time.monotonic() - started < 5
+
+
+def test_any_flipped_bits_are_read_or_refused(finished: Path, tmp_path: Path) -> None:
+    dice = random.Random(1)
+    whole = finished.read_bytes()
+    for number in range(300):
+        data = bytearray(whole)
+        # Half of the flips go where the structure is: the header, the schema, starts of pages.
+        for _ in range(dice.choice([1, 1, 4, 64])):
+            page = dice.randrange(len(data) // 4096) * 4096
+            offset = page + dice.randrange(24) if number % 2 else dice.randrange(len(data))
+            data[offset] ^= 1 << dice.randrange(8)
+        path = tmp_path / f"flip{number}"
+        path.write_bytes(data)
+        survives(path)
+        path.unlink()
+
+
+def test_any_truncation_is_read_or_refused(finished: Path, tmp_path: Path) -> None:
+    dice = random.Random(2)
+    whole = finished.read_bytes()
+    path = tmp_path / "cut"
+    for number in range(80):
+        size = dice.randrange(len(whole))
+        path.write_bytes(whole[: size if number % 2 else size // 4096 * 4096])
+        survives(path)
+
+
+def test_any_damage_of_a_wal_is_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    writer.begin_generation(generation())
+    for number in range(3):
+        writer.write_step(step(number))
+    wal = path.with_name(path.name + "-wal").read_bytes()
+    dice = random.Random(3)
+    for number in range(60):
+        copy = tmp_path / f"w{number}"
+        shutil.copy(path, copy)
+        data = bytearray(wal[: dice.randrange(len(wal)) if number % 3 == 0 else len(wal)])
+        for _ in range(4 if data else 0):
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        copy.with_name(copy.name + "-wal").write_bytes(data)
+        survives(copy)
+    writer.close()
+
+
+def test_objects_are_refused_on_the_way_in(tmp_path: Path) -> None:
+    with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
+        for array in (np.array([{}], object), np.array(["x"]), np.zeros(2, "M8[s]")):
+            with pytest.raises(TraceWriteError, match="numbers and bools only"):
+                writer.write_step(step(0, arrays=(ArrayRecord("x", array),)))
+        assert not writer.failed
+
+
+def test_nothing_is_ever_unpickled() -> None:
+    banned = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch", "runpy"}
+    calls = {"eval", "exec", "load", "__import__", "import_module"}
+    folder = Path(flexinspect.trace.__file__).parent
+    modules = list(folder.glob("*.py"))
+    assert len(modules) > 5
+    for module in modules:
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            names: set[str] = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {(node.module or "").split(".")[0]}
+            assert not names & banned, module
+            if isinstance(node, ast.Call):
+                function = node.func
+                called = getattr(function, "id", getattr(function, "attr", ""))
+                assert called not in calls, (module, called)
+            assert not (isinstance(node, ast.keyword) and node.arg == "allow_pickle"), module
+
+
+def test_the_identity_is_in_the_header(finished: Path) -> None:
+    head = finished.read_bytes()[:100]
+    assert head[:16] == b"SQLite format 3\0"
+    assert head[68:72] == b"FLXT" == APPLICATION_ID.to_bytes(4, "big")
+    assert head[60:64] == b"\0\0\0\1"

@@ -1,0 +1,166 @@
+"""The file itself: what any SQLite client finds in it, and whether the page about it is true."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from trace_samples import generation, small_step, step
+
+from flexinspect.trace import connections, schema
+from flexinspect.trace.arrays import CODECS
+from flexinspect.trace.columns import SQL_TYPES
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.writer import TraceWriter
+
+PAGE = Path(__file__).parents[2] / "docs" / "trace-format.md"
+
+
+@pytest.fixture
+def client(finished: Path) -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(finished)) as db:
+        yield db
+
+
+def test_pragmas_tell_what_it_is(client: sqlite3.Connection) -> None:
+    assert client.execute("PRAGMA application_id").fetchone() == (0x464C5854,)
+    assert client.execute("PRAGMA user_version").fetchone() == (1,)
+    assert client.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_every_table_is_strict_and_narrow_ones_are_clustered(client: sqlite3.Connection) -> None:
+    rows = client.execute("SELECT name, wr, strict FROM pragma_table_list WHERE schema = 'main'")
+    found = {name: (bool(wr), bool(strict)) for name, wr, strict in rows}
+    found.pop("sqlite_schema")
+    assert found == {table.name: (table.clustered, True) for table in schema.TABLES}
+
+
+def test_the_page_lists_every_table_column_stream_and_codec() -> None:
+    page = PAGE.read_text("utf-8")
+    for table in schema.TABLES:
+        section = page.split(f"### {table.name}\n")[1].split("\n### ")[0]
+        assert table.meaning in section
+        assert f"Key: {', '.join(table.key)}." in section
+        for column in table.columns:
+            sql_type = SQL_TYPES[column.kind]
+            assert f"| `{column.name}` | {sql_type} | {column.meaning} |" in section
+    for stream, meaning in schema.STREAMS.items():
+        assert f"| `{stream}` | {meaning} |" in page
+    assert all(f"`{codec}`" in page for codec in CODECS)
+
+
+def test_the_queries_of_the_page_run(client: sqlite3.Connection) -> None:
+    blocks = re.findall(r"```sql\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert len(blocks) >= 4
+    for block in blocks:
+        assert client.execute(block).fetchall() is not None
+
+
+def test_the_python_of_the_page_runs(finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.flextrace").write_bytes(finished.read_bytes())
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(block.replace('"run.flextrace"', repr(str(tmp_path / "run.flextrace"))), {})
+
+
+class Spy:
+    """Collects the SQL of a reader."""
+
+    def __init__(self, reader: TraceReader, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queries: list[tuple[str, object]] = []
+        inner = reader._connections.query
+
+        def query(sql: str, params: object = ()) -> list[object]:
+            self.queries.append((sql, params))
+            return inner(sql, params)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(reader._connections, "query", query)
+
+
+def test_every_query_about_a_step_is_a_search_not_a_scan(
+    finished: Path, client: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = open_trace(finished)
+    spy = Spy(reader, monkeypatch)
+    reader.record(1, 2)
+    reader.array(1, 2, "q", 0)
+    reader.arrays(1, 2)
+    reader.mask("f0010002")
+    reader.n_steps(1)
+    reader.steps(1, limit=2)
+    reader.tokens(1, start=2, limit=2)
+    reader.segments(1)
+    reader.generation(1)
+    reader.branches(1)
+    reader.findings(1)
+    reader.events(after_id=3)
+    assert len({sql for sql, _ in spy.queries}) > 15
+    for sql, params in spy.queries:
+        plan = client.execute(f"EXPLAIN QUERY PLAN {sql}", params).fetchall()  # type: ignore[arg-type]
+        assert all("SCAN" not in row[3] for row in plan), (sql, plan)
+
+
+def test_no_python_and_no_torch_is_needed_to_read_the_numbers(client: sqlite3.Connection) -> None:
+    row = client.execute(
+        "SELECT entropy, chosen_id, json_extract(histogram, '$[2]') FROM steps LIMIT 1"
+    ).fetchone()
+    assert row == (0.5, 5, 29)
+
+
+def test_reading_and_dumping_import_neither_torch_nor_textual() -> None:
+    code = (
+        "import sys, flexinspect.trace.reader, flexinspect.trace.writer; "
+        "import flexinspect.trace.dumptext, flexinspect.commands.dump; "
+        "print({'torch', 'textual', 'transformers'} & {*sys.modules})"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout == "set()\n"
+
+
+def test_a_step_is_one_transaction(tmp_path: Path) -> None:
+    said: list[str] = []
+    with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
+        writer.begin_generation(generation())
+        writer._db.set_trace_callback(said.append)
+        writer.write_step(step(0))
+        writer._db.set_trace_callback(None)
+    assert said[0] == "BEGIN IMMEDIATE"
+    assert [sql for sql in said if sql in ("BEGIN IMMEDIATE", "COMMIT")] == [said[0], said[-1]]
+    assert len(said) < 15
+
+
+def test_a_step_of_basic_capture_takes_few_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.begin_generation(generation())
+        for number in range(200):
+            writer.write_step(small_step(number))
+    assert path.stat().st_size / 200 < 2_000
+
+
+def test_added_tables_and_columns_do_not_disturb(finished: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    path.write_bytes(finished.read_bytes())
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("ALTER TABLE steps ADD COLUMN novelty REAL")
+        db.execute("CREATE TABLE novelties (x INTEGER) STRICT")
+        db.commit()
+    with open_trace(path) as reader:
+        assert reader.n_steps(0) == 3
+        assert reader.record(0, 0) is not None
+
+
+def test_hostile_views_and_triggers_are_not_trusted(finished: Path) -> None:
+    db = connections.connect(finished)
+    with closing(db):
+        assert db.execute("PRAGMA trusted_schema").fetchone() == (0,)
+        assert db.execute("PRAGMA query_only").fetchone() == (1,)
+        with pytest.raises(sqlite3.OperationalError):
+            db.execute("DELETE FROM steps")

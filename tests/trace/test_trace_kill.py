@@ -1,0 +1,100 @@
+"""`kill -9` at any moment leaves a valid file with every step that was reported written."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from trace_samples import same, step
+
+from flexinspect.trace.reader import open_trace
+
+CHILD = """
+import os, sys
+from trace_samples import generation, end, step
+from flexinspect.trace import writer as module
+module.WAL_LIMIT = int(sys.argv[2])
+module.WAL_TIDY = 0
+steps_each = int(sys.argv[3])
+writer = module.TraceWriter.create(sys.argv[1], {"model": "demo"})
+os.write(1, b"ready\\n")
+for number in range(10_000):
+    writer.begin_generation(generation(number))
+    for step_number in range(steps_each):
+        writer.write_step(step(step_number, number))
+        os.write(1, b"%d %d\\n" % (number, step_number))
+    writer.end_generation(end(number, steps_each))
+"""
+
+MOMENTS = 24
+
+
+def record_and_kill(path: Path, after_s: float, wal_limit: int, steps_each: int) -> bytes:
+    """Let a child write until it is killed; return what it reported."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, path, str(wal_limit), str(steps_each)],
+        stdout=subprocess.PIPE,
+        env=environ,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"ready\n"
+    time.sleep(after_s)
+    child.send_signal(signal.SIGKILL)
+    reported = child.stdout.read()
+    child.stdout.close()
+    child.wait()
+    return reported
+
+
+def reported_steps(reported: bytes) -> list[tuple[int, int]]:
+    whole = reported[: reported.rfind(b"\n") + 1].splitlines()
+    return [(int(line.split()[0]), int(line.split()[1])) for line in whole]
+
+
+def check(path: Path, reported: list[tuple[int, int]]) -> None:
+    """Look with flexinspect first, as it may not repair anything, then ask SQLite itself."""
+    with open_trace(path) as reader:
+        assert reader.state == "recording"
+        for number, step_number in [*reported[:5], *reported[-5:]]:
+            assert same(reader.record(number, step_number), step(step_number, number))
+        recorded = {
+            (row.generation, one.step)
+            for row in reader.generations()
+            for one in reader.steps(row.generation)
+        }
+        assert recorded >= set(reported)
+        last = max(recorded, default=None)
+        if last is not None:  # one more than reported may be there, and is whole, too
+            assert same(reader.record(*last), step(last[1], last[0]))
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_a_killed_recording_keeps_all_finished_steps(tmp_path: Path, moment: int) -> None:
+    dice = random.Random(moment)
+    path = tmp_path / "run.flextrace"
+    # Every third child folds its WAL all the time, so that kills hit that, too.
+    wal_limit = 20 if moment % 3 == 0 else 16_384
+    reported = record_and_kill(path, dice.uniform(0.0, 0.25), wal_limit, dice.choice([3, 1000]))
+    check(path, reported_steps(reported))
+
+
+def test_a_killed_recording_is_read_without_leaving_anything_new(tmp_path: Path) -> None:
+    path = tmp_path / "run.flextrace"
+    record_and_kill(path, 0.1, 16_384, 1000)
+    before = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    with open_trace(path) as reader:
+        assert reader.n_steps(0) > 0
+    assert {file.name for file in tmp_path.iterdir()} == set(before)
+    assert path.stat().st_size == before[path.name]
+    assert path.with_name(path.name + "-wal").stat().st_size == before[path.name + "-wal"]

@@ -1,0 +1,302 @@
+"""Reading while another thread or process writes, and from places that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from trace_samples import end, generation, same, small_step, step, write
+
+from flexinspect.errors import TraceError
+from flexinspect.trace.connections import in_wal_mode
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.writer import TraceWriter
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir())
+
+
+def wait_until(true: object) -> None:
+    until = time.monotonic() + 20
+    while not true() and time.monotonic() < until:  # type: ignore[operator]
+        time.sleep(0.005)
+
+
+def test_a_step_is_seen_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer, open_trace(path) as reader:
+        assert not reader.changed()
+        writer.begin_generation(generation())
+        for number in range(5):
+            writer.write_step(step(number))
+            assert reader.changed()
+            assert not reader.changed()
+            assert reader.last_step(0) == number
+            assert same(reader.record(0, number), step(number))
+
+
+def test_a_reader_in_another_thread_never_sees_half_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    stop = threading.Event()
+    seen: list[int] = []
+    wrong: list[object] = []
+
+    def look(reader: TraceReader) -> None:
+        while not stop.is_set():
+            last = reader.last_step(0)
+            if last is not None:
+                seen.append(last)
+                record = reader.record(0, last)
+                if not same(record, step(last)):
+                    wrong.append(record)
+
+    with TraceWriter.create(path, {}) as writer, open_trace(path) as reader:
+        writer.begin_generation(generation())
+        threads = [threading.Thread(target=look, args=(reader,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for number in range(200):
+            writer.write_step(step(number))
+        wait_until(lambda: seen and seen[-1] == 199)
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    assert seen[-1] == 199
+
+
+CHILD = """
+import sys, time
+from trace_samples import generation, end, small_step
+from flexinspect.trace.writer import TraceWriter
+with TraceWriter.create(sys.argv[1], {}) as writer:
+    writer.begin_generation(generation())
+    for number in range(150):
+        writer.write_step(small_step(number))
+        time.sleep(0.002)
+    writer.end_generation(end(0, 150))
+"""
+
+
+def test_another_process_is_followed_to_its_end_and_leaves_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, "-c", CHILD, path], env=environ)
+    wait_until(lambda: path.exists() and path.stat().st_size > 0 and in_wal_mode(path))
+    lengths = []
+    with open_trace(path) as reader:
+        until = time.monotonic() + 30
+        while reader.state == "recording" and time.monotonic() < until:
+            if reader.changed():
+                lengths.append(reader.n_steps(0))
+            time.sleep(0.003)
+        reader.changed()
+        assert child.wait(20) == 0
+        assert reader.n_steps(0) == 150
+        assert same(reader.record(0, 149), small_step(149))
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) > 5
+    assert names(tmp_path) == ["a.flextrace"]
+    assert not in_wal_mode(path)
+
+
+def test_a_polling_reader_lets_the_writer_fold_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    reader = open_trace(path)
+    writer.begin_generation(generation())
+    reader.tokens(0)
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    while closing.is_alive():
+        reader.changed()
+        reader.tokens(0)
+        time.sleep(0.005)
+    assert writer.note is None
+    assert names(tmp_path) == ["a.flextrace"]
+    assert len(reader.tokens(0)) == 4
+
+
+def test_a_reader_that_never_lets_go_is_named_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect.trace.writer.LET_GO_S", 0.05)
+    path = tmp_path / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    writer.write_step(step(0))
+    reader = open_trace(path)
+    with reader.snapshot():
+        assert reader.n_steps(0) == 1
+        writer.write_step(step(1))
+        writer.close()
+        assert "keep the two together" in (writer.note or "")
+        assert reader.n_steps(0) == 1
+    assert reader.n_steps(0) == 2
+    reader.close()
+    copy = tmp_path / "copies"
+    copy.mkdir()
+    for name in names(tmp_path):
+        if name != "copies":
+            shutil.copy(tmp_path / name, copy)
+    assert open_trace(copy / "a.flextrace").n_steps(0) == 2
+
+
+def test_a_snapshot_stands_still(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer, open_trace(path) as reader:
+        writer.write_step(step(0))
+        with reader.snapshot():
+            assert reader.n_steps(0) == 1
+            writer.write_step(step(1))
+            assert reader.n_steps(0) == 1
+        assert reader.n_steps(0) == 2
+
+
+def test_a_finished_trace_is_read_without_making_files(finished: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(finished, tmp_path / "a.flextrace"))
+    with open_trace(path) as reader:
+        reader.record(0, 0)
+        assert names(tmp_path) == ["a.flextrace"]
+        assert not reader.changed()
+    assert names(tmp_path) == ["a.flextrace"]
+
+
+READ = """
+import os, sys
+from flexinspect.errors import TraceError
+from flexinspect.trace.reader import open_trace
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    with open_trace(sys.argv[1]) as reader:
+        print(reader.n_steps(0), reader.record(0, 1) is not None)
+except TraceError as error:
+    print(error.message)
+"""
+
+
+def read_as_nobody(path: Path) -> str:
+    """Read in a child that cannot write to the folder, even when the tests run as root."""
+    outer = path.parent.parent
+    while outer != outer.parent and outer.owner() == path.owner() and len(outer.parts) > 2:
+        outer.chmod(outer.stat().st_mode | 0o055)
+        outer = outer.parent
+    path.parent.chmod(0o555)
+    try:
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", READ, path],
+            *(),
+            capture_output=True,
+            text=True,
+            env=environ,
+            check=False,
+        )
+    finally:
+        path.parent.chmod(0o755)
+    if done.returncode:
+        pytest.skip("no other user can run this Python")
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no users like that here")
+def test_a_trace_in_a_read_only_folder_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = write(folder / "a.flextrace")
+    assert read_as_nobody(path) == "2 True"
+    assert names(folder) == ["a.flextrace"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no users like that here")
+def test_a_trace_left_in_wal_mode_is_read_in_a_read_only_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = write(folder / "a.flextrace")
+    data = bytearray(path.read_bytes())
+    data[18:20] = b"\2\2"
+    path.write_bytes(data)
+    assert read_as_nobody(path) == "2 True"
+    assert names(folder) == ["a.flextrace"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no users like that here")
+def test_an_unfinished_trace_in_a_read_only_folder_is_read_or_refused(tmp_path: Path) -> None:
+    live, folder = tmp_path / "live", tmp_path / "folder"
+    live.mkdir()
+    folder.mkdir()
+    with TraceWriter.create(live / "a.flextrace", {}) as writer:
+        writer.write_step(step(0))
+        writer.write_step(step(1))
+        for suffix in ("", "-wal"):
+            shutil.copy(live / f"a.flextrace{suffix}", folder)
+    out = read_as_nobody(folder / "a.flextrace")
+    assert "its -wal file cannot be read in this folder" in out or out == "2 True"
+
+
+def test_connections_of_finished_threads_are_closed(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.flextrace")
+    with open_trace(path) as reader:
+        for _ in range(5):
+            thread = threading.Thread(target=reader.run)
+            thread.start()
+            thread.join()
+        reader.run()
+        wait_until(lambda: len(reader._connections._handles) <= 1)
+        assert len(reader._connections._handles) <= 1
+
+
+def test_a_closed_reader_opens_again_when_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.flextrace")
+    reader = open_trace(path)
+    reader.close()
+    assert reader.n_steps(0) == 2
+    reader.close()
+    path.unlink()
+    with pytest.raises(TraceError):
+        reader.n_steps(0)
+
+
+def test_many_threads_may_write_one_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+
+        def record(number: int) -> None:
+            for one in range(20):
+                writer.write_step(small_step(one, number))
+
+        threads = [threading.Thread(target=record, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    with open_trace(path) as reader:
+        assert [reader.n_steps(number) for number in range(4)] == [20] * 4
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_leaves_the_trace_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.write_step(small_step(0))
+        child = os.fork()
+        if not child:
+            with suppress(BaseException):
+                writer.write_step(small_step(5))
+                writer.close("failed")
+            os._exit(0)
+        os.waitpid(child, 0)
+        writer.write_step(small_step(1))
+        writer.end_generation(end())
+    with open_trace(path) as reader:
+        assert (reader.state, reader.last_step(0)) == ("finished", 1)

@@ -1,0 +1,232 @@
+"""Where a trace can be made, where not and why, and the way around network file systems."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from trace_samples import generation, small_step, write
+
+from flexinspect.errors import TraceWriteError
+from flexinspect.trace import places
+from flexinspect.trace.reader import open_trace
+from flexinspect.trace.writer import TraceWriter
+
+
+def refused(path: Path, sentence: str, *, overwrite: bool = False) -> None:
+    with pytest.raises(TraceWriteError, match=sentence) as caught:
+        TraceWriter.create(path, {}, overwrite=overwrite)
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+def test_an_existing_trace_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.flextrace")
+    before = path.read_bytes()
+    refused(path, "the file exists already")
+    assert path.read_bytes() == before
+
+
+def test_an_existing_trace_is_replaced_when_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.flextrace")
+    path.with_name("a.flextrace-wal").write_bytes(b"left by something that was killed")
+    with TraceWriter.create(path, {"model": "new"}, overwrite=True):
+        pass
+    with open_trace(path) as reader:
+        assert reader.run()["model"] == "new"
+        assert reader.generations() == []
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_is_no_trace_is_never_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"years of work")
+    refused(path, "is not a trace, so it is not overwritten", overwrite=True)
+    assert path.read_bytes() == b"years of work"
+
+
+def test_an_empty_file_may_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    path.touch()
+    TraceWriter.create(path, {}, overwrite=True).close()
+    assert open_trace(path).state == "finished"
+
+
+def test_a_missing_folder(tmp_path: Path) -> None:
+    refused(tmp_path / "no" / "a.flextrace", "there is no folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
+    refused(tmp_path, "that is a folder")
+    refused(tmp_path, "that is a folder", overwrite=True)
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file" / "a.flextrace", "there is no folder")
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    refused(tmp_path / ("x" * 300), "cannot be written to")
+
+
+CREATE = """
+import os, sys
+from flexinspect.errors import TraceWriteError
+from flexinspect.trace.writer import TraceWriter
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    TraceWriter.create(sys.argv[1], {}, overwrite=True).close()
+except TraceWriteError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no users like that here")
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_folder_or_file_without_the_right_to_write(tmp_path: Path, exists: bool) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "a.flextrace"
+    if exists:
+        write(path).chmod(0o444)
+    folder.chmod(0o555)
+    for outer in (tmp_path, *list(tmp_path.parents)[:2]):
+        outer.chmod(outer.stat().st_mode | 0o055)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", CREATE, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    folder.chmod(0o755)
+    if done.returncode:
+        pytest.skip("no other user can run this Python")
+    assert "permission denied" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["a b?c#d%20.flextrace", ":memory:", "日本 🗼.flextrace", "-x"])
+def test_odd_names_are_names(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name)
+    assert path.is_file()
+    assert open_trace(path).n_steps(0) == 2
+
+
+def test_a_relative_name_is_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    writer = TraceWriter.create("a.flextrace", {})
+    assert writer.path == writer.recording_path == tmp_path / "a.flextrace"
+    assert writer.note is None
+    writer.close()
+
+
+def test_closing_twice_is_closing_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    writer.begin_generation(generation())
+    writer.close("interrupted")
+    writer.close("finished")
+    writer.write_step(small_step(0))
+    with open_trace(path) as reader:
+        assert (reader.state, reader.generation(0).state) == ("interrupted", "interrupted")
+        assert reader.n_steps(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(KeyboardInterrupt, "interrupted"), (ValueError, "failed")]
+)
+def test_leaving_by_an_exception_is_recorded(
+    tmp_path: Path, error: type[BaseException], state: str
+) -> None:
+    path = tmp_path / "a.flextrace"
+    with pytest.raises(error), TraceWriter.create(path, {}):
+        raise error
+    assert open_trace(path).state == state
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_is_in_wal_mode_while_recording_and_plain_after(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        with closing(sqlite3.connect(path)) as db:
+            assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        writer.write_step(small_step(0))
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+@pytest.fixture
+def on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that says it is on NFS, and a local temporary folder to record to."""
+    target, local = tmp_path / "target", tmp_path / "local"
+    target.mkdir()
+    local.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(local))
+    monkeypatch.setattr(places, "network_file_system", lambda folder: "nfs4")
+    return target
+
+
+def test_a_network_file_system_is_recorded_to_a_local_disk_and_moved(on_nfs: Path) -> None:
+    path = on_nfs / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    assert writer.path == path
+    assert writer.recording_path.parent.parent == on_nfs.parent / "local"
+    assert "network file system (nfs4)" in (writer.note or "")
+    assert list(on_nfs.iterdir()) == []
+    writer.write_step(small_step(0))
+    with open_trace(writer.recording_path) as reader:
+        assert reader.n_steps(0) == 1
+    writer.close()
+    assert list(on_nfs.iterdir()) == [path]
+    assert list((on_nfs.parent / "local").iterdir()) == []
+    assert "moved to" in (writer.note or "")
+    assert open_trace(path).n_steps(0) == 1
+
+
+def test_a_trace_that_cannot_be_moved_home_is_whole_where_it_is(on_nfs: Path) -> None:
+    writer = TraceWriter.create(on_nfs / "a.flextrace", {})
+    writer.write_step(small_step(0))
+    on_nfs.rmdir()
+    with pytest.raises(TraceWriteError, match="could not be moved") as caught:
+        writer.close()
+    assert str(writer.recording_path) in (caught.value.hint or "")
+    assert open_trace(writer.recording_path).n_steps(0) == 1
+
+
+def test_a_network_target_that_exists_is_refused_at_once(on_nfs: Path) -> None:
+    (on_nfs / "a.flextrace").write_bytes(b"")
+    refused(on_nfs / "a.flextrace", "the file exists already")
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"),
+    [
+        ("/home/ann/runs", "nfs4"),
+        ("/home", None),
+        ("/home/ann bob", "fuse.sshfs"),
+        ("/srv/x/y", "cifs"),
+        ("/data/z", None),
+    ],
+)
+def test_the_nearest_mount_decides(
+    monkeypatch: pytest.MonkeyPatch, folder: str, kind: str | None
+) -> None:
+    points = [("/", "ext4"), ("/home/ann", "nfs4"), ("/srv", "CIFS"), ("/home/ann\\040bob", "")]
+    mounts = [(Path(places._unescape(point)), name) for point, name in points]
+    mounts[-1] = (mounts[-1][0], "fuse.sshfs")
+    monkeypatch.setattr(places, "_mounts", lambda: mounts)
+    monkeypatch.setattr(Path, "resolve", lambda self: self)
+    assert places.network_file_system(Path(folder)) == kind
+
+
+def test_this_machine_can_say_where_it_records(tmp_path: Path) -> None:
+    assert any(point == Path(tmp_path.anchor) for point, _ in places._mounts())
+    assert places.network_file_system(tmp_path) is None or os.environ.get("TMPDIR")
