@@ -1,0 +1,195 @@
+"""The user's own settings: `flexinspect.toml`, `[tool.flexinspect]` in pyproject.toml, per user.
+
+The nearest file from the current folder upwards is the project's; below it lies the per-user file
+`~/.config/flexinspect/config.toml` (`XDG_CONFIG_HOME` and, on Windows, `APPDATA` are respected).
+One section exists:
+
+    [models]
+    my_model = "org/name"                              # a hub id, an alias, or
+    local = "checkpoints/step-1000"                    # a folder, relative to this file
+    big = { path = "org/name", dtype = "bfloat16" }    # with the dtype it should run in
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexinspect.errors import UsageError
+from flexinspect.sizes import canonical_dtype
+
+SECTIONS = ("models",)
+_ALIAS_KEYS = ("path", "dtype")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAlias:
+    """One of the user's own names for a model.
+
+    `target` is as written: a hub id, a built-in alias, or a folder relative to `file`'s folder.
+    """
+
+    alias: str
+    target: str
+    dtype: str | None
+    file: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where the target lies if it is a folder."""
+        return (self.file.parent / expanded(self.target)).resolve()
+
+
+def expanded(path: str) -> Path:
+    """Return the path with `~` replaced, or as it is where that user has no home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What the user configured; `files` are those that were read, the strongest first."""
+
+    models: Mapping[str, ModelAlias] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
+
+
+def load_config(start: Path | None = None) -> Config:
+    """Read the project's settings upwards from `start` (default: here) and the user's own.
+
+    Raises `UsageError` naming file and line for bad TOML, unknown sections and wrong types.
+    """
+    models: dict[str, ModelAlias] = {}
+    files = []
+    for found in (_project_settings(start or Path.cwd()), _user_settings()):
+        if found is None:
+            continue
+        file, text, settings = found
+        files.append(file)
+        for alias, entry in _model_aliases(file, text, settings).items():
+            models.setdefault(alias, entry)
+    return Config(models, tuple(files))
+
+
+_Found = tuple[Path, str, Mapping[str, Any]]
+
+
+def _project_settings(start: Path) -> _Found | None:
+    for folder in (start.resolve(), *start.resolve().parents):
+        own = folder / "flexinspect.toml"
+        if own.is_file():
+            text = _read(own)
+            return own, text, _parse(own, text)
+        shared = folder / "pyproject.toml"
+        # Another project's broken pyproject.toml is not ours to complain about.
+        if shared.is_file() and "tool.flexinspect" in (text := _read(shared)):
+            settings = _parse(shared, text).get("tool", {}).get("flexinspect")
+            if settings is not None:
+                return shared, text, settings
+    return None
+
+
+def user_config_file() -> Path | None:
+    """Return where the per-user file lies (it may not exist), None without a home folder."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    if not base and sys.platform == "win32":
+        base = os.environ.get("APPDATA")
+    try:
+        root = Path(base) if base else Path.home() / ".config"
+    except RuntimeError:
+        return None
+    return root / "flexinspect" / "config.toml"
+
+
+def _user_settings() -> _Found | None:
+    file = user_config_file()
+    if file is None or not file.is_file():
+        return None
+    text = _read(file)
+    return file, text, _parse(file, text)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"The settings file {file} cannot be read: {reason}.") from error
+
+
+def _parse(file: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        line = re.search(r"at line (\d+)", str(error))
+        where = f"{file}:{line[1]}" if line else f"{file}, at its end"
+        what = re.sub(r" \(at .*\)$", "", str(error))
+        raise UsageError(
+            f"{where}: this is not valid TOML ({what}).", hint="Correct that line."
+        ) from error
+
+
+def _model_aliases(file: Path, text: str, settings: object) -> dict[str, ModelAlias]:
+    if not isinstance(settings, dict):
+        raise _bad(file, text, "flexinspect", "[tool.flexinspect] must be a table")
+    for name in settings:
+        if name not in SECTIONS:
+            near = difflib.get_close_matches(name, SECTIONS, 1)
+            ask = f"; did you mean [{near[0]}]?" if near else f"; known: [{', '.join(SECTIONS)}]"
+            raise _bad(file, text, name, f"the section {name!r} is unknown{ask}")
+    table = settings.get("models", {})
+    if not isinstance(table, dict):
+        raise _bad(file, text, "models", "[models] must be a table of alias = path")
+    return {alias: _model_alias(file, text, alias, value) for alias, value in table.items()}
+
+
+def _model_alias(file: Path, text: str, alias: str, value: object) -> ModelAlias:
+    entry = {"path": value} if isinstance(value, str) else value
+    if not isinstance(entry, dict):
+        raise _bad(
+            file, text, alias, f"the model {alias!r} must be a text or a table {{ path = ... }}"
+        )
+    for key in entry:
+        if key not in _ALIAS_KEYS:
+            raise _bad(file, text, alias, f"the model {alias!r} has an unknown key {key!r}")
+    target, dtype = entry.get("path"), entry.get("dtype")
+    if not isinstance(target, str) or not target.strip():
+        raise _bad(file, text, alias, f"the model {alias!r} needs a path: a hub id or a folder")
+    if dtype is not None:
+        dtype = _dtype(file, text, alias, dtype)
+    return ModelAlias(alias, target.strip(), dtype, file)
+
+
+def _dtype(file: Path, text: str, alias: str, dtype: object) -> str:
+    try:
+        return canonical_dtype(str(dtype))
+    except UsageError as error:
+        message = f"the model {alias!r} has an unknown dtype {dtype!r}"
+        raise _bad(file, text, alias, message, hint=error.hint) from None
+
+
+def _bad(file: Path, text: str, key: str, message: str, hint: str | None = None) -> UsageError:
+    return UsageError(
+        f"{file}:{_line_of(text, key)}: {message}.",
+        hint=hint or "See `flexinspect models --help` for the form.",
+    )
+
+
+def _line_of(text: str, key: str) -> int:
+    # tomllib keeps no positions; the first line that assigns or opens the key is the one meant.
+    pattern = re.compile(
+        rf"""^\s*(?:\[+[^\]#]*\b{re.escape(key)}["']?\s*\]|["']?{re.escape(key)}["']?\s*[.=])"""
+    )
+    for number, line in enumerate(text.splitlines(), start=1):
+        if pattern.match(line):
+            return number
+    return 1

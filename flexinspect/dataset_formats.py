@@ -1,0 +1,371 @@
+"""The forms in which questions are stored, and how each becomes a `Sample`.
+
+Own files (`plain_samples`), one object per row:
+
+* `paraphrases`: list of texts, or `question`: text (both: the question is paraphrase 0);
+* `answers`: list of texts or one text, or `answer`: text; may be absent;
+* `id` (or `uuid`): text or number; the row's number when absent. Everything else goes to `meta`.
+
+In a CSV file a list is written as JSON (`["a", "b"]`) or with bars (`a|b`).
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexinspect.errors import DatasetError
+from flexinspect.network import cache_only_when_unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question: its paraphrases, the answers that count as right, whatever else is known."""
+
+    id: str
+    paraphrases: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stored object and where it is from ("file:line"), for messages."""
+
+    where: str
+    number: int
+    fields: Mapping[str, Any]
+
+
+def local_rows(path: Path) -> Iterator[Row]:
+    """Return the rows of a .jsonl, .json or .csv file, or of a `save_to_disk` folder, lazily.
+
+    Raises `DatasetError` naming file and line.
+    """
+    readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}
+    path = path.expanduser()
+    if path.is_dir():
+        return _library_rows(str(path), lambda library: library.load_from_disk(str(path)))
+    reader = readers.get(path.suffix.lower())
+    if not path.is_file():
+        raise DatasetError(f"There is no dataset file {path}.", hint="Check the path.")
+    if reader is None:
+        raise DatasetError(
+            f"The dataset file {path} has an unknown form {path.suffix!r}.",
+            hint="Use .jsonl, .json or .csv.",
+        )
+    return _guarded(path, reader)
+
+
+def _guarded(path: Path, reader: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
+    try:
+        yield from reader(path)
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"The dataset file {path} is not UTF-8 text.") from error
+    except (OSError, csv.Error) as error:
+        raise DatasetError(f"The dataset file {path} cannot be read: {error}.") from error
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                fields = json.loads(line)
+            except ValueError as error:
+                raise DatasetError(
+                    f"{where}: this line is not valid JSON ({error}).",
+                    hint="Each line is one object, such as "
+                    '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}.',
+                ) from error
+            yield Row(where, number, _object(fields, where))
+
+
+def _json(path: Path) -> Iterator[Row]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DatasetError(f"{path}: this is not valid JSON ({error}).") from error
+    if isinstance(data, dict):
+        data = next((value for value in data.values() if isinstance(value, list)), None)
+    if not isinstance(data, list):
+        raise DatasetError(f"{path}: a list of objects is expected, or an object that holds one.")
+    for number, fields in enumerate(data, start=1):
+        where = f"{path}, entry {number}"
+        yield Row(where, number, _object(fields, where))
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        for number, fields in enumerate(reader, start=1):
+            row = {
+                key: _cell(value) if key in _LIST_COLUMNS else value
+                for key, value in fields.items()
+                if key and value
+            }
+            yield Row(f"{path}:{reader.line_num}", number, row)
+
+
+_LIST_COLUMNS = (
+    "paraphrases",
+    "answers",
+    "templates",
+    "obj_aliases",
+    "object_aliases",
+    "obj_ents",
+    "manual_paraphrases",
+    "auto_paraphrases",
+)
+_QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'" + r'|"((?:[^"\\]|\\.)*)"')
+
+
+def _cell(text: str) -> Any:
+    if not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split("|")]
+    try:
+        return json.loads(text)
+    except ValueError:
+        # What pandas writes: the repr of a list, or of an array, which has no commas.
+        return [re.sub(r"\\(.)", r"\1", one or two) for one, two in _QUOTED.findall(text)]
+
+
+def _object(fields: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(fields, dict):
+        raise DatasetError(f"{where}: an object is expected, not {type(fields).__name__}.")
+    return fields
+
+
+def plain_samples(rows: Iterable[Row]) -> Iterator[Sample]:
+    """Turn rows in the form of own files into samples."""
+    for row in rows:
+        yield sample_from(row.fields, row.where, str(row.number))
+
+
+def sample_from(fields: Any, where: str, default_id: str) -> Sample:
+    """Return the sample of one object in the form of own files, or raise `DatasetError`."""
+    fields = dict(fields) if isinstance(fields, Mapping) else _object(fields, where)
+    used = ("id", "uuid", "question", "paraphrases", "answers", "answer")
+    question, paraphrases = fields.get("question"), fields.get("paraphrases")
+    if question is None and paraphrases is None:
+        raise DatasetError(
+            f"{where}: there is neither `question` nor `paraphrases`.",
+            hint=f"The fields are {', '.join(fields) or 'none'}.",
+        )
+    asked = texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
+    if question is not None:
+        first = texts(question, where, "question")
+        asked = (*first, *(text for text in asked if text not in first))
+    if not asked:
+        raise DatasetError(f"{where}: `paraphrases` is empty.")
+    answers = fields.get("answers", fields.get("answer"))
+    return Sample(
+        id=_id(fields, default_id),
+        paraphrases=asked,
+        answers=() if answers is None else texts(answers, where, "answers"),
+        meta={key: value for key, value in fields.items() if key not in used},
+    )
+
+
+def _id(fields: Mapping[str, Any], default: str) -> str:
+    value = fields.get("id", fields.get("uuid"))
+    return default if value is None or value == "" else str(value)
+
+
+def texts(value: Any, where: str, name: str) -> tuple[str, ...]:
+    """Return one text or a list of non-empty texts as a tuple."""
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, (list, tuple)):
+        raise DatasetError(
+            f"{where}: `{name}` must be a text or a list of texts, not {type(value).__name__}."
+        )
+    for index, text in enumerate(value):
+        if not isinstance(text, str) or not text.strip():
+            raise DatasetError(
+                f"{where}: `{name}` number {index} must be a non-empty text, not {text!r}."
+            )
+    return tuple(value)
+
+
+def webqa_samples(rows: Iterable[Row], _limit: int | None = None) -> Iterator[Sample]:
+    """Turn rows of WebQuestions ("webqa") into samples.
+
+    Accepted: the hub's `url`, `question`, `answers`; with paraphrases beside them as `paraphrase0`,
+    `paraphrase1`, ... (what the origin's preparation writes) or as a list `paraphrases`; and the
+    dataset's own JSON files with `utterance` and `targetValue`.
+    """
+    for row in rows:
+        fields = dict(row.fields)
+        if "utterance" in fields:
+            fields["question"] = fields.pop("utterance")
+            fields["answers"] = _target_values(str(fields.pop("targetValue", "")))
+        numbered = sorted(
+            (key for key in fields if re.fullmatch(r"paraphrase\d+", key)),
+            key=lambda key: int(key.removeprefix("paraphrase")),
+        )
+        if numbered:
+            # Generated paraphrases can come out empty; the others are still good.
+            listed = [fields.pop(key) for key in numbered]
+            fields["paraphrases"] = [text for text in listed if text]
+        yield sample_from(fields, row.where, f"webqa-{row.number}")
+
+
+def _target_values(text: str) -> list[str]:
+    found = re.findall(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)', text)
+    return [re.sub(r"\\(.)", r"\1", quoted) or bare.strip() for quoted, bare in found]
+
+
+def myriadlama_samples(rows: Iterable[Row], limit: int | None = None) -> Iterator[Sample]:
+    """Turn rows of MyriadLAMA into samples: one per fact (subject and relation).
+
+    Accepted: the hub's one row per fact and template (`uuid`, `rel_uri`, `sub_ent`, `obj_aliases`,
+    `template` with [X] and [Y], `is_manual`); one row per fact with a list `templates`; and the
+    origin's prepared rows with `manual_paraphrases`, `auto_paraphrases` and `answers`. [X] becomes
+    the subject and [Y] becomes [MASK]; hand-written templates come first.
+    """
+    facts: dict[str, _Fact] = {}
+    for row in rows:
+        fact = _Fact.of(row)
+        known = facts.get(fact.key)
+        if known is not None:
+            known.add(fact)
+        elif limit is None or len(facts) < limit:
+            facts[fact.key] = fact
+    for number, fact in enumerate(facts.values(), start=1):
+        yield fact.sample(number)
+
+
+@dataclass(slots=True)
+class _Fact:
+    key: str
+    where: str
+    answers: tuple[str, ...]
+    manual: list[str]
+    automatic: list[str]
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, row: Row) -> _Fact:
+        fields, where = row.fields, row.where
+        relation = _first(fields, "rel_uri", "rel", "relation", "predicate_id")
+        subject = _first(fields, "sub_ent", "subject", "sub_label", "sub_uri")
+        identity = fields.get("uuid") or f"{subject}|{relation}"
+        manual, automatic = _prepared(fields, where) or _filled(fields, where, subject)
+        wanted = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
+        answers = _flat(_first(fields, *wanted))
+        if answers is None:
+            raise DatasetError(f"{where}: there is no `obj_aliases` nor any other object.")
+        meta = {"relation": relation, "subject": subject}
+        right = tuple(dict.fromkeys(texts(answers, where, "answers")))
+        return cls(str(identity), where, right, manual, automatic, meta)
+
+    def add(self, other: _Fact) -> None:
+        self.manual += other.manual
+        self.automatic += other.automatic
+
+    def sample(self, number: int) -> Sample:
+        paraphrases = tuple(dict.fromkeys((*self.manual, *self.automatic)))
+        if not paraphrases:
+            raise DatasetError(f"{self.where}: there is no template.")
+        meta = {**self.meta, "manual": len(dict.fromkeys(self.manual))}
+        return Sample(self.key or str(number), paraphrases, self.answers, meta)
+
+
+def _prepared(fields: Mapping[str, Any], where: str) -> tuple[list[str], list[str]] | None:
+    names = ("manual_paraphrases", "auto_paraphrases")
+    if not any(name in fields for name in names):
+        return None
+    manual, automatic = (list(texts(fields.get(name) or [], where, name)) for name in names)
+    return manual, automatic
+
+
+def _filled(fields: Mapping[str, Any], where: str, subject: Any) -> tuple[list[str], list[str]]:
+    templates = _first(fields, "templates", "template")
+    if templates is None or not isinstance(subject, str):
+        raise DatasetError(
+            f"{where}: `template` and `sub_ent` (or `subject`) are needed.",
+            hint=f"The fields are {', '.join(fields) or 'none'}.",
+        )
+    filled = [
+        template.replace("[X]", subject).replace("[Y]", "[MASK]")
+        for template in texts(templates, where, "template")
+    ]
+    by_hand = str(fields.get("is_manual", True)).lower() in ("true", "1")
+    return (filled, []) if by_hand else ([], filled)
+
+
+def _first(fields: Mapping[str, Any], *keys: str) -> Any:
+    return next((fields[key] for key in keys if fields.get(key) not in (None, "")), None)
+
+
+def _flat(value: Any) -> Any:
+    """Return a list of lists (one list of aliases per object) as one list."""
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value):
+        return [text for item in value for text in ([item] if isinstance(item, str) else item)]
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """A public dataset: where the hub has it, and how its rows become samples."""
+
+    repo_id: str
+    split: str
+    samples: Callable[[Iterable[Row], int | None], Iterator[Sample]]
+
+
+PUBLIC: Mapping[str, Public] = {
+    "webqa": Public("stanfordnlp/web_questions", "test", webqa_samples),
+    "myriadlama": Public("iszhaoxin/MyriadLAMA", "train", myriadlama_samples),
+}
+
+
+def hub_rows(name: str) -> Iterator[Row]:
+    """Return the rows of a public dataset, through the `datasets` library and its cache.
+
+    No code of the repository is run. Raises `DatasetError` without the library or the network.
+    """
+    public = PUBLIC[name]
+
+    def read(library: Any) -> Iterable[Any]:
+        with cache_only_when_unreachable():
+            rows: Iterable[Any] = library.load_dataset(public.repo_id, split=public.split)
+            return rows
+
+    return _library_rows(
+        public.repo_id,
+        read,
+        hint="Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or fetch the "
+        f"data elsewhere and give --dataset {name}:FILE.jsonl.",
+    )
+
+
+def _library_rows(
+    place: str, read: Callable[[Any], Iterable[Any]], *, hint: str | None = None
+) -> Iterator[Row]:
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DatasetError(
+            f"The dataset {place} needs the package `datasets`, which is not installed.",
+            hint="Run: pip install 'flexinspect[datasets]'",
+        ) from error
+    try:
+        items = read(library)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise DatasetError(
+            f"The dataset {place} cannot be loaded: {type(error).__name__}: {reason}", hint=hint
+        ) from error
+    return (
+        Row(f"{place}, row {number}", number, dict(fields))
+        for number, fields in enumerate(items, start=1)
+    )

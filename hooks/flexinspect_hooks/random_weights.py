@@ -1,0 +1,149 @@
+"""A real architecture at its real size with random weights, in seconds even on a CPU.
+
+`normal_` draws some hundred million numbers a second, minutes for billions of parameters. Here one
+block of about four million normal numbers is drawn once, and every matrix is filled with stretches
+of it. The length of the block is a prime larger than any row count in use, so no two rows of a
+matrix start at the same place. The values do not depend on the device.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+BLOCK = 4_194_301  # the largest prime below 2**22
+# Filling larger modules (experts) the library's own way would take long; they are matrices anyway.
+_LARGE = 16_000_000
+
+Report = Callable[[str, Mapping[str, Any]], None]
+
+
+def count_on_meta(config: Any, *, trust_remote_code: bool = False) -> int:
+    """Return the exact number of parameters of any architecture, without memory for them."""
+    model = _on_meta(config, "float32", trust_remote_code)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def build_random(
+    config: Any,
+    *,
+    device: str,
+    dtype: str,
+    seed: int,
+    report: Report,
+    trust_remote_code: bool = False,
+) -> Any:
+    """Return the causal LM of a transformers configuration with seeded random weights.
+
+    Matrices are normal with the configuration's `initializer_range`; norms, biases and buffers such
+    as rotary frequencies are what transformers itself makes them. Equal arguments give equal
+    weights.
+    """
+    import torch
+
+    model = _on_meta(config, dtype, trust_remote_code)
+    _allocate(model, device)
+    with torch.random.fork_rng(devices=_forked(device)), torch.no_grad():
+        torch.manual_seed(seed)
+        block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed))
+        std = getattr(config.get_text_config(), "initializer_range", None) or 0.02
+        block = (block * std).to(device=device, dtype=getattr(torch, dtype))
+        _fill_parameters(model, block, seed, report)
+        _let_the_library_finish(model)
+    model.tie_weights()
+    return model
+
+
+def _on_meta(config: Any, dtype: str, trust_remote_code: bool) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config),  # it writes the dtype into what it is given
+            dtype=getattr(torch, dtype),
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _allocate(model: Any, device: str) -> None:
+    # Not `to_empty`: it gives tied parameters a memory each.
+    import torch
+
+    known: dict[int, Any] = {}
+    for module in model.modules():
+        for name, old in list(module._parameters.items()):
+            if old is not None:
+                new = known.get(id(old))
+                if new is None:
+                    empty = torch.empty_like(old, device=device)
+                    new = known[id(old)] = torch.nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = new
+        for name, old in list(module._buffers.items()):
+            if old is not None:
+                module._buffers[name] = torch.zeros_like(old, device=device)
+
+
+def _fill_parameters(model: Any, block: Any, seed: int, report: Report) -> None:
+    parameters = list(model.named_parameters())
+    total = sum(parameter.numel() for _, parameter in parameters)
+    done, said = 0, 0.0
+    for name, parameter in parameters:
+        if parameter.dim() >= 2:
+            _tile(parameter, block, _offset(seed, name))
+        else:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        done += parameter.numel()
+        if done / total - said >= 0.02 or done == total:
+            said = done / total
+            report("making weights", {"fraction": said})
+
+
+def _tile(parameter: Any, block: Any, offset: int) -> None:
+    flat = parameter.view(-1)
+    start, position = 0, offset
+    while start < flat.numel():
+        n = min(flat.numel() - start, block.numel() - position)
+        flat[start : start + n].copy_(block[position : position + n])
+        start, position = start + n, 0
+
+
+def _offset(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % BLOCK
+
+
+def _let_the_library_finish(model: Any) -> None:
+    """Let transformers set everything that is no plain matrix: norms, rotary tables, scales."""
+    for owner, module in _with_owner(model):
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        has_buffers = any(True for _ in module.buffers(recurse=False))
+        if has_buffers or (0 < size < _LARGE and not _is_plain(module)):
+            owner._init_weights(module)
+
+
+def _with_owner(model: Any) -> Iterator[tuple[Any, Any]]:
+    # A model inside a model (a vision tower for instance) has its own rules for its own modules.
+    stack = [(model, model)]
+    while stack:
+        owner, module = stack.pop()
+        yield owner, module
+        for child in module.children():
+            stack.append((child if hasattr(child, "_init_weights") else owner, child))
+
+
+def _is_plain(module: Any) -> bool:
+    import torch
+
+    return isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
+
+
+def _forked(device: str) -> list[int]:
+    import torch
+
+    if not device.startswith("cuda"):
+        return []
+    index = torch.device(device).index
+    return [torch.cuda.current_device() if index is None else index]

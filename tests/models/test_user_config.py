@@ -1,0 +1,101 @@
+"""The user's settings are found, joined and, when wrong, reported with file and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexinspect.config import load_config
+from flexinspect.errors import UsageError
+
+
+def test_without_any_file_there_are_no_settings(home: Path) -> None:
+    config = load_config()
+    assert config.models == {}
+    assert config.files == ()
+
+
+def test_the_nearest_file_upwards_is_read(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[models]\nmine = "org/name"\n')
+    below = home / "a" / "b"
+    below.mkdir(parents=True)
+    config = load_config(below)
+    assert config.models["mine"].target == "org/name"
+    assert config.files == (home / "flexinspect.toml",)
+
+
+def test_a_nearer_file_hides_a_farther_one(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[models]\nmine = "org/far"\n')
+    below = home / "a"
+    below.mkdir()
+    (below / "pyproject.toml").write_text('[tool.flexinspect.models]\nmine = "org/near"\n')
+    assert load_config(below).models["mine"].target == "org/near"
+
+
+def test_flexinspect_toml_wins_over_pyproject_beside_it(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[models]\nmine = "org/own"\n')
+    (home / "pyproject.toml").write_text('[tool.flexinspect.models]\nmine = "org/shared"\n')
+    assert load_config().models["mine"].target == "org/own"
+
+
+def test_a_pyproject_of_somebody_else_is_passed_over_even_when_broken(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[models]\nmine = "org/name"\n')
+    below = home / "a"
+    below.mkdir()
+    (below / "pyproject.toml").write_text("[project\n")
+    assert "mine" in load_config(below).models
+
+
+def test_the_per_user_file_adds_what_the_project_does_not_say(home: Path) -> None:
+    per_user = home.parent / "xdg" / "flexinspect" / "config.toml"
+    per_user.parent.mkdir(parents=True)
+    per_user.write_text('[models]\nmine = "org/user"\nother = "org/other"\n')
+    (home / "flexinspect.toml").write_text('[models]\nmine = "org/project"\n')
+    config = load_config()
+    assert config.models["mine"].target == "org/project"
+    assert config.models["other"].target == "org/other"
+    assert config.files == (home / "flexinspect.toml", per_user)
+
+
+def test_a_table_gives_path_and_dtype(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[models]\nbig = { path = "x/y", dtype = "bf16" }\n')
+    assert load_config().models["big"].dtype == "bfloat16"
+
+
+def test_a_folder_is_relative_to_the_file(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[models]\nlocal = "runs/7"\n')
+    below = home / "a"
+    below.mkdir()
+    assert load_config(below).models["local"].folder == home / "runs" / "7"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ('[models]\na = "x/y"\nb = = 3\n', 3, "not valid TOML"),
+        ("[models]\n\nmine = 7\n", 3, "'mine' must be a text or a table"),
+        ('[models]\nmine = { dtype = "bf16" }\n', 2, "needs a path"),
+        ('[models]\nmine = { path = "x/y", dtype = "int4" }\n', 2, "unknown dtype 'int4'"),
+        ('[models]\n"a.b" = { path = "x/y", device = "cpu" }\n', 2, "unknown key 'device'"),
+        ("models = 3\n", 1, "[models] must be a table"),
+        ('\n[model]\nmine = "x/y"\n', 2, "did you mean [models]?"),
+        ("[colours]\n", 1, "known: [models]"),
+    ],
+)
+def test_a_mistake_is_named_with_file_and_line(
+    home: Path, text: str, line: int, words: str
+) -> None:
+    file = home / "flexinspect.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as raised:
+        load_config()
+    assert raised.value.message.startswith(f"{file}:{line}: ")
+    assert words in raised.value.message
+    assert raised.value.exit_code == 2
+
+
+def test_a_file_that_is_not_text_is_refused(home: Path) -> None:
+    (home / "flexinspect.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        load_config()
