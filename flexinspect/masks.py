@@ -7,6 +7,7 @@ Every preset is causal and has one normal form, `MaskRule`: a row of region r se
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -68,14 +69,25 @@ def preset(name: str, segments: Sequence[Segment], *, separators: str = "attache
 
     Raises `MaskError` for an unknown preset or separators mode.
     """
-    if name not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise MaskError(f"The mask preset '{name}' is unknown; the presets are {known}.")
+    check_preset(name)
     if separators not in SEPARATORS:
         raise MaskError(f"--separators {separators} is unknown; use {' or '.join(SEPARATORS)}.")
     view = PRESETS[name]
     seen = [_seen_by(view, segments, segment, separators) for segment in segments]
     return _normal_form(name, [segment.start for segment in segments], seen)
+
+
+def check_preset(name: str) -> None:
+    """Raise `MaskError` with the known names, and the nearest one, for an unknown preset."""
+    if name in PRESETS:
+        return
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    raise MaskError(
+        f"The mask '{name}' is unknown; the presets are {', '.join(PRESETS)}.",
+        hint=f"Did you mean --mask {near[0]}?"
+        if near
+        else "Your own rule is given as --mask package.module:function.",
+    )
 
 
 Interval = tuple[int, int]

@@ -10,27 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.errors import UsageError
+from flexinspect.job import SamplingOptions
 from flexinspect.prompts import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is chosen. Greedy when `do_sample` is false; else transformers' processors."""
-
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise UsageError("--temperature must be above 0; leave it out for greedy decoding.")
-        if not 0 < self.top_p <= 1:
-            raise UsageError("--top-p must lie between 0 and 1.")
-        if self.top_k < 0:
-            raise UsageError("--top-k must be 0 (off) or more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +41,8 @@ def generate(
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
     stops: Callable[[Sequence[int]], bool] | None = None,
-    sampling: Sampling | None = None,
+    sampling: SamplingOptions | None = None,
+    seed: int = 0,
     on_choice: Callable[[Choice], None] | None = None,
 ) -> Generated:
     """Generate from a prompt of one sequence; the model's masks come from its patch.
@@ -69,8 +51,8 @@ def generate(
     each token whether the ids generated so far end the answer.
     """
     device = next(model.parameters()).device
-    sampling = sampling or Sampling()
-    choose = _chooser(sampling, device)
+    sampling = sampling or SamplingOptions()
+    choose = _chooser(sampling, seed, device)
     forward = _forward(model)
     cache = _cache(model)
     ids = torch.tensor([prompt.ids], device=device)
@@ -114,13 +96,13 @@ def _forward(model: nn.Module) -> Callable[[Tensor, Tensor, Any], Tensor]:
 
 
 def _chooser(
-    sampling: Sampling, device: torch.device
+    sampling: SamplingOptions, seed: int, device: torch.device
 ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
     """Return a function from logits (V,) to (0-dim token id, scores (V,) when sampling)."""
     if not sampling.do_sample:
         return lambda logits: (logits.argmax(), None)
     processors = _processors(sampling)
-    generator = torch.Generator(device=device).manual_seed(sampling.seed)
+    generator = torch.Generator(device=device).manual_seed(seed)
     empty = torch.zeros((1, 0), dtype=torch.long, device=device)
 
     def choose(logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -131,7 +113,7 @@ def _chooser(
     return choose
 
 
-def _processors(sampling: Sampling) -> Any:
+def _processors(sampling: SamplingOptions) -> Any:
     from transformers import (
         LogitsProcessorList,
         TemperatureLogitsWarper,

@@ -55,14 +55,23 @@ class PatchCounts:
 class FlexPatch:
     """While entered, `model` runs FlexAttention with the masks of `source`.
 
-    `compiled` runs `torch.compile`d kernels; otherwise flex runs uncompiled and without dynamo, in
-    which every rule is plain Python. Nested patches of one model restore in order.
+    `compiled` runs `torch.compile`d kernels, with `on_compile` told "prefill" or "decode" before
+    the first call of each kind, which compiles it. Otherwise flex runs uncompiled and without
+    dynamo, so that every rule is plain Python. Nested patches of one model restore in order.
 
     Raises `ModelError` on entering a model that transformers does not route through its attention
     interface.
     """
 
-    def __init__(self, model: nn.Module, source: MaskSource, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        source: MaskSource,
+        *,
+        compiled: bool = False,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> None:
+        self._on_compile = on_compile
         self.model = model
         self.source = source
         self.compiled = compiled
@@ -165,7 +174,7 @@ class FlexPatch:
             gqa = False
         # The compiled CPU kernel has no LSE.
         with_lse = not (self.compiled and query.device.type == "cpu")
-        call = _compiled(query.shape[2]) if self.compiled else _uncompiled
+        call = self._kernel(query.shape[2])
         got = call(
             query,
             key,
@@ -177,6 +186,17 @@ class FlexPatch:
             return_aux=AuxRequest(lse=True) if with_lse else None,
         )
         return (got[0], got[1].lse) if with_lse else (got, None)
+
+    def _kernel(self, q_len: int) -> Callable[..., Any]:
+        if not self.compiled:
+            return _uncompiled
+        kind = "decode" if q_len == 1 else "prefill"
+        if kind not in _compiled_calls:
+            if self._on_compile is not None:
+                self._on_compile(kind)
+            call = _decode_call if kind == "decode" else _prefill_call
+            _compiled_calls[kind] = torch.compile(call, dynamic=True, fullgraph=True)
+        return _compiled_calls[kind]
 
     def _failure(self, layer: int, error: Exception) -> AttentionCallError:
         rows, n_rows = self.counts.last_rows or (0, 0)
@@ -258,19 +278,9 @@ def _decode_call(*args: Any, **kwargs: Any) -> Any:
 
 
 _compiled_calls: dict[str, Callable[..., Any]] = {}
-
-
-def _compiled(q_len: int) -> Callable[..., Any]:
-    """Return the compiled call; prefill and decode keep graphs of their own.
-
-    Two code objects, because dynamo caches graphs per code object and the prefill's graph would
-    otherwise be tried, and fail its guards, at every decode step.
-    """
-    kind = "decode" if q_len == 1 else "prefill"
-    if kind not in _compiled_calls:
-        call = _decode_call if kind == "decode" else _prefill_call
-        _compiled_calls[kind] = torch.compile(call, dynamic=True, fullgraph=True)
-    return _compiled_calls[kind]
+"""Compiled calls by kind, for the life of the process. Prefill and decode are two code objects,
+because dynamo caches graphs per code object, and the prefill's graph would otherwise be tried, and
+fail its guards, at every decode step."""
 
 
 @contextmanager

@@ -57,6 +57,7 @@ class Recorder:
         self._queue: queue.Queue[Any] = queue.Queue(QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
         self.failure: TraceWriteError | None = None
+        self.refused: list[str] = []
         self.writer_s = 0.0
         self.n_steps = 0
         self.on_hook_error: Callable[[Hook, BaseException, StepContext], None] | None = None
@@ -90,7 +91,9 @@ class Recorder:
                 if self.failure is None:
                     self._write(item)
             except TraceWriteError as error:
-                self.failure = error
+                # A record that could not be stored is not the end of the recording.
+                self.failure = error if getattr(self._sink, "failed", True) else None
+                self.refused.append(error.message)
             finally:
                 self.writer_s = time.thread_time()
                 self._queue.task_done()

@@ -80,7 +80,7 @@ class CaptureSession:
         )
         self._segments: tuple[Segment, ...] = ()
         self.capture_s = 0.0
-        self.wall_s = 0.0
+        self.total_s = 0.0
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -166,9 +166,12 @@ class CaptureSession:
         step.drop_references()
         self._step = None
         step.capture_s += time.perf_counter() - started
-        self.capture_s += step.capture_s
-        self.wall_s += step.wall_ms / 1e3
+        reduced = time.perf_counter()
+        # From here on the step belongs to the writer thread.
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), token))
+        ended = time.perf_counter()
+        self.capture_s += step.capture_s + (ended - reduced)
+        self.total_s += ended - step.started
 
     def _abandon(self) -> None:
         """Let go of a step that never got its token (an exception, an interrupt)."""
@@ -176,6 +179,21 @@ class CaptureSession:
         if self._step is not None:
             self._step.drop_references()
             self._step = None
+
+    def cost(self) -> dict[str, float | int]:
+        """Return what capture took so far.
+
+        `ratio` is capture time in the model's thread over the time without it; `writer_s` is CPU
+        time of the writer thread, which runs beside the model.
+        """
+        without = max(self.total_s - self.capture_s, 1e-9)
+        return {
+            "capture_s": round(self.capture_s, 6),
+            "total_s": round(self.total_s, 6),
+            "ratio": round(self.capture_s / without, 5),
+            "writer_s": round(self.recorder.writer_s, 6),
+            "steps": self.recorder.n_steps,
+        }
 
     # -- trouble ---------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ import torch
 from support.tiny import FAMILIES, ids, make_model, make_pieces
 
 from flexinspect import masks
+from flexinspect.job import SamplingOptions
 from flexinspect.prompts import Prompt, compose
-from flexinspect_hooks.generate import Choice, Sampling, generate
+from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.masksource import RuleMask
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.reference import dense_forward
@@ -130,7 +131,7 @@ def test_changing_one_paraphrase_leaves_the_others_bit_equal(llama: Any, name: s
     moved = np.zeros(len(before.ids), bool)
     for segment in second:
         moved[segment.start : segment.stop] = True
-    moved[[s.start for s in before.segments if s.kind == "cue"][0] :] = True
+    moved[next(s.start for s in before.segments if s.kind == "cue") :] = True
     still = torch.from_numpy(~moved)
     for left, right in zip(a, b, strict=True):
         assert torch.equal(left[0, still], right[0, still])
@@ -139,10 +140,10 @@ def test_changing_one_paraphrase_leaves_the_others_bit_equal(llama: Any, name: s
 
 def test_sampling_is_seeded_and_goes_through_the_processors(llama: Any, prompt: Prompt) -> None:
     rule = masks.causal()
-    warm = Sampling(do_sample=True, temperature=1.5, top_k=3, seed=1)
-    first, _ = run(llama, prompt, rule, sampling=warm)
-    again, _ = run(llama, prompt, rule, sampling=warm)
-    other, _ = run(llama, prompt, rule, sampling=Sampling(True, 1.5, 3, seed=2))
+    warm = SamplingOptions(do_sample=True, temperature=1.5, top_k=3)
+    first, _ = run(llama, prompt, rule, sampling=warm, seed=1)
+    again, _ = run(llama, prompt, rule, sampling=warm, seed=1)
+    other, _ = run(llama, prompt, rule, sampling=warm, seed=2)
     assert first == again
     assert first != other
 
@@ -155,7 +156,7 @@ def test_sampled_scores_leave_only_top_k_tokens_open(llama: Any, prompt: Prompt)
         seen.append(choice.scores)
 
     with FlexPatch(llama, source(masks.causal())):
-        options = Sampling(True, temperature=0.7, top_k=5, top_p=0.999)
+        options = SamplingOptions(True, temperature=0.7, top_k=5, top_p=0.999)
         generate(llama, prompt, max_new_tokens=3, sampling=options, on_choice=keep)
     assert all(int(torch.isfinite(row).sum()) <= 5 for row in seen)
 

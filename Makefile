@@ -1,0 +1,49 @@
+# Every target sets itself up from a bare clone, with Python 3.11 or later and make alone.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-for-flexinspect
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench demo-model dist clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "flexinspect needs Python 3.11 or later; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(STAMP) ## make the virtual environment
+
+demo: setup ## answer two questions with the shipped model and record every step
+	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --no-ui --overwrite --out demo.flextrace
+
+test: setup ## run the test suite
+	$(BIN)/python -m pytest
+
+check: setup ## formatting, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/mypy tools
+	$(BIN)/lint-imports
+
+format: setup ## put formatting right
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+bench: setup ## run the benchmarks (quiet machine, some minutes); JSON goes to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+demo-model: setup ## train the shipped demo model again (up to 30 minutes on two cores)
+	$(BIN)/python -m tools.demo_model
+
+dist: setup ## build wheel and source distribution
+	$(BIN)/python -m build
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

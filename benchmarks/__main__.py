@@ -1,0 +1,45 @@
+"""`python -m benchmarks [CASE ...]`: run all benchmarks, or those named."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import capture, engine, writing
+from benchmarks.common import bench_model, machine, save
+
+CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+    "engine-uncompiled": lambda model, rounds: engine.measure(model, rounds=rounds, compiled=False),
+    "engine-compiled": lambda model, rounds: engine.measure(model, rounds=rounds, compiled=True),
+    "naive": lambda model, rounds: engine.measure_naive(model),
+    "capture": lambda model, rounds: capture.measure(model, rounds=rounds),
+    "capture-compiled": lambda model, rounds: capture.measure(model, rounds=rounds, compiled=True),
+    "writing": lambda model, rounds: writing.measure(model),
+}
+
+
+def main() -> None:
+    """Run the named cases on a quiet machine and save each as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    unknown = [name for name in args.cases if name not in CASES]
+    if unknown:
+        parser.error(f"unknown case {unknown[0]}; the cases are {', '.join(CASES)}")
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+    torch.set_num_threads(args.threads)
+    model = bench_model(args.device)
+    for name in args.cases:
+        facts = CASES[name](model, args.rounds)
+        save(name, {"case": name, "machine": machine(args.device), **facts})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The model, the prompt and the way of measuring that all benchmarks share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexinspect import masks
+from flexinspect.prompts import Prompt, PromptPieces, compose
+from flexinspect_hooks.generate import Choice, generate
+from flexinspect_hooks.masksource import RuleMask
+from flexinspect_hooks.patching import FlexPatch
+
+RESULTS = Path(__file__).parent / "results"
+PROMPT, NEW = 256, 64
+
+
+def bench_model(device: str = "cpu") -> Any:
+    """Return the random Llama of the figures: 8 layers, hidden 512, 8 heads, 4 KV heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=512,
+        intermediate_size=1376,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
+
+
+def bench_prompt(new_tokens: int = NEW) -> Prompt:
+    """Return five isolated paraphrases of 47 tokens, BOS, separators and cue: 256 ids."""
+    paraphrases = tuple(tuple(range(10 + 50 * i, 57 + 50 * i)) for i in range(5))
+    pieces = PromptPieces((1,), (), paraphrases, (3,), tuple(range(400, 415)))
+    prompt = compose(pieces, max_new_tokens=new_tokens)
+    assert len(prompt.ids) == PROMPT
+    return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One generation: prefill and decode in seconds, and each decode step."""
+
+    prefill: float
+    steps: tuple[float, ...]
+
+    @property
+    def decode(self) -> float:
+        """Seconds of all decode steps together, so that no stall hides behind a median."""
+        return sum(self.steps)
+
+    @property
+    def total(self) -> float:
+        """Seconds from the first forward to the last token."""
+        return self.prefill + self.decode
+
+    @classmethod
+    def of(cls, started: float, stamps: Sequence[float]) -> Timing:
+        """Make a timing from the start and the moment each token was known."""
+        later = [b - a for a, b in itertools.pairwise(stamps)]
+        return cls(stamps[0] - started, tuple(later))
+
+
+def flex_source(prompt: Prompt, device: str, *, compiled: bool) -> RuleMask:
+    """Return the segment-isolation mask of a prompt."""
+    rule = masks.preset("segment-isolation", prompt.segments)
+    length = prompt.segments[-1].stop
+    return RuleMask(rule, length=length, device=torch.device(device), compiled=compiled)
+
+
+def time_flex(
+    model: Any,
+    prompt: Prompt,
+    *,
+    compiled: bool = False,
+    new_tokens: int = NEW,
+    on_choice: Callable[[Choice], None] | None = None,
+) -> Timing:
+    """Time our generation under segment isolation."""
+    stamps: list[float] = []
+
+    def stamp(choice: Choice) -> None:
+        if on_choice is not None:
+            on_choice(choice)
+        stamps.append(time.perf_counter())
+
+    device = str(next(model.parameters()).device)
+    source = flex_source(prompt, device, compiled=compiled)
+    with FlexPatch(model, source, compiled=compiled):
+        started = time.perf_counter()
+        generate(model, prompt, max_new_tokens=new_tokens, on_choice=stamp)
+    return Timing.of(started, stamps)
+
+
+def interleave(
+    cases: dict[str, Callable[[], Timing]], rounds: int, *, warm: int = 1
+) -> dict[str, list[Timing]]:
+    """Run the cases in turn, `rounds` times, after `warm` rounds that do not count."""
+    timings: dict[str, list[Timing]] = {name: [] for name in cases}
+    for number in range(warm + rounds):
+        order = list(cases) if number % 2 == 0 else list(reversed(cases))
+        for name in order:
+            timing = cases[name]()
+            if number >= warm:
+                timings[name].append(timing)
+    return timings
+
+
+def ratio(top: Sequence[float], bottom: Sequence[float]) -> dict[str, float]:
+    """Return the median of the ratios of neighbouring runs, with its quartiles."""
+    each = sorted(a / b for a, b in zip(top, bottom, strict=True))
+    quartiles = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
+    return {
+        "median": round(statistics.median(each), 4),
+        "low": round(quartiles[0], 4),
+        "high": round(quartiles[2], 4),
+        "rounds": len(each),
+    }
+
+
+def milliseconds(values: Sequence[float]) -> float:
+    """Return the median in milliseconds."""
+    return round(statistics.median(values) * 1e3, 3)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Say what the figures were measured on."""
+    import transformers
+
+    facts: dict[str, Any] = {
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "load": os.getloadavg(),
+    }
+    if device.startswith("cuda"):
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def save(name: str, facts: dict[str, Any]) -> None:
+    """Write a result as JSON and print it."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps(facts, indent=2)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+    print(text, flush=True)

@@ -1,0 +1,127 @@
+"""The capture process seen from outside: start it, hear where its trace is, stop it."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from flexinspect import protocol
+from flexinspect.job import Job
+
+LAST_WORDS = 40
+"""Lines of the process's stderr that are kept."""
+
+
+@dataclass(slots=True)
+class CaptureState:
+    """What the process has said so far."""
+
+    path: Path | None = None
+    recording: Path | None = None
+    note: str | None = None
+    error: str | None = None
+    hint: str | None = None
+    over: bool = False
+    prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+
+
+class CaptureProcess:
+    """One running capture, in a process and a process group of its own.
+
+    Ctrl-C in the terminal reaches us alone; `interrupt` hands it on, so that the process can end
+    its trace, and `kill` ends it whatever it does.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.state = CaptureState()
+        self._stderr: deque[str] = deque(maxlen=LAST_WORDS)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "flexinspect_hooks.process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="backslashreplace",
+            start_new_session=True,
+        )
+        self._readers = [
+            threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._hear, args=(self._process.stderr,), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        self._send(job)
+
+    def _send(self, job: Job) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(job.to_json() + "\n")
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # it died at once; its exit code and last words tell why
+
+    @property
+    def pid(self) -> int:
+        """Process id of the capture."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code once the process has ended, all it said has been heard."""
+        code = self._process.poll()
+        if code is not None:
+            for reader in self._readers:
+                reader.join(timeout=5)
+        return code
+
+    def interrupt(self) -> None:
+        """Ask the process to end its generation and its trace."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """End the process at once; its trace holds every finished step."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def last_words(self) -> list[str]:
+        """Return the last lines of the process's stderr."""
+        return list(self._stderr)
+
+    def how_it_ended(self, code: int) -> str:
+        """Say in words how the process ended, for an exit that nobody explained."""
+        if code >= 0:
+            return f"The capture process ended with exit code {code}."
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        extra = " (out of memory, or ended by hand)" if name == "SIGKILL" else ""
+        return f"The capture process was ended by {name}{extra}."
+
+    def _listen(self, stream: IO[str]) -> None:
+        for line in stream:
+            facts = protocol.parse(line)
+            if facts is None:
+                self.state.prints.put(line.rstrip("\n"))
+            elif facts["kind"] == protocol.TRACE:
+                self.state.path = Path(facts["path"])
+                self.state.note = facts["note"]
+                self.state.recording = Path(facts["recording"])
+            elif facts["kind"] == protocol.ERROR:
+                self.state.error, self.state.hint = facts["message"], facts["hint"]
+            elif facts["kind"] == protocol.KEPT:
+                self.state.path = Path(facts["path"]) if facts["path"] else None
+                self.state.note = facts["note"] or self.state.note
+                self.state.over = True
+
+    def _hear(self, stream: IO[str]) -> None:
+        for line in stream:
+            self._stderr.append(line.rstrip("\n"))

@@ -1,0 +1,142 @@
+"""Running a job without the full-screen viewer: progress as it happens, then the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import ExitStack
+
+from rich.console import Console
+
+from flexinspect.capture import CaptureProcess
+from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgress
+from flexinspect.commands.summary import print_summary, summarise
+from flexinspect.errors import TraceError
+from flexinspect.follow import News, TraceFollower
+from flexinspect.job import Job
+
+LOOK_EVERY_S = 0.05
+INTERRUPTED = 130
+
+
+def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
+    """Start the capture process, show what it does, and print the result.
+
+    The result goes to stdout, everything else to stderr. Returns the exit code: that of the
+    capture process, 1 when it was ended by a signal.
+    """
+    console = Console(stderr=True, highlight=False, markup=False)
+    progress = _progress(console, quiet=as_json, verbose=verbose)
+    run = LiveRun(CaptureProcess(job), progress)
+    with ExitStack() as stack:
+        stack.enter_context(progress)
+        code = run.watch()
+    return run.conclude(code, console, as_json=as_json)
+
+
+def _progress(console: Console, *, quiet: bool, verbose: bool) -> Progress:
+    if console.is_terminal and not quiet:
+        return TerminalProgress(console, verbose=verbose)
+    return PlainProgress(console, verbose=verbose, quiet=quiet)
+
+
+class LiveRun:
+    """One capture process and what is shown of it."""
+
+    def __init__(self, process: CaptureProcess, progress: Progress) -> None:
+        self._process = process
+        self._progress = progress
+        self._follower: TraceFollower | None = None
+        self._stops = 0
+
+    def watch(self) -> int:
+        """Follow the trace until the process ends; returns its exit code.
+
+        The first Ctrl-C asks the process to end its generation and trace, the second kills it.
+        """
+        while True:
+            try:
+                code = self._process.poll()
+                self._look()
+                if code is not None:
+                    self._close()
+                    return code
+                time.sleep(LOOK_EVERY_S)
+            except KeyboardInterrupt:
+                self._stop()
+
+    def _stop(self) -> None:
+        self._stops += 1
+        if self._stops == 1:
+            self._progress.say("stopping after this step (Ctrl-C again ends it at once)")
+            self._process.interrupt()
+        else:
+            self._process.kill()
+
+    def _look(self) -> None:
+        state = self._process.state
+        while not state.prints.empty():
+            self._progress.say(state.prints.get())
+        if self._follower is None:
+            if state.recording is None or state.over:
+                return
+            self._follower = TraceFollower(state.recording)
+        try:
+            self._show(self._follower.look())
+        except TraceError:
+            if state.recording is not None and state.recording.exists():
+                raise
+            # The trace was withdrawn or moved to its place; the end of the process tells.
+            self._close()
+
+    def _show(self, news: News) -> None:
+        for row in news.events:
+            self._progress.event(row.event)
+        for generation in news.started:
+            assert self._follower is not None
+            self._progress.started(generation, self._follower.reader)
+        for step, tokens in news.steps:
+            assert self._follower is not None
+            self._progress.step(step, tokens, self._follower.reader)
+        for generation in news.ended:
+            self._progress.ended(generation)
+
+    def _close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+
+    def conclude(self, code: int, console: Console, *, as_json: bool) -> int:
+        """Print the result and, if the run went wrong, why."""
+        state = self._process.state
+        path = state.path if state.path is not None and state.path.exists() else None
+        summary = summarise(path, code) if path is not None else None
+        if as_json:
+            facts = summary.as_json() if summary else {"trace": None, "generations": []}
+            facts |= {"exit_code": self._exit_code(code), "error": state.error}
+            json.dump(facts, sys.stdout, ensure_ascii=False, indent=2)
+            sys.stdout.write("\n")
+        elif summary is not None:
+            print_summary(summary)
+        self._explain(code, console)
+        return self._exit_code(code)
+
+    def _exit_code(self, code: int) -> int:
+        if self._stops and code != 0:
+            return INTERRUPTED
+        return code if code >= 0 else 1
+
+    def _explain(self, code: int, console: Console) -> None:
+        state = self._process.state
+        if state.note:
+            console.print(f"flexinspect: {state.note}")
+        if state.error:
+            console.print(f"flexinspect: {state.error}")
+            if state.hint:
+                console.print(state.hint)
+        elif code not in (0, INTERRUPTED) and not self._stops:
+            console.print(f"flexinspect: {self._process.how_it_ended(code)}")
+        if (code not in (0, INTERRUPTED) and not state.error) or code == 0:
+            for line in self._process.last_words():
+                console.print(line)

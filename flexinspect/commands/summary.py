@@ -1,0 +1,152 @@
+"""The result of a run, read back from its trace: answers, speed, cost, and what to type next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from flexinspect.answers import matches
+from flexinspect.commands.progress import question_of
+from flexinspect.sizes import human_bytes
+from flexinspect.text import visible
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.rows import GenerationRow
+
+_SHOWN_ANSWERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One generation's outcome; `correct` is None when nothing was expected."""
+
+    generation: int
+    sample_id: str
+    question: str
+    answer: str
+    expected: tuple[str, ...]
+    correct: bool | None
+    state: str
+    stop_reason: str
+    tokens: int
+    tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a finished (or interrupted) run left."""
+
+    trace: Path
+    state: str
+    size: int
+    run: Mapping[str, Any]
+    answers: tuple[Answer, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the summary for scripts."""
+        return {
+            "trace": str(self.trace),
+            "state": self.state,
+            "bytes": self.size,
+            "model": self.run.get("model"),
+            "level": self.run.get("level"),
+            "cost": self.run.get("cost"),
+            "generations": [asdict(answer) for answer in self.answers],
+            "notes": list(self.notes),
+        }
+
+
+def summarise(path: Path, code: int) -> Summary:
+    """Read a trace's outcome. Raises `TraceError`."""
+    with open_trace(path) as reader:
+        rows = reader.generations()
+        return Summary(
+            trace=path,
+            state=reader.state,
+            size=path.stat().st_size,
+            run=reader.run(),
+            answers=tuple(_answer(row, reader) for row in rows),
+            notes=tuple(
+                row.event.text
+                for row in reader.events()
+                if row.event.kind not in ("phase", "error")
+            ),
+        )
+
+
+def _answer(row: GenerationRow, reader: TraceReader) -> Answer:
+    steps = reader.steps(row.generation)
+    decode_ms = sum(step.wall_ms for step in steps[1:])
+    answer = row.answer or _so_far(row, reader)
+    return Answer(
+        generation=row.generation,
+        sample_id=row.sample_id,
+        question=question_of(row, reader),
+        answer=answer,
+        expected=row.expected,
+        correct=matches(answer, row.expected) if row.expected else None,
+        state=row.state,
+        stop_reason=row.stop_reason,
+        tokens=len(steps),
+        tokens_per_s=round((len(steps) - 1) / (decode_ms / 1e3), 2) if decode_ms else None,
+    )
+
+
+def _so_far(row: GenerationRow, reader: TraceReader) -> str:
+    """Return what a generation that never ended had said."""
+    segments = reader.segments(row.generation)
+    tokens = reader.tokens(row.generation, start=segments[-1].start)
+    return "".join(token.text for token in tokens if not token.special).strip()
+
+
+def print_summary(summary: Summary) -> None:
+    """Print the answers beside those expected, what capture cost, and the next commands."""
+    console = Console(highlight=False, markup=False)
+    for answer in summary.answers:
+        console.print(_answer_text(answer), soft_wrap=True)
+    console.print(_cost_line(summary), soft_wrap=True)
+    console.print(f"trace {summary.trace} ({human_bytes(summary.size)}, {summary.state})")
+    name = shlex.quote(_short(summary.trace))
+    console.print(f"next  flexinspect dump {name} --step 1", soft_wrap=True)
+
+
+def _answer_text(answer: Answer) -> Text:
+    mark, style = {True: ("✓", "green"), False: ("✗", "red"), None: ("·", "")}[answer.correct]
+    text = Text(f"{mark} ", style=style)
+    text.append(visible(answer.question), style="bold")
+    text.append("  →  ")
+    text.append(visible(answer.answer) or "(nothing)", style=style)
+    if answer.expected:
+        shown = " | ".join(answer.expected[:_SHOWN_ANSWERS])
+        more = len(answer.expected) - _SHOWN_ANSWERS
+        text.append(f"  expected: {visible(shown)}", style="dim")
+        text.append(f" (+{more} more)" if more > 0 else "", style="dim")
+    if answer.state != "finished":
+        text.append(f"  [{answer.state}]", style="yellow")
+    return text
+
+
+def _cost_line(summary: Summary) -> str:
+    tokens = sum(answer.tokens for answer in summary.answers)
+    rates = [a.tokens_per_s for a in summary.answers if a.tokens_per_s]
+    parts = [f"{tokens} tokens"]
+    if rates:
+        parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
+    cost = summary.run.get("cost")
+    if isinstance(cost, Mapping):
+        ratio = 100 * float(cost["ratio"])
+        parts.append(f"capture at level {summary.run.get('level')} took {ratio:.1f} %")
+    return "      " + ", ".join(parts)
+
+
+def _short(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

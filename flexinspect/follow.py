@@ -1,0 +1,75 @@
+"""Following a trace while another process writes it: what is new since the last look."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flexinspect.records import TokenRecord
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import EventRow, GenerationRow, StepRow
+
+
+@dataclass(slots=True)
+class News:
+    """What a look found: events, and steps with the tokens they chose."""
+
+    events: list[EventRow] = field(default_factory=list)
+    started: list[GenerationRow] = field(default_factory=list)
+    steps: list[tuple[StepRow, list[TokenRecord]]] = field(default_factory=list)
+    ended: list[GenerationRow] = field(default_factory=list)
+
+
+class TraceFollower:
+    """Looks at a growing trace and hands out each thing once, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = TraceReader(path)
+        self._last_event = 0
+        self._generation = 0
+        self._next_step = 0
+        self._announced = False
+        self._first = True
+
+    @property
+    def reader(self) -> TraceReader:
+        """The reader underneath, for anything that is not news."""
+        return self._reader
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._reader.close()
+
+    def look(self) -> News:
+        """Return what is new; cheap when nothing is."""
+        if not self._first and not self._reader.changed():
+            return News()
+        self._first = False
+        news = News()
+        with self._reader.snapshot():
+            news.events = self._reader.events(self._last_event)
+            if news.events:
+                self._last_event = news.events[-1].id
+            while self._advance(news):
+                pass
+        return news
+
+    def _advance(self, news: News) -> bool:
+        """Take in the current generation; True when it has ended and the next may be there."""
+        rows = self._reader.generations()
+        if len(rows) <= self._generation:
+            return False
+        row = rows[self._generation]
+        if not self._announced:
+            news.started.append(row)
+            self._announced = True
+        steps = self._reader.steps(self._generation, start=self._next_step)
+        for step in steps:
+            tokens = self._reader.step_tokens(self._generation, step.step)
+            news.steps.append((step, tokens))
+            self._next_step = step.step + 1
+        if row.state == "recording":
+            return False
+        news.ended.append(row)
+        self._generation, self._next_step, self._announced = self._generation + 1, 0, False
+        return True

@@ -1,0 +1,114 @@
+"""What one run is to do, as plain data: made by the command line, obeyed by the capture process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from flexinspect.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """The texts around the paraphrases; each is encoded once, on its own."""
+
+    instruction: str = ""
+    separator: str = "\n"
+    cue: str = "Answer:"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How tokens are chosen: greedy unless `do_sample`, else through transformers' processors."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def check(self) -> None:
+        """Raise `UsageError` for a value that no distribution allows."""
+        if self.temperature <= 0:
+            raise UsageError("--temperature must be above 0; leave it out for greedy decoding.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError("--top-p must be above 0 and at most 1.")
+        if self.top_k < 0:
+            raise UsageError("--top-k must be 0 (off) or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of the ensemble generation. Field names are those of the command line's flags."""
+
+    out: str
+    model: str = "demo"
+    dataset: str = "demo"
+    prompts: tuple[str, ...] = ()
+    max_samples: int = 1
+    num_paraphrases: int = 5
+    indices: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    weights: str = "pretrained"
+    seed: int = 0
+    mask: str = "segment-isolation"
+    separators: str = "attached"
+    positions: str = "contiguous"
+    max_new_tokens: int = 32
+    stop: str = "newline"
+    level: str = "advanced"
+    layers: str | None = None
+    compile: bool | None = None
+    threads: int | None = None
+    trust_remote_code: bool = False
+    overwrite: bool = False
+    texts: Texts = field(default_factory=Texts)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    argv: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Return the job as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Read a job back. Raises `UsageError` when it is not one."""
+        try:
+            data: dict[str, Any] = json.loads(text)
+            known = {f.name for f in fields(cls)}
+            values = {name: value for name, value in data.items() if name in known}
+            values["texts"] = Texts(**values.get("texts", {}))
+            values["sampling"] = SamplingOptions(**values.get("sampling", {}))
+            for name in ("prompts", "argv"):
+                values[name] = tuple(values.get(name, ()))
+            return cls(**values)
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+
+
+def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
+    """Return layer numbers from "0,3,5-7" or "all" (None), checked against the model's layers.
+
+    Raises `UsageError` naming the flag, the offending part and the layers there are.
+    """
+    if text is None or text == "all":
+        return None
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            span = range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            raise UsageError(
+                f"--layers {text} is not a list of layers: '{part}' is no number or range.",
+                hint="Write for instance --layers 0,3,5-7.",
+            ) from None
+        chosen.update(span)
+    outside = [layer for layer in sorted(chosen) if not 0 <= layer < n_layers]
+    if outside or not chosen:
+        raise UsageError(
+            f"--layers {text}: layer {outside[0] if outside else '?'} does not exist; "
+            f"this model has layers 0 to {n_layers - 1}."
+        )
+    return tuple(sorted(chosen))

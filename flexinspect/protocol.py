@@ -1,0 +1,38 @@
+"""What the capture process says on its standard output: a few marked lines, and nothing else.
+
+Everything about the run itself goes through the trace. These lines only say where the trace is and,
+when there is none to read, why. Lines without the mark are the user's own prints.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+MARK = "\x1eflexinspect "
+
+TRACE = "trace"
+"""The trace is open: `path` where it will be, `recording` where it is until the end, `note`."""
+
+ERROR = "error"
+"""The run ended with a sentence: `message`, `hint`, `exit_code`."""
+
+KEPT = "kept"
+"""The run is over and the trace is at `path` (None when nothing was recorded)."""
+
+
+def line(kind: str, **facts: Any) -> str:
+    """Return one marked line, without its line break."""
+    return MARK + json.dumps({"kind": kind, **facts})
+
+
+def parse(text: str) -> Mapping[str, Any] | None:
+    """Return the facts of a marked line, None for anything else."""
+    if not text.startswith(MARK):
+        return None
+    try:
+        facts: Mapping[str, Any] = json.loads(text[len(MARK) :])
+    except ValueError:
+        return None
+    return facts

@@ -1,0 +1,275 @@
+"""The generation that is inspected: sample → pieces → prompt → mask → patch → decode, recorded."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexinspect import masks
+from flexinspect.datasets import Sample
+from flexinspect.errors import DatasetError, MaskError
+from flexinspect.job import Job
+from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose, segment_of
+from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, TokenRecord
+from flexinspect_hooks.generate import Choice, Generated, generate
+from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
+from flexinspect_hooks.models import LoadedModel
+from flexinspect_hooks.patching import FlexPatch
+from flexinspect_hooks.session import CaptureSession
+
+
+class Vocabulary:
+    """Ids to texts and back, each id decoded once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special = frozenset(int(i) for i in tokenizer.all_special_ids)
+        self._texts: dict[int, str] = {}
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return a piece's ids, without special tokens."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+    def text_of(self, token_id: int) -> str:
+        """Return one id's decoded text (a replacement character for part of a character)."""
+        if token_id not in self._texts:
+            self._texts[token_id] = str(self.tokenizer.decode([token_id]))
+        return self._texts[token_id]
+
+    def token_of(self, token_id: int) -> str:
+        """Return the vocabulary's own string of an id."""
+        return str(self.tokenizer.convert_ids_to_tokens([token_id])[0])
+
+    def answer(self, token_ids: Sequence[int]) -> str:
+        """Return the generated text without special tokens, up to the first line break."""
+        kept = [i for i in token_ids if i not in self.special]
+        return str(self.tokenizer.decode(kept)).strip().split("\n")[0].strip()
+
+    def bos(self) -> tuple[int, ...]:
+        """Return the BOS id if this tokenizer puts one before a text by default."""
+        bos = self.tokenizer.bos_token_id
+        first = list(self.tokenizer.encode("a", add_special_tokens=True))[:1]
+        return (int(bos),) if bos is not None and first == [bos] else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One sample, ready to run."""
+
+    sample: Sample
+    prompt: Prompt
+    declared: dict[str, Any]
+    source: MaskSource
+
+
+class Ensemble:
+    """Runs samples through one loaded model, each as a generation of the trace."""
+
+    def __init__(self, loaded: LoadedModel, job: Job, *, compiled: bool) -> None:
+        self.vocabulary = Vocabulary(loaded.tokenizer_or_ids())
+        self._model = loaded.model
+        self._job = job
+        self._compiled = compiled
+        self._device = torch.device(loaded.device)
+        self._eos = _eos_ids(loaded, self.vocabulary)
+
+    def plan(self, sample: Sample) -> Plan:
+        """Compose the prompt and build the mask of a sample. Raises `UsageError` and kin."""
+        pieces = self._pieces(sample)
+        job = self._job
+        prompt = compose(pieces, max_new_tokens=job.max_new_tokens, positions=job.positions)
+        self._check_length(prompt)
+        source, declared = self._mask(prompt.segments)
+        return Plan(sample, prompt, declared, source)
+
+    def _pieces(self, sample: Sample) -> PromptPieces:
+        encode, texts = self.vocabulary.encode, self._job.texts
+        paraphrases = tuple(encode(text) for text in sample.paraphrases)
+        for number, ids in enumerate(paraphrases, start=1):
+            if not ids:
+                raise DatasetError(f"Paraphrase {number} of sample '{sample.id}' has no tokens.")
+        return PromptPieces(
+            bos=self.vocabulary.bos(),
+            shared=encode(texts.instruction),
+            paraphrases=paraphrases,
+            separator=encode(texts.separator),
+            cue=encode(texts.cue),
+        )
+
+    def _check_length(self, prompt: Prompt) -> None:
+        limit = getattr(self._model.config, "max_position_embeddings", None)
+        needed = prompt.next_position(self._job.max_new_tokens - 1) + 1
+        if limit and needed > limit:
+            raise DatasetError(
+                f"The prompt needs positions up to {needed}, and the model has {limit}.",
+                hint="Use fewer or shorter paraphrases, or a smaller --max-new-tokens.",
+            )
+
+    def _mask(self, segments: Sequence[Segment]) -> tuple[MaskSource, dict[str, Any]]:
+        job = self._job
+        if ":" in job.mask:
+            own = load_mask_mod(job.mask, segments)
+            return OwnMask(own, name=job.mask, device=self._device), {"rule": job.mask}
+        rule = masks.preset(job.mask, segments, separators=job.separators)
+        declared = {
+            "preset": job.mask,
+            "separators": job.separators,
+            "starts": rule.starts,
+            "head": rule.head,
+            "low": rule.low,
+        }
+        length = segments[-1].stop
+        compiled = self._compiled
+        return RuleMask(rule, length=length, device=self._device, compiled=compiled), declared
+
+    def run(self, number: int, plan: Plan, session: CaptureSession) -> str:
+        """Run one generation and record it; returns the answer.
+
+        An exception or an interrupt ends the generation in the trace before it goes on upwards.
+        """
+        session.begin_generation(self._record(number, plan))
+        generated: list[int] = []
+        state, reason = "failed", ""
+        try:
+            with FlexPatch(
+                self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
+            ):
+                out = self._generate(plan, session, generated)
+            state, reason = "finished", out.stop_reason
+        except KeyboardInterrupt:
+            state, reason = "interrupted", "Ctrl-C"
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            answer = self.vocabulary.answer(generated)
+            n_tokens = len(plan.prompt.ids) + len(generated)
+            segments = close_generated(plan.prompt.segments, n_tokens)
+            end = GenerationEnd(number, state, answer, segments, reason, time.time())
+            session.end_generation(end)
+        return answer
+
+    def _generate(self, plan: Plan, session: CaptureSession, generated: list[int]) -> Generated:
+        job, prompt = self._job, plan.prompt
+
+        def record(choice: Choice) -> None:
+            generated.append(choice.token_id)
+            token = self._token(
+                len(prompt.ids) + choice.step,
+                choice.token_id,
+                prompt.next_position(choice.step),
+                len(prompt.segments) - 1,
+                choice.step,
+            )
+            session.chose(token, choice.chosen, choice.scores)
+
+        return generate(
+            self._model,
+            prompt,
+            max_new_tokens=job.max_new_tokens,
+            eos_ids=self._eos,
+            stops=self._at_newline if job.stop == "newline" else None,
+            sampling=job.sampling,
+            seed=job.seed,
+            on_choice=record,
+        )
+
+    def _at_newline(self, token_ids: Sequence[int]) -> bool:
+        """End at a line break, but not at one before the first word."""
+        text = "".join(self.vocabulary.text_of(i) for i in token_ids)
+        return "\n" in text.lstrip()
+
+    def _record(self, number: int, plan: Plan) -> GenerationRecord:
+        prompt = plan.prompt
+        tokens = tuple(
+            self._token(pos, token_id, position, segment_of(prompt.segments, pos), None)
+            for pos, (token_id, position) in enumerate(
+                zip(prompt.ids, prompt.position_ids, strict=True)
+            )
+        )
+        return GenerationRecord(
+            generation=number,
+            sample_id=plan.sample.id,
+            mask=plan.source.name,
+            positions=self._job.positions,
+            segments=prompt.segments,
+            tokens=tokens,
+            expected=plan.sample.answers,
+            declared=plan.declared,
+            started_at=time.time(),
+        )
+
+    def _token(
+        self, pos: int, token_id: int, position_id: int, segment: int, step: int | None
+    ) -> TokenRecord:
+        words = self.vocabulary
+        return TokenRecord(
+            pos,
+            token_id,
+            words.token_of(token_id),
+            words.text_of(token_id),
+            position_id,
+            segment,
+            token_id in words.special,
+            step,
+        )
+
+
+def _teller(session: CaptureSession) -> Callable[[str], None]:
+    """Say in the trace that a kernel is being compiled, before the wait begins."""
+
+    def tell(kind: str) -> None:
+        text = f"compiling FlexAttention ({kind})"
+        session.recorder.put(EventRecord("phase", text, time.time()))
+
+    return tell
+
+
+def _eos_ids(loaded: LoadedModel, vocabulary: Vocabulary) -> tuple[int, ...]:
+    """Return every id that ends a text, from the generation settings or the tokenizer."""
+    settings = getattr(loaded.model, "generation_config", None)
+    found = getattr(settings, "eos_token_id", None)
+    if found is None:
+        found = vocabulary.tokenizer.eos_token_id
+    if found is None:
+        return ()
+    ids: Iterable[int] = found if isinstance(found, Iterable) else (found,)
+    return tuple(int(i) for i in ids)
+
+
+def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch.Tensor]:
+    """Return the user's rule from "package.module:function".
+
+    The function is a `mask_mod` if it takes four arguments; if it takes one, it is called with the
+    prompt's segments and returns the `mask_mod`. Indices are positions of the whole sequence.
+
+    Raises `MaskError` when it cannot be imported or has another form.
+    """
+    module_name, _, name = spec.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except Exception as error:
+        raise MaskError(
+            f"--mask {spec} cannot be loaded: {type(error).__name__}: {error}",
+            hint="Write --mask package.module:function, importable from the current folder.",
+        ) from error
+    arity = len(inspect.signature(function).parameters) if callable(function) else 0
+    if arity == 1:
+        function, arity = function(tuple(segments)), 4
+    if arity != 4 or not callable(function):
+        raise MaskError(
+            f"--mask {spec} must take (b, h, q_idx, kv_idx), or (segments) and return such a rule."
+        )
+    rule: Callable[..., torch.Tensor] = function
+    return rule

@@ -1,0 +1,316 @@
+"""The capture process: reads a job on standard input, runs it, writes the trace.
+
+`python -m flexinspect_hooks.process` is what `flexinspect run` starts. The trace is open before
+torch is imported, so that whoever watches sees at once what is happening.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from flexinspect import __version__, datasets, models, protocol
+from flexinspect.config import load_config
+from flexinspect.datasets import Sample
+from flexinspect.errors import DatasetError, FlexInspectError, TraceWriteError
+from flexinspect.job import Job, parse_layers
+from flexinspect.models import ModelSource
+from flexinspect.provenance import git_state
+from flexinspect.records import EventRecord
+from flexinspect.trace.writer import TraceWriter
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.models import LoadedModel
+    from flexinspect_hooks.session import CaptureSession
+
+REPORT_EVERY_S = 0.1
+"""Progress of a phase is written at most this often."""
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the job on standard input; returns the exit code."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        job = Job.from_json(sys.stdin.readline())
+        return CaptureProcess(job).run()
+    except FlexInspectError as error:
+        _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        message, hint = _in_words(error)
+        _say(protocol.ERROR, message=message, hint=hint, exit_code=1)
+        return 1
+
+
+def _in_words(error: Exception) -> tuple[str, str]:
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+        return (
+            f"Memory ran out while the model ran: {first}",
+            "Take a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
+        )
+    return (
+        f"The run failed: {type(error).__name__}: {first}",
+        "The full traceback is in the trace: flexinspect dump TRACE shows it under events.",
+    )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(kind: str, **facts: Any) -> None:
+    with suppress(BrokenPipeError, ValueError):
+        print(protocol.line(kind, **facts), flush=True)
+
+
+class CaptureProcess:
+    """One job from its first check to its closed trace."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._last_report = (0.0, "")
+        self._n_generations = 0
+        self._unexpected = False
+
+    def run(self) -> int:
+        """Run the job; whatever happens, leave a valid trace or none."""
+        source = models.resolve(self.job.model, load_config())
+        samples = self._samples()
+        self.writer = TraceWriter.create(
+            self.job.out, self._manifest(source), overwrite=self.job.overwrite
+        )
+        _say(
+            protocol.TRACE,
+            path=str(self.writer.path),
+            recording=str(self.writer.recording_path),
+            note=self.writer.note,
+        )
+        state = "failed"
+        try:
+            self._work(source, samples)
+            state = "finished"
+            return 0
+        except KeyboardInterrupt:
+            state = "interrupted"
+            return INTERRUPTED
+        except FlexInspectError as error:
+            self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
+            raise
+        except Exception as error:
+            self._unexpected = True
+            self._event("error", f"{type(error).__name__}: {error}", traceback=_traceback(error))
+            raise
+        finally:
+            self._close(state)
+
+    def _samples(self) -> list[Sample]:
+        job = self.job
+        if job.prompts:
+            return [datasets.from_prompts(job.prompts)]
+        found = datasets.load(job.dataset, max_samples=job.max_samples)
+        if not found:
+            raise DatasetError(f"The dataset {job.dataset} has no samples.")
+        return [
+            datasets.choose_paraphrases(sample, job.num_paraphrases, job.indices)
+            for sample in found
+        ]
+
+    def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
+        threads = self._import_torch()
+        loaded = self._load(source)
+        compiled = self._compiled(loaded.device)
+        self.writer.update_run(model=_model_facts(loaded), compiled=compiled, threads=threads)
+        session = self._session(loaded)
+        try:
+            with session:
+                self._generations(loaded, samples, session, compiled=compiled)
+        finally:
+            self._conclude(session)
+
+    def _import_torch(self) -> int:
+        self._report("importing torch", {})
+        import torch
+
+        threads = self.job.threads or _default_threads()
+        torch.set_num_threads(threads)
+        self._report("importing transformers", {})
+        import transformers
+
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.writer.update_run(versions={**_versions(), **versions})
+        return threads
+
+    def _load(self, source: ModelSource) -> LoadedModel:
+        from flexinspect_hooks.models import load
+
+        job = self.job
+        return load(
+            source,
+            device=job.device,
+            dtype=job.dtype,
+            weights=job.weights,
+            seed=job.seed,
+            trust_remote_code=job.trust_remote_code,
+            report=self._report,
+        )
+
+    def _compiled(self, device: str) -> bool:
+        if self.job.compile is None:
+            return device.startswith("cuda")
+        return self.job.compile
+
+    def _session(self, loaded: LoadedModel) -> CaptureSession:
+        from flexinspect_hooks.ensemble import Vocabulary
+        from flexinspect_hooks.session import CaptureSession
+
+        n_layers = int(loaded.model.config.num_hidden_layers)
+        return CaptureSession(
+            loaded.model,
+            self.writer,
+            level=self.job.level,
+            layers=parse_layers(self.job.layers, n_layers),
+            text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
+        )
+
+    def _generations(
+        self,
+        loaded: LoadedModel,
+        samples: Sequence[Sample],
+        session: CaptureSession,
+        *,
+        compiled: bool,
+    ) -> None:
+        from flexinspect_hooks.ensemble import Ensemble
+
+        ensemble = Ensemble(loaded, self.job, compiled=compiled)
+        self._report("generating", {"samples": len(samples)})
+        for number, sample in enumerate(samples):
+            plan = ensemble.plan(sample)
+            self._n_generations += 1
+            ensemble.run(number, plan, session)
+
+    def _conclude(self, session: CaptureSession) -> None:
+        """Say what capture cost, and why recording stopped if it did."""
+        failure = session.recorder.failure
+        if failure is not None:
+            print(f"flexinspect: {failure.sentence()}", file=sys.stderr)
+        self._quietly(lambda: self.writer.update_run(cost=session.cost()))
+
+    def _close(self, state: str) -> None:
+        self._quietly(lambda: self.writer.update_run(ended_at=time.time()))
+        self._quietly(lambda: self.writer.close(state))
+        kept: Path | None = self.writer.path
+        if not self._n_generations and not self._unexpected:
+            # Nothing ran, and the user knows why: the trace would only be litter.
+            self.writer.path.unlink(missing_ok=True)
+            kept = None
+        _say(protocol.KEPT, path=str(kept) if kept else None, note=self.writer.note)
+
+    def _quietly(self, write: Any) -> None:
+        with suppress(TraceWriteError):
+            write()
+
+    # -- what the run says of itself --------------------------------------------------------------
+
+    def _manifest(self, source: ModelSource) -> dict[str, Any]:
+        job = self.job
+        return {
+            "flexinspect": __version__,
+            "argv": list(job.argv),
+            "cwd": str(Path.cwd()),
+            "pid": os.getpid(),
+            "started_at": time.time(),
+            "job": {name: getattr(job, name) for name in _PLAIN_FIELDS},
+            "model": {"name": source.name, "place": source.place},
+            "level": job.level,
+            "seed": job.seed,
+            "versions": _versions(),
+            "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
+            "git": git_state(Path.cwd()),
+        }
+
+    def _report(self, phase: str, data: Mapping[str, Any]) -> None:
+        now = time.time()
+        fraction = data.get("fraction")
+        last, last_phase = self._last_report
+        if phase == last_phase and fraction != 1.0 and now - last < REPORT_EVERY_S:
+            return
+        self._last_report = (now, phase)
+        self._event("phase", phase, **data)
+
+    def _event(self, kind: str, text: str, /, **data: Any) -> None:
+        self._quietly(
+            lambda: self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
+        )
+
+
+_PLAIN_FIELDS = (
+    "model",
+    "dataset",
+    "max_samples",
+    "num_paraphrases",
+    "indices",
+    "device",
+    "dtype",
+    "weights",
+    "mask",
+    "separators",
+    "positions",
+    "max_new_tokens",
+    "stop",
+    "layers",
+)
+
+
+def _model_facts(loaded: LoadedModel) -> dict[str, Any]:
+    config = loaded.model.config
+    heads = int(config.num_attention_heads)
+    return {
+        "name": loaded.source.name,
+        "place": loaded.source.place,
+        "class": type(loaded.model).__name__,
+        "weights": loaded.weights,
+        "weights_fingerprint": loaded.weights_fingerprint,
+        "parameters": loaded.n_parameters,
+        "device": loaded.device,
+        "dtype": loaded.dtype,
+        "tokenizer": loaded.tokenizer is not None,
+        "layers": int(config.num_hidden_layers),
+        "heads": heads,
+        "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "hidden": int(config.hidden_size),
+        "vocabulary": int(config.vocab_size),
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "flexinspect": __version__}
+
+
+def _default_threads() -> int:
+    """Leave one core to everybody else: a busy neighbour makes OpenMP barriers spin for ms."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max((cpus or 2) - 1, 1)
+
+
+def _traceback(error: BaseException) -> str:
+    import traceback
+
+    return "".join(traceback.format_exception(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
