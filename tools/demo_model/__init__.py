@@ -1,0 +1,1 @@
+"""The recipe of the demo model: facts, templates, tokenizer, training and measurement."""
