@@ -15,6 +15,7 @@ from flexinspect.commands.summary import print_summary, summarise
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, TraceFollower
 from flexinspect.job import Job
+from flexinspect.text import visible
 
 LOOK_EVERY_S = 0.05
 INTERRUPTED = 130
@@ -129,14 +130,13 @@ class LiveRun:
 
     def _explain(self, code: int, console: Console) -> None:
         state = self._process.state
-        if state.note:
-            console.print(f"flexinspect: {state.note}")
+        lines = [f"flexinspect: {state.note}"] if state.note else []
         if state.error:
-            console.print(f"flexinspect: {state.error}")
-            if state.hint:
-                console.print(state.hint)
+            lines += [f"flexinspect: {state.error}", state.hint or ""]
         elif code not in (0, INTERRUPTED) and not self._stops:
-            console.print(f"flexinspect: {self._process.how_it_ended(code)}")
-        if (code not in (0, INTERRUPTED) and not state.error) or code == 0:
-            for line in self._process.last_words():
-                console.print(line)
+            lines.append(f"flexinspect: {self._process.how_it_ended(code)}")
+        if not state.error:
+            # Warnings of a good run, or the last words of one that died without a sentence.
+            lines += self._process.last_words() if code != INTERRUPTED else []
+        for line in filter(None, lines):
+            console.print(visible(line), soft_wrap=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from flexinspect.records import ArrayRecord, CallRecord
@@ -46,10 +47,43 @@ class CallRef:
 
 
 @dataclass(frozen=True, slots=True)
+class CallShape:
+    """A call without its tensors: `q` is (B, heads, rows, D), `k` (B, kv heads, keys, D)."""
+
+    layer: int
+    path: str
+    backend: str
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    dtype: torch.dtype
+    scale: float | None
+
+    def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
+        """Return the call's record."""
+        batch, q_heads, q_len, head_dim = self.q
+        return CallRecord(
+            layer=self.layer,
+            path=self.path,
+            backend=self.backend,
+            mask=mask,
+            batch=batch,
+            q_heads=q_heads,
+            kv_heads=self.k[1],
+            q_len=q_len,
+            kv_len=self.k[2],
+            head_dim=head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+            scale=self.scale,
+            gate=gate,
+            gate_kind=gate_kind,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
     """What goes to the writer thread about a step's calls: no tensors."""
 
-    calls: tuple[CallRecord, ...]
+    calls: tuple[CallShape, ...]
     masks: tuple[ReceivedMask, ...]
     mask_of_call: tuple[int, ...]
     gate_kinds: tuple[str, ...]
@@ -156,7 +190,7 @@ class AttentionHook:
             kinds = self._mass.reduce(refs, numbers, masks, buffer)
         if step.level == "extreme":
             self._store(refs, buffer)
-        calls = tuple(_call_record(ref) for ref in refs)
+        calls = tuple(_shape_of(ref) for ref in refs)
         kept_masks = tuple(mask.without_tensors() for mask in masks)
         return _Kept(calls, kept_masks, tuple(numbers), kinds)
 
@@ -182,7 +216,7 @@ class AttentionHook:
             mask = fingerprints[kept.mask_of_call[index]]
             gate = gates[index] if gates else None
             kind = kept.gate_kinds[index] if gates else None
-            draft.calls.append(_with_mask(call, mask, gate, kind))
+            draft.calls.append(call.record(mask, gate, kind))
         for stream in ("attention.mass", "attention.lse", "attention.entropy"):
             if stream in values:
                 draft.arrays.append(ArrayRecord(stream, np.asarray(values[stream], np.float32)))
@@ -197,40 +231,13 @@ def _path(backend: str) -> str:
     return _PATHS.get(backend, "other")
 
 
-def _call_record(ref: CallRef) -> CallRecord:
-    batch, q_heads, q_len, head_dim = ref.query.shape
-    return CallRecord(
-        layer=ref.layer,
-        path=ref.path,
-        backend=ref.backend,
-        mask=None,
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=ref.key.shape[1],
-        q_len=q_len,
-        kv_len=ref.key.shape[2],
-        head_dim=head_dim,
-        dtype=str(ref.query.dtype).removeprefix("torch."),
-        scale=ref.scale,
-    )
-
-
-def _with_mask(
-    call: CallRecord, mask: str | None, gate: float | None, kind: str | None
-) -> CallRecord:
-    return CallRecord(
-        call.layer,
-        call.path,
-        call.backend,
-        mask,
-        call.batch,
-        call.q_heads,
-        call.kv_heads,
-        call.q_len,
-        call.kv_len,
-        call.head_dim,
-        call.dtype,
-        call.scale,
-        gate,
-        kind,
+def _shape_of(ref: CallRef) -> CallShape:
+    return CallShape(
+        ref.layer,
+        ref.path,
+        ref.backend,
+        ref.query.shape,
+        ref.key.shape,
+        ref.query.dtype,
+        ref.scale,
     )

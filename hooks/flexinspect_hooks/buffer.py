@@ -55,6 +55,10 @@ class StepBuffer:
         """Add a result; the name must be new in this step."""
         self._tensors[name] = tensor
 
+    def tensor(self, name: str) -> Tensor:
+        """Return a result put earlier in this step, still on the device."""
+        return self._tensors[name]
+
     def ship(self) -> None:
         """Start the copy to the host without waiting for it."""
         if self._stream is None or not self._tensors:

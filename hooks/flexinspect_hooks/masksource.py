@@ -82,10 +82,18 @@ class OwnMask:
         return self._cache.block_mask(self._table(mask_mod, window), mask_mod, window)
 
     def _table(self, mask_mod: MaskMod, window: Window) -> BlockTables:
-        return stack_block_rows(
-            evaluate(mask_mod, window, self._device, rows=slice(start, stop)).cpu().numpy()
-            for start, stop in row_chunks(window.q_len)
-        )
+        try:
+            return stack_block_rows(
+                evaluate(mask_mod, window, self._device, rows=slice(start, stop)).cpu().numpy()
+                for start, stop in row_chunks(window.q_len)
+            )
+        except Exception as error:
+            last = window.q_offset + window.q_len - 1
+            raise MaskError(
+                f"The mask rule {self.name} failed for rows {window.q_offset} to {last} over "
+                f"{window.kv_len} keys: {type(error).__name__}: {str(error).splitlines()[0]}",
+                hint="Indices are positions of the whole sequence, generated tokens included.",
+            ) from error
 
 
 def shifted(mask_mod: MaskMod, window: Window) -> MaskMod:

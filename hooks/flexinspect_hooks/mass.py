@@ -53,13 +53,13 @@ class MassReducer:
 
         Returns how each call was gated: "lse", "output", or "" when its mask was not evaluated.
         """
-        groups: dict[tuple[int, int, bool], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for index, ref in enumerate(refs):
-            key = (numbers[index], ref.query.shape[1], ref.lse is not None)
+            key = (numbers[index], *ref.key.shape[1:], ref.query.shape[1], ref.lse is not None)
             groups.setdefault(key, []).append(index)
         parts, order, kinds = [], [], [""] * len(refs)
-        for (number, _, with_lse), members in groups.items():
-            newest = masks[number].newest
+        for key, members in groups.items():
+            newest, with_lse = masks[key[0]].newest, key[-1]
             if newest is None:
                 return ()
             parts.append(self._rows([refs[i] for i in members], newest))
@@ -85,24 +85,25 @@ class MassReducer:
     def _rows(
         self, refs: Sequence[CallRef], newest: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        scores = torch.stack([_scores(ref) for ref in refs])
-        kv_len = scores.shape[-1]
+        scores = _scores(refs)
         kernel_lse = refs[0].lse is not None
-        closed = ~newest if newest.shape[0] in (1, scores.shape[1]) else ~newest[:1]
-        scores = scores.masked_fill(closed, -torch.inf)
-        lse = (
-            torch.stack([_newest_lse(ref) for ref in refs])
-            if kernel_lse
-            else torch.logsumexp(scores, -1)
-        )
-        # A row that sees nothing has LSE -inf and no weights; its mass is 0 and its gate closed.
-        weights = torch.exp(scores - torch.nan_to_num(lse, neginf=0.0)[..., None])
-        total = weights.sum(-1)
-        gate = (total - (lse > -torch.inf).to(total.dtype)).abs().amax(-1)
-        if not kernel_lse:
+        closed = ~(newest if newest.shape[0] in (1, scores.shape[1]) else newest[:1])
+        if kernel_lse:
+            lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
+        else:
+            lse = torch.logsumexp(scores.masked_fill(closed, -torch.inf), -1)
+        # A row that sees nothing has LSE -inf and no weights; its mass is 0.
+        seen = lse > -torch.inf
+        weights = torch.exp(scores - lse.masked_fill(~seen, 0.0)[..., None])
+        weights.masked_fill_(closed, 0.0)
+        mass = weights @ self._members_of(scores.shape[-1])
+        total = mass.sum(-1)
+        if kernel_lse:
+            gate = (total - seen.to(total.dtype)).abs().amax(-1)
+        else:
             gate = torch.stack([_output_gate(r, w) for r, w in zip(refs, weights, strict=True)])
-        entropy = lse * total - torch.nan_to_num(weights * scores, nan=0.0).sum(-1)
-        return weights @ self._members_of(kv_len), lse, entropy, gate
+        entropy = lse * total - (weights * scores).sum(-1)
+        return mass, lse, entropy, gate
 
     def _members_of(self, kv_len: int) -> Tensor:
         if kv_len > self._member.shape[0]:
@@ -110,18 +111,22 @@ class MassReducer:
         return self._member[:kv_len]
 
 
-def _scores(ref: CallRef) -> Tensor:
-    """Return the newest row's scores, float32 (q heads, keys), soft cap applied."""
-    query, key = ref.query[0, :, -1].float(), ref.key[0].float()
-    scale = ref.scale if ref.scale is not None else query.shape[-1] ** -0.5
-    grouped = (query * scale).view(key.shape[0], -1, query.shape[-1])
-    scores = torch.matmul(grouped, key.transpose(-1, -2)).view(query.shape[0], -1)
-    return ref.softcap * torch.tanh(scores / ref.softcap) if ref.softcap else scores
+def _scores(refs: Sequence[CallRef]) -> Tensor:
+    """Return the newest rows' scores, float32 (layers, q heads, keys), scale and cap applied.
 
-
-def _newest_lse(ref: CallRef) -> Tensor:
-    assert ref.lse is not None
-    return ref.lse[0, :, -1].float()
+    The calls share head counts and lengths. Queries are gathered in one copy; keys are read where
+    they are, one batched product per layer, as copying them would cost more than the products.
+    """
+    first = refs[0]
+    kv_heads, kv_len, head_dim = first.key.shape[1:]
+    scale = first.scale if first.scale is not None else head_dim**-0.5
+    queries = torch.stack([ref.query[0, :, -1] for ref in refs]).float() * scale
+    grouped = queries.view(len(refs), kv_heads, -1, head_dim)
+    scores = queries.new_empty(len(refs), kv_heads, grouped.shape[2], kv_len)
+    for ref, query, out in zip(refs, grouped.unbind(), scores.unbind(), strict=True):
+        torch.bmm(query, ref.key[0].float().mT, out=out)
+    flat = scores.view(len(refs), -1, kv_len)
+    return first.softcap * torch.tanh(flat / first.softcap) if first.softcap else flat
 
 
 def _output_gate(ref: CallRef, weights: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -27,8 +28,9 @@ class MemoryHook:
         self._device = context.device
         self._model = sum(p.nbytes for p in context.model.parameters())
         self._model += sum(b.nbytes for b in context.model.buffers())
-        self._rss = _rss_reader()
-        return ()
+        # Closed when the session ends: the writer thread has stopped reading by then.
+        self._rss, close = _rss_reader()
+        return [close]
 
     def begin(self, context: CaptureContext) -> None:
         """Nothing to prepare per generation."""
@@ -62,10 +64,15 @@ def _size(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def _rss_reader() -> Callable[[], int]:
-    """Return a function that reads the resident set size in bytes."""
-    if _STATM.exists():
-        # A third of the time of psutil, which opens the same file.
-        return lambda: int(_STATM.read_bytes().split()[1]) * mmap.PAGESIZE
-    process = psutil.Process()
-    return lambda: int(process.memory_info().rss)
+def _rss_reader() -> tuple[Callable[[], int], Remove]:
+    """Return a function that reads the resident set size in bytes, and one that ends it.
+
+    On Linux the counter's file stays open: opening it costs five times what reading it does.
+    """
+    if not _STATM.exists():
+        process = psutil.Process()
+        return lambda: int(process.memory_info().rss), lambda: None
+    handle = os.open(_STATM, os.O_RDONLY)
+    return lambda: int(os.pread(handle, 128, 0).split()[1]) * mmap.PAGESIZE, lambda: os.close(
+        handle
+    )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flexinspect import __version__, datasets, models, protocol
 from flexinspect.config import load_config
 from flexinspect.datasets import Sample
-from flexinspect.errors import DatasetError, FlexInspectError, TraceWriteError
+from flexinspect.errors import DatasetError, FlexInspectError, TraceWriteError, UsageError
 from flexinspect.job import Job, parse_layers
 from flexinspect.models import ModelSource
 from flexinspect.provenance import git_state
@@ -39,6 +39,8 @@ INTERRUPTED = 130
 
 def main() -> int:
     """Run the job on standard input; returns the exit code."""
+    # A program started in the background ignores SIGINT and hands that on; here it must end a run.
+    signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         job = Job.from_json(sys.stdin.readline())
@@ -89,9 +91,7 @@ class CaptureProcess:
         """Run the job; whatever happens, leave a valid trace or none."""
         source = models.resolve(self.job.model, load_config())
         samples = self._samples()
-        self.writer = TraceWriter.create(
-            self.job.out, self._manifest(source), overwrite=self.job.overwrite
-        )
+        self.writer = self._open_trace(source)
         _say(
             protocol.TRACE,
             path=str(self.writer.path),
@@ -115,6 +115,14 @@ class CaptureProcess:
             raise
         finally:
             self._close(state)
+
+    def _open_trace(self, source: ModelSource) -> TraceWriter:
+        try:
+            return TraceWriter.create(
+                self.job.out, self._manifest(source), overwrite=self.job.overwrite
+            )
+        except TraceWriteError as error:
+            raise UsageError(error.message, hint=error.hint) from error
 
     def _samples(self) -> list[Sample]:
         job = self.job

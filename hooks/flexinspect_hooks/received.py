@@ -51,8 +51,7 @@ class ReceivedMask:
     compiled: bool
     parameters: str
     block: tuple[int, int] | None = None
-    rule: str | None = None
-    rule_source: str | None = None
+    rule: Any = None
     cells: Tensor | None = None
     newest: Tensor | None = None
 
@@ -85,7 +84,9 @@ class MaskBook:
         self, ref: CallRef, number: int, step: StepContext, buffer: StepBuffer
     ) -> ReceivedMask:
         mask = _describe(ref, number, step)
-        if isinstance(ref.mask, BlockMask):
+        # A decode row at level basic is known by its rule and lengths; its tables are small change
+        # in meaning and half the cost of the step's record.
+        if isinstance(ref.mask, BlockMask) and (step.level != "basic" or mask.q_len > 1):
             for name in _TABLES:
                 table = getattr(ref.mask, name)
                 if table is not None:
@@ -136,8 +137,7 @@ def _describe_block_mask(mask: BlockMask, plain: ReceivedMask) -> ReceivedMask:
         batch=mask.shape[0],
         heads=mask.shape[1],
         block=(int(size_q), int(size_kv)),
-        rule=rule_name(mask.mask_mod),
-        rule_source=rule_source(mask.mask_mod),
+        rule=mask.mask_mod,
         parameters=rule_parameters(mask.mask_mod),
     )
 
@@ -220,7 +220,8 @@ def _spread(
 def _fingerprint(mask: ReceivedMask, values: dict[str, npt.NDArray[Any]]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
-    digest.update(f"{key}{mask.rule}{mask.parameters}".encode())
+    name = "" if mask.rule is None else rule_name(mask.rule)
+    digest.update(f"{key}{name}{mask.parameters}".encode())
     if mask.kind in ("bool", "float", "none", "none, causal") and "cells" in values:
         digest.update(np.packbits(values["cells"]).tobytes())
     for name in _TABLES:
@@ -253,8 +254,8 @@ def _mask_record(
         q_offset=mask.q_offset,
         block_q=mask.block[0] if mask.block else None,
         block_kv=mask.block[1] if mask.block else None,
-        rule=mask.rule,
-        rule_source=mask.rule_source,
+        rule=None if mask.rule is None else rule_name(mask.rule),
+        rule_source=None if mask.rule is None else rule_source(mask.rule),
         compiled=mask.compiled,
         cells=None if cells is None else np.asarray(cells, np.bool_),
         partial=_block_grid(values, "kv_num_blocks", "kv_indices"),

@@ -110,9 +110,10 @@ class CaptureSession:
         trace: TracebackType | None,
     ) -> None:
         self._abandon()
+        # The writer thread first: what it still has to record may use what a hook holds open.
+        self.recorder.stop()
         while self._removes:
             self._removes.pop()[1]()
-        self.recorder.stop()
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -144,7 +145,9 @@ class CaptureSession:
         self.context.is_open = False
         if self._step is not None:
             logits = getattr(output, "logits", None)
-            self._step.logits = logits[0, -1] if isinstance(logits, Tensor) else None
+            if isinstance(logits, Tensor):
+                # A copy of one row: users divide logits in place, and this is what the model gave.
+                self._step.logits = logits[0, -1].detach().clone()
 
     def chose(self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None) -> None:
         """Close the step: `chosen` (0-dim) is the token's id, `scores` (V,) what it was drawn from.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import threading
 import weakref
 from collections.abc import Sequence
@@ -81,17 +83,18 @@ def capture(
     layers: Sequence[int] | None = None,
     sampling: SamplingOptions | None = None,
     patch: bool = True,
+    compiled: bool = False,
 ) -> tuple[MemorySink, list[torch.Tensor]]:
     sink, logits = MemorySink(), []
     rule = rule or masks.preset("segment-isolation", prompt.segments)
-    source = RuleMask(rule, length=128, device=CPU, compiled=False)
+    source = RuleMask(rule, length=128, device=CPU, compiled=compiled)
     session = CaptureSession(model, sink, level=level, hooks=hooks, layers=layers)
     options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": sampling}
     with session:
         begin(session, prompt)
         on_choice = chooser(session, prompt, logits)
         if patch:
-            with FlexPatch(model, source):
+            with FlexPatch(model, source, compiled=compiled):
                 generate(model, prompt, on_choice=on_choice, **options)
         else:
             generate(model, prompt, on_choice=on_choice, **options)
@@ -207,6 +210,19 @@ def test_other_backends_are_seen_and_gated_by_their_output(prompt: Prompt, backe
     assert mask.kind == ("none, causal" if backend == "sdpa" else "float")
     assert mask.cells is not None
     assert (mask.cells[0] == masks.causal().dense(len(prompt.ids))).all()
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+@pytest.mark.timeout(600)
+def test_compiled_runs_are_gated_by_their_output_under_the_compiled_formula(
+    llama: Any, prompt: Prompt
+) -> None:
+    sink, _ = capture(llama, prompt, compiled=True)
+    calls = [c for s in sink.steps for c in s.calls]
+    assert {c.path for c in calls} == {"flex compiled"}
+    assert {c.gate_kind for c in calls} == {"output"}
+    assert max(c.gate or 0.0 for c in calls) < 1e-4
+    assert sink.steps[0].masks[0].compiled
 
 
 def array_of(step: StepRecord, stream: str, layer: int | None = None) -> np.ndarray[Any, Any]:

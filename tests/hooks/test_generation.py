@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 from support.tiny import FAMILIES, ids, make_model, make_pieces
+from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from flexinspect import masks
 from flexinspect.job import SamplingOptions
 from flexinspect.prompts import Prompt, compose
+from flexinspect_hooks import patching
 from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.masksource import RuleMask
 from flexinspect_hooks.patching import FlexPatch
@@ -136,6 +141,56 @@ def test_changing_one_paraphrase_leaves_the_others_bit_equal(llama: Any, name: s
     for left, right in zip(a, b, strict=True):
         assert torch.equal(left[0, still], right[0, still])
     assert not torch.equal(a[-1][0, ~still], b[-1][0, ~still])
+
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler is installed"
+)
+
+
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_compiled_generation_equals_uncompiled_and_is_told(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patching, "_compiled_calls", {})
+    prompt = compose(make_pieces(paraphrases=(ids(90, 1), ids(120, 2))), max_new_tokens=NEW)
+    rule = masks.preset("segment-isolation", prompt.segments)
+    _, expected = run(llama, prompt, rule)
+    logits: list[torch.Tensor] = []
+    told: list[str] = []
+    made = RuleMask(rule, length=256, device=CPU, compiled=True)
+    with FlexPatch(llama, made, compiled=True, on_compile=told.append):
+        generate(
+            llama, prompt, max_new_tokens=NEW, on_choice=lambda c: logits.append(c.logits.clone())
+        )
+    assert told == ["prefill", "decode"]
+    for mine, other in zip(logits, expected, strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-4, rtol=0)
+
+
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_the_executed_formula_is_that_of_the_compiled_kernel() -> None:
+    length, size = 300, masks.BLOCK
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, length, 16) for _ in range(3))
+    segment = torch.arange(length) // 100
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return (segment[q_idx] == segment[kv_idx]) & (kv_idx <= q_idx)
+
+    def cells() -> np.ndarray[Any, Any]:
+        return create_mask(mask_mod, 1, 1, length, length, device="cpu")[0, 0].numpy()
+
+    block_mask = create_block_mask(mask_mod, None, None, length, length, device="cpu")
+    tables = masks.stack_block_rows(cells()[a:b] for a, b in masks.row_chunks(length))
+    segment.copy_(torch.arange(length) // 280)  # the tables are stale from here on
+    for compiled, call in ((False, flex_attention), (True, torch.compile(flex_attention))):
+        shown = masks.executed(cells(), tables, (size, size), compiled=compiled)
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=torch.from_numpy(shown))
+        got = call(q, k, v, block_mask=block_mask)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def test_sampling_is_seeded_and_goes_through_the_processors(llama: Any, prompt: Prompt) -> None:
