@@ -46,7 +46,7 @@ class CapturedRun:
 
     def _run(self, writer: TraceWriter) -> Timing:
         prompt = self._prompt
-        session = CaptureSession(self._model, writer, level=self._level)
+        session = CaptureSession(self._model, writer, level=self._level, copy_logits=False)
         with session:
             session.begin_generation(
                 GenerationRecord(0, "bench", "bench", "contiguous", prompt.segments, ())

@@ -201,6 +201,20 @@ def block_tables(rule: MaskRule, n_q: int, n_kv: int, *, q_offset: int = 0) -> B
     return stack_block_rows(chunks)
 
 
+def row_tables(rule: MaskRule, q_idx: int, n_kv: int) -> BlockTables:
+    """Return the block tables of one row, as a decode step needs them, without its cells.
+
+    A block of one row is never full, so every block that the row's two intervals touch is partial.
+    """
+    region = rule.region(q_idx)
+    starts = np.arange(0, n_kv, BLOCK)
+    stops = starts + BLOCK
+    partial: BoolArray = (starts <= q_idx) & (
+        (starts < rule.head[region]) | ((stops > rule.low[region]) & (rule.low[region] <= q_idx))
+    )
+    return BlockTables(partial[None], np.zeros((1, len(starts)), np.bool_))
+
+
 def stack_block_rows(chunks: Iterable[BoolArray]) -> BlockTables:
     """Return the tables of a mask given as chunks of at most `BLOCK` rows, (rows, n_kv) each."""
     rows = [_block_row(chunk) for chunk in chunks]

@@ -136,7 +136,8 @@ class MaskRecord:
     row 0 in the sequence. `rule` names the rule (module and qualified name), `rule_source` its
     first source line and file where known. `cells` is the executed mask, bool of shape
     (heads, n_q, n_kv) with heads 1 when all share it, or None when it was not evaluated.
-    `partial` and `full` are the block tables of batch 0, bool (heads, row blocks, key blocks).
+    `partial` and `full` are the block tables of batch 0, bool (heads, row blocks, key blocks);
+    `full` is None when no block is full, both are None at level basic for a decode row.
     """
 
     fingerprint: str

@@ -136,6 +136,45 @@ class TraceWriter:
             if self._commit(encode.step(record, self._known), what):
                 self._known.update(mask.fingerprint for mask in record.masks)
 
+    def write_steps(self, records: Sequence[StepRecord]) -> None:
+        """Record steps that waited together, in one transaction: afterwards all of them are there.
+
+        Committing is more than half of what a step costs, and steps in a row dirty the same pages.
+        Raises as `write_step` does; a record that cannot be stored takes none of the others along.
+        """
+        if len(records) == 1:
+            self.write_step(records[0])
+            return
+        with self._lock:
+            if self._refuses():
+                return
+            known = set(self._known)
+            statements: list[Statement] = []
+            for record in records:
+                statements += encode.step(record, known)
+                known.update(mask.fingerprint for mask in record.masks)
+            what = f"steps {records[0].step} to {records[-1].step}"
+            try:
+                self._commit(statements, what)
+                self._known = known
+                return
+            except TraceWriteError:
+                if self.failed:
+                    raise
+        self._write_one_by_one(records)
+
+    def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
+        refused: TraceWriteError | None = None
+        for record in records:
+            try:
+                self.write_step(record)
+            except TraceWriteError as error:
+                refused = error
+                if self.failed:
+                    break
+        if refused is not None:
+            raise refused
+
     def end_generation(self, record: GenerationEnd) -> None:
         """Record how a branch ended, with its segments as they came out.
 

@@ -7,10 +7,8 @@ the same call and keeps references to what went in and out.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from flexinspect.records import ArrayRecord, CallRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
-from flexinspect_hooks.mass import MassReducer
+from flexinspect_hooks.mass import MassReducer, gathered
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
 from flexinspect_hooks.store import put_activation, record_activations
@@ -28,59 +26,93 @@ from flexinspect_hooks.store import put_activation, record_activations
 _PATHS = {"sdpa": "sdpa", "eager": "eager"}
 
 
-@dataclass(slots=True)
-class CallRef:
-    """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D)."""
+class CallRef(NamedTuple):
+    """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
+
+    A tuple, because one is made per layer inside the forward.
+    """
 
     layer: int
     backend: str
-    path: str
+    default_path: str
+    module: nn.Module
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Any
-    scale: float | None
-    softcap: float | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     output: Tensor
+    told_path: str
     lse: Tensor | None
-    is_causal: bool
+    softcap: float | None
+
+    @property
+    def path(self) -> str:
+        """The path taken: what our backend told, else what the backend's name means."""
+        return self.told_path or self.default_path
+
+    @property
+    def mask(self) -> Any:
+        """The mask that the layer received."""
+        return self.args[0] if self.args else self.kwargs.get("attention_mask")
+
+    @property
+    def scale(self) -> float | None:
+        """The scale of the scores, None for the default."""
+        scale: float | None = self.kwargs.get("scaling")
+        return scale
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the module is causal when it gets no mask."""
+        return bool(getattr(self.module, "is_causal", True))
 
 
-@dataclass(frozen=True, slots=True)
-class CallShape:
+class CallShape(NamedTuple):
     """A call without its tensors: `q` is (B, heads, rows, D), `k` (B, kv heads, keys, D)."""
 
     layer: int
     path: str
     backend: str
-    q: tuple[int, ...]
-    k: tuple[int, ...]
+    q: torch.Size
+    k: torch.Size
     dtype: torch.dtype
     scale: float | None
 
     def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
         """Return the call's record."""
         batch, q_heads, q_len, head_dim = self.q
+        dtype = _DTYPES[self.dtype]
         return CallRecord(
-            layer=self.layer,
-            path=self.path,
-            backend=self.backend,
-            mask=mask,
-            batch=batch,
-            q_heads=q_heads,
-            kv_heads=self.k[1],
-            q_len=q_len,
-            kv_len=self.k[2],
-            head_dim=head_dim,
-            dtype=str(self.dtype).removeprefix("torch."),
-            scale=self.scale,
-            gate=gate,
-            gate_kind=gate_kind,
+            self.layer,
+            self.path,
+            self.backend,
+            mask,
+            batch,
+            q_heads,
+            self.k[1],
+            q_len,
+            self.k[2],
+            head_dim,
+            dtype,
+            self.scale,
+            gate,
+            gate_kind,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _DTypeNames(dict[torch.dtype, str]):
+    """torch.float32 to "float32", each made once."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        self[dtype] = str(dtype).removeprefix("torch.")
+        return self[dtype]
+
+
+_DTYPES = _DTypeNames()
+
+
+class _Kept(NamedTuple):
     """What goes to the writer thread about a step's calls: no tensors."""
 
     calls: tuple[CallShape, ...]
@@ -102,7 +134,6 @@ class AttentionHook:
         self._refs: list[CallRef] = []
         self._book = MaskBook(context.device)
         self._mass = MassReducer(context.device)
-        self._seconds = 0.0
         before = REGISTRY.__dict__.get("get_interface")
         original = REGISTRY.get_interface
         watched: dict[tuple[str, Any], Callable[..., Any]] = {}
@@ -124,7 +155,10 @@ class AttentionHook:
         return [remove]
 
     def _watch(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        context, layer_of = self._context, self._context.layer_of
+        context, layer_of, keep = self._context, self._context.layer_of, self._refs.append
+        name = BACKEND if backend.startswith(BACKEND) else backend
+        path = _path(backend)
+        note = LAST_CALL
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -132,41 +166,16 @@ class AttentionHook:
             layer = layer_of.get(id(module)) if context.is_open else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
-            LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
-            result = function(module, query, key, value, *args, **kwargs)
-            self._keep(layer, backend, module, (query, key, value), args, kwargs, result)
-            return result
+            note.path, note.lse, note.softcap = "", None, None
+            out = function(module, query, key, value, *args, **kwargs)
+            # fmt: off
+            keep(CallRef(layer, name, path, module, query, key, value, args, kwargs, out[0],
+                         note.path, note.lse, note.softcap or kwargs.get("softcap")))
+            # fmt: on
+            note.lse = None
+            return out
 
         return attention
-
-    def _keep(
-        self,
-        layer: int,
-        backend: str,
-        module: nn.Module,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
-        started = time.perf_counter()
-        path = LAST_CALL.path or _path(backend)
-        self._refs.append(
-            CallRef(
-                layer,
-                BACKEND if backend.startswith(BACKEND) else backend,
-                path,
-                *qkv,
-                args[0] if args else kwargs.get("attention_mask"),
-                kwargs.get("scaling"),
-                kwargs.get("softcap"),
-                result[0],
-                LAST_CALL.lse,
-                bool(getattr(module, "is_causal", True)),
-            )
-        )
-        LAST_CALL.lse = None
-        self._seconds += time.perf_counter() - started
 
     def begin(self, context: CaptureContext) -> None:
         """Take the generation's segments; masks already stored stay known."""
@@ -180,19 +189,17 @@ class AttentionHook:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
         refs = list(self._refs)
         self._refs.clear()
-        step.capture_s += self._seconds
-        self._seconds = 0.0
         if not refs:
             return None
         masks, numbers = self._book.collect(refs, step, buffer)
         kinds: tuple[str, ...] = ()
         if step.level != "basic":
-            kinds = self._mass.reduce(refs, numbers, masks, buffer)
+            kinds = self._mass.reduce(refs, numbers, masks, step.kv_after, buffer)
         if step.level == "extreme":
             self._store(refs, buffer)
-        calls = tuple(_shape_of(ref) for ref in refs)
-        kept_masks = tuple(mask.without_tensors() for mask in masks)
-        return _Kept(calls, kept_masks, tuple(numbers), kinds)
+        for mask in masks:
+            mask.cells = None
+        return _Kept(tuple(map(_shape_of, refs)), tuple(masks), tuple(numbers), kinds)
 
     def _store(self, refs: list[CallRef], buffer: StepBuffer) -> None:
         """Store q, k, v of this step's rows: earlier keys are in earlier steps."""
@@ -211,15 +218,17 @@ class AttentionHook:
         if kept is None:
             return
         fingerprints = [self._book.record(mask, values, draft) for mask in kept.masks]
-        gates = values["attention.gate"].tolist() if kept.gate_kinds else []
+        rows = gathered(values, len(kept.calls)) if kept.gate_kinds else {}
+        gates = rows["gate"].tolist() if rows else []
         for index, call in enumerate(kept.calls):
             mask = fingerprints[kept.mask_of_call[index]]
             gate = gates[index] if gates else None
             kind = kept.gate_kinds[index] if gates else None
             draft.calls.append(call.record(mask, gate, kind))
-        for stream in ("attention.mass", "attention.lse", "attention.entropy"):
-            if stream in values:
-                draft.arrays.append(ArrayRecord(stream, np.asarray(values[stream], np.float32)))
+        for name in ("mass", "lse", "entropy"):
+            if name in rows:
+                array = np.asarray(rows[name], np.float32)
+                draft.arrays.append(ArrayRecord(f"attention.{name}", array))
         for stream in ("q", "k", "v"):
             record_activations(values, stream, draft)
 
@@ -232,12 +241,7 @@ def _path(backend: str) -> str:
 
 
 def _shape_of(ref: CallRef) -> CallShape:
-    return CallShape(
-        ref.layer,
-        ref.path,
-        ref.backend,
-        ref.query.shape,
-        ref.key.shape,
-        ref.query.dtype,
-        ref.scale,
-    )
+    query = ref.query
+    path = ref.told_path or ref.default_path
+    scale = ref.kwargs.get("scaling")
+    return CallShape(ref.layer, path, ref.backend, query.shape, ref.key.shape, query.dtype, scale)

@@ -21,6 +21,7 @@ class StepContext:
     level: str
     started_at: float
     started: float
+    token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
     chosen: Tensor | None = None

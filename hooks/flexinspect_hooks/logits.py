@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class LogitsHook:
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Nothing to install: the root forward's output is on the step."""
         self._text_of = context.text_of
+        self._reducer = _RowReducer()
         return ()
 
     def begin(self, context: CaptureContext) -> None:
@@ -49,17 +51,15 @@ class LogitsHook:
                 buffer.put(f"{name}.all", row.float())
             else:
                 _reduce_on_device(name, row.float(), step.chosen, buffer)
-        if step.chosen is not None:
-            buffer.put("logits.chosen", step.chosen.reshape(()))
         return True
 
     def record(self, step: StepContext, kept: bool, values: Values, draft: StepDraft) -> None:
         """Write the step's `LogitsRecord`."""
         if not kept:
             return
-        chosen = int(values["logits.chosen"]) if "logits.chosen" in values else None
-        row = _row_of("logits", values, chosen)
-        histogram = row.histogram() if step.level != "basic" else ()
+        chosen = step.token_id
+        row = self._row_of("logits", values, chosen)
+        histogram = self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
         draft.logits = LogitsRecord(
             entropy=row.entropy,
             margin=row.top[0] - row.top[1] if len(row.top) > 1 else 0.0,
@@ -68,16 +68,20 @@ class LogitsHook:
             chosen_logprob=row.chosen - row.lse,
             n_nan=row.n_nan,
             n_inf=row.n_inf,
-            histogram_min=row.low if histogram else 0.0,
-            histogram_max=row.high if histogram else 0.0,
-            histogram=histogram,
+            histogram_min=histogram[0],
+            histogram_max=histogram[1],
+            histogram=histogram[2],
             candidates=self._candidates(row, values),
         )
+
+    def _row_of(self, name: str, values: Values, chosen: int | None) -> _Row:
+        here = values.get(f"{name}.all")
+        return _sent(values) if here is None else self._reducer.reduce(here, chosen)
 
     def _candidates(self, row: _Row, values: Values) -> tuple[Candidate, ...]:
         scores, score_lse = row.top, row.lse
         if "scores.all" in values:
-            other = _row_of("scores", values, None)
+            other = self._row_of("scores", values, None)
             scores, score_lse = values["scores.all"][row.ids].tolist(), other.lse
         elif "scores.top" in values:
             scores, score_lse = values["scores.top"].tolist(), float(values["scores.lse"])
@@ -89,7 +93,10 @@ class LogitsHook:
 
 @dataclass(slots=True)
 class _Row:
-    """A distribution reduced: natural logarithms, `top` and `ids` from the best down."""
+    """A distribution reduced: natural logarithms, `top` and `ids` from the best down.
+
+    `values` is the row itself on CPU; `low`, `high` and `counts` were made on the device elsewhere.
+    """
 
     lse: float
     entropy: float
@@ -97,57 +104,93 @@ class _Row:
     ids: list[int]
     chosen: float
     rank: int
-    low: float
-    high: float
     n_nan: int
     n_inf: int
+    low: float = 0.0
+    high: float = 0.0
     counts: tuple[int, ...] | None = None
     values: Array | None = None
 
-    def histogram(self) -> tuple[int, ...]:
-        """Return counts in equal bins from low to high, empty where they are not finite."""
-        if self.counts is not None:
-            return self.counts
-        if self.values is None or not np.isfinite(self.high - self.low):
-            return ()
-        scale = BINS / max(self.high - self.low, 1e-30)
-        index = ((self.values - np.float32(self.low)) * np.float32(scale)).astype(np.int32)
-        return tuple(np.bincount(np.minimum(index, BINS - 1), minlength=BINS).tolist())
 
+class _RowReducer:
+    """Reduces float32 rows (V,) in numpy, in scratch memory that is kept.
 
-def _row_of(name: str, values: Values, chosen: int | None) -> _Row:
-    return _reduce_here(values[f"{name}.all"], chosen) if f"{name}.all" in values else _sent(values)
-
-
-def _reduce_here(row: Array, chosen: int | None) -> _Row:
-    """Reduce a float32 row (V,) in numpy.
-
-    With p = exp(logit - max) the log-sum-exp is max + log(sum p) and the entropy in nats is
-    lse - sum(p * logit) / sum p: one exponential serves both (Shannon 1948).
+    A row of a real vocabulary is past the size from which every temporary array is mapped and
+    unmapped anew, which costs more than the arithmetic. Used by the writer thread alone.
     """
-    low, high = float(row.min()), float(row.max())
-    healthy = np.isfinite(high - low)
-    n_nan, n_inf = (0, 0) if healthy else (int(np.isnan(row).sum()), int(np.isinf(row).sum()))
-    with np.errstate(invalid="ignore"):
-        p = np.exp(row - np.float32(high))
-        total = float(p.sum())
-        lse = high + float(np.log(total))
-        weighted = np.dot(p, row) if healthy else np.nan_to_num(p * row, nan=0.0).sum()
-        entropy = lse - float(weighted) / total
-    ids, top = _top(row)
-    mine = top[0] if chosen is None else float(row[chosen])
-    rank = 0 if mine == top[0] else int(np.count_nonzero(row > np.float32(mine)))
-    return _Row(lse, entropy, top, ids, mine, rank, low, high, n_nan, n_inf, values=row)
+
+    def __init__(self) -> None:
+        self._scratch = np.empty(0, np.float32)
+
+    def reduce(self, row: Array, chosen: int | None) -> _Row:
+        """Reduce a row.
+
+        With p = exp(logit - max) the log-sum-exp is max + log(sum p) and the entropy in nats is
+        lse - sum(p * logit) / sum p: one exponential serves both (Shannon 1948).
+        """
+        ids, top = _top(row)
+        high = top[0]
+        with np.errstate(invalid="ignore"):
+            p = np.subtract(row, np.float32(high), out=self._scratch_of(row.size))
+            np.exp(p, out=p)
+            total = float(p.sum())
+            weighted = float(np.dot(p, row))
+            sick = not np.isfinite(weighted)
+            if sick:
+                weighted = float(np.nan_to_num(p * row, nan=0.0).sum())
+        lse = high + math.log(total) if total > 0 else math.nan
+        mine = high if chosen is None else float(row[chosen])
+        return _Row(
+            lse=lse,
+            entropy=lse - weighted / total if total > 0 else math.nan,
+            top=top,
+            ids=ids,
+            chosen=mine,
+            rank=0 if mine == high else int(np.count_nonzero(row > np.float32(mine))),
+            n_nan=int(np.isnan(row).sum()) if sick else 0,
+            n_inf=int(np.isinf(row).sum()) if sick else 0,
+            values=row,
+        )
+
+    def histogram(self, row: _Row) -> tuple[float, float, tuple[int, ...]]:
+        """Return (lowest, highest, counts in equal bins); no counts where they are not finite."""
+        if row.counts is not None:
+            return row.low, row.high, row.counts
+        assert row.values is not None
+        low, high = float(row.values.min()), row.top[0]
+        if not math.isfinite(high - low):
+            return low, high, ()
+        scaled = np.subtract(row.values, np.float32(low), out=self._scratch_of(row.values.size))
+        np.multiply(scaled, np.float32(BINS / max(high - low, 1e-30)), out=scaled)
+        index = np.minimum(scaled, BINS - 1, out=scaled).astype(np.uint8)
+        return low, high, tuple(np.bincount(index, minlength=BINS).tolist())
+
+    def _scratch_of(self, size: int) -> Array:
+        if self._scratch.size != size:
+            self._scratch = np.empty(size, np.float32)
+        return self._scratch
+
+
+_GROUP = 64
 
 
 def _top(row: Array) -> tuple[list[int], list[float]]:
-    """Return ids and values of the k best, best first, NaN last, ties by id."""
+    """Return ids and values of the k best, best first, ties by id; a NaN comes before all.
+
+    The k-th largest of the maxima of groups is no larger than the k-th largest value, so only
+    values from there on need sorting: a handful.
+    """
     k = min(TOP_K, row.size)
-    keys = row if not np.isnan(row.max()) else np.nan_to_num(row, nan=-np.inf)
-    part = np.argpartition(keys, row.size - k)[row.size - k :]
-    part = np.sort(part)
-    order = part[np.argsort(-keys[part], kind="stable")]
-    return order.tolist(), row[order].tolist()
+    whole = row.size - row.size % _GROUP
+    bests = row[:whole].reshape(_GROUP, -1).max(axis=0)  # columns: ten times faster than rows
+    if bests.size < 2 * k or bests[-1] != bests[-1] or not np.isfinite(bests.max()):
+        candidates = np.arange(row.size)
+    else:
+        bar = np.partition(bests, bests.size - k)[bests.size - k]
+        candidates = np.flatnonzero(row >= bar)
+    values = row[candidates]
+    order = np.lexsort((candidates, -values, ~np.isnan(values)))[:k]
+    return candidates[order].tolist(), values[order].tolist()
 
 
 def _reduce_on_device(name: str, row: Tensor, chosen: Tensor | None, buffer: StepBuffer) -> None:
@@ -183,17 +226,16 @@ def _device_histogram(row: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 def _sent(values: Values) -> _Row:
     lse, entropy, mine, low, high, rank, n_nan, n_inf = values["logits.scalars"].tolist()
-    finite = np.isfinite(high - low)
     return _Row(
-        lse,
-        entropy,
-        values["logits.top"].tolist(),
-        values["logits.ids"].tolist(),
-        mine,
-        int(rank),
-        low,
-        high,
-        int(n_nan),
-        int(n_inf),
-        counts=tuple(values["logits.histogram"].tolist()) if finite else (),
+        lse=lse,
+        entropy=entropy,
+        top=values["logits.top"].tolist(),
+        ids=values["logits.ids"].tolist(),
+        chosen=mine,
+        rank=int(rank),
+        n_nan=int(n_nan),
+        n_inf=int(n_inf),
+        low=low,
+        high=high,
+        counts=tuple(values["logits.histogram"].tolist()) if math.isfinite(high - low) else (),
     )

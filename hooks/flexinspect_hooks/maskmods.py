@@ -23,6 +23,7 @@ from flexinspect.masks import (
     MaskRule,
     block_tables,
     row_chunks,
+    row_tables,
     stack_block_rows,
 )
 
@@ -156,6 +157,8 @@ def window_tables(rule: MaskRule, window: Window) -> BlockTables:
         whole = rule.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
         kept = whole[:, window.kv_offset :]
         return stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
+    if window.q_len == 1:
+        return row_tables(rule, window.q_offset, window.kv_len)
     return block_tables(rule, window.q_len, window.kv_len, q_offset=window.q_offset)
 
 

@@ -51,7 +51,8 @@ class RuleMask:
         """Return the mask of the window; a decode step computes its one row."""
         tables = window_tables(self.rule, window)
         mask_mod = self._mask_mod(window)
-        mark(mask_mod, f"{self.rule}@{window.q_offset},{window.kv_offset}", broadcasts=True)
+        identity = f"{self.rule}@{window.q_offset},{window.kv_offset}"
+        mark(mask_mod, identity, broadcasts=True)
         if overlay is not None:
             mask_mod = narrowed(mask_mod, overlay, window)
             tables = all_partial(tables)
@@ -76,7 +77,7 @@ class OwnMask:
     def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
         """Return the mask of the window, its tables made from 128 rows at a time."""
         mask_mod = shifted(self.mask_mod, window)
-        mark(mask_mod, f"{self.name}@{window.q_offset},{window.kv_offset}", broadcasts=False)
+        mark(mask_mod, f"{self.name}@{window.q_offset},{window.kv_offset}")
         if overlay is not None:
             mask_mod = narrowed(mask_mod, overlay, window)
         return self._cache.block_mask(self._table(mask_mod, window), mask_mod, window)
@@ -114,11 +115,11 @@ def narrowed(mask_mod: MaskMod, overlay: MaskMod, window: Window) -> MaskMod:
         return mask_mod(b, h, q_idx, kv_idx) & other(b, h, q_idx, kv_idx)
 
     identity = f"{getattr(mask_mod, 'flexinspect_identity', '')}&{overlay.__qualname__}"
-    mark(both, identity, broadcasts=False)
+    mark(both, identity)
     return both
 
 
-def mark(mask_mod: MaskMod, identity: str, *, broadcasts: bool) -> None:
+def mark(mask_mod: MaskMod, identity: str, *, broadcasts: bool = False) -> None:
     """Note on a rule what it is made from, and whether it may be called with index grids.
 
     `broadcasts` is true only for rules of comparisons and one-dimensional look-ups, for which one

@@ -7,14 +7,18 @@ is the mask that ran; where a kernel gives no LSE, the row's output is recompute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from flexinspect.prompts import Segment
-from flexinspect_hooks.buffer import StepBuffer
+from flexinspect.records import Array
+from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.received import ReceivedMask
 
 if TYPE_CHECKING:
@@ -26,89 +30,108 @@ class MassReducer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._member = torch.zeros(0, 1, device=device)
+        self.begin(())
 
     def begin(self, segments: Sequence[Segment]) -> None:
-        """Prepare membership, float (positions, segments), for a generation's segments."""
-        self._segments = tuple(segments)
-        length = max((segment.stop for segment in segments), default=0)
-        self._member = self._membership(max(length, 1))
-
-    def _membership(self, length: int) -> Tensor:
-        member = torch.zeros(length, max(len(self._segments), 1))
-        for index, segment in enumerate(self._segments):
-            member[segment.start : segment.stop, index] = 1
-        # Positions past the last segment belong to it: generation may go on beyond the plan.
-        member[max((s.stop for s in self._segments), default=0) :, -1] = 1
-        return member.to(self._device)
+        """Take a generation's segments; the last one is open, as generation may go on."""
+        borders = [segment.start for segment in segments] or [0]
+        self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
 
     def reduce(
         self,
         refs: Sequence[CallRef],
         numbers: Sequence[int],
         masks: Sequence[ReceivedMask],
+        kv_after: int,
         buffer: StepBuffer,
     ) -> tuple[str, ...]:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
         Returns how each call was gated: "lse", "output", or "" when its mask was not evaluated.
         """
+        if any(mask.cells is None for mask in masks):
+            return ()
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, ref in enumerate(refs):
             key = (numbers[index], *ref.key.shape[1:], ref.query.shape[1], ref.lse is not None)
             groups.setdefault(key, []).append(index)
-        parts, order, kinds = [], [], [""] * len(refs)
         for key, members in groups.items():
-            newest, with_lse = masks[key[0]].newest, key[-1]
-            if newest is None:
-                return ()
-            parts.append(self._rows([refs[i] for i in members], newest))
-            order += members
-            for i in members:
-                kinds[i] = "lse" if with_lse else "output"
-        self._put(parts, order, buffer)
-        return tuple(kinds)
+            cells = masks[key[0]].cells
+            assert cells is not None
+            _reduce_group(
+                [refs[i] for i in members],
+                cells[:, -1],
+                self._borders - (kv_after - key[2]),
+                members if len(groups) > 1 else None,
+                buffer,
+            )
+        return tuple("output" if ref.lse is None else "lse" for ref in refs)
 
-    def _put(
-        self,
-        parts: list[tuple[Tensor, Tensor, Tensor, Tensor]],
-        order: list[int],
-        buffer: StepBuffer,
-    ) -> None:
-        names = ("attention.mass", "attention.lse", "attention.entropy", "attention.gate")
-        for name, tensors in zip(names, zip(*parts, strict=True), strict=True):
-            joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            if order != sorted(order):
-                joined = joined[torch.tensor(order, device=joined.device).argsort()]
-            buffer.put(name, joined)
 
-    def _rows(
-        self, refs: Sequence[CallRef], newest: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        scores = _scores(refs)
-        kernel_lse = refs[0].lse is not None
-        closed = ~(newest if newest.shape[0] in (1, scores.shape[1]) else newest[:1])
-        if kernel_lse:
-            lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
-        else:
-            lse = torch.logsumexp(scores.masked_fill(closed, -torch.inf), -1)
-        # A row that sees nothing has LSE -inf and no weights; its mass is 0.
-        seen = lse > -torch.inf
-        weights = torch.exp(scores - lse.masked_fill(~seen, 0.0)[..., None])
-        weights.masked_fill_(closed, 0.0)
-        mass = weights @ self._members_of(scores.shape[-1])
-        total = mass.sum(-1)
-        if kernel_lse:
-            gate = (total - seen.to(total.dtype)).abs().amax(-1)
-        else:
-            gate = torch.stack([_output_gate(r, w) for r, w in zip(refs, weights, strict=True)])
-        entropy = lse * total - (weights * scores).sum(-1)
-        return mass, lse, entropy, gate
+def gathered(values: Values, n_calls: int) -> dict[str, Array]:
+    """Return mass, lse, entropy and gate of all calls in their order, from the groups' results."""
+    out: dict[str, Array] = {}
+    for key, part in values.items():
+        if not key.startswith(_PREFIX):
+            continue
+        name, _, members = key.removeprefix(_PREFIX).partition("/")
+        if not members:
+            out[name] = part
+            continue
+        whole = out.setdefault(name, np.zeros((n_calls, *part.shape[1:]), part.dtype))
+        whole[[int(member) for member in members.split(",")]] = part
+    return out
 
-    def _members_of(self, kv_len: int) -> Tensor:
-        if kv_len > self._member.shape[0]:
-            self._member = self._membership(2 * kv_len)
-        return self._member[:kv_len]
+
+_PREFIX = "attention/"
+
+
+def _reduce_group(
+    refs: Sequence[CallRef],
+    newest: Tensor,
+    borders: Tensor,
+    members: Sequence[int] | None,
+    buffer: StepBuffer,
+) -> None:
+    """Reduce the newest rows of layers that share a mask and a shape; the keys are not kept."""
+    scores = _scores(refs)
+    closed = ~(newest if newest.shape[0] in (1, scores.shape[1]) else newest[:1])
+    suffix = "" if members is None else "/" + ",".join(map(str, members))
+    if refs[0].lse is not None:
+        lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
+        buffer.later(partial(_mass, suffix), scores, lse, closed, borders)
+        return
+    lse = torch.logsumexp(scores.masked_fill(closed, -torch.inf), -1)
+    results = _mass(suffix, torch, scores, lse, closed, borders)
+    weights = torch.exp(scores - lse[..., None]).masked_fill(closed, 0.0)
+    pairs = zip(refs, torch.nan_to_num(weights), strict=True)
+    results[f"{_PREFIX}gate{suffix}"] = torch.stack([_output_gate(ref, w) for ref, w in pairs])
+    for name, tensor in results.items():
+        buffer.put(name, tensor)
+
+
+def _mass(suffix: str, xp: Any, scores: Any, lse: Any, closed: Any, borders: Any) -> dict[str, Any]:
+    """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+
+    `scores` (layers, q heads, keys), `lse` (layers, q heads) of the kernel, `closed` broadcastable
+    to one layer of scores, `borders` (segments + 1) where segments begin among the keys; `xp` is
+    torch or numpy. Segments are summed by running sums between borders.
+    """
+    # A row that sees nothing has LSE -inf and no weights; its mass is 0.
+    seen = lse > -math.inf
+    shift = xp.where(seen, lse, xp.zeros_like(lse))
+    weights = xp.exp(scores - shift[..., None])
+    weights = xp.where(closed, xp.zeros_like(weights), weights)
+    sums = xp.cumsum(weights, axis=-1)
+    places = xp.clip(borders, 0, scores.shape[-1])
+    upto = sums[..., xp.clip(places - 1, 0, None)]
+    upto = xp.where(places > 0, upto, xp.zeros_like(upto))
+    total = sums[..., -1]
+    names = ("mass", "lse", "entropy", "gate")
+    entropy = shift * total - xp.sum(weights * scores, axis=-1)
+    gate = xp.amax(xp.abs(total - xp.where(seen, 1.0, 0.0)), axis=-1)
+    values = (upto[..., 1:] - upto[..., :-1], lse, entropy, gate)
+    return {f"{_PREFIX}{name}{suffix}": value for name, value in zip(names, values, strict=True)}
 
 
 def _scores(refs: Sequence[CallRef]) -> Tensor:
@@ -120,11 +143,15 @@ def _scores(refs: Sequence[CallRef]) -> Tensor:
     first = refs[0]
     kv_heads, kv_len, head_dim = first.key.shape[1:]
     scale = first.scale if first.scale is not None else head_dim**-0.5
-    queries = torch.stack([ref.query[0, :, -1] for ref in refs]).float() * scale
+    if first.query.shape[2] == 1:
+        queries = torch.cat([ref.query for ref in refs]).float() * scale
+    else:
+        queries = torch.stack([ref.query[0, :, -1] for ref in refs]).float() * scale
     grouped = queries.view(len(refs), kv_heads, -1, head_dim)
     scores = queries.new_empty(len(refs), kv_heads, grouped.shape[2], kv_len)
     for ref, query, out in zip(refs, grouped.unbind(), scores.unbind(), strict=True):
-        torch.bmm(query, ref.key[0].float().mT, out=out)
+        key = ref.key[0]
+        torch.bmm(query, (key if key.dtype is torch.float32 else key.float()).mT, out=out)
     flat = scores.view(len(refs), -1, kv_len)
     return first.softcap * torch.tanh(flat / first.softcap) if first.softcap else flat
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +62,9 @@ class ModuleHook:
         if step.level == "basic" and on_cpu and _looks_healthy(step):
             return []
         stack = torch.stack([output[0] for _, output in kept])
-        buffer.put("modules.stats", _statistics(stack.flatten(1), on_cpu=on_cpu))
+        # A prompt has many rows, for which torch's threads are worth having.
+        reduce = partial(_statistics, on_cpu)
+        buffer.later(reduce, stack.flatten(1).float(), wait=step.q_len == 1)
         if step.level == "extreme":
             for layer, output in kept:
                 if layer in self._context.layers:
@@ -90,28 +94,28 @@ def _looks_healthy(step: StepContext) -> bool:
     """
     if step.logits is None:
         return False
-    best = step.logits.max() if step.chosen is None else step.logits[step.chosen.reshape(())]
-    return bool(torch.isfinite(best))
+    best = step.logits.max() if step.token_id is None else step.logits[step.token_id]
+    return math.isfinite(float(best))
 
 
-def _statistics(rows: Tensor, *, on_cpu: bool) -> Tensor:
-    """Return (layers, 7) float32: min, max, mean, std, norm, NaN count, count of not finite.
+def _statistics(on_cpu: bool, xp: Any, rows: Any) -> dict[str, Any]:
+    """Return (layers, 7): min, max, mean, std, norm, NaN count, count of not finite.
 
-    `rows` is (layers, values). std is that of the population, from norm and mean in float64: two
-    passes of fast reductions instead of torch's slow one, with an error of about 1e-7 * norm².
+    `rows` is float32 (layers, values), `xp` torch or numpy. std is that of the population, from
+    norm and mean: fast reductions instead of a slow one, with an error of about 1e-7 * norm².
+    NaN and Inf show in min and max; they are counted when there are any, or always where looking
+    would wait for the device.
     """
-    rows = rows.float()
     n_values = rows.shape[1]
-    low, high = torch.aminmax(rows, dim=1)
-    mean = rows.mean(dim=1)
-    norm = torch.linalg.vector_norm(rows, dim=1)
-    std = (norm.double().square() / n_values - mean.double().square()).clamp(min=0).sqrt().float()
-    if on_cpu and bool(torch.isfinite(high - low).all()):
-        n_nan = n_bad = torch.zeros_like(low)
-    else:
-        n_nan = torch.isnan(rows).sum(1).float()
-        n_bad = n_values - torch.isfinite(rows).sum(1).float()
-    return torch.stack((low, high, mean, std, norm, n_nan, n_bad), 1)
+    low, high = xp.amin(rows, axis=1), xp.amax(rows, axis=1)
+    mean, norm = xp.mean(rows, axis=1), xp.linalg.norm(rows, axis=1)
+    std = xp.sqrt(xp.clip(norm * norm / n_values - mean * mean, 0, None))
+    n_nan = n_bad = xp.zeros_like(mean)
+    if not (on_cpu and bool(xp.isfinite(high - low).all())):
+        one = xp.ones_like(mean)
+        n_nan = xp.sum(xp.isnan(rows), axis=1) * one
+        n_bad = (n_values - xp.sum(xp.isfinite(rows), axis=1)) * one
+    return {"modules.stats": xp.stack((low, high, mean, std, norm, n_nan, n_bad), 1)}
 
 
 def _record(layer: int, name: str, row: list[float]) -> LayerStatRecord:

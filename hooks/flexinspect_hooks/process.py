@@ -26,6 +26,7 @@ from flexinspect.models import ModelSource
 from flexinspect.provenance import git_state
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.cores import available_cores
 
 if TYPE_CHECKING:
     from flexinspect_hooks.models import LoadedModel
@@ -191,6 +192,7 @@ class CaptureProcess:
             level=self.job.level,
             layers=parse_layers(self.job.layers, n_layers),
             text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
+            copy_logits=False,
         )
 
     def _generations(
@@ -309,9 +311,8 @@ def _versions() -> dict[str, str]:
 
 
 def _default_threads() -> int:
-    """Leave one core to everybody else: a busy neighbour makes OpenMP barriers spin for ms."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max((cpus or 2) - 1, 1)
+    """Leave one core to everybody else: a busy neighbour makes OpenMP barriers wait for ms."""
+    return max(available_cores() - 1, 1)
 
 
 def _traceback(error: BaseException) -> str:

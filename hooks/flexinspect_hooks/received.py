@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,39 +33,36 @@ MAX_CELLS = 1 << 26
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceivedMask:
-    """One distinct mask of a step. `cells` and `newest` leave before the writer thread gets it.
+    """One distinct mask of a step. `rule` is the mask_mod itself.
 
-    `cells`: executed by rule, bool (heads, q_len, kv_len) or None at level basic; `newest`: its
-    last row, (heads, kv_len).
+    `cells` is what the path that ran executed, bool (heads, q_len, kv_len); None at level basic,
+    and dropped before the writer thread gets the mask.
     """
 
     number: int
-    kind: str
-    batch: int
-    heads: int
     q_len: int
     kv_len: int
     q_offset: int
     compiled: bool
-    parameters: str
+    kind: str = "none"
+    batch: int = 1
+    heads: int = 1
+    parameters: str = ""
     block: tuple[int, int] | None = None
     rule: Any = None
     cells: Tensor | None = None
-    newest: Tensor | None = None
-
-    def without_tensors(self) -> ReceivedMask:
-        """Return the same without device memory, for the writer thread."""
-        return replace(self, cells=None, newest=None)
 
 
 class MaskBook:
     """Knows which masks the trace already holds."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._indices = _Indices(device)
         self._stored: set[str] = set()
+        self._last_key = b"|||"
+        self._last_tables = _Tables()
 
     def collect(
         self, refs: Sequence[CallRef], step: StepContext, buffer: StepBuffer
@@ -74,7 +71,10 @@ class MaskBook:
         found: dict[tuple[Any, ...], ReceivedMask] = {}
         numbers = []
         for ref in refs:
-            key = (id(ref.mask), ref.path, ref.query.shape[2], ref.key.shape[2])
+            mask = ref.mask
+            # A block mask must fit its call exactly, so its identity says the lengths as well.
+            lengths = () if isinstance(mask, BlockMask) else (ref.query.shape[2], ref.key.shape[2])
+            key = (id(mask), ref.told_path, lengths)
             if key not in found:
                 found[key] = self._look_at(ref, len(found), step, buffer)
             numbers.append(found[key].number)
@@ -93,63 +93,58 @@ class MaskBook:
                     buffer.put(f"mask.{number}.{name}", table)
         if step.level == "basic" or mask.heads * mask.q_len * mask.kv_len > MAX_CELLS:
             return mask
-        cells = _cells(ref, mask, self._device)
-        if mask.compiled and isinstance(ref.mask, BlockMask):
-            cells = _as_compiled(cells, ref.mask)
-        buffer.put(f"mask.{number}.cells", cells)
-        return replace(mask, cells=cells, newest=cells[:, -1])
+        mask.cells = _executed(ref.mask, mask, self._indices)
+        buffer.put(f"mask.{number}.cells", mask.cells)
+        return mask
 
-    def record(self, mask: ReceivedMask, values: Values, draft: StepDraft) -> str | None:
-        """Store the mask if it is new; return its fingerprint (None when there was no mask)."""
+    def record(self, mask: ReceivedMask, values: Values, draft: StepDraft) -> str:
+        """Store the mask if it is new; return its fingerprint (writer thread)."""
         prefix = f"mask.{mask.number}."
-        mine = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
-        fingerprint = _fingerprint(mask, mine)
+        tables = self._tables_of([values.get(prefix + name) for name in _TABLES])
+        cells = values.get(prefix + "cells")
+        fingerprint = _fingerprint(mask, tables, cells)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
-            draft.masks.append(_mask_record(mask, fingerprint, mine))
+            draft.masks.append(_mask_record(mask, fingerprint, tables, cells))
         return fingerprint
+
+    def _tables_of(self, raw: Sequence[npt.NDArray[Any] | None]) -> _Tables:
+        """Return the block lists as grids; the same as last time while they are the same."""
+        key = b"|".join(b"" if table is None else table.tobytes() for table in raw)
+        if key != self._last_key:
+            self._last_key = key
+            full = _block_grid(raw[2], raw[3])
+            if full is not None and not full.any():
+                full = None
+            self._last_tables = _Tables(_block_grid(raw[0], raw[1]), full)
+        return self._last_tables
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Block tables of batch 0, bool (heads, row blocks, key blocks); None where there are none."""
+
+    partial: npt.NDArray[np.bool_] | None = None
+    full: npt.NDArray[np.bool_] | None = None
 
 
 def _describe(ref: CallRef, number: int, step: StepContext) -> ReceivedMask:
-    plain = ReceivedMask(
-        number=number,
-        kind="none",
-        batch=1,
-        heads=1,
-        q_len=ref.query.shape[2],
-        kv_len=ref.key.shape[2],
-        q_offset=step.kv_before,
-        compiled=ref.path == "flex compiled",
-        parameters="",
-    )
-    if isinstance(ref.mask, BlockMask):
-        return _describe_block_mask(ref.mask, plain)
-    if isinstance(ref.mask, Tensor) and ref.mask.dim() == 4:
-        return _describe_tensor(ref.mask, plain)
-    return replace(plain, kind="none, causal") if _implied_causal(ref) else plain
-
-
-def _describe_block_mask(mask: BlockMask, plain: ReceivedMask) -> ReceivedMask:
-    size_q, size_kv = mask.BLOCK_SIZE
-    return replace(
-        plain,
-        kind="block",
-        batch=mask.shape[0],
-        heads=mask.shape[1],
-        block=(int(size_q), int(size_kv)),
-        rule=mask.mask_mod,
-        parameters=rule_parameters(mask.mask_mod),
-    )
-
-
-def _describe_tensor(mask: Tensor, plain: ReceivedMask) -> ReceivedMask:
-    return replace(
-        plain,
-        kind="bool" if mask.dtype is torch.bool else "float",
-        batch=int(mask.shape[0]),
-        heads=int(mask.shape[1]),
-        parameters=f"{tuple(mask.shape)}{mask.dtype}",
-    )
+    compiled = ref.path == "flex compiled"
+    q_len, kv_len = ref.query.shape[2], ref.key.shape[2]
+    mask = ReceivedMask(number, q_len, kv_len, step.kv_before, compiled)
+    received = ref.mask
+    if isinstance(received, BlockMask):
+        size_q, size_kv = received.BLOCK_SIZE
+        mask.kind, mask.block = "block", (int(size_q), int(size_kv))
+        mask.batch, mask.heads = received.kv_num_blocks.shape[:2]
+        mask.rule, mask.parameters = received.mask_mod, rule_parameters(received.mask_mod)
+    elif isinstance(received, Tensor) and received.dim() == 4:
+        mask.kind = "bool" if received.dtype is torch.bool else "float"
+        mask.batch, mask.heads = received.shape[:2]
+        mask.parameters = f"{tuple(received.shape)}{received.dtype}"
+    elif _implied_causal(ref):
+        mask.kind = "none, causal"
+    return mask
 
 
 def _implied_causal(ref: CallRef) -> bool:
@@ -157,30 +152,41 @@ def _implied_causal(ref: CallRef) -> bool:
     return ref.path == "sdpa" and ref.is_causal and ref.query.shape[2] > 1
 
 
-def _cells(ref: CallRef, mask: ReceivedMask, device: torch.device) -> Tensor:
-    """Return what the call's mask opens, bool (heads, q_len, kv_len), batch 0."""
-    if isinstance(ref.mask, BlockMask):
-        return _rule_cells(ref.mask, mask.heads, mask.q_len, mask.kv_len, device)
-    if isinstance(ref.mask, Tensor) and ref.mask.dim() == 4:
-        tensor = ref.mask[0, :, :, : mask.kv_len]
+def _executed(received: Any, mask: ReceivedMask, indices: _Indices) -> Tensor:
+    """Return what a call's mask opens on its path, bool (heads, q_len, kv_len), batch 0."""
+    if isinstance(received, BlockMask):
+        cells = _rule_cells(received, mask.heads, mask.q_len, mask.kv_len, indices)
+        return _as_compiled(cells, received) if mask.compiled else cells
+    if isinstance(received, Tensor) and received.dim() == 4:
+        tensor = received[0, :, :, : mask.kv_len]
         if tensor.dtype is torch.bool:
             return tensor
         # transformers closes a cell with the lowest float; halving it leaves room for sums.
         return tensor > torch.finfo(tensor.dtype).min / 2
-    everything = torch.ones(1, mask.q_len, mask.kv_len, dtype=torch.bool, device=device)
-    if mask.kind == "none, causal":
-        return everything.tril()
-    return everything
+    shape = (1, mask.q_len, mask.kv_len)
+    everything = torch.ones(shape, dtype=torch.bool, device=indices.zero.device)
+    return everything.tril() if mask.kind == "none, causal" else everything
+
+
+class _Indices:
+    """Index tensors that are made once and sliced, as every operation counts once per step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.zero = torch.zeros((), dtype=torch.int64, device=device)
+        self._range = torch.arange(0, device=device)
+
+    def upto(self, n: int) -> Tensor:
+        """Return 0, 1, ..., n - 1."""
+        if n > self._range.numel():
+            self._range = torch.arange(max(2 * n, 1024), device=self._range.device)
+        return self._range[:n]
 
 
 def _rule_cells(
-    block_mask: BlockMask, heads: int, q_len: int, kv_len: int, device: torch.device
+    block_mask: BlockMask, heads: int, q_len: int, kv_len: int, indices: _Indices
 ) -> Tensor:
-    mask_mod = block_mask.mask_mod
-    q_idx = torch.arange(q_len, device=device)
-    kv_idx = torch.arange(kv_len, device=device)
-    h_idx = torch.arange(heads, device=device)
-    zero = torch.zeros((), dtype=torch.int64, device=device)
+    mask_mod, zero = block_mask.mask_mod, indices.zero
+    q_idx, kv_idx, h_idx = indices.upto(q_len), indices.upto(kv_len), indices.upto(heads)
     if getattr(mask_mod, "flexinspect_broadcasts", False):
         grid = mask_mod(zero, zero, q_idx[:, None], kv_idx[None])
         return grid.expand(heads, q_len, kv_len)
@@ -217,33 +223,22 @@ def _spread(
     return spread[:, :q_len, :kv_len]
 
 
-def _fingerprint(mask: ReceivedMask, values: dict[str, npt.NDArray[Any]]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
+def _fingerprint(mask: ReceivedMask, tables: _Tables, cells: npt.NDArray[Any] | None) -> str:
+    """Hash what tells masks apart: kind, lengths, rule with its values, tables, dense cells."""
     key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
     name = "" if mask.rule is None else rule_name(mask.rule)
-    digest.update(f"{key}{name}{mask.parameters}".encode())
-    if mask.kind in ("bool", "float", "none", "none, causal") and "cells" in values:
-        digest.update(np.packbits(values["cells"]).tobytes())
-    for name in _TABLES:
-        if name in values:
-            digest.update(_listed(values, name).tobytes())
+    digest = hashlib.blake2b(f"{key}{name}{mask.parameters}".encode(), digest_size=8)
+    if mask.rule is None and cells is not None:
+        digest.update(np.packbits(cells).tobytes())
+    for grid in (tables.partial, tables.full):
+        if grid is not None:
+            digest.update(grid.tobytes())
     return digest.hexdigest()
 
 
-def _listed(values: dict[str, npt.NDArray[Any]], name: str) -> npt.NDArray[Any]:
-    """Return a table with its undefined entries, those past each row's count, set to -1."""
-    table = values[name]
-    if not name.endswith("indices"):
-        return np.ascontiguousarray(table)
-    counts = values[name.replace("indices", "num_blocks")]
-    listed = np.arange(table.shape[-1]) < counts[..., None]
-    return np.where(listed, table, -1).astype(np.int32)
-
-
 def _mask_record(
-    mask: ReceivedMask, fingerprint: str, values: dict[str, npt.NDArray[Any]]
+    mask: ReceivedMask, fingerprint: str, tables: _Tables, cells: npt.NDArray[Any] | None
 ) -> MaskRecord:
-    cells = values.get("cells")
     return MaskRecord(
         fingerprint=fingerprint,
         kind=mask.kind,
@@ -257,20 +252,21 @@ def _mask_record(
         rule=None if mask.rule is None else rule_name(mask.rule),
         rule_source=None if mask.rule is None else rule_source(mask.rule),
         compiled=mask.compiled,
-        cells=None if cells is None else np.asarray(cells, np.bool_),
-        partial=_block_grid(values, "kv_num_blocks", "kv_indices"),
-        full=_block_grid(values, "full_kv_num_blocks", "full_kv_indices"),
+        cells=cells,
+        partial=tables.partial,
+        full=tables.full,
     )
 
 
 def _block_grid(
-    values: dict[str, npt.NDArray[Any]], counts: str, indices: str
+    counts: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None
 ) -> npt.NDArray[np.bool_] | None:
     """Return a block list of batch 0 as bool (heads, row blocks, key blocks)."""
-    if counts not in values or indices not in values:
+    if counts is None or indices is None:
         return None
-    listed = _listed(values, indices)[0]
-    n_columns = listed.shape[-1]
+    n_columns = indices.shape[-1]
+    # Entries past a row's count are undefined, so they are sent to a column that is cut off.
+    listed = np.where(np.arange(n_columns) < counts[0, ..., None], indices[0], n_columns)
     grid = np.zeros((*listed.shape[:-1], n_columns + 1), np.bool_)
-    np.put_along_axis(grid, np.where(listed < 0, n_columns, listed), True, axis=-1)
+    np.put_along_axis(grid, listed.astype(np.intp), True, axis=-1)
     return grid[..., :n_columns]

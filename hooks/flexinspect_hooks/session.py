@@ -27,6 +27,7 @@ from flexinspect.records import (
 )
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
+from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Rule, Sink
@@ -43,6 +44,8 @@ class CaptureSession:
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
     layers whose activations are stored at extreme (None: all). `text_of` decodes one token id.
+    `copy_logits` copies each step's row of logits, as loops may divide it in place before it is
+    recorded; a loop that never does so need not pay for it.
 
     Raises `UsageError` for an unknown level.
     """
@@ -57,7 +60,9 @@ class CaptureSession:
         text_of: Callable[[int], str] = str,
         hooks: Sequence[Hook] | None = None,
         rules: Sequence[Rule] = (),
+        copy_logits: bool = True,
     ) -> None:
+        self._copy_logits = copy_logits
         self.level = check_level(level)
         self.recorder = Recorder(sink, rules=rules)
         self.recorder.on_hook_error = self._hook_failed
@@ -118,12 +123,16 @@ class CaptureSession:
     # -- a generation ----------------------------------------------------------------------------
 
     def begin_generation(self, record: GenerationRecord) -> None:
-        """Start a generation; its segments give meaning to positions."""
+        """Start a generation; its segments give meaning to positions.
+
+        Returns once the prompt is in the trace, so that it is there whatever the prefill does.
+        """
         self._clock.begin(record.generation)
         self.context.segments = self._segments = record.segments
         self.recorder.put(record)
         for hook in list(self._hooks):
             self._guard(hook, hook.begin, self.context)
+        self.recorder.drain()
 
     def end_generation(self, record: GenerationEnd) -> None:
         """End a generation, dropping a step whose token was never chosen."""
@@ -146,8 +155,8 @@ class CaptureSession:
         if self._step is not None:
             logits = getattr(output, "logits", None)
             if isinstance(logits, Tensor):
-                # A copy of one row: users divide logits in place, and this is what the model gave.
-                self._step.logits = logits[0, -1].detach().clone()
+                row = logits[0, -1].detach()
+                self._step.logits = row.clone() if self._copy_logits else row
 
     def chose(self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None) -> None:
         """Close the step: `chosen` (0-dim) is the token's id, `scores` (V,) what it was drawn from.
@@ -159,7 +168,7 @@ class CaptureSession:
             return
         started = time.perf_counter()
         step.wall_ms = (started - step.started) * 1e3
-        step.chosen, step.scores = chosen, scores
+        step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
         buffer = StepBuffer(self._device, self._stream)
         with torch.no_grad():
             kept = [
@@ -184,19 +193,23 @@ class CaptureSession:
             self._step = None
 
     def cost(self) -> dict[str, float | int]:
-        """Return what capture took so far.
+        """Return what capture took so far, in seconds, and its `ratio` to the time without it.
 
-        `ratio` is capture time in the model's thread over the time without it; `writer_s` is CPU
-        time of the writer thread, which runs beside the model.
+        `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
+        writer counts in the ratio where torch uses every core: then it runs at the model's expense.
         """
-        without = max(self.total_s - self.capture_s, 1e-9)
+        writer_s = self.recorder.writer_s
+        spent = self.capture_s + (writer_s if self._cores_are_taken() else 0.0)
         return {
             "capture_s": round(self.capture_s, 6),
+            "writer_s": round(writer_s, 6),
             "total_s": round(self.total_s, 6),
-            "ratio": round(self.capture_s / without, 5),
-            "writer_s": round(self.recorder.writer_s, 6),
+            "ratio": round(spent / max(self.total_s - spent, 1e-9), 5),
             "steps": self.recorder.n_steps,
         }
+
+    def _cores_are_taken(self) -> bool:
+        return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
 
     # -- trouble ---------------------------------------------------------------------------------
 

@@ -47,8 +47,8 @@ class MemorySink:
     def begin_generation(self, record: GenerationRecord) -> None:
         self.steps.clear()
 
-    def write_step(self, record: StepRecord) -> None:
-        self.steps.append(record)
+    def write_steps(self, records: Sequence[StepRecord]) -> None:
+        self.steps += records
 
     def write_event(self, record: EventRecord) -> None:
         self.events.append(record)
@@ -400,10 +400,10 @@ def test_a_failing_hook_is_recorded_and_switched_off(
 
 def test_a_full_disk_stops_the_recording_and_not_the_model(llama: Any, prompt: Prompt) -> None:
     class FullSink(MemorySink):
-        def write_step(self, record: StepRecord) -> None:
-            if len(self.steps) == 2:
+        def write_steps(self, records: Sequence[StepRecord]) -> None:
+            if self.steps:
                 raise TraceWriteError("The disk is full.")
-            super().write_step(record)
+            super().write_steps(records[:1])
 
     sink = FullSink()
     session = CaptureSession(llama, sink)
@@ -411,7 +411,7 @@ def test_a_full_disk_stops_the_recording_and_not_the_model(llama: Any, prompt: P
         begin(session, prompt)
         out = generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
     assert len(out.token_ids) == NEW
-    assert len(sink.steps) == 2
+    assert len(sink.steps) == 1
     assert session.recorder.failure is not None
 
 

@@ -87,6 +87,22 @@ def test_block_tables_equal_those_of_create_block_mask(n_q: int, n_kv: int, offs
         assert ours.sum(axis=1).tolist() == counts.tolist()
 
 
+@settings(max_examples=200, deadline=None)
+@given(rules(), st.integers(0, 45))
+def test_the_tables_of_one_row_equal_those_made_from_its_cells(rule: MaskRule, q_idx: int) -> None:
+    wide = MaskRule(
+        "wide",
+        tuple(8 * s for s in rule.starts),
+        tuple(8 * h for h in rule.head),
+        tuple(min(8 * low, masks.NOTHING) for low in rule.low),
+    )
+    q_idx *= 8
+    mine = masks.row_tables(wide, q_idx, q_idx + 1)
+    cells = block_tables(wide, 1, q_idx + 1, q_offset=q_idx)
+    assert (mine.partial == cells.partial | cells.full).all()
+    assert not mine.full.any()
+
+
 def test_a_decode_step_computes_its_one_row_and_never_a_grid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,7 +116,7 @@ def test_a_decode_step_computes_its_one_row_and_never_a_grid(
     monkeypatch.setattr(MaskRule, "dense", spy)
     source = RuleMask(causal(), length=5000, device=CPU, compiled=False)
     source.block_mask(Window(1, 4001, 4000), None)
-    assert asked == [1]
+    assert all(n_rows <= 1 for n_rows in asked)
     asked.clear()
     block_tables(causal(), 1000, 1000)
     assert max(asked) <= BLOCK
