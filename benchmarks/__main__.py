@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks import capture, engine, writing
-from benchmarks.common import bench_model, machine, save
+from benchmarks.common import bench_model, machine, real_model, save
 
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "engine-uncompiled": lambda model, rounds: engine.measure(model, rounds=rounds, compiled=False),
@@ -29,16 +29,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--model", help="an alias, with random weights in bfloat16 (default: the small Llama)"
+    )
     args = parser.parse_args()
     unknown = [name for name in args.cases if name not in CASES]
     if unknown:
         parser.error(f"unknown case {unknown[0]}; the cases are {', '.join(CASES)}")
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     torch.set_num_threads(args.threads)
-    model = bench_model(args.device)
+    model = real_model(args.model, args.device) if args.model else bench_model(args.device)
     for name in args.cases:
         facts = CASES[name](model, args.rounds)
-        save(name, {"case": name, "machine": machine(args.device), **facts})
+        save(name, {"case": name, "model": args.model, "machine": machine(args.device), **facts})
 
 
 if __name__ == "__main__":

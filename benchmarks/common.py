@@ -45,6 +45,16 @@ def bench_model(device: str = "cpu") -> Any:
     return LlamaForCausalLM(config).to(device).eval().requires_grad_(False)
 
 
+def real_model(alias: str, device: str) -> Any:
+    """Return a model of the registry at its real size, with random weights in bfloat16."""
+    from flexinspect.models import resolve
+    from flexinspect_hooks.models import load
+
+    loaded = load(resolve(alias), device=device, dtype="bfloat16", weights="random")
+    loaded.model.generation_config.eos_token_id = None
+    return loaded.model
+
+
 def bench_prompt(new_tokens: int = NEW) -> Prompt:
     """Return five isolated paraphrases of 47 tokens, BOS, separators and cue: 256 ids."""
     paraphrases = tuple(tuple(range(10 + 50 * i, 57 + 50 * i)) for i in range(5))

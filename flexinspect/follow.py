@@ -10,14 +10,34 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow, GenerationRow, StepRow
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A generation began."""
+
+    generation: GenerationRow
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step is in the trace, with the tokens it chose."""
+
+    step: StepRow
+    tokens: list[TokenRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A generation ended."""
+
+    generation: GenerationRow
+
+
 @dataclass(slots=True)
 class News:
-    """What a look found: events, and steps with the tokens they chose."""
+    """What a look found: events, and what happened to generations in its order."""
 
     events: list[EventRow] = field(default_factory=list)
-    started: list[GenerationRow] = field(default_factory=list)
-    steps: list[tuple[StepRow, list[TokenRecord]]] = field(default_factory=list)
-    ended: list[GenerationRow] = field(default_factory=list)
+    happened: list[Started | Stepped | Ended] = field(default_factory=list)
 
 
 class TraceFollower:
@@ -61,15 +81,15 @@ class TraceFollower:
             return False
         row = rows[self._generation]
         if not self._announced:
-            news.started.append(row)
+            news.happened.append(Started(row))
             self._announced = True
         steps = self._reader.steps(self._generation, start=self._next_step)
         for step in steps:
             tokens = self._reader.step_tokens(self._generation, step.step)
-            news.steps.append((step, tokens))
+            news.happened.append(Stepped(step, tokens))
             self._next_step = step.step + 1
         if row.state == "recording":
             return False
-        news.ended.append(row)
+        news.happened.append(Ended(row))
         self._generation, self._next_step, self._announced = self._generation + 1, 0, False
         return True

@@ -13,9 +13,10 @@ from flexinspect.capture import CaptureProcess
 from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgress
 from flexinspect.commands.summary import print_summary, summarise
 from flexinspect.errors import TraceError
-from flexinspect.follow import News, TraceFollower
+from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.job import Job
 from flexinspect.text import visible
+from flexinspect.trace.reader import TraceReader
 
 LOOK_EVERY_S = 0.05
 INTERRUPTED = 130
@@ -84,24 +85,23 @@ class LiveRun:
                 return
             self._follower = TraceFollower(state.recording)
         try:
-            self._show(self._follower.look())
+            self._show(self._follower.look(), self._follower.reader)
         except TraceError:
             if state.recording is not None and state.recording.exists():
                 raise
             # The trace was withdrawn or moved to its place; the end of the process tells.
             self._close()
 
-    def _show(self, news: News) -> None:
+    def _show(self, news: News, reader: TraceReader) -> None:
         for row in news.events:
             self._progress.event(row.event)
-        for generation in news.started:
-            assert self._follower is not None
-            self._progress.started(generation, self._follower.reader)
-        for step, tokens in news.steps:
-            assert self._follower is not None
-            self._progress.step(step, tokens, self._follower.reader)
-        for generation in news.ended:
-            self._progress.ended(generation)
+        for what in news.happened:
+            if isinstance(what, Started):
+                self._progress.started(what.generation, reader)
+            elif isinstance(what, Stepped):
+                self._progress.step(what.step, what.tokens, reader)
+            else:
+                self._progress.ended(what.generation)
 
     def _close(self) -> None:
         if self._follower is not None:

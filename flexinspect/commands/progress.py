@@ -159,7 +159,9 @@ class TerminalProgress(Progress):
         bar.add_row(*row)
         lines.append(bar)
         if self.n_tokens:
-            lines.append(Text("  " + visible(self.text), style="green", overflow="fold"))
+            # The end of it: a picture taller than the window cannot be redrawn in place.
+            newest = visible(self.text)[-2 * self.console.width :]
+            lines.append(Text("  " + newest, style="green", overflow="fold"))
             lines.append(Text(f"  token {self.n_tokens}  {self.rate()}", style="dim"))
         return Group(*lines)
 
