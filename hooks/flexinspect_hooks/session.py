@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect import plugins
-from flexinspect.errors import UsageError
+from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     LEVELS,
@@ -34,8 +34,16 @@ from flexinspect_hooks.recorder import FinishedStep, Recorder, Rule, Sink
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return the registered hooks, ready to install, and the sentence of each that failed."""
+    """Return the registered hooks, ready to install, and the sentence of each that failed.
+
+    Raises `FlexInspectError` when none is registered, rather than record nothing.
+    """
     classes, failed = plugins.load_all("flexinspect.hooks")
+    if not classes and not failed:
+        raise FlexInspectError(
+            "No capture hook is registered, so nothing would be recorded.",
+            hint="flexinspect is not installed in this Python: pip install -e . (or make setup).",
+        )
     return [classes[name]() for name in sorted(classes)], failed
 
 
