@@ -61,7 +61,7 @@ class MaskBook:
     def __init__(self, device: torch.device) -> None:
         self._indices = _Indices(device)
         self._stored: set[str] = set()
-        self._last_key = b"|||"
+        self._last_key: tuple[Any, ...] = (None, None, None, None)
         self._last_tables = _Tables()
 
     def collect(
@@ -74,7 +74,7 @@ class MaskBook:
             mask = ref.mask
             # A block mask must fit its call exactly, so its identity says the lengths as well.
             lengths = () if isinstance(mask, BlockMask) else (ref.query.shape[2], ref.key.shape[2])
-            key = (id(mask), ref.told_path, lengths)
+            key = (id(mask), ref.path, lengths)
             if key not in found:
                 found[key] = self._look_at(ref, len(found), step, buffer)
             numbers.append(found[key].number)
@@ -110,7 +110,7 @@ class MaskBook:
 
     def _tables_of(self, raw: Sequence[npt.NDArray[Any] | None]) -> _Tables:
         """Return the block lists as grids; the same as last time while they are the same."""
-        key = b"|".join(b"" if table is None else table.tobytes() for table in raw)
+        key = tuple(None if table is None else (table.shape, table.tobytes()) for table in raw)
         if key != self._last_key:
             self._last_key = key
             full = _block_grid(raw[2], raw[3])

@@ -98,11 +98,12 @@ class CaptureSession:
     # -- life ------------------------------------------------------------------------------------
 
     def __enter__(self) -> CaptureSession:
+        failed: dict[str, str] = {}
         if self._use_built_in:
             self._hooks, failed = built_in_hooks()
-            for name, sentence in failed.items():
-                self._event("hook-off", f"{name}: {sentence}")
         self.recorder.start()
+        for name, sentence in failed.items():
+            self._event("hook-off", f"{name}: {sentence}")
         model = self._model
         for hook in list(self._hooks):
             self._guard(hook, self._install, hook)
@@ -152,7 +153,12 @@ class CaptureSession:
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         started = time.perf_counter()
         self._abandon()
-        step = self._clock.open(args, kwargs, self.level)
+        try:
+            step = self._clock.open(args, kwargs, self.level)
+        except Exception as error:
+            # Whatever was passed, the user's forward goes on; this step is not recorded.
+            self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
+            return
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         self._step, self.context.is_open = step, True
@@ -162,7 +168,7 @@ class CaptureSession:
         self.context.is_open = False
         if self._step is not None:
             logits = getattr(output, "logits", None)
-            if isinstance(logits, Tensor):
+            if isinstance(logits, Tensor) and logits.dim() == 3:
                 row = logits[0, -1].detach()
                 self._step.logits = row.clone() if self._copy_logits else row
 

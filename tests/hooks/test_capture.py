@@ -415,6 +415,22 @@ def test_a_full_disk_stops_the_recording_and_not_the_model(llama: Any, prompt: P
     assert session.recorder.failure is not None
 
 
+def test_a_forward_that_cannot_be_read_goes_on_unrecorded(llama: Any, prompt: Prompt) -> None:
+    class OddCache:
+        def get_seq_length(self) -> int:
+            raise RuntimeError("no length")
+
+    sink = MemorySink()
+    session = CaptureSession(llama, sink)
+    with session:
+        begin(session, prompt)
+        session._open(llama, (), {"past_key_values": OddCache()})
+        session.recorder.drain()
+        assert llama(torch.tensor([prompt.ids])).logits.shape[1] == len(prompt.ids)
+    assert "no length" in sink.events[0].text
+    assert sink.steps == []
+
+
 def test_an_unknown_level_is_refused(llama: Any) -> None:
     with pytest.raises(UsageError, match="basic, advanced, extreme"):
         CaptureSession(llama, MemorySink(), level="all")
