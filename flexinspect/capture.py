@@ -43,7 +43,7 @@ class CaptureProcess:
         self.state = CaptureState()
         self._stderr: deque[str] = deque(maxlen=LAST_WORDS)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "flexinspect_hooks.process"],
+            [sys.executable, "-P", "-m", "flexinspect_hooks.process"],  # -P: nothing from here
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -63,8 +63,9 @@ class CaptureProcess:
     def _send(self, job: Job) -> None:
         assert self._process.stdin is not None
         try:
+            # Left open: that it ends is how the process learns that we are gone.
             self._process.stdin.write(job.to_json() + "\n")
-            self._process.stdin.close()
+            self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it died at once; its exit code and last words tell why
 

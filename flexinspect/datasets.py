@@ -145,7 +145,7 @@ def _import(spec: str) -> Any:
     # A console script has no current folder on its path; the user's module usually lies there.
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)  # last: a file here must not replace an installed module
     module = importlib.import_module(module_name)
     try:
         return getattr(module, attribute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -29,7 +30,7 @@ class SamplingOptions:
 
     def check(self) -> None:
         """Raise `UsageError` for a value that no distribution allows."""
-        if self.temperature <= 0:
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise UsageError("--temperature must be above 0; leave it out for greedy decoding.")
         if not 0 < self.top_p <= 1:
             raise UsageError("--top-p must be above 0 and at most 1.")
@@ -46,7 +47,7 @@ class Job:
     dataset: str = "demo"
     prompts: tuple[str, ...] = ()
     max_samples: int = 1
-    num_paraphrases: int = 5
+    num_paraphrases: int | None = None
     indices: str | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -105,10 +106,14 @@ def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
                 hint="Write for instance --layers 0,3,5-7.",
             ) from None
         chosen.update(span)
-    outside = [layer for layer in sorted(chosen) if not 0 <= layer < n_layers]
-    if outside or not chosen:
+    if not chosen:
         raise UsageError(
-            f"--layers {text}: layer {outside[0] if outside else '?'} does not exist; "
+            f"--layers {text} names no layer.", hint="Write for instance --layers 0-3."
+        )
+    outside = [layer for layer in sorted(chosen) if not 0 <= layer < n_layers]
+    if outside:
+        raise UsageError(
+            f"--layers {text}: layer {outside[0]} does not exist; "
             f"this model has layers 0 to {n_layers - 1}."
         )
     return tuple(sorted(chosen))

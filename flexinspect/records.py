@@ -27,8 +27,9 @@ PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
 class TokenRecord:
     """One position of the sequence.
 
-    `token` is the vocabulary's own string, `text` its decoded form alone. `step` is the step that
-    chose it (None in the prompt). `special` marks BOS, EOS and the like.
+    `token` is the vocabulary's own string, `text` what it adds to the text, so that texts joined
+    are the text (a token that ends in the middle of a character adds nothing). `step` is the step
+    that chose it (None in the prompt). `special` marks BOS, EOS and the like.
     """
 
     pos: int
@@ -132,12 +133,14 @@ class MemoryRecord:
 class MaskRecord:
     """A mask as a layer received it, stored once per fingerprint.
 
-    `kind` is "block" (BlockMask), "bool" or "float" (dense tensor). `q_offset` is the position of
-    row 0 in the sequence. `rule` names the rule (module and qualified name), `rule_source` its
-    first source line and file where known. `cells` is the executed mask, bool of shape
-    (heads, n_q, n_kv) with heads 1 when all share it, or None when it was not evaluated.
-    `partial` and `full` are the block tables of batch 0, bool (heads, row blocks, key blocks);
-    `full` is None when no block is full, both are None at level basic for a decode row.
+    `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
+    mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
+    `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `rule` names the rule
+    (module and qualified name), `rule_source` its file and first line where known. `cells` is the
+    executed mask, bool of shape (heads, n_q, n_kv) with heads 1 when all share it, or None when it
+    was not evaluated. `partial` and `full` are the block tables of batch 0, bool (heads, row
+    blocks, key blocks); `full` is None when no block is full, both are None at level basic for a
+    decode row.
     """
 
     fingerprint: str
@@ -147,6 +150,7 @@ class MaskRecord:
     q_len: int
     kv_len: int
     q_offset: int
+    kv_offset: int = 0
     block_q: int | None = None
     block_kv: int | None = None
     rule: str | None = None

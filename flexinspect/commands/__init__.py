@@ -6,9 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from flexinspect import __version__
 from flexinspect.errors import FlexInspectError
+from flexinspect.text import visible
 
 EXAMPLES = """\
 examples:
@@ -40,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; errors are sentences on stderr."""
+    _make_output_safe()
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:
@@ -48,12 +51,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except FlexInspectError as error:
-        print(f"flexinspect: {error.sentence()}", file=sys.stderr)
+        _say(error.sentence())
         return error.exit_code
     except KeyboardInterrupt:
-        print("flexinspect: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 130
     except BrokenPipeError:
         # The reader of our output is gone; point stdout at nothing so that exit stays quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        # Commands turn what they expect into sentences; what is left is our own output failing.
+        _drop_output()
+        _say(f"Writing the output failed: {error.strerror or error}.")
+        return 1
+
+
+def _say(sentence: str) -> None:
+    lines = [visible(line) for line in sentence.splitlines()]
+    print("flexinspect: " + "\n".join(lines), file=sys.stderr)
+
+
+def _make_output_safe() -> None:
+    """Let no character end a run: what a terminal cannot show is escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # Started with its output closed: what is printed goes nowhere.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

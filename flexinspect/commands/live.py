@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
-from contextlib import ExitStack
+from types import FrameType
 
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.job import Job
 from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.settle import settle
 
 LOOK_EVERY_S = 0.05
 INTERRUPTED = 130
@@ -30,11 +32,22 @@ def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
     """
     console = Console(stderr=True, highlight=False, markup=False)
     progress = _progress(console, quiet=as_json, verbose=verbose)
+    _end_like_ctrl_c()
     run = LiveRun(CaptureProcess(job), progress)
-    with ExitStack() as stack:
-        stack.enter_context(progress)
+    with progress:
         code = run.watch()
     return run.conclude(code, console, as_json=as_json)
+
+
+def _end_like_ctrl_c() -> None:
+    """Let `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
+            signal.signal(getattr(signal, name), _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _progress(console: Console, *, quiet: bool, verbose: bool) -> Progress:
@@ -111,11 +124,15 @@ class LiveRun:
     def conclude(self, code: int, console: Console, *, as_json: bool) -> int:
         """Print the result and, if the run went wrong, why."""
         state = self._process.state
+        if not state.over and state.recording is not None and state.recording.exists():
+            settle(state.recording, self._process.how_it_ended(code))
+            state.path = state.recording
         path = state.path if state.path is not None and state.path.exists() else None
         summary = summarise(path, code) if path is not None else None
         if as_json:
             facts = summary.as_json() if summary else {"trace": None, "generations": []}
-            facts |= {"exit_code": self._exit_code(code), "error": state.error}
+            error = state.error or (None if code == 0 else self._process.how_it_ended(code))
+            facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
             json.dump(facts, sys.stdout, ensure_ascii=False, indent=2)
             sys.stdout.write("\n")
         elif summary is not None:

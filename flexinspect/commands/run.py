@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 
-from flexinspect.errors import UsageError
+from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job, SamplingOptions, Texts
 
 EXAMPLES = """\
@@ -67,7 +69,9 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-samples", type=_positive, default=1, help="default: 1")
     group.add_argument(
-        "--num-paraphrases", "--num_paraphrases", type=_positive, default=5, help="default: 5"
+        *("--num-paraphrases", "--num_paraphrases"),
+        type=_positive,
+        help="default: the first five, or all that --indices names",
     )
     group.add_argument(
         "--indices", "--indexs", metavar="0,1,2", help="which paraphrases of each sample"
@@ -139,17 +143,23 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe."""
-    job = job_of(args)
-    _check_early(job)
     from flexinspect.commands.live import show_run
 
+    try:
+        job = job_of(args)
+        _check_early(job)
+    except FlexInspectError as error:
+        if args.json:
+            said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
+            print(json.dumps({"trace": None, "generations": [], **said}, indent=2))
+        raise
     return show_run(job, as_json=args.json, verbose=args.verbose)
 
 
 def job_of(args: argparse.Namespace) -> Job:
     """Return the job that parsed flags describe. Raises `UsageError`."""
     return Job(
-        out=args.out or default_name(args.model, args.mask, Path.cwd()),
+        out=default_name(args.model, args.mask, Path.cwd()) if args.out is None else args.out,
         model=args.model,
         dataset=args.dataset,
         prompts=tuple(args.prompt),
@@ -171,7 +181,7 @@ def job_of(args: argparse.Namespace) -> Job:
         threads=args.threads,
         trust_remote_code=args.trust_remote_code,
         overwrite=args.overwrite,
-        texts=Texts(args.instruction, _unescaped(args.separator), _unescaped(args.cue)),
+        texts=Texts(*map(_unescaped, (args.instruction, args.separator, args.cue))),
         sampling=_sampling(args),
         argv=tuple(sys.argv),
     )
@@ -211,9 +221,21 @@ def _check_early(job: Job) -> None:
     from flexinspect import masks, models
     from flexinspect.config import load_config
 
+    if not 0 <= job.seed < 1 << 63:
+        raise UsageError("--seed must lie between 0 and 2^63 - 1.")
+    if job.layers and job.level != "extreme":
+        raise UsageError(
+            "--layers chooses whose activations are stored, which only level extreme does.",
+            hint="Add --level extreme, or leave --layers out.",
+        )
+    for text in (*job.prompts, *astuple(job.texts)):
+        if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
+            raise UsageError(f"The text {text!a} is not valid UTF-8.")
     models.resolve(job.model, load_config())
     if ":" not in job.mask:
         masks.check_preset(job.mask)
+    if not job.out:
+        raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
     if Path(job.out).exists() and not job.overwrite:
         raise UsageError(
             f"The trace {job.out} exists already.",

@@ -111,9 +111,12 @@ def print_summary(summary: Summary) -> None:
     for answer in summary.answers:
         console.print(_answer_text(answer), soft_wrap=True)
     console.print(_cost_line(summary), soft_wrap=True)
-    console.print(f"trace {summary.trace} ({human_bytes(summary.size)}, {summary.state})")
-    name = shlex.quote(_short(summary.trace))
-    console.print(f"next  flexinspect dump {name} --step 1", soft_wrap=True)
+    where = visible(str(summary.trace))
+    console.print(f"trace {where} ({human_bytes(summary.size)}, {summary.state})", soft_wrap=True)
+    name = visible(shlex.quote(_short(summary.trace)))
+    longest = max((answer.tokens for answer in summary.answers), default=0)
+    step = f" --step {min(1, longest - 1)}" if longest else ""
+    console.print(f"next  flexinspect dump {name}{step}", soft_wrap=True)
 
 
 def _answer_text(answer: Answer) -> Text:

@@ -162,9 +162,10 @@ def _mask(mask: MaskRecord) -> Iterator[str]:
     size = f"batch {mask.batch}  heads {mask.heads}  q {mask.q_len}  kv {mask.kv_len}"
     blocks = f"blocks {_cell(mask.block_q)} × {_cell(mask.block_kv)}"
     how = "compiled" if mask.compiled else "uncompiled"
+    keys = f"  keys from {mask.kv_offset}" if mask.kv_offset else ""
     yield (
         f"{visible(mask.fingerprint)}  {visible(mask.kind)}  {size}  "
-        f"offset {mask.q_offset}  {blocks}  {how}"
+        f"offset {mask.q_offset}{keys}  {blocks}  {how}"
     )
     yield f"  rule     {_safe(mask.rule) or '-'}  {_safe(mask.rule_source) or '-'}"
     for name, facts in mask_facts(mask).items():

@@ -238,6 +238,7 @@ MASKS = table(
     q_len        int    rows
     kv_len       int    keys
     q_offset     int    position of row 0 in the sequence
+    kv_offset    int    position of key 0, above 0 once a sliding cache has dropped keys
     block_q      int?   rows per block, NULL for dense masks
     block_kv     int?   keys per block
     rule         text?  module and qualified name of the rule

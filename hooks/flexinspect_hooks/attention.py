@@ -125,6 +125,7 @@ class AttentionHook:
     """Sees each attention call of the watched model, whatever the backend."""
 
     name = "attention"
+    _watched: dict[tuple[str, Any], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Shadow the look-up of attention functions on transformers' shared registry."""
@@ -136,7 +137,7 @@ class AttentionHook:
         self._mass = MassReducer(context.device)
         before = REGISTRY.__dict__.get("get_interface")
         original = REGISTRY.get_interface
-        watched: dict[tuple[str, Any], Callable[..., Any]] = {}
+        watched = self._watched = {}
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
@@ -178,7 +179,11 @@ class AttentionHook:
         return attention
 
     def begin(self, context: CaptureContext) -> None:
-        """Take the generation's segments; masks already stored stay known."""
+        """Take the generation's segments; masks already stored stay known.
+
+        Each patch brings a function of its own, so those of ended generations are let go.
+        """
+        self._watched.clear()
         self._mass.begin(context.segments)
 
     def open(self, step: StepContext) -> None:

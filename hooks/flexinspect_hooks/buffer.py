@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,12 @@ class StepBuffer:
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.owner: Any = None
+        self._owners: dict[str, Any] = {}
         self._device = device
         self._stream = stream
         self._tensors: dict[str, Tensor] = {}
-        self._pending: list[tuple[Make, tuple[Tensor, ...]]] = []
+        self._pending: list[tuple[Any, Make, tuple[Tensor, ...]]] = []
         self._parts: list[_Part] = []
         self._host: Tensor | None = None
         self._packed: Tensor | None = None
@@ -58,7 +61,8 @@ class StepBuffer:
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Add a result; the name must be new in this step."""
-        self._tensors[name] = tensor
+        self._tensors[name] = tensor.detach()
+        self._owners[name] = self.owner
 
     def later(self, make: Make, *inputs: Tensor, wait: bool = True) -> None:
         """Add results that `make(xp, *inputs)` computes, with `xp` torch or numpy.
@@ -71,9 +75,10 @@ class StepBuffer:
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
         if self._device.type == "cpu" and wait:
-            self._pending.append((make, inputs))
-        else:
-            self._tensors.update(make(torch, *inputs))
+            self._pending.append((self.owner, make, inputs))
+            return
+        for name, tensor in make(torch, *inputs).items():
+            self.put(name, tensor)
 
     def tensor(self, name: str) -> Tensor:
         """Return a result put earlier in this step, still on the device."""
@@ -84,6 +89,8 @@ class StepBuffer:
         if self._stream is None or not self._tensors:
             return
         on_device = {n: t.contiguous() for n, t in self._tensors.items() if t.is_cuda}
+        if not on_device:
+            return
         packed = torch.cat([t.view(-1).view(torch.uint8) for t in on_device.values()])
         self._parts = [
             _Part(n, tuple(t.shape), t.dtype, t.numel() * t.element_size())
@@ -99,20 +106,42 @@ class StepBuffer:
         self._packed = packed
         self._tensors = {n: t for n, t in self._tensors.items() if n not in on_device}
 
-    def values(self) -> dict[str, npt.NDArray[Any]]:
+    def values(
+        self, on_error: Callable[[Any, Exception], None] | None = None
+    ) -> dict[str, npt.NDArray[Any]]:
         """Return the results as numpy arrays, waiting for the copy (bfloat16 as its uint16 bits).
 
-        Called in the writer thread.
+        Called in the writer thread. `on_error` is told whose result could not be made, and gets
+        the others; without it the exception goes on.
         """
-        out = {name: _as_numpy(tensor) for name, tensor in self._tensors.items()}
+        out: dict[str, npt.NDArray[Any]] = {}
+
+        def attempt(owner: Any, make: Callable[[], Mapping[str, Any]]) -> None:
+            try:
+                out.update(make())
+            except Exception as error:
+                if on_error is None:
+                    raise
+                on_error(owner, error)
+
+        for name, tensor in self._tensors.items():
+            attempt(self._owners.get(name), partial(_named, name, tensor))
         with np.errstate(all="ignore"):  # NaN and Inf are findings here, not accidents
-            for make, inputs in self._pending:
-                out |= make(np, *(_as_numpy(tensor) for tensor in inputs))
+            for owner, make, inputs in self._pending:
+                attempt(owner, partial(_in_numpy, make, inputs))
         if self._done is not None and self._host is not None:
             self._done.synchronize()
             out |= _unpacked(self._host.numpy(), self._parts)
             self._packed = None
         return out
+
+
+def _named(name: str, tensor: Tensor) -> dict[str, npt.NDArray[Any]]:
+    return {name: _as_numpy(tensor)}
+
+
+def _in_numpy(make: Make, inputs: tuple[Tensor, ...]) -> Mapping[str, Any]:
+    return make(np, *(_as_numpy(tensor) for tensor in inputs))
 
 
 def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:

@@ -17,47 +17,14 @@ from flexinspect import masks
 from flexinspect.datasets import Sample
 from flexinspect.errors import DatasetError, MaskError
 from flexinspect.job import Job
-from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose, segment_of
+from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.generate import Choice, Generated, generate
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.session import CaptureSession
-
-
-class Vocabulary:
-    """Ids to texts and back, each id decoded once."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.special = frozenset(int(i) for i in tokenizer.all_special_ids)
-        self._texts: dict[int, str] = {}
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return a piece's ids, without special tokens."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
-
-    def text_of(self, token_id: int) -> str:
-        """Return one id's decoded text (a replacement character for part of a character)."""
-        if token_id not in self._texts:
-            self._texts[token_id] = str(self.tokenizer.decode([token_id]))
-        return self._texts[token_id]
-
-    def token_of(self, token_id: int) -> str:
-        """Return the vocabulary's own string of an id."""
-        return str(self.tokenizer.convert_ids_to_tokens([token_id])[0])
-
-    def answer(self, token_ids: Sequence[int]) -> str:
-        """Return the generated text without special tokens, up to the first line break."""
-        kept = [i for i in token_ids if i not in self.special]
-        return str(self.tokenizer.decode(kept)).strip().split("\n")[0].strip()
-
-    def bos(self) -> tuple[int, ...]:
-        """Return the BOS id if this tokenizer puts one before a text by default."""
-        bos = self.tokenizer.bos_token_id
-        first = list(self.tokenizer.encode("a", add_special_tokens=True))[:1]
-        return (int(bos),) if bos is not None and first == [bos] else ()
+from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +118,7 @@ class Ensemble:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            answer = self.vocabulary.answer(generated)
+            answer = self.vocabulary.answer(generated, one_line=self._job.stop == "newline")
             n_tokens = len(plan.prompt.ids) + len(generated)
             segments = close_generated(plan.prompt.segments, n_tokens)
             end = GenerationEnd(number, state, answer, segments, reason, time.time())
@@ -160,12 +127,16 @@ class Ensemble:
 
     def _generate(self, plan: Plan, session: CaptureSession, generated: list[int]) -> Generated:
         job, prompt = self._job, plan.prompt
+        stream = TextStream(self.vocabulary)
+        text: list[str] = []
 
         def record(choice: Choice) -> None:
             generated.append(choice.token_id)
+            text.append(stream.add(choice.token_id))
             token = self._token(
                 len(prompt.ids) + choice.step,
                 choice.token_id,
+                text[-1],
                 prompt.next_position(choice.step),
                 len(prompt.segments) - 1,
                 choice.step,
@@ -177,46 +148,49 @@ class Ensemble:
             prompt,
             max_new_tokens=job.max_new_tokens,
             eos_ids=self._eos,
-            stops=self._at_newline if job.stop == "newline" else None,
+            # At a line break, but not at one before the first word.
+            stops=(lambda _: "\n" in "".join(text).lstrip()) if job.stop == "newline" else None,
             sampling=job.sampling,
             seed=job.seed,
             on_choice=record,
         )
 
-    def _at_newline(self, token_ids: Sequence[int]) -> bool:
-        """End at a line break, but not at one before the first word."""
-        text = "".join(self.vocabulary.text_of(i) for i in token_ids)
-        return "\n" in text.lstrip()
-
     def _record(self, number: int, plan: Plan) -> GenerationRecord:
         prompt = plan.prompt
-        tokens = tuple(
-            self._token(pos, token_id, position, segment_of(prompt.segments, pos), None)
-            for pos, (token_id, position) in enumerate(
-                zip(prompt.ids, prompt.position_ids, strict=True)
-            )
-        )
+        tokens: list[TokenRecord] = []
+        for index, segment in enumerate(prompt.segments[:-1]):
+            stream = TextStream(self.vocabulary)  # pieces are texts of their own
+            for pos in range(segment.start, segment.stop):
+                token_id = prompt.ids[pos]
+                text, position = stream.add(token_id), prompt.position_ids[pos]
+                tokens.append(self._token(pos, token_id, text, position, index, None))
         return GenerationRecord(
             generation=number,
             sample_id=plan.sample.id,
             mask=plan.source.name,
             positions=self._job.positions,
             segments=prompt.segments,
-            tokens=tokens,
+            tokens=tuple(tokens),
             expected=plan.sample.answers,
             declared=plan.declared,
             started_at=time.time(),
         )
 
     def _token(
-        self, pos: int, token_id: int, position_id: int, segment: int, step: int | None
+        self,
+        pos: int,
+        token_id: int,
+        text: str,
+        position_id: int,
+        segment: int,
+        step: int | None,
     ) -> TokenRecord:
         words = self.vocabulary
         return TokenRecord(
             pos,
             token_id,
             words.token_of(token_id),
-            words.text_of(token_id),
+            text,
             position_id,
             segment,
             token_id in words.special,
@@ -256,7 +230,7 @@ def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch
     """
     module_name, _, name = spec.partition(":")
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+        sys.path.append(str(Path.cwd()))  # last: a file here must not replace an installed module
     try:
         function = getattr(importlib.import_module(module_name), name)
     except Exception as error:

@@ -50,7 +50,7 @@ class LogitsHook:
             if row.device.type == "cpu":
                 buffer.put(f"{name}.all", row.float())
             else:
-                _reduce_on_device(name, row.float(), step.chosen, buffer)
+                _reduce_on_device(name, row.float(), step.token_id, buffer)
         return True
 
     def record(self, step: StepContext, kept: bool, values: Values, draft: StepDraft) -> None:
@@ -193,7 +193,7 @@ def _top(row: Array) -> tuple[list[int], list[float]]:
     return candidates[order].tolist(), values[order].tolist()
 
 
-def _reduce_on_device(name: str, row: Tensor, chosen: Tensor | None, buffer: StepBuffer) -> None:
+def _reduce_on_device(name: str, row: Tensor, chosen: int | None, buffer: StepBuffer) -> None:
     """Reduce a row (V,) where it is, without waiting for the device."""
     top, ids = torch.topk(row, min(TOP_K, row.numel()))
     p = torch.exp(row - top[0])
@@ -206,7 +206,8 @@ def _reduce_on_device(name: str, row: Tensor, chosen: Tensor | None, buffer: Ste
         buffer.put("scores.lse", lse)
         return
     weighted = torch.nan_to_num(p * row, nan=0.0, posinf=0.0, neginf=0.0).sum()
-    mine = top[0] if chosen is None else row[chosen.reshape(())]
+    # By a number of the host: indexing with a 0-dim tensor would wait for the device.
+    mine = top[0] if chosen is None else row[chosen]
     low, high = torch.aminmax(row)
     counted = (torch.count_nonzero(row > mine), torch.isnan(row).sum(), torch.isinf(row).sum())
     numbers = (lse, lse - weighted / total, mine, low, high, *counted)

@@ -20,6 +20,7 @@ from flexinspect_hooks.maskmods import (
     evaluate,
     window_tables,
 )
+from flexinspect_hooks.ruleidentity import rule_parameters
 
 _MAX_ARITHMETIC_REGIONS = 24
 
@@ -77,7 +78,8 @@ class OwnMask:
     def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
         """Return the mask of the window, its tables made from 128 rows at a time."""
         mask_mod = shifted(self.mask_mod, window)
-        mark(mask_mod, f"{self.name}@{window.q_offset},{window.kv_offset}")
+        values = rule_parameters(self.mask_mod)
+        mark(mask_mod, f"{self.name}{values}@{window.q_offset},{window.kv_offset}")
         if overlay is not None:
             mask_mod = narrowed(mask_mod, overlay, window)
         return self._cache.block_mask(self._table(mask_mod, window), mask_mod, window)
@@ -114,7 +116,7 @@ def narrowed(mask_mod: MaskMod, overlay: MaskMod, window: Window) -> MaskMod:
     def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_mod(b, h, q_idx, kv_idx) & other(b, h, q_idx, kv_idx)
 
-    identity = f"{getattr(mask_mod, 'flexinspect_identity', '')}&{overlay.__qualname__}"
+    identity = f"{getattr(mask_mod, 'flexinspect_identity', '')}&{rule_parameters(overlay)}"
     mark(both, identity)
     return both
 

@@ -61,10 +61,14 @@ class ModuleHook:
         on_cpu = kept[0][1].device.type == "cpu"
         if step.level == "basic" and on_cpu and _looks_healthy(step):
             return []
-        stack = torch.stack([output[0] for _, output in kept])
-        # A prompt has many rows, for which torch's threads are worth having.
-        reduce = partial(_statistics, on_cpu)
-        buffer.later(reduce, stack.flatten(1).float(), wait=step.q_len == 1)
+        rows = [output[0] for _, output in kept]
+        if step.q_len == 1:
+            stack = torch.stack(rows).flatten(1).float()
+            buffer.later(partial(_statistics, on_cpu), stack)
+        else:
+            # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
+            each = [_statistics(on_cpu, torch, r.reshape(1, -1).float()) for r in rows]
+            buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in each]))
         if step.level == "extreme":
             for layer, output in kept:
                 if layer in self._context.layers:

@@ -10,9 +10,11 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from flexinspect_hooks.models import LoadedModel
     from flexinspect_hooks.session import CaptureSession
 
+DEFAULT_PARAPHRASES = 5
+
 REPORT_EVERY_S = 0.1
 """Progress of a phase is written at most this often."""
 
@@ -45,6 +49,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         job = Job.from_json(sys.stdin.readline())
+        threading.Thread(target=_end_with_parent, name="flexinspect-parent", daemon=True).start()
         return CaptureProcess(job).run()
     except FlexInspectError as error:
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
@@ -55,6 +60,16 @@ def main() -> int:
         message, hint = _in_words(error)
         _say(protocol.ERROR, message=message, hint=hint, exit_code=1)
         return 1
+
+
+def _end_with_parent() -> None:
+    """End the run when whoever started it is gone: our standard input ends with its life.
+
+    Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    """
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _in_words(error: Exception) -> tuple[str, str]:
@@ -128,14 +143,18 @@ class CaptureProcess:
     def _samples(self) -> list[Sample]:
         job = self.job
         if job.prompts:
-            return [datasets.from_prompts(job.prompts)]
-        found = datasets.load(job.dataset, max_samples=job.max_samples)
+            found = [datasets.from_prompts(job.prompts)]
+        else:
+            found = datasets.load(job.dataset, max_samples=job.max_samples)
         if not found:
             raise DatasetError(f"The dataset {job.dataset} has no samples.")
-        return [
-            datasets.choose_paraphrases(sample, job.num_paraphrases, job.indices)
-            for sample in found
-        ]
+        return [datasets.choose_paraphrases(s, self._how_many(s), job.indices) for s in found]
+
+    def _how_many(self, sample: Sample) -> int | None:
+        """Five paraphrases of a dataset's sample unless the user chose, all of a prompt's."""
+        if self.job.num_paraphrases or self.job.indices or self.job.prompts:
+            return self.job.num_paraphrases
+        return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
 
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
         threads = self._import_torch()
@@ -182,8 +201,8 @@ class CaptureProcess:
         return self.job.compile
 
     def _session(self, loaded: LoadedModel) -> CaptureSession:
-        from flexinspect_hooks.ensemble import Vocabulary
         from flexinspect_hooks.session import CaptureSession
+        from flexinspect_hooks.vocabulary import Vocabulary
 
         n_layers = int(loaded.model.config.num_hidden_layers)
         return CaptureSession(
@@ -243,7 +262,7 @@ class CaptureProcess:
             "cwd": str(Path.cwd()),
             "pid": os.getpid(),
             "started_at": time.time(),
-            "job": {name: getattr(job, name) for name in _PLAIN_FIELDS},
+            "job": {k: v for k, v in asdict(job).items() if k not in ("argv", "out")},
             "model": {"name": source.name, "place": source.place},
             "level": job.level,
             "seed": job.seed,
@@ -265,24 +284,6 @@ class CaptureProcess:
         self._quietly(
             lambda: self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
         )
-
-
-_PLAIN_FIELDS = (
-    "model",
-    "dataset",
-    "max_samples",
-    "num_paraphrases",
-    "indices",
-    "device",
-    "dtype",
-    "weights",
-    "mask",
-    "separators",
-    "positions",
-    "max_new_tokens",
-    "stop",
-    "layers",
-)
 
 
 def _model_facts(loaded: LoadedModel) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class ReceivedMask:
     q_len: int
     kv_len: int
     q_offset: int
+    kv_offset: int
     compiled: bool
     kind: str = "none"
     batch: int = 1
@@ -131,7 +132,8 @@ class _Tables:
 def _describe(ref: CallRef, number: int, step: StepContext) -> ReceivedMask:
     compiled = ref.path == "flex compiled"
     q_len, kv_len = ref.query.shape[2], ref.key.shape[2]
-    mask = ReceivedMask(number, q_len, kv_len, step.kv_before, compiled)
+    offsets = (step.kv_before, max(step.kv_after - kv_len, 0))
+    mask = ReceivedMask(number, q_len, kv_len, *offsets, compiled)
     received = ref.mask
     if isinstance(received, BlockMask):
         size_q, size_kv = received.BLOCK_SIZE
@@ -224,11 +226,15 @@ def _spread(
 
 
 def _fingerprint(mask: ReceivedMask, tables: _Tables, cells: npt.NDArray[Any] | None) -> str:
-    """Hash what tells masks apart: kind, lengths, rule with its values, tables, dense cells."""
+    """Hash what tells masks apart: kind, lengths, rule with its values, tables and cells.
+
+    The cells count whenever they were evaluated: two rules of one name may have captured different
+    things, and what was executed is what a fingerprint stands for.
+    """
     key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
     name = "" if mask.rule is None else rule_name(mask.rule)
     digest = hashlib.blake2b(f"{key}{name}{mask.parameters}".encode(), digest_size=8)
-    if mask.rule is None and cells is not None:
+    if cells is not None:
         digest.update(np.packbits(cells).tobytes())
     for grid in (tables.partial, tables.full):
         if grid is not None:
@@ -247,6 +253,7 @@ def _mask_record(
         q_len=mask.q_len,
         kv_len=mask.kv_len,
         q_offset=mask.q_offset,
+        kv_offset=mask.kv_offset,
         block_q=mask.block[0] if mask.block else None,
         block_kv=mask.block[1] if mask.block else None,
         rule=None if mask.rule is None else rule_name(mask.rule),

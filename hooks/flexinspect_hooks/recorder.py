@@ -70,6 +70,7 @@ class Recorder:
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
+        self._putting = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
@@ -91,12 +92,17 @@ class Recorder:
         """
         if not self._thread.is_alive():
             return
-        self._waiting.append(item)
-        self._n_put += 1
+        with self._putting:
+            self._waiting.append(item)
+            self._n_put += 1
         if not isinstance(item, FinishedStep) or item.context.step < PROMPT_STEPS:
             self._wake.set()
         elif len(self._waiting) > QUEUE_LIMIT:
             self.drain()
+
+    def is_current(self) -> bool:
+        """Say whether this is the writer thread."""
+        return threading.current_thread() is self._thread
 
     def drain(self) -> None:
         """Wait until everything queued so far is written."""
@@ -168,13 +174,21 @@ class Recorder:
 
     def _record(self, item: FinishedStep) -> StepRecord:
         step, draft = item.context, StepDraft()
-        values = item.buffer.values()
+        sick: list[Hook] = []
+
+        def failed(hook: Hook, error: Exception) -> None:
+            sick.append(hook)
+            if self.on_hook_error is not None:
+                self.on_hook_error(hook, error, step)
+
+        values = item.buffer.values(failed)
         for hook, kept in item.kept:
+            if hook in sick:
+                continue
             try:
                 hook.record(step, kept, values, draft)
             except Exception as error:
-                if self.on_hook_error is not None:
-                    self.on_hook_error(hook, error, step)
+                failed(hook, error)
         record = _assemble(item, draft)
         found = tuple(finding for rule in self._rules for finding in rule(record))
         return replace(record, findings=found) if found else record

@@ -153,6 +153,7 @@ class CaptureSession:
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         started = time.perf_counter()
         self._abandon()
+        self._remove_switched_off()
         try:
             step = self._clock.open(args, kwargs, self.level)
         except Exception as error:
@@ -184,11 +185,7 @@ class CaptureSession:
         step.wall_ms = (started - step.started) * 1e3
         step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
         buffer = StepBuffer(self._device, self._stream)
-        with torch.no_grad():
-            kept = [
-                (hook, self._guard(hook, hook.reduce, step, buffer)) for hook in list(self._hooks)
-            ]
-            buffer.ship()
+        kept = self._reduce(step, buffer)
         step.drop_references()
         self._step = None
         step.capture_s += time.perf_counter() - started
@@ -198,6 +195,20 @@ class CaptureSession:
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started
+
+    def _reduce(self, step: StepContext, buffer: StepBuffer) -> list[tuple[Hook, Any]]:
+        kept = []
+        with torch.no_grad():
+            for hook in list(self._hooks):
+                buffer.owner = hook
+                kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
+            try:
+                buffer.ship()
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                step.events.append(("step-unread", f"The step's values were lost: {what}"))
+                return []
+        return kept
 
     def _abandon(self) -> None:
         """Let go of a step that never got its token (an exception, an interrupt)."""
@@ -246,9 +257,15 @@ class CaptureSession:
         if step is not None:
             step.events.append(("hook-off", text))
         self._event("hook-off", text, step)
-        for owner, remove in [pair for pair in self._removes if pair[0] is hook]:
-            self._removes.remove((owner, remove))
-            remove()
+        if not self.recorder.is_current():
+            self._remove_switched_off()
+
+    def _remove_switched_off(self) -> None:
+        """Take out what switched-off hooks installed: in the model's thread, between forwards."""
+        for owner, remove in list(self._removes):
+            if owner is not None and owner not in self._hooks:
+                self._removes.remove((owner, remove))
+                remove()
 
     def _event(self, kind: str, text: str, step: StepContext | None = None) -> None:
         generation = step.generation if step is not None else None

@@ -258,6 +258,10 @@ def test_a_killed_capture_process_leaves_its_steps_and_a_sentence(
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert "ended by SIGKILL" in err
+    assert not list(path.parent.glob("*-wal"))
+    with open_trace(path) as reader:
+        assert reader.state == "failed"
+        assert "SIGKILL" in reader.run()["reason"]
     assert "Traceback" not in err
     assert check_whole(path) >= 5
 
@@ -301,6 +305,101 @@ def test_an_own_rule_runs_and_is_named_in_the_trace(tmp_path: Path) -> None:
         assert mask.cells[0, 0, start:].all()
 
 
+def test_two_rules_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def rule(segments):\n"
+        "    start = segments[2].start\n"
+        "    return lambda b, h, q, kv: (kv <= q) & ((q < start) | (kv >= start) | (kv < 1))\n"
+    )
+    lines = [["a b", "a b c d e f"], ["a b c d e f", "a b"]]
+    rows = [json.dumps({"id": str(i), "paraphrases": p}) for i, p in enumerate(lines)]
+    (tmp_path / "two.jsonl").write_text("\n".join(rows))
+    for level in ("basic", "advanced"):
+        words = ["--mask", "own:rule", "--dataset", "two.jsonl", "--max-samples", "2"]
+        done = flexinspect(
+            *("run", *words, "--level", level, "--out", f"{level}.flextrace"), cwd=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        with open_trace(tmp_path / f"{level}.flextrace") as reader:
+            first, second = (reader.calls(g, 0)[0].mask for g in (0, 1))
+            assert first != second
+            mask = reader.mask(str(second))
+            assert mask is not None
+            if level == "advanced":
+                assert mask.cells is not None
+                start = reader.segments(1)[2].start
+                assert mask.cells[0, start:, 1:start].sum() == 0
+
+
+def test_a_file_in_the_current_folder_does_not_replace_a_module(tmp_path: Path) -> None:
+    for name in ("torch", "random", "transformers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')\n")
+    console = Path(sys.executable).with_name("flexinspect")
+    done = subprocess.run(
+        [str(console), "run", "--json"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["generations"][0]["correct"]
+
+
+def test_the_chosen_paraphrases_are_those_that_are_fed(tmp_path: Path) -> None:
+    lines = {"id": "1", "paraphrases": ["日本 😀", "b", "c"], "answers": ["x"]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(lines))
+    for words, expected in (
+        ([], ["日本 😀", "b", "c"]),
+        (["--indices", "2,0"], ["c", "日本 😀"]),
+        (["--num-paraphrases", "1"], ["日本 😀"]),
+    ):
+        words = [*words, "--dataset", "q.jsonl", "--out", "q.flextrace", "--overwrite"]
+        done = flexinspect("run", *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        with open_trace(tmp_path / "q.flextrace") as reader:
+            fed = [
+                "".join(t.text for t in reader.tokens(0, start=s.start, stop=s.stop))
+                for s in reader.segments(0)
+                if s.kind == "paraphrase"
+            ]
+        assert fed == expected
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_ending_the_command_ends_the_capture_process(
+    long_run: Callable[[], Any], name: str
+) -> None:
+    process, path = long_run()
+    with open_trace(path) as reader:
+        child = int(reader.run()["pid"])
+    process.send_signal(getattr(signal, name))
+    process.communicate(timeout=PATIENCE_S)
+    until = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{child}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
+    assert check_whole(path) >= 5
+    with open_trace(path) as reader:
+        assert reader.state == "interrupted"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("words", [["models"], ["run"], ["dump", "demo"]])
+def test_a_full_output_is_a_sentence(
+    words: list[str], tmp_path: Path, demo_run: tuple[dict[str, Any], Path]
+) -> None:
+    words = [str(demo_run[1]) if word == "demo" else word for word in words]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*FLEXINSPECT, *words],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "No space left" in done.stderr
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 BAD = {
@@ -312,7 +411,12 @@ BAD = {
     "no dataset file": (["--dataset", "absent.jsonl"], "absent.jsonl"),
     "bad indices": (["--indices", "0,99"], "99"),
     "bad layers": (["--layers", "9", "--level", "extreme"], "layers 0 to 3"),
-    "no layers": (["--layers", "a-b"], "is no number or range"),
+    "no layers": (["--layers", "a-b", "--level", "extreme"], "is no number or range"),
+    "layers for nothing": (["--layers", "1"], "--level extreme"),
+    "temperature nan": (["--temperature", "nan"], "--temperature must be above 0"),
+    "seed": (["--seed", "-1"], "--seed must lie"),
+    "not UTF-8": (["--prompt", "a\udcff"], "not valid UTF-8"),
+    "empty name": (["--out", ""], "--out is empty"),
     "bad device": (["--device", "gpu"], "gpu"),
     "no cuda": (["--device", "cuda"], "cuda"),
     "bad dtype": (["--dtype", "float8"], "float8"),

@@ -398,6 +398,26 @@ def test_a_failing_hook_is_recorded_and_switched_off(
     assert faulty.n_calls <= 12
 
 
+class Deferring(Faulty):
+    """A hook whose deferred work fails in the writer thread."""
+
+    def reduce(self, step: Any, buffer: Any) -> None:
+        def fail(xp: Any, *inputs: Any) -> Any:
+            raise ZeroDivisionError("in later")
+
+        buffer.later(fail, step.logits)
+
+
+def test_deferred_work_that_fails_switches_its_hook_off_and_no_other(
+    llama: Any, prompt: Prompt
+) -> None:
+    others, _ = built_in_hooks()
+    sink, _ = capture(llama, prompt, hooks=[Deferring("nowhere"), *others])
+    assert len(sink.steps) == NEW
+    assert all(step.logits is not None and len(step.calls) == 3 for step in sink.steps)
+    assert ["in later" in e.text for e in sink.events] == [True]
+
+
 def test_a_full_disk_stops_the_recording_and_not_the_model(llama: Any, prompt: Prompt) -> None:
     class FullSink(MemorySink):
         def write_steps(self, records: Sequence[StepRecord]) -> None:

@@ -1,0 +1,79 @@
+"""Ids to texts and back: what each token is called, and what it adds to the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+_PART = "\ufffd"
+"""What decoding gives for a part of a character."""
+
+
+class Vocabulary:
+    """A tokenizer with what the recording asks of it, each id decoded once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.special = frozenset(int(i) for i in tokenizer.all_special_ids)
+        self._texts: dict[int, str] = {}
+        sample = self.encode(" one two")
+        self.joins = "".join(map(self.text_of, sample)) == self.decode(sample)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return a piece's ids, without special tokens."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Return the text of ids together."""
+        return str(self.tokenizer.decode(list(token_ids)))
+
+    def text_of(self, token_id: int) -> str:
+        """Return one id's decoded text (a replacement character for part of a character)."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id])
+        return self._texts[token_id]
+
+    def token_of(self, token_id: int) -> str:
+        """Return the vocabulary's own string of an id."""
+        return str(self.tokenizer.convert_ids_to_tokens([token_id])[0])
+
+    def answer(self, token_ids: Sequence[int], *, one_line: bool) -> str:
+        """Return the generated text without special tokens; `one_line` ends it at a line break."""
+        text = self.decode(i for i in token_ids if i not in self.special).strip()
+        return text.split("\n")[0].strip() if one_line else text
+
+    def bos(self) -> tuple[int, ...]:
+        """Return the BOS id if this tokenizer puts one before a text by default."""
+        bos = self.tokenizer.bos_token_id
+        first = list(self.tokenizer.encode("a", add_special_tokens=True))[:1]
+        return (int(bos),) if bos is not None and first == [bos] else ()
+
+
+class TextStream:
+    """What each id adds to a text, so that the parts joined are the text.
+
+    An id that ends in the middle of a character adds nothing; the one that completes it adds the
+    character. Where a tokenizer's texts do not join (a word's leading space depends on its
+    neighbours), ids are decoded together with those just before them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._words = vocabulary
+        self._known: list[int] = []
+        self._new: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        """Return the text that this id adds."""
+        words = self._words
+        if token_id in words.special:
+            self._known, self._new = [], []
+            return words.text_of(token_id)
+        if words.joins and not self._new and _PART not in words.text_of(token_id):
+            return words.text_of(token_id)
+        self._new.append(token_id)
+        before = "" if words.joins else words.decode(self._known)
+        now = words.decode(self._new if words.joins else [*self._known, *self._new])
+        if now.endswith(_PART) and len(self._new) < 8:
+            return ""
+        self._known, self._new = self._new, []
+        return now[len(before) :]
