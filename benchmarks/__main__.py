@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -36,12 +38,27 @@ def main() -> None:
     unknown = [name for name in args.cases if name not in CASES]
     if unknown:
         parser.error(f"unknown case {unknown[0]}; the cases are {', '.join(CASES)}")
+    if len(args.cases) > 1:
+        # A process each: compiling leaves pools of threads behind that slow what comes after.
+        for name in args.cases:
+            subprocess.run([sys.executable, "-m", "benchmarks", name, *_flags(args)], check=True)
+        return
+    measure(args.cases[0], args)
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    flags = [f"--rounds={args.rounds}", f"--threads={args.threads}", f"--device={args.device}"]
+    return flags + ([f"--model={args.model}"] if args.model else [])
+
+
+def measure(name: str, args: argparse.Namespace) -> None:
+    """Run one case in this process and save its result."""
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     torch.set_num_threads(args.threads)
     model = real_model(args.model, args.device) if args.model else bench_model(args.device)
-    for name in args.cases:
-        facts = CASES[name](model, args.rounds)
-        save(name, {"case": name, "model": args.model, "machine": machine(args.device), **facts})
+    facts = CASES[name](model, args.rounds)
+    file = name if args.threads == 2 else f"{name}-{args.threads}-threads"
+    save(file, {"case": name, "model": args.model, "machine": machine(args.device), **facts})
 
 
 if __name__ == "__main__":
