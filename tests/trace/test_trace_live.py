@@ -60,7 +60,7 @@ def test_a_reader_in_another_thread_never_sees_half_a_step(tmp_path: Path) -> No
 
     with TraceWriter.create(path, {}) as writer, open_trace(path) as reader:
         writer.begin_generation(generation())
-        threads = [threading.Thread(target=look, args=(reader,)) for _ in range(2)]
+        threads = [threading.Thread(target=look, args=(reader,), daemon=True) for _ in range(2)]
         for thread in threads:
             thread.start()
         for number in range(200):

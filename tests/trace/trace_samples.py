@@ -74,7 +74,7 @@ def mask(fingerprint: str, heads: int = 1, rows: int = 3, keys: int = 13) -> Mas
     return MaskRecord(
         fingerprint,
         "block",
-        *(1, heads, rows, keys, 2, 128, 64, "user.masks:rule", "masks.py:12", True),
+        *(1, heads, rows, keys, 2, 1, 128, 64, "user.masks:rule", "masks.py:12", True),
         cells=cells,
         partial=tables[0],
         full=tables[1],
