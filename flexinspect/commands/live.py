@@ -17,6 +17,7 @@ from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.job import Job
 from flexinspect.text import visible
+from flexinspect.trace.places import discard
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.settle import settle
 
@@ -127,6 +128,8 @@ class LiveRun:
         if not state.over and state.recording is not None and state.recording.exists():
             settle(state.recording, self._process.how_it_ended(code))
             state.path = state.recording
+        elif state.over and state.path is None and state.recording is not None:
+            discard(state.recording)  # what our own look at it may have put beside it
         path = state.path if state.path is not None and state.path.exists() else None
         summary = summarise(path, code) if path is not None else None
         if as_json:

@@ -72,8 +72,7 @@ def claim(path: Path, *, overwrite: bool) -> None:
         if overwrite and path.exists():
             _remove_old(path)
         path.open("xb").close()
-        for companion in COMPANIONS:
-            path.with_name(path.name + companion).unlink(missing_ok=True)
+        _remove_companions(path)
     except OSError as error:
         raise _refusal(path, error) from None
 
@@ -86,6 +85,18 @@ def _remove_old(path: Path) -> None:
         )
     path.open("r+b").close()  # a file that may not be written is not to be replaced either
     path.unlink()
+
+
+def discard(path: Path) -> None:
+    """Remove a trace that nobody writes any more, with all that SQLite may have left beside it."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        _remove_companions(path)
+
+
+def _remove_companions(path: Path) -> None:
+    for companion in COMPANIONS:
+        path.with_name(path.name + companion).unlink(missing_ok=True)
 
 
 def _is_ours(path: Path) -> bool:

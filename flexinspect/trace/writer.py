@@ -200,6 +200,11 @@ class TraceWriter:
             self._db.close()
             self._bring_home(folded)
 
+    def discard(self) -> None:
+        """Remove the trace after it was closed, a WAL that a reader kept from being folded too."""
+        for place in {self.path, self.recording_path}:
+            places.discard(place)
+
     def __enter__(self) -> Self:
         return self
 

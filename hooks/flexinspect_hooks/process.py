@@ -244,7 +244,7 @@ class CaptureProcess:
         kept: Path | None = self.writer.path
         if not self._n_generations and not self._unexpected:
             # Nothing ran, and the user knows why: the trace would only be litter.
-            self.writer.path.unlink(missing_ok=True)
+            self.writer.discard()
             kept = None
         _say(protocol.KEPT, path=str(kept) if kept else None, note=self.writer.note)
 

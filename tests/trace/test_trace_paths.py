@@ -230,3 +230,16 @@ def test_the_nearest_mount_decides(
 def test_this_machine_can_say_where_it_records(tmp_path: Path) -> None:
     assert any(point == Path(tmp_path.anchor) for point, _ in places._mounts())
     assert places.network_file_system(tmp_path) is None or os.environ.get("TMPDIR")
+
+
+def test_a_discarded_trace_leaves_nothing_although_somebody_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    reader = open_trace(path)
+    with reader.snapshot():
+        assert reader.run()["state"] == "recording"
+        writer.close("failed")
+        assert list(tmp_path.glob("*-wal")), "the reader should have kept the WAL from being folded"
+        writer.discard()
+    reader.close()
+    assert not list(tmp_path.iterdir())
