@@ -1,0 +1,75 @@
+"""The one table of keys: action, default keys, description, who answers.
+
+Users remap an action by its id under `[keys]` in the settings file, for instance
+`"step.next" = "n"` or `"step.next" = ["n", "right"]`. Panels never name a key; they answer actions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One action: `id` (group.name), default keys as Textual names them, what it does.
+
+    `shown` puts it in the footer; `panel` actions go to the focused panel (or the first one that
+    answers them).
+    """
+
+    id: str
+    keys: tuple[str, ...]
+    text: str
+    shown: bool = False
+    panel: bool = False
+
+
+KEYS: tuple[Key, ...] = (
+    Key("step.next", ("right", "l"), "next token", shown=True),
+    Key("step.previous", ("left", "h"), "previous token", shown=True),
+    Key("step.first", ("home",), "first step, the prefill"),
+    Key("step.last", ("end",), "last step"),
+    Key("step.forward", ("pagedown",), "ten tokens on"),
+    Key("step.back", ("pageup",), "ten tokens back"),
+    Key("step.goto", ("g",), "go to a step, by number or word", shown=True),
+    Key("step.follow", ("f",), "follow the newest step", shown=True),
+    Key("tokens.search", ("slash",), "search the tokens", shown=True),
+    Key("tokens.match", ("full_stop",), "next match of the search"),
+    Key("finding.next", ("n",), "next finding", shown=True),
+    Key("finding.previous", ("N",), "previous finding"),
+    Key("generation.next", ("greater_than_sign",), "next generation"),
+    Key("generation.previous", ("less_than_sign",), "previous generation"),
+    Key("layer.next", ("down", "j"), "next layer"),
+    Key("layer.previous", ("up", "k"), "previous layer"),
+    Key("head.next", ("right_square_bracket",), "next head"),
+    Key("head.previous", ("left_square_bracket",), "previous head"),
+    Key("panel.next", ("tab",), "next panel", shown=True),
+    Key("panel.previous", ("shift+tab",), "previous panel"),
+    Key("panel.choose", ("c",), "choose what the panel shows"),
+    Key("panel.maximize", ("x",), "this panel alone, or all again", shown=True),
+    Key("panel.more", ("plus",), "one panel more"),
+    Key("panel.fewer", ("minus",), "one panel fewer"),
+    Key("zoom.in", ("z",), "zoom in", panel=True),
+    Key("zoom.out", ("Z",), "zoom out", panel=True),
+    Key("view.flip", ("m",), "flip the view: declared, received, executed, difference", panel=True),
+    Key("view.blocks", ("b",), "show or hide the blocks", panel=True),
+    Key("view.measure", ("v",), "next measure", panel=True),
+    Key("cursor.left", ("shift+left", "H"), "move the cursor in the panel", panel=True),
+    Key("cursor.right", ("shift+right", "L"), "move the cursor in the panel", panel=True),
+    Key("cursor.up", ("shift+up", "K"), "move the cursor in the panel", panel=True),
+    Key("cursor.down", ("shift+down", "J"), "move the cursor in the panel", panel=True),
+    Key("cursor.enter", ("enter",), "go to what the cursor is on", panel=True),
+    Key("screen.shot", ("s",), "save a picture of the screen"),
+    Key("panel.export", ("S",), "save a picture of the panel"),
+    Key("app.palette", ("p", "ctrl+p"), "all commands"),
+    Key("app.help", ("question_mark",), "help", shown=True),
+    Key("app.theme", ("T",), "choose a theme"),
+    Key("app.quit", ("q",), "quit", shown=True),
+)
+
+BY_ID = {key.id: key for key in KEYS}
+
+
+def panel_digit(number: int) -> str:
+    """Return the id of "show panel `number` (from 1) here"."""
+    return f"panel.show-{number}"

@@ -1,0 +1,141 @@
+"""What a panel is: a view of one place of a trace, without a terminal of its own.
+
+A panel is a plug-in of the group `flexinspect.panels`: the entry point names a class made without
+arguments. It holds no state. What the user sees of it is decided by a `Request` (the place, the
+panel's own options, the size), loaded by `load` in a worker thread, and drawn by `paint` in the
+interface's. `describe` says the same in words. So one panel serves the interface, `flexinspect
+show`, exported pictures and tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
+
+from textual.strip import Strip
+
+from flexinspect.panels.source import Source
+from flexinspect.widgets.look import Look
+
+GROUP = "flexinspect.panels"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a trace the user is. `step` 0 is the prefill; `head` counts query heads."""
+
+    generation: int = 0
+    branch: int = 0
+    step: int = 0
+    layer: int = 0
+    head: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """The options of a panel that has none."""
+
+
+O_co = TypeVar("O_co")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[O_co]):
+    """What is to be shown: the place, the panel's options, the size in cells."""
+
+    place: Place
+    options: O_co
+    width: int = 100
+    height: int = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What a panel draws: at most `height` strips of `width` cells.
+
+    `note` stands in the lower border of the panel: which mask, which gate, which zoom. `over` is
+    set where something is wrong and the note must be seen.
+    """
+
+    strips: list[Strip]
+    note: str = ""
+    alarm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """An answer to an action or a click: the whole interface goes to another place."""
+
+    generation: int | None = None
+    branch: int | None = None
+    step: int | None = None
+    layer: int | None = None
+    head: int | None = None
+    panel: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """Three sentences: what a panel shows, how it is read, what to look for."""
+
+    shows: str
+    read: str
+    look_for: str
+
+    def lines(self) -> tuple[str, str, str]:
+        """Return the three lines."""
+        return self.shows, self.read, self.look_for
+
+
+class Panel(Generic[D, O_co]):
+    """Base of all panels; a subclass gives the class attributes, `load`, `describe`, `paint`.
+
+    `load` may raise `TraceError`; `Missing` says in a sentence why there is nothing to show.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    help: ClassVar[Help]
+    sized: ClassVar[bool] = False
+    """Whether what is loaded depends on the size, so that it is loaded again on a resize."""
+    actions: ClassVar[tuple[str, ...]] = ()
+    """The actions (see `flexinspect.keys`) that `act` answers."""
+
+    def options(self) -> O_co:
+        """Return the options that the panel starts with."""
+        raise NotImplementedError
+
+    def load(self, source: Source, request: Request[O_co]) -> D:
+        """Return what is to be drawn. Runs in a worker thread."""
+        raise NotImplementedError
+
+    def describe(self, data: D) -> list[str]:
+        """Return the same in lines of plain, printable text."""
+        raise NotImplementedError
+
+    def paint(self, data: D, request: Request[O_co], look: Look) -> Picture:
+        """Return the picture; pure, and quick: only what is on screen."""
+        raise NotImplementedError
+
+    def act(self, action: str, data: D, request: Request[O_co]) -> O_co | Go | None:
+        """Return new options or a place to go to, None for an action that changes nothing."""
+        return None
+
+    def point(
+        self, x: int, y: int, data: D, request: Request[O_co], *, click: bool
+    ) -> O_co | Go | None:
+        """Answer the mouse at a cell of the picture, as `act` does."""
+        return None
+
+
+@dataclass
+class Missing(Exception):
+    """Nothing to show here, and why: "Level basic stores no attention; record with ..."."""
+
+    reason: str
+    hint: str = field(default="")
+
+    def lines(self) -> list[str]:
+        """Return the reason and what to do."""
+        return [self.reason, *([self.hint] if self.hint else [])]

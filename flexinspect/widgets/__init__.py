@@ -1,0 +1,1 @@
+"""Drawing only: arrays and strings in, strips of terminal cells out. Knows no records, no trace."""

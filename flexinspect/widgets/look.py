@@ -1,0 +1,99 @@
+"""How things look: the colours of the theme and of the terminal, as styles by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from rich.color import Color
+from rich.style import Style
+
+Depth = Literal["truecolor", "256", "none"]
+
+DARK: Mapping[str, str] = {
+    "foreground": "#e0e0e0",
+    "background": "#121212",
+    "surface": "#1e1e1e",
+    "muted": "#8a8f98",
+    "primary": "#0178d4",
+    "accent": "#ffa62b",
+    "success": "#4ebf71",
+    "warning": "#e6b422",
+    "error": "#f0556d",
+}
+"""Colours used where no theme is running: pictures that are exported, and tests."""
+
+BANDS: tuple[str, ...] = (
+    "#0072b2",
+    "#b8860b",
+    "#00806a",
+    "#a85088",
+    "#7a7a00",
+    "#5a6fc0",
+    "#a04a20",
+    "#407a90",
+)
+"""Backgrounds of neighbouring segments, after Okabe and Ito: told apart by colour-blind readers
+(https://jfly.uni-koeln.de/color/), darkened so that white text on them is readable."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Styles for one terminal: `depth` says how many colours there are, "none" for NO_COLOR.
+
+    Without colours, meaning is carried by bold, dim, underline and reverse, and by characters.
+    """
+
+    depth: Depth = "truecolor"
+    colors: Mapping[str, str] = field(default_factory=lambda: dict(DARK))
+
+    @property
+    def plain(self) -> bool:
+        """Whether no colour may be used."""
+        return self.depth == "none"
+
+    def style(self, name: str) -> Style:
+        """Return a style by its name; an unknown name is a `KeyError`, found by the tests."""
+        return self._styles[name]
+
+    def band(self, number: int) -> Style:
+        """Return the background of segment `number`; neighbours differ."""
+        return self._bands[number % len(self._bands)]
+
+    def color(self, name: str) -> Color:
+        """Return a colour of the theme by name: see `DARK`."""
+        return Color.parse(self.colors[name])
+
+    @cached_property
+    def _styles(self) -> dict[str, Style]:
+        on = Style(
+            color=None if self.plain else self.color("foreground"),
+            bgcolor=None if self.plain else self.color("background"),
+        )
+        tint = {name: self._tint(name) for name in self.colors}
+        return {
+            "text": on,
+            "strong": on + Style(bold=True),
+            "muted": on + (Style(dim=True) if self.plain else tint["muted"]),
+            "title": on + tint["primary"] + Style(bold=True),
+            "accent": on + tint["accent"],
+            "good": on + tint["success"],
+            "warn": on + tint["warning"] + Style(bold=self.plain),
+            "bad": on + tint["error"] + Style(bold=True),
+            "chosen": on + tint["accent"] + Style(bold=True),
+            "cursor": on + Style(reverse=True, bold=True),
+            "special": on + tint["accent"] + Style(italic=True),
+            "invisible": on + (Style(dim=True) if self.plain else tint["muted"]),
+        }
+
+    @cached_property
+    def _bands(self) -> tuple[Style, ...]:
+        if self.plain:
+            return (Style(), Style(underline=True))
+        white = Color.parse("#ffffff")
+        return tuple(Style(color=white, bgcolor=Color.parse(band)) for band in BANDS)
+
+    def _tint(self, name: str) -> Style:
+        return Style() if self.plain else Style(color=self.color(name))
