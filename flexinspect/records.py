@@ -83,7 +83,8 @@ class CallRecord:
     `path` is one of `PATHS`, `backend` the name under which transformers dispatched it, `mask` the
     fingerprint of the mask received (None when the layer got no mask). `gate` is the largest
     deviation from 1 of the newest row's attention mass over the executed mask, over heads (None
-    when it was not computed); `gate_kind` says how: "lse" or "output".
+    when it was not computed); `gate_kind` says how: "lse" or "output". A `softcap` c makes
+    c * tanh(score / c) of each scaled score, before the mask.
     """
 
     layer: int
@@ -100,6 +101,7 @@ class CallRecord:
     scale: float | None
     gate: float | None = None
     gate_kind: str | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +138,13 @@ class MaskRecord:
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
     mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
     `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `rule` names the rule
-    (module and qualified name), `rule_source` its file and first line where known. `cells` is the
-    executed mask, bool of shape (heads, n_q, n_kv) with heads 1 when all share it, or None when it
-    was not evaluated. `partial` and `full` are the block tables of batch 0, bool (heads, row
-    blocks, key blocks); `full` is None when no block is full, both are None at level basic for a
-    decode row.
+    (module and qualified name), `rule_source` its file and first line where known. `heads` is what
+    the mask was made for; the rule of one made for 1 may still tell heads apart. `cells` is the
+    executed mask of batch 0, bool of shape (heads, n_q, n_kv), the heads being the query heads, or
+    1 when all share it, or None when it was not evaluated. A bool mask that was added to the scores
+    (eager attention) closes nothing. `partial` and `full` are the block tables of batch 0, bool
+    (heads, row blocks, key blocks); `full` is None when no block is full, both are None at level
+    basic for a decode row.
     """
 
     fingerprint: str

@@ -55,6 +55,7 @@ class Connections:
         self._poll = _Handle()
         self._poll_version: object = None
         self._transient = False
+        self._saw_wal = False
         check_header(path)
         self.changed()
 
@@ -116,6 +117,8 @@ class Connections:
                         handle.close()
                 finally:
                     handle.lock.release()
+        if self._saw_wal:
+            remove_stray_wal(self.path)
 
     def _mine(self) -> _Handle:
         handle: _Handle | None = getattr(self._local, "handle", None)
@@ -132,6 +135,7 @@ class Connections:
         if self._transient and not in_wal_mode(self.path):
             self._transient = False
         handle.epoch = self._epoch
+        self._saw_wal = self._saw_wal or in_wal_mode(self.path)
         handle.db = connect(self.path)
         return handle.db
 
@@ -169,6 +173,18 @@ def in_wal_mode(path: Path) -> bool:
     """Tell from the header whether the file is (or was left) in WAL mode."""
     with path.open("rb") as file:
         return file.read(20)[18:19] == b"\x02"
+
+
+def remove_stray_wal(path: Path) -> None:
+    """Remove an empty WAL beside a trace that is out of WAL mode.
+
+    SQLite leaves WAL mode in two steps (it deletes the WAL, then rewrites the header); a reader
+    that opens the file between them makes an empty WAL anew, and nobody removes it.
+    """
+    wal = path.with_name(path.name + "-wal")
+    with suppress(OSError):
+        if not in_wal_mode(path) and wal.stat().st_size == 0:
+            wal.unlink()
 
 
 def _wal_bytes(path: Path) -> int:

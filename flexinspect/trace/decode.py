@@ -47,6 +47,13 @@ def clean(table: Table, row: Row, *, skip: int = 0) -> list[Any]:
     return clean_as(table.kinds(skip=skip), row, table.name)
 
 
+def whole(value: Any) -> int:
+    """Return a value that must be a whole number. Raises `Damage`."""
+    if type(value) is not int:
+        raise Damage(f"a number is expected where {value!a} is")
+    return value
+
+
 def clean_as(kinds: Sequence[str], row: Row, name: str) -> list[Any]:
     """Return the values of a row of these kinds (or of the first ones). Raises `Damage`."""
     try:

@@ -188,8 +188,10 @@ def _calls(out: list[Statement], key: Key, records: Sequence[CallRecord]) -> Non
     flat: list[Any] = []
     for number, record in enumerate(records):
         row = _call(record)
-        if record.gate != record.gate or record.scale != record.scale:
-            row = (*row[:-3], _optional(record.scale), _optional(record.gate), record.gate_kind)
+        scale, gate, cap = record.scale, record.gate, record.softcap
+        if gate != gate or scale != scale or cap != cap:
+            last = (_optional(gate), record.gate_kind, _optional(cap))
+            row = (*row[:-4], _optional(scale), *last)
         flat += (*key, number)
         flat += row
     _add(out, schema.CALLS, flat, len(records))

@@ -61,6 +61,11 @@ class Queries:
     def _query(self, sql: str, params: Sequence[Any]) -> list[Any]:
         return self._connections.query(sql, params)
 
+    def _number(self, sql: str, params: Sequence[Any] = ()) -> int | None:
+        """Return the one number that a query gives, None when it has no row."""
+        rows = self._query(sql, params)
+        return self._guard(decode.whole, rows[0][0]) if rows else None
+
     def _clean(self, table: Table, row: Sequence[Any], skip: int) -> list[Any]:
         return self._guard(lambda values: decode.clean(table, values, skip=skip), row)
 

@@ -150,13 +150,13 @@ class TraceReader(Queries):
         if last is None:
             return 0
         sql = f"SELECT step FROM steps {BRANCH} ORDER BY step LIMIT 1"
-        return int(last - self._query(sql, (generation, branch))[0][0] + 1)
+        first = self._number(sql, (generation, branch))
+        return 0 if first is None else last - first + 1
 
     def last_step(self, generation: int, branch: int = 0) -> int | None:
         """Return the number of the last step recorded so far, None when there is none."""
         sql = f"SELECT step FROM steps {BRANCH} ORDER BY step DESC LIMIT 1"
-        rows = self._query(sql, (generation, branch))
-        return int(rows[0][0]) if rows else None
+        return self._number(sql, (generation, branch))
 
     def steps(
         self,

@@ -165,6 +165,7 @@ CALLS = table(
     scale       real?  factor on the scores, NULL when the call left it to the kernel
     gate        real?  largest deviation from 1 of the newest row's mass, NULL if not computed
     gate_kind   text?  how the gate was computed: lse or output
+    softcap     real?  cap on the scores, NULL when there is none
     """,
 )
 
@@ -329,6 +330,8 @@ INDEXES = (
     "CREATE UNIQUE INDEX masks_by_fingerprint ON masks (fingerprint)",
     "CREATE INDEX findings_by_step ON findings (generation, branch, step)",
     "CREATE INDEX events_by_step ON events (generation, step)",
+    "CREATE INDEX layer_stats_bad ON layer_stats (generation, branch, step, layer) "
+    "WHERE n_nan > 0 OR n_inf > 0",
 )
 
 STREAMS = {

@@ -78,6 +78,7 @@ class CallShape(NamedTuple):
     k: torch.Size
     dtype: torch.dtype
     scale: float | None
+    softcap: float | None
 
     def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
         """Return the call's record."""
@@ -98,6 +99,7 @@ class CallShape(NamedTuple):
             self.scale,
             gate,
             gate_kind,
+            self.softcap,
         )
 
 
@@ -203,7 +205,7 @@ class AttentionHook:
         if step.level == "extreme":
             self._store(refs, buffer)
         for mask in masks:
-            mask.cells = None
+            mask.cells = mask.bias = None
         return _Kept(tuple(map(_shape_of, refs)), tuple(masks), tuple(numbers), kinds)
 
     def _store(self, refs: list[CallRef], buffer: StepBuffer) -> None:
@@ -249,4 +251,6 @@ def _shape_of(ref: CallRef) -> CallShape:
     query = ref.query
     path = ref.told_path or ref.default_path
     scale = ref.kwargs.get("scaling")
-    return CallShape(ref.layer, path, ref.backend, query.shape, ref.key.shape, query.dtype, scale)
+    cap = float(ref.softcap) if ref.softcap else None
+    shapes = (query.shape, ref.key.shape)
+    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap)

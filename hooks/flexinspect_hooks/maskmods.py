@@ -8,7 +8,7 @@ microseconds. The table form gathers from tensors, so that one compiled graph se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,16 +29,24 @@ from flexinspect.masks import (
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+AT_ONCE = 1 << 22
+"""Cells, over heads, that a rule is evaluated on at once: 32 MiB for each int64 it computes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
     """Which rows and keys a forward computes: `q_len` rows from `q_offset`, `kv_len` keys from
-    `kv_offset` (not 0 when a sliding cache has dropped the oldest keys)."""
+    `kv_offset` (not 0 when a sliding cache has dropped the oldest keys).
+
+    `heads` is the model's number of query heads, for rules that tell heads apart; 0 when its
+    configuration does not say.
+    """
 
     q_len: int
     kv_len: int
     q_offset: int
     kv_offset: int = 0
+    heads: int = 1
 
 
 def arithmetic_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
@@ -121,12 +129,16 @@ class BlockTableCache:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._key: bytes = b""
+        self._key: tuple[object, ...] = ()
         self._tensors: tuple[Tensor, ...] = ()
 
     def block_mask(self, tables: BlockTables, mask_mod: MaskMod, window: Window) -> BlockMask:
-        """Return a BlockMask of batch 1 and head 1 with these tables and this rule."""
-        key = tables.partial.tobytes() + b"|" + tables.full.tobytes()
+        """Return a BlockMask of batch 1 with these tables and this rule.
+
+        Tables of shape (row blocks, key blocks) are for all heads; with an axis of heads before
+        these, each head has its own.
+        """
+        key = (tables.partial.shape, tables.partial.tobytes(), tables.full.tobytes())
         if key != self._key:
             partial, full = _block_list(tables.partial), _block_list(tables.full)
             tensors = (*partial, *full)
@@ -146,9 +158,12 @@ class BlockTableCache:
 
 
 def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (counts, indices) as int32 of shape (1, 1, rows) and (1, 1, rows, key blocks)."""
-    order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return blocks.sum(axis=1, dtype=np.int32)[None, None], order[None, None]
+    """Return (counts, indices) as int32, (1, heads, rows) and (1, heads, rows, key blocks)."""
+    order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
+    counts = blocks.sum(axis=-1, dtype=np.int32)
+    if blocks.ndim == 2:
+        counts, order = counts[None], order[None]
+    return counts[None], order[None]
 
 
 def window_tables(rule: MaskRule, window: Window) -> BlockTables:
@@ -167,15 +182,23 @@ def all_partial(tables: BlockTables) -> BlockTables:
     return BlockTables(tables.partial | tables.full, np.zeros_like(tables.full))
 
 
-def evaluate(mask_mod: MaskMod, window: Window, device: torch.device, *, rows: slice) -> Tensor:
-    """Return a rule's cells for some local rows, bool (n_rows, kv_len), by the contract of flex.
+def head_groups(
+    mask_mod: MaskMod, zero: Tensor, h_idx: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Iterator[Tensor]:
+    """Yield a rule's cells for these indices, bool (group, rows, keys), some heads after others.
 
-    The rule is called with 0-dim index tensors under vmap, exactly as flex calls it, for batch 0
-    and head 0.
+    The rule is called with 0-dim index tensors under vmap, exactly as flex calls it; `zero` is the
+    batch. Where the rule takes no notice of the head, one group of one comes, at the
+    price of one head: vmap then gives the heads a stride of 0, so they cannot differ.
     """
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    q_idx = torch.arange(rows.start, rows.stop, device=device)
-    kv_idx = torch.arange(window.kv_len, device=device)
     over_kv = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
-    cells: Tensor = torch.vmap(over_kv, in_dims=(None, None, 0, None))(zero, zero, q_idx, kv_idx)
-    return cells.expand(rows.stop - rows.start, window.kv_len)
+    over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
+    over_h = torch.vmap(over_q, in_dims=(None, 0, None, None))
+    # One head alone would not show whether the rule tells heads apart.
+    size = max(AT_ONCE // max(len(q_idx) * len(kv_idx), 1), 2)
+    for start in range(0, len(h_idx), size):
+        cells: Tensor = over_h(zero, h_idx[start : start + size], q_idx, kv_idx)
+        if start == 0 and len(cells) > 1 and cells.stride(0) == 0:
+            yield cells[:1]
+            return
+        yield cells

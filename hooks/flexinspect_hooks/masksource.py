@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -17,7 +18,7 @@ from flexinspect_hooks.maskmods import (
     Window,
     all_partial,
     arithmetic_mask_mod,
-    evaluate,
+    head_groups,
     window_tables,
 )
 from flexinspect_hooks.ruleidentity import rule_parameters
@@ -66,17 +67,26 @@ class RuleMask:
 
 
 class OwnMask:
-    """Block masks of a user's `mask_mod`, which is written in positions of the whole sequence."""
+    """Block masks of a user's `mask_mod`, which is written in positions of the whole sequence.
+
+    The rule holds for every query head. One that tells heads apart gets block tables for each of
+    them, as a compiled kernel believes its tables; one that tells batches apart is read at batch 0,
+    the only one there is.
+    """
 
     def __init__(self, mask_mod: MaskMod, *, name: str, device: torch.device) -> None:
         self.name = name
         self.mask_mod = mask_mod
         self._device = device
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._cache = BlockTableCache(device)
         check_mask_mod(mask_mod, name, device)
 
     def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
-        """Return the mask of the window, its tables made from 128 rows at a time."""
+        """Return the mask of the window, its tables made from 128 rows at a time.
+
+        Raises `MaskError` when the rule fails, or tells heads apart that nobody has counted.
+        """
         mask_mod = shifted(self.mask_mod, window)
         values = rule_parameters(self.mask_mod)
         mark(mask_mod, f"{self.name}{values}@{window.q_offset},{window.kv_offset}")
@@ -86,10 +96,11 @@ class OwnMask:
 
     def _table(self, mask_mod: MaskMod, window: Window) -> BlockTables:
         try:
-            return stack_block_rows(
-                evaluate(mask_mod, window, self._device, rows=slice(start, stop)).cpu().numpy()
-                for start, stop in row_chunks(window.q_len)
+            return _stacked(
+                [self._block_row(mask_mod, window, *c) for c in row_chunks(window.q_len)]
             )
+        except MaskError:
+            raise
         except Exception as error:
             last = window.q_offset + window.q_len - 1
             raise MaskError(
@@ -97,6 +108,29 @@ class OwnMask:
                 f"{window.kv_len} keys: {type(error).__name__}: {str(error).splitlines()[0]}",
                 hint="Indices are positions of the whole sequence, generated tokens included.",
             ) from error
+
+    def _block_row(self, mask_mod: MaskMod, window: Window, start: int, stop: int) -> BlockTables:
+        """Return one row of blocks, (heads, 1, key blocks), of one head where all share it."""
+        zero, indices = self._zero, torch.arange(max(stop, window.kv_len), device=self._device)
+        h_idx = torch.arange(window.heads or 2, device=self._device)
+        q_idx, kv_idx = indices[start:stop], indices[: window.kv_len]
+        heads: list[BlockTables] = []
+        for group in head_groups(mask_mod, zero, h_idx, q_idx, kv_idx):
+            heads += [stack_block_rows([cells]) for cells in group.cpu().numpy()]
+        if len(heads) > 1 and not window.heads:
+            raise MaskError(
+                f"The mask rule {self.name} depends on the head, and the model's configuration "
+                "does not say how many query heads there are.",
+                hint="Use a rule that is the same for all heads.",
+            )
+        return BlockTables(np.stack([t.partial for t in heads]), np.stack([t.full for t in heads]))
+
+
+def _stacked(rows: list[BlockTables]) -> BlockTables:
+    """Return rows of blocks as tables, without the axis of heads where it is 1."""
+    partial = np.concatenate([row.partial for row in rows], axis=1)
+    full = np.concatenate([row.full for row in rows], axis=1)
+    return BlockTables(partial, full) if len(partial) > 1 else BlockTables(partial[0], full[0])
 
 
 def shifted(mask_mod: MaskMod, window: Window) -> MaskMod:
@@ -168,8 +202,10 @@ def _wrong_result(got: object, device: torch.device) -> str:
 
 
 def _check_vmap(mask_mod: MaskMod, name: str, device: torch.device) -> None:
+    zeros, both = (torch.tensor(pair, device=device) for pair in ((0, 0), (0, 1)))
     try:
-        evaluate(mask_mod, Window(2, 2, 0), device, rows=slice(0, 2))
+        # Head 0 twice, as a rule may look heads up in a table that has only one.
+        list(head_groups(mask_mod, zeros[0], zeros, both, both))
     except Exception as error:
         first = str(error).splitlines()[0] if str(error) else ""
         raise MaskError(

@@ -61,6 +61,7 @@ class MassReducer:
             _reduce_group(
                 [refs[i] for i in members],
                 cells[:, -1],
+                masks[key[0]].bias,
                 self._borders - (kv_after - key[2]),
                 members if len(groups) > 1 else None,
                 buffer,
@@ -89,12 +90,15 @@ _PREFIX = "attention/"
 def _reduce_group(
     refs: Sequence[CallRef],
     newest: Tensor,
+    bias: Tensor | None,
     borders: Tensor,
     members: Sequence[int] | None,
     buffer: StepBuffer,
 ) -> None:
     """Reduce the newest rows of layers that share a mask and a shape; the keys are not kept."""
     scores = _scores(refs)
+    if bias is not None:
+        scores = scores + bias
     closed = ~(newest if newest.shape[0] in (1, scores.shape[1]) else newest[:1])
     suffix = "" if members is None else "/" + ",".join(map(str, members))
     if refs[0].lse is not None:

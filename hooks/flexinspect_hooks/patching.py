@@ -77,6 +77,8 @@ class FlexPatch:
         self.compiled = compiled
         self.counts = PatchCounts()
         self._saved: list[tuple[Any, Any]] = []
+        self._heads: dict[int, int] = {}
+        self._mask_heads = 1
         self._name = ""
         self._debug_flag = False
 
@@ -86,6 +88,7 @@ class FlexPatch:
         _register(self._name, self._attend, self._make_mask)
         for config in model_configs(self.model):
             self._saved.append((config, config._attn_implementation_internal))
+            self._heads[id(config)] = _query_heads(config)
             config._attn_implementation_internal = self._name
         self._debug_flag = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
         # Without this flag uncompiled flex goes through dynamo, which costs more than the model.
@@ -113,6 +116,7 @@ class FlexPatch:
         kv_offset: int = 0,
         mask_function: MaskMod | None = None,
         attention_mask: Tensor | None = None,
+        config: Any = None,
         **_: Any,
     ) -> BlockMask:
         """Answer transformers' mask interface: one block mask per forward and layer type."""
@@ -121,10 +125,13 @@ class FlexPatch:
                 "The batch is padded, and segment masks are written for one prompt without pads.",
                 hint="Feed one prompt at a time and leave attention_mask out.",
             )
-        window = Window(int(q_length), int(kv_length), int(q_offset), int(kv_offset))
+        heads = self._heads.get(id(config)) or _query_heads(config)
+        window = Window(int(q_length), int(kv_length), int(q_offset), int(kv_offset), heads)
         self._count_forward(window)
         self.counts.builds += 1
-        return self.source.block_mask(window, _overlay(mask_function))
+        block_mask = self.source.block_mask(window, _overlay(mask_function))
+        self._mask_heads = max(self._mask_heads, block_mask.kv_num_blocks.shape[1])
+        return block_mask
 
     def _count_forward(self, window: Window) -> None:
         rows = (window.q_offset, window.q_len)
@@ -166,6 +173,11 @@ class FlexPatch:
         scaling: float | None,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
+        if self._mask_heads > 1 and self.compiled and query.shape[1] != self._mask_heads:
+            # The kernel does not check it, and may take the process down.
+            raise ValueError(
+                f"the block mask is for {self._mask_heads} heads, the layer has {query.shape[1]}"
+            )
         gqa = query.shape[1] != key.shape[1]
         if gqa and self.compiled and query.shape[1] & (query.shape[1] - 1):
             # The kernels want a power of two of query heads when they group them.
@@ -229,6 +241,12 @@ def model_configs(model: nn.Module) -> Iterator[Any]:
         seen.add(id(config))
         yield config
         pending += [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+
+
+def _query_heads(config: Any) -> int:
+    """Return the number of query heads, 0 when there is not one number for all layers."""
+    heads = getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else 0
 
 
 def _register(name: str, attend: Callable[..., Any], make_mask: Callable[..., Any]) -> None:

@@ -1,7 +1,8 @@
 """The masks that layers received in a step: identity, block tables, executed cells, fingerprint.
 
 A mask is looked at once per step however many layers share it, and stored once per fingerprint.
-What is evaluated is the object that the layer got, never the description that was meant.
+What is evaluated is the object that the layer got, never the description that was meant, for every
+query head, and for batch 0: what it does for other batches is not recorded.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from flexinspect.records import MaskRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
+from flexinspect_hooks.maskmods import head_groups
 from flexinspect_hooks.ruleidentity import rule_name, rule_parameters, rule_source
 
 if TYPE_CHECKING:
     from flexinspect_hooks.attention import CallRef
 
 MAX_CELLS = 1 << 26
-"""Largest mask whose cells are evaluated and stored (8 MiB of bits)."""
+"""Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
@@ -37,8 +39,10 @@ _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices
 class ReceivedMask:
     """One distinct mask of a step. `rule` is the mask_mod itself.
 
-    `cells` is what the path that ran executed, bool (heads, q_len, kv_len); None at level basic,
-    and dropped before the writer thread gets the mask.
+    `heads` is what the mask was made for. `cells` is what the path that ran executed for each query
+    head, bool (1 or q heads, q_len, kv_len), 1 where all share it; None at level basic and for
+    masks that are too large. `bias` (1 or heads, kv_len) is what a dense mask adds to the scores of
+    the newest row, 0 where closed. Both are dropped before the writer thread gets the mask.
     """
 
     number: int
@@ -54,6 +58,7 @@ class ReceivedMask:
     block: tuple[int, int] | None = None
     rule: Any = None
     cells: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class MaskBook:
@@ -70,14 +75,23 @@ class MaskBook:
     ) -> tuple[list[ReceivedMask], list[int]]:
         """Return the step's distinct masks and, per call, the number of its mask."""
         found: dict[tuple[Any, ...], ReceivedMask] = {}
+        by_head: set[tuple[Any, ...]] = set()
         numbers = []
+        key: tuple[Any, ...]
         for ref in refs:
             mask = ref.mask
             # A block mask must fit its call exactly, so its identity says the lengths as well.
             lengths = () if isinstance(mask, BlockMask) else (ref.query.shape[2], ref.key.shape[2])
-            key = (id(mask), ref.path, lengths)
+            shared = key = (id(mask), ref.path, lengths)
+            if by_head and shared in by_head:
+                key = (*shared, ref.query.shape[1])
             if key not in found:
-                found[key] = self._look_at(ref, len(found), step, buffer)
+                seen = self._look_at(ref, len(found), step, buffer)
+                if seen.cells is not None and len(seen.cells) > 1:
+                    # Layers with another number of heads do not share it.
+                    by_head.add(shared)
+                    key = (*shared, ref.query.shape[1])
+                found[key] = seen
             numbers.append(found[key].number)
         return list(found.values()), numbers
 
@@ -92,17 +106,18 @@ class MaskBook:
                 table = getattr(ref.mask, name)
                 if table is not None:
                     buffer.put(f"mask.{number}.{name}", table)
-        if step.level == "basic" or mask.heads * mask.q_len * mask.kv_len > MAX_CELLS:
+        if step.level == "basic" or mask.q_len * mask.kv_len > MAX_CELLS:
             return mask
-        mask.cells = _executed(ref.mask, mask, self._indices)
-        buffer.put(f"mask.{number}.cells", mask.cells)
+        mask.cells = _executed(ref, mask, self._indices)
+        if mask.cells is not None:
+            buffer.put(f"mask.{number}.cells", mask.cells)
         return mask
 
     def record(self, mask: ReceivedMask, values: Values, draft: StepDraft) -> str:
         """Store the mask if it is new; return its fingerprint (writer thread)."""
         prefix = f"mask.{mask.number}."
         tables = self._tables_of([values.get(prefix + name) for name in _TABLES])
-        cells = values.get(prefix + "cells")
+        cells = _shared(values.get(prefix + "cells"))
         fingerprint = _fingerprint(mask, tables, cells)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
@@ -154,20 +169,49 @@ def _implied_causal(ref: CallRef) -> bool:
     return ref.path == "sdpa" and ref.is_causal and ref.query.shape[2] > 1
 
 
-def _executed(received: Any, mask: ReceivedMask, indices: _Indices) -> Tensor:
-    """Return what a call's mask opens on its path, bool (heads, q_len, kv_len), batch 0."""
+def _executed(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | None:
+    """Return what a call's mask opens on its path, bool (1 or heads, q_len, kv_len), batch 0.
+
+    None when heads differ and are too many to store, or when what ran is not known.
+    """
+    received = ref.mask
     if isinstance(received, BlockMask):
-        cells = _rule_cells(received, mask.heads, mask.q_len, mask.kv_len, indices)
-        return _as_compiled(cells, received) if mask.compiled else cells
+        heads = ref.query.shape[1]
+        cells = _rule_cells(received, heads, mask.q_len, mask.kv_len, indices)
+        if cells is None or not mask.compiled:
+            return cells
+        return _as_compiled(cells, received, heads)
     if isinstance(received, Tensor) and received.dim() == 4:
-        tensor = received[0, :, :, : mask.kv_len]
-        if tensor.dtype is torch.bool:
-            return tensor
-        # transformers closes a cell with the lowest float; halving it leaves room for sums.
-        return tensor > torch.finfo(tensor.dtype).min / 2
-    shape = (1, mask.q_len, mask.kv_len)
-    everything = torch.ones(shape, dtype=torch.bool, device=indices.zero.device)
+        return _tensor_cells(ref, mask)
+    everything = _all_open(mask, indices.zero.device)
     return everything.tril() if mask.kind == "none, causal" else everything
+
+
+def _all_open(mask: ReceivedMask, device: torch.device) -> Tensor:
+    return torch.ones((1, mask.q_len, mask.kv_len), dtype=torch.bool, device=device)
+
+
+def _tensor_cells(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
+    """Return what a dense mask opens, and note in `mask` what it adds to the newest row's scores.
+
+    Eager attention and transformers' flex add every mask, so one of bools closes nothing there: it
+    adds 1 to the scores of its open cells. Transformers' flex reads it at head 0 for all heads.
+    """
+    tensor: Tensor = ref.mask[0, :, :, : mask.kv_len]
+    flex = ref.path.startswith("flex")
+    if flex:
+        tensor = tensor[:1, : mask.q_len]
+    if tensor.numel() > MAX_CELLS:
+        return None
+    if tensor.dtype is torch.bool:
+        if not flex and ref.path != "eager":
+            return tensor
+        mask.bias = tensor[:, -1].float()
+        return _all_open(mask, tensor.device)
+    # transformers closes a cell with the lowest float; halving it leaves room for sums.
+    cells = tensor > torch.finfo(tensor.dtype).min / 2
+    mask.bias = tensor[:, -1].float().masked_fill(~cells[:, -1], 0.0)
+    return cells
 
 
 class _Indices:
@@ -186,22 +230,37 @@ class _Indices:
 
 def _rule_cells(
     block_mask: BlockMask, heads: int, q_len: int, kv_len: int, indices: _Indices
-) -> Tensor:
+) -> Tensor | None:
+    """Return the rule's cells, bool (1 or heads, q_len, kv_len), 1 where it ignores the head.
+
+    None when heads may differ and are too many to store: that they are equal after all would have
+    to be seen in every cell.
+    """
     mask_mod, zero = block_mask.mask_mod, indices.zero
-    q_idx, kv_idx, h_idx = indices.upto(q_len), indices.upto(kv_len), indices.upto(heads)
+    q_idx, kv_idx = indices.upto(q_len), indices.upto(kv_len)
     if getattr(mask_mod, "flexinspect_broadcasts", False):
-        grid = mask_mod(zero, zero, q_idx[:, None], kv_idx[None])
-        return grid.expand(heads, q_len, kv_len)
-    over_kv = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
-    over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
-    over_h = torch.vmap(over_q, in_dims=(None, 0, None, None))
-    rows = [over_h(zero, h_idx, q_idx[a:b], kv_idx) for a, b in algebra.row_chunks(q_len)]
+        return mask_mod(zero, zero, q_idx[:, None], kv_idx[None]).expand(1, q_len, kv_len)
+    h_idx, rows = indices.upto(heads), []
+    for start, stop in algebra.row_chunks(q_len):
+        groups = []
+        for group in head_groups(mask_mod, zero, h_idx, q_idx[start:stop], kv_idx):
+            if len(group) > 1 and heads * q_len * kv_len > MAX_CELLS:
+                return None
+            groups.append(group)
+        rows.append(torch.cat(groups) if len(groups) > 1 else groups[0])
     return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
 
-def _as_compiled(cells: Tensor, block_mask: BlockMask) -> Tensor:
-    """Apply the compiled kernel's formula, (partial and rule) or full, on the device."""
+def _as_compiled(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor | None:
+    """Apply the compiled kernel's formula, (partial and rule) or full, on the device.
+
+    The tables are for one head or for every head; which of them a head reads otherwise differs
+    between kernels, so that nothing is said then, nor when there are too many cells.
+    """
     q_len, kv_len = cells.shape[1:]
+    tables = block_mask.kv_num_blocks.shape[1]
+    if tables > 1 and (tables != heads or tables * q_len * kv_len > MAX_CELLS):
+        return None
     partial = _spread(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask, q_len, kv_len)
     full_num, full_idx = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     if full_num is None or full_idx is None:
@@ -223,6 +282,13 @@ def _spread(
     size_q, size_kv = block_mask.BLOCK_SIZE
     spread = blocks.repeat_interleave(int(size_q), 1).repeat_interleave(int(size_kv), 2)
     return spread[:, :q_len, :kv_len]
+
+
+def _shared(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+    """Return cells with one head where all heads are equal."""
+    if cells is None or len(cells) == 1:
+        return cells
+    return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
 
 
 def _fingerprint(mask: ReceivedMask, tables: _Tables, cells: npt.NDArray[Any] | None) -> str:

@@ -21,7 +21,7 @@ from flexinspect_hooks.maskmods import (
     RuleTables,
     Window,
     arithmetic_mask_mod,
-    evaluate,
+    head_groups,
     window_tables,
 )
 from flexinspect_hooks.masksource import OwnMask, RuleMask, check_mask_mod
@@ -51,14 +51,19 @@ def dense(rule: MaskRule, window: Window) -> np.ndarray[Any, Any]:
     return whole[:, window.kv_offset :]
 
 
+def evaluate(mask_mod: Any, window: Window, heads: int = 1) -> torch.Tensor:
+    """A rule's cells under vmap, one group of heads after the other."""
+    indices = [torch.arange(n) for n in (heads, window.q_len, window.kv_len)]
+    return torch.cat(list(head_groups(mask_mod, torch.tensor(0), *indices)))
+
+
 @settings(max_examples=60, deadline=None)
 @given(rules(), windows())
 def test_both_forms_of_a_rule_equal_numpy_under_vmap(rule: MaskRule, window: Window) -> None:
     expected = dense(rule, window)
-    rows = slice(0, window.q_len)
     tables = RuleTables(rule, 64, CPU)
     for mask_mod in (arithmetic_mask_mod(rule, window), tables.mask_mod(window)):
-        assert (evaluate(mask_mod, window, CPU, rows=rows).numpy() == expected).all()
+        assert (evaluate(mask_mod, window).numpy() == expected).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -138,6 +143,7 @@ def test_an_own_rule_gets_the_row_offset_of_a_decode_step() -> None:
         (lambda b, h, q, kv: (kv <= q).reshape(1), r"shape \(1,\)"),
         (lambda b, h, q, kv, x: kv <= q, "failed when called"),
         (lambda b, h, q, kv: kv <= q if q > 0 else kv == q, "cannot be vectorised"),
+        (lambda b, h, q, kv: kv <= q if h > 0 else kv == q, "cannot be vectorised"),
     ],
 )
 def test_a_rule_that_flex_would_refuse_gets_a_sentence(rule: Any, said: str) -> None:

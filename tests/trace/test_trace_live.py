@@ -300,3 +300,17 @@ def test_a_forked_child_leaves_the_trace_alone(tmp_path: Path) -> None:
         writer.end_generation(end())
     with open_trace(path) as reader:
         assert (reader.state, reader.last_step(0)) == ("finished", 1)
+
+
+def test_an_empty_wal_that_a_reader_made_while_the_writer_folded_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    writer = TraceWriter.create(path, {})
+    reader = TraceReader(path)
+    assert reader.state == "recording"
+    reader.close()
+    writer.close()
+    stray = tmp_path / "a.flextrace-wal"
+    stray.touch()
+    assert reader.state == "finished"
+    reader.close()
+    assert not stray.exists()

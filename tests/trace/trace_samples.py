@@ -109,10 +109,10 @@ def step(number: int = 0, generation: int = 0, **changes: Any) -> StepRecord:
         "calls": (
             CallRecord(
                 *(0, "flex uncompiled", "flexinspect-1", fingerprint, 1, 8, 4, 1, 5, 64, "float32"),
-                *(0.125, 1e-6, "lse"),
+                *(0.125, 1e-6, "lse", 50.0),
             ),
             CallRecord(1, "sdpa", "sdpa", None, 1, 8, 4, 1, 5, 64, "float32", None),
-            CallRecord(1, "sdpa", "sdpa", None, 1, 8, 4, 1, 5, 64, "float32", NAN, NAN, None),
+            CallRecord(1, "sdpa", "sdpa", None, 1, 8, 4, 1, 5, 64, "float32", NAN, NAN, None, NAN),
         ),
         "layer_stats": (
             LayerStatRecord(0, "self_attn", 0, 0, -1.5, 2.5, 0.25, 1.0, 33.0),

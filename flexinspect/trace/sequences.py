@@ -1,0 +1,47 @@
+"""Questions about the sequence as a whole: its length, and where a text occurs in it."""
+
+from __future__ import annotations
+
+from flexinspect.trace import decode
+from flexinspect.trace.queries import BRANCH, Queries
+
+
+def last_pos(trace: Queries, generation: int, branch: int = 0) -> int | None:
+    """Return the highest position recorded so far, None when there is none."""
+    sql = f"SELECT pos FROM tokens {BRANCH} ORDER BY pos DESC LIMIT 1"
+    return trace._number(sql, (generation, branch))
+
+
+def n_generations(trace: Queries) -> int:
+    """Return the number of generations recorded so far."""
+    sql = "SELECT generation FROM generations ORDER BY generation DESC LIMIT 1"
+    last = trace._number(sql)
+    return 0 if last is None else last + 1
+
+
+def find_text(
+    trace: Queries,
+    text: str,
+    generation: int,
+    branch: int = 0,
+    *,
+    after: int = -1,
+    only_generated: bool = False,
+) -> tuple[int, int | None] | None:
+    """Return (position, step that chose it) of the next token that holds `text`.
+
+    Letters count without their case, where SQLite knows it (ASCII). The search begins after the
+    position `after` and goes on from the start; None when no token holds it.
+    """
+    chosen = " AND step IS NOT NULL" if only_generated else ""
+    sql = (
+        f"SELECT pos, step FROM tokens {BRANCH} AND pos {{}} ? "
+        f"AND (instr(lower(text), lower(?)) OR token = ?){chosen} ORDER BY pos LIMIT 1"
+    )
+    for part, start in ((">", after), ("<=", after)):
+        params = (generation, branch, start, text, text)
+        rows = trace._query(sql.format(part), params)
+        if rows:
+            pos, step = rows[0]
+            return trace._guard(decode.whole, pos), step if type(step) is int else None
+    return None
