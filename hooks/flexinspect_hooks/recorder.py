@@ -6,11 +6,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
 from flexinspect.records import (
     EventRecord,
     GenerationEnd,
@@ -18,6 +17,7 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
+from flexinspect.rules.base import Rule, RuleBook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import Hook, StepDraft
@@ -58,15 +58,12 @@ class FinishedStep:
     token: TokenRecord | None
 
 
-Rule = Callable[[StepRecord], Sequence[Finding]]
-
-
 class Recorder:
     """Owns the writer thread. A full disk stops the recording; it never stops the model."""
 
-    def __init__(self, sink: Sink, *, rules: Sequence[Rule] = ()) -> None:
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._rules = rules
+        self._rules = RuleBook()
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
@@ -80,8 +77,9 @@ class Recorder:
         self.n_steps = 0
         self.on_hook_error: Callable[[Hook, BaseException, StepContext], None] | None = None
 
-    def start(self) -> None:
-        """Start the thread."""
+    def start(self, rules: Sequence[Rule] = ()) -> None:
+        """Start the thread; `rules` look at every step before it is written."""
+        self._rules = RuleBook(rules)
         self._thread.start()
 
     def put(self, item: FinishedStep | GenerationRecord | GenerationEnd | EventRecord) -> None:
@@ -161,6 +159,8 @@ class Recorder:
             return
         if isinstance(item, GenerationRecord):
             self._sink.begin_generation(item)
+            for event in self._rules.begin(item):
+                self._sink.write_event(event)
         elif isinstance(item, GenerationEnd):
             self._sink.end_generation(item)
         else:
@@ -189,9 +189,7 @@ class Recorder:
                 hook.record(step, kept, values, draft)
             except Exception as error:
                 failed(hook, error)
-        record = _assemble(item, draft)
-        found = tuple(finding for rule in self._rules for finding in rule(record))
-        return replace(record, findings=found) if found else record
+        return self._rules.look(_assemble(item, draft))
 
 
 def _assemble(item: FinishedStep, draft: StepDraft) -> StepRecord:

@@ -25,12 +25,13 @@ from flexinspect.records import (
     GenerationRecord,
     TokenRecord,
 )
+from flexinspect.rules.base import Rule
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
-from flexinspect_hooks.recorder import FinishedStep, Recorder, Rule, Sink
+from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 
 
 def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
@@ -47,13 +48,26 @@ def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
     return [classes[name]() for name in sorted(classes)], failed
 
 
+def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
+    """Return the registered rules, fresh for one run, and the sentence of each that failed."""
+    classes, failed = plugins.load_all("flexinspect.rules")
+    rules = []
+    for name, make in classes.items():
+        try:
+            rules.append(make())
+        except Exception as error:
+            failed[name] = f"It could not be made: {type(error).__name__}: {error}"
+    return rules, failed
+
+
 class CaptureSession:
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
     layers whose activations are stored at extreme (None: all). `text_of` decodes one token id.
     `copy_logits` copies each step's row of logits, as loops may divide it in place before it is
-    recorded; a loop that never does so need not pay for it.
+    recorded; a loop that never does so need not pay for it. `hooks` and `rules` are the registered
+    ones unless given.
 
     Raises `UsageError` for an unknown level.
     """
@@ -67,12 +81,13 @@ class CaptureSession:
         layers: Sequence[int] | None = None,
         text_of: Callable[[int], str] = str,
         hooks: Sequence[Hook] | None = None,
-        rules: Sequence[Rule] = (),
+        rules: Sequence[Rule] | None = None,
         copy_logits: bool = True,
     ) -> None:
         self._copy_logits = copy_logits
         self.level = check_level(level)
-        self.recorder = Recorder(sink, rules=rules)
+        self.recorder = Recorder(sink)
+        self._rules = rules
         self.recorder.on_hook_error = self._hook_failed
         self._model = model
         self._hooks: list[Hook] = list(hooks) if hooks is not None else []
@@ -101,9 +116,12 @@ class CaptureSession:
         failed: dict[str, str] = {}
         if self._use_built_in:
             self._hooks, failed = built_in_hooks()
-        self.recorder.start()
+        rules, off = built_in_rules() if self._rules is None else (self._rules, {})
+        self.recorder.start(rules)
         for name, sentence in failed.items():
             self._event("hook-off", f"{name}: {sentence}")
+        for name, sentence in off.items():
+            self._event("rule-off", f"{name}: {sentence}")
         model = self._model
         for hook in list(self._hooks):
             self._guard(hook, self._install, hook)

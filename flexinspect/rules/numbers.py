@@ -1,0 +1,230 @@
+"""NaN and Inf: which layer they come from, and whether they are in the logits.
+
+The first layer of a step whose output is not finite is the producer; the layers after it only carry
+on what they were given, and so do later steps, through the cache. So one finding is made where the
+trouble first appears, and another one only when it later appears in an earlier layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import (
+    ArrayRecord,
+    GenerationRecord,
+    LayerStatRecord,
+    LogitsRecord,
+    StepRecord,
+)
+from flexinspect.rules.base import FindingKind, Positions, Rule, Scene, counted, listed, printable
+
+NAN = "numbers.nan"
+INF = "numbers.inf"
+
+_HEAD = 1 << 30
+"""Stands for what comes after the last layer: the final norm and the output head."""
+
+_ANY_NUMBER = 1 << 62
+
+
+class NumbersRule:
+    """Names the layer, the step and (where the record says it) the rows of the first NaN or Inf.
+
+    What is known depends on the level: from advanced on every layer of every step; at basic on CPU
+    layers are looked at only when the chosen token's logit is not finite.
+    """
+
+    name: ClassVar[str] = "numbers"
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        NAN: FindingKind(Severity.ERROR, "NaN in a layer's output or in the logits"),
+        INF: FindingKind(Severity.ERROR, "Inf in a layer's output or in the logits"),
+    }
+
+    def __init__(self) -> None:
+        self._scene = Scene()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._told: dict[int, int] = {}
+        """Branch to the earliest layer told of."""
+        self._n_closed: dict[int, int] = {}
+        """Branch to the number of -Inf logits that need no word."""
+
+    def begin(self, generation: GenerationRecord) -> None:
+        """Begin with nothing told."""
+        self._scene.begin(generation)
+        self._forget()
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        """Return at most one finding: about the producer, or about the logits if no layer is."""
+        self._scene.learn(step)
+        # This line is what a step costs in which nothing is wrong.
+        sick = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
+        if sick:
+            return self._of_layers(step, sick)
+        logits = step.logits
+        if logits is None:
+            return ()
+        if logits.n_nan or logits.n_inf:
+            return self._of_logits(step, logits)
+        self._n_closed.setdefault(step.branch, 0)
+        return ()
+
+    def _of_layers(self, step: StepRecord, sick: Sequence[LayerStatRecord]) -> Sequence[Finding]:
+        sick = sorted(sick, key=lambda stat: stat.layer)
+        producer = sick[0]
+        earlier = self._told.get(step.branch, _HEAD + 1)
+        if producer.layer >= earlier:
+            return ()
+        self._told[step.branch] = producer.layer
+        carriers = sorted({stat.layer for stat in sick} - {producer.layer})
+        rows = _sick_rows(step, producer.layer)
+        in_logits = step.logits is not None and bool(step.logits.n_nan or step.logits.n_inf)
+        sentence = (
+            f"{_kind(producer)} {'first' if earlier >= _HEAD else 'now'} appears in the output of "
+            f"layer {producer.layer} ({printable(producer.module)}), {self._where(step, rows)}: "
+            f"{_how_many(producer)}; {_carried(carriers, in_logits)}"
+        )
+        if producer.layer == 0:
+            sentence += ", and the embeddings that feed layer 0 are not recorded"
+        evidence: dict[str, Any] = {
+            "module": producer.module,
+            "n_nan": producer.n_nan,
+            "n_inf": producer.n_inf,
+            "min": producer.min,
+            "max": producer.max,
+            "rows_of_step": step.q_len,
+            "rows": None if rows is None else len(rows),
+            "carriers": carriers,
+            "in_logits": in_logits,
+        }
+        finding_id = NAN if producer.n_nan else INF
+        return [_finding(step, finding_id, f"{sentence}.", evidence, producer.layer, rows)]
+
+    def _where(self, step: StepRecord, rows: Positions | None) -> str:
+        if rows is None or not len(rows):
+            return f"in step {step.step} (somewhere in its {step.q_len} rows)"
+        if len(rows) == 1:
+            return f"in step {step.step} at {self._scene.position(int(rows[0]))}"
+        scene = self._scene
+        return f"in step {step.step} in {scene.rows(rows)} ({scene.first(rows)})"
+
+    def _of_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
+        highest = any(candidate.logit == np.inf for candidate in logits.candidates)
+        if not logits.n_nan and not highest:
+            return self._closed(step, logits)
+        if step.branch in self._told:
+            return ()
+        self._told[step.branch] = _HEAD
+        source = (
+            "while every layer's output is finite: it comes from the final norm or the output head"
+            if step.layer_stats
+            else "and no layer is recorded as its source (from level advanced on all are looked at)"
+        )
+        sentence = (
+            f"{_kind(logits)} appears in the logits of step {step.step} ({_how_many(logits)}), "
+            f"{source}."
+        )
+        rows = np.array([step.kv_after - 1])
+        evidence = _logits_evidence(logits)
+        return [_finding(step, NAN if logits.n_nan else INF, sentence, evidence, None, rows)]
+
+    def _closed(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
+        """Judge logits of which some are -Inf and the rest finite, before any processor.
+
+        A model may close tokens like that by its own design (padding of the vocabulary), then in
+        every step; so what the first step has is taken as meant, and only more than that is said.
+        """
+        before = self._n_closed.setdefault(step.branch, logits.n_inf)
+        if logits.n_inf <= before or step.branch in self._told:
+            return ()
+        self._n_closed[step.branch] = _ANY_NUMBER
+        sentence = (
+            f"{counted(logits.n_inf, 'logit')} of step {step.step} {_are(logits.n_inf)} -Inf "
+            f"before any processor, where the first step had {before}: no processor or sampling "
+            "option closed these tokens."
+        )
+        evidence = {**_logits_evidence(logits), "before": before}
+        rows = np.array([step.kv_after - 1])
+        return [_finding(step, INF, sentence, evidence, None, rows, Severity.WARNING)]
+
+
+RULE: type[Rule] = NumbersRule
+
+
+def _finding(
+    step: StepRecord,
+    finding_id: str,
+    sentence: str,
+    evidence: dict[str, Any],
+    layer: int | None,
+    rows: Positions | None,
+    severity: Severity | None = None,
+) -> Finding:
+    return Finding(
+        id=finding_id,
+        severity=severity or NumbersRule.findings[finding_id].severity,
+        sentence=sentence,
+        generation=step.generation,
+        branch=step.branch,
+        step=step.step,
+        layer=layer,
+        positions=() if rows is None else listed(rows),
+        evidence=evidence,
+    )
+
+
+def _logits_evidence(logits: LogitsRecord) -> dict[str, Any]:
+    return {"module": "logits", "n_nan": logits.n_nan, "n_inf": logits.n_inf}
+
+
+def _kind(record: LayerStatRecord | LogitsRecord) -> str:
+    return "NaN" if record.n_nan else "Inf"
+
+
+def _how_many(record: LayerStatRecord | LogitsRecord) -> str:
+    if record.n_nan and record.n_inf:
+        return f"{record.n_nan} NaN and {record.n_inf} Inf values"
+    return counted(record.n_nan or record.n_inf, "value")
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+def _carried(carriers: Sequence[int], in_logits: bool) -> str:
+    """Say which later layers hold it as well, and whether it reaches the logits."""
+    names = []
+    if carriers:
+        one = len(carriers) == 1
+        names.append(f"layer {carriers[0]}" if one else f"{len(carriers)} later layers")
+    if in_logits:
+        names.append("the logits")
+    if not names:
+        return "nothing recorded after it in this step shows it"
+    verb = "carries" if len(carriers) == 1 and not in_logits else "carry"
+    return f"{' and '.join(names)} {verb} it on"
+
+
+def _sick_rows(step: StepRecord, layer: int) -> Positions | None:
+    """Return the positions whose output is not finite; None where only their number is known.
+
+    A decode step has one row; of a prompt the rows are known where the layer's output is stored.
+    """
+    if step.q_len == 1:
+        return np.array([step.kv_before])
+    for record in step.arrays:
+        if record.stream == "hidden" and record.layer == layer:
+            return step.kv_before + np.flatnonzero(~_finite_rows(record))
+    return None
+
+
+def _finite_rows(record: ArrayRecord) -> Any:
+    array = record.array.reshape(len(record.array), -1)
+    if record.dtype == "bfloat16":  # as bits: all ones in the exponent
+        return ((array & 0x7F80) != 0x7F80).all(axis=1)
+    return np.isfinite(array).all(axis=1)
