@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
@@ -19,23 +20,33 @@ def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
     """Return the spans as a strip of exactly `width` cells, cut with "…" where they are longer.
 
     `fill` is the style of the cells behind the text. A wide character that does not fit whole
-    leaves a blank.
+    leaves a blank. What is cut off is not mentioned if it is blank.
     """
     segments: list[Segment] = []
-    left = width
+    left = max(width, 0)
     for text, style in spans:
-        if left <= 0:
-            break
         length = cell_len(text)
+        if length > left and text.strip():
+            return Strip(_shortened(segments, text, style, left), max(width, 0))
         if length > left:
-            segments.append(Segment(clipped(text, left), style))
-            left = 0
-            break
-        segments.append(Segment(text, style))
-        left -= length
+            text, length = set_cell_size(text, left), left
+        if text:  # one without cells is an accent of what stands before it
+            segments.append(Segment(text, style))
+            left -= length
     if left > 0:
         segments.append(Segment(" " * left, fill or Style.null()))
     return Strip(segments, max(width, 0))
+
+
+def _shortened(segments: list[Segment], text: str, style: Style, left: int) -> list[Segment]:
+    """Return segments that end in "…" in the place of `text`, which is longer than `left`."""
+    while segments and not segments[-1].cell_length:
+        segments.pop()  # an accent cannot be shortened, and its letter goes
+    if left or not segments:
+        return [*segments, Segment(clipped(text, left), style)] if left else segments
+    *before, last = segments
+    cut = set_cell_size(last.text, last.cell_length - 1) + "…"
+    return [*before, Segment(cut, last.style)]
 
 
 def clipped(text: str, width: int) -> str:
@@ -53,11 +64,12 @@ def right(text: str, width: int) -> str:
 
 def paragraph(text: str, width: int, style: Style) -> list[Strip]:
     """Return a text of several lines or sentences, wrapped at words."""
-    import textwrap
-
+    room = max(width, 8)  # narrower columns of text cannot be read: cut there
     rows: list[str] = []
     for part in text.split("\n"):
-        rows += textwrap.wrap(visible(part), max(width, 8)) or [""]
+        for row in textwrap.wrap(visible(part), room) or [""]:
+            # textwrap counts characters, and a wide one takes two cells
+            rows += chop_cells(row, room) if cell_len(row) > room else [row]
     return [line([(row, style)], width, style) for row in rows]
 
 
