@@ -22,13 +22,18 @@ GROUP = "flexinspect.panels"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a trace the user is. `step` 0 is the prefill; `head` counts query heads."""
+    """Where in a trace the user is. `step` 0 is the prefill; `head` counts query heads.
+
+    `pos` is a token that was chosen by itself (a match of a search in the prompt); None stands for
+    the token that the step chose.
+    """
 
     generation: int = 0
     branch: int = 0
     step: int = 0
     layer: int = 0
     head: int = 0
+    pos: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,8 @@ class Request(Generic[O_co]):
 class Picture:
     """What a panel draws: at most `height` strips of `width` cells.
 
-    `note` stands in the lower border of the panel: which mask, which gate, which zoom. `over` is
-    set where something is wrong and the note must be seen.
+    `note` stands in the lower border of the panel: which mask, which gate, which zoom. `alarm`
+    is set where something is wrong and the note must be seen.
     """
 
     strips: list[Strip]
@@ -72,6 +77,7 @@ class Go:
     step: int | None = None
     layer: int | None = None
     head: int | None = None
+    pos: int | None = None
     panel: str | None = None
 
 

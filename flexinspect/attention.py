@@ -1,0 +1,152 @@
+"""One row of attention in numpy, from what a trace stores: its weights and the gate that proves it.
+
+The order of things is the kernel's: scaled score, cap, mask, softmax. A row is normalised with the
+log-sum-exp that the kernel gave, where there is one: the open weights then sum to 1 exactly when
+the mask, the keys and the scale are those that ran, and how far they are from 1 is the gate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.prompts import Segment
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+TOLERANCE = 1e-2
+"""A gate above this is no rounding: half precision stays below 5e-3, a hidden key does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """How far a picture is from what ran: `value` is None when nothing tells.
+
+    `kind` is "lse" (distance of the row's mass from 1 under the kernel's own log-sum-exp) or
+    "output" (relative error of the row's output, recomputed).
+    """
+
+    value: float | None = None
+    kind: str | None = None
+
+    @property
+    def checked(self) -> bool:
+        """Whether there is a number at all."""
+        return self.value is not None
+
+    @property
+    def bad(self) -> bool:
+        """Whether the picture is not what ran; NaN proves nothing good."""
+        return self.value is not None and not self.value <= TOLERANCE
+
+    def words(self) -> str:
+        """Return "gate 3e-06 (lse)" or "not checked"."""
+        if self.value is None:
+            return "not checked"
+        return f"gate {self.value:.0e} ({self.kind or 'lse'})"
+
+
+UNCHECKED = Gate()
+"""The gate of what nothing was compared with."""
+
+
+def worst(gates: Sequence[Gate]) -> Gate:
+    """Return the gate that proves least: a bad one, else one without a number, else the largest."""
+    if not gates:
+        return UNCHECKED
+    return max(gates, key=_weight)
+
+
+def _weight(gate: Gate) -> tuple[int, float]:
+    if gate.value is None:
+        return 1, 0.0
+    value = math.inf if math.isnan(gate.value) else gate.value
+    return (2, value) if gate.bad else (0, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Weights of one row over its keys, float64 (keys,), 0 where closed.
+
+    `total` is their sum, `lse` the log-sum-exp of the open scores (natural, -inf when none is
+    open). `gate` is the distance of `total` from what it must be, None when the kernel's own
+    log-sum-exp was not given, so that `total` is 1 by construction.
+    """
+
+    weights: Floats
+    total: float
+    lse: float
+    gate: float | None
+
+
+def key_head(head: int, q_heads: int, kv_heads: int) -> int:
+    """Return the key head of a query head: neighbouring query heads share one (flex-facts 1)."""
+    return head // max(q_heads // max(kv_heads, 1), 1)
+
+
+def row_scores(
+    query: npt.NDArray[Any],
+    keys: npt.NDArray[Any],
+    scale: float | None,
+    softcap: float | None = None,
+) -> Floats:
+    """Return the scores of `query` (width,) with `keys` (keys, width), float64 (keys,).
+
+    `scale` None stands for width**-0.5; a cap c makes c * tanh(score / c) of each score.
+    """
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    with np.errstate(all="ignore"):
+        product = keys.astype(np.float32, copy=False) @ query.astype(np.float32, copy=False)
+        scores: Floats = product.astype(np.float64) * factor
+        return softcap * np.tanh(scores / softcap) if softcap else scores
+
+
+def row_weights(scores: Floats, visible: Bools, lse: float | None = None) -> Row:
+    """Return the softmax of `scores` (keys,) over the open cells of `visible` (keys,).
+
+    With the kernel's `lse` the weights are exp(score - lse), and the gate |sum - 1|; for a row that
+    saw nothing (lse -inf) the sum must be 0.
+    """
+    with np.errstate(all="ignore"):
+        masked = np.where(visible, scores, -np.inf)
+        own = _logsumexp(masked)
+        used = own if lse is None else lse
+        shift = 0.0 if used == -math.inf else used
+        weights: Floats = np.where(visible, np.exp(masked - shift), 0.0)
+        total = float(weights.sum())
+    expected = 0.0 if used == -math.inf else 1.0
+    return Row(weights, total, own, None if lse is None else abs(total - expected))
+
+
+def _logsumexp(scores: Floats) -> float:
+    top = float(scores.max(initial=-math.inf))
+    if not math.isfinite(top):
+        return top
+    return top + math.log(float(np.exp(scores - top).sum()))
+
+
+def entropy(weights: Floats) -> float:
+    """Return -sum(w ln w) in nats; weights of 0 add nothing.
+
+    Never below 0: weights that sum to a rounding error more than 1 would be.
+    """
+    with np.errstate(all="ignore"):
+        logs = np.log(np.where(weights > 0, weights, 1.0))
+        return max(float(-(weights * logs).sum()), 0.0)
+
+
+def mass_by_segment(weights: Floats, segments: Sequence[Segment], first_pos: int = 0) -> Floats:
+    """Return the sum of the weights in each segment, float64 (segments,).
+
+    `first_pos` is the position of key 0; the last segment takes all that lies behind it.
+    """
+    borders = [max(segment.start - first_pos, 0) for segment in segments]
+    stops = [max(segment.stop - first_pos, 0) for segment in segments[:-1]] + [len(weights)]
+    sums = [weights[start:stop].sum() for start, stop in zip(borders, stops, strict=False)]
+    return np.asarray(sums, np.float64)

@@ -1,0 +1,1 @@
+"""Large masks as packed bits: counted once in tiles, folded into windows of any scale."""

@@ -1,0 +1,204 @@
+"""The attention panel: where every head of every layer looked, and what one of them saw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import numpy as np
+
+from flexinspect.attention import worst
+from flexinspect.panels.attentiondata import (
+    AttentionData,
+    AttentionOptions,
+    Grid,
+    load_attention,
+    measured,
+    share,
+)
+from flexinspect.panels.attentionpaint import arrange, picture, row_gate
+from flexinspect.panels.attentionrows import EXTREME_ONLY
+from flexinspect.panels.base import Go, Help, Panel, Picture, Request
+from flexinspect.panels.source import Source
+from flexinspect.widgets.look import Look
+from flexinspect.widgets.plots import number
+
+MOST_LAYERS, MOST_HEADS = 12, 16
+"""The largest grid that is written out whole in words."""
+
+TOP = 10
+
+
+class AttentionPanel(Panel[AttentionData, AttentionOptions]):
+    """Attention of one row: a grid of layers and heads, and the weights of the chosen head."""
+
+    name: ClassVar[str] = "attention"
+    title: ClassVar[str] = "Attention"
+    help: ClassVar[Help] = Help(
+        "It shows how much of the newest row's attention each head of each layer gave to a part "
+        "of the sequence, and what one head looked at.",
+        "Layers go down, heads across, brighter is more; the bars are the weights of the chosen "
+        "head, and the gate says how far the picture is from what ran (0 is exact).",
+        "Look for heads that ignore a paraphrase, put everything on BOS, or look where the mask "
+        "should be closed; a gate above 0.01 means that this is not what ran.",
+    )
+    actions: ClassVar[tuple[str, ...]] = (
+        "view.measure",
+        "cursor.left",
+        "cursor.right",
+        "cursor.up",
+        "cursor.down",
+    )
+
+    def options(self) -> AttentionOptions:
+        """Return the options at the start: the first measure, the newest row."""
+        return AttentionOptions()
+
+    def load(self, source: Source, request: Request[AttentionOptions]) -> AttentionData:
+        """Return the step's grid and the row of the place's layer and head."""
+        return load_attention(source, request)
+
+    def describe(self, data: AttentionData) -> list[str]:
+        """Return the grid, the chosen head's mass and its heaviest tokens in words."""
+        return [*_describe_grid(data), *_describe_row(data)]
+
+    def paint(self, data: AttentionData, request: Request[AttentionOptions], look: Look) -> Picture:
+        """Draw the grid with the row beside or below it."""
+        strips = picture(data, request.width, request.height, look)
+        grid_gate, gate = worst(data.grid.gates), row_gate(data)
+        alarm = grid_gate.bad or gate.bad
+        note = gate.words() + (": not what ran" if gate.bad else "")
+        if grid_gate.bad and not gate.bad:
+            note += f" · grid {grid_gate.words()}"
+        if data.why == EXTREME_ONLY:
+            note += " · by token: --level extreme"
+        return Picture(strips, f"{data.grid.measure} · {note}{_window(data, request)}", alarm)
+
+    def act(
+        self, action: str, data: AttentionData, request: Request[AttentionOptions]
+    ) -> AttentionOptions | Go | None:
+        """Go to the next measure, another layer, another head; in a prefill, another row."""
+        if action == "view.measure":
+            names = data.grid.measures
+            following = names[(names.index(data.grid.measure) + 1) % len(names)]
+            return replace(request.options, measure=following)
+        if action in ("cursor.up", "cursor.down"):
+            row = data.grid_row + (1 if action == "cursor.down" else -1)
+            inside = 0 <= row < len(data.grid.layers)
+            return Go(layer=data.grid.layers[row]) if inside else None
+        if action in ("cursor.left", "cursor.right"):
+            return _sideways(1 if action == "cursor.right" else -1, data, request)
+        return None
+
+    def point(
+        self,
+        x: int,
+        y: int,
+        data: AttentionData,
+        request: Request[AttentionOptions],
+        *,
+        click: bool,
+    ) -> Go | None:
+        """Go to the layer and head that were clicked."""
+        found = arrange(data, request.width, request.height).at(x, y) if click else None
+        return Go(layer=data.grid.layers[found[0]], head=found[1]) if found else None
+
+
+def _sideways(
+    by: int, data: AttentionData, request: Request[AttentionOptions]
+) -> AttentionOptions | Go | None:
+    if len(data.rows) > 1:
+        row = data.q_idx + by
+        if row not in data.rows:
+            return None
+        return replace(request.options, row=None if row == data.rows[-1] else row)
+    head = data.head + by
+    return Go(head=head) if 0 <= head < data.grid.values.shape[1] else None
+
+
+def _window(data: AttentionData, request: Request[AttentionOptions]) -> str:
+    """Say which layers and heads are shown where not all are."""
+    frame = arrange(data, request.width, request.height)
+    n_layers, n_heads = data.grid.values.shape
+    text = ""
+    if len(frame.rows) < n_layers:
+        layers = data.grid.layers
+        text += f" · layers {layers[frame.rows[0]]}-{layers[frame.rows[-1]]} of {n_layers}"
+    if len(frame.heads) < n_heads:
+        text += f" · heads {frame.heads[0]}-{frame.heads[-1]} of {n_heads}"
+    return text
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def _describe_grid(data: AttentionData) -> list[str]:
+    grid = data.grid
+    what = "entropy in nats" if grid.unit == "nats" else f"share of its attention on {grid.measure}"
+    if grid.measure == "sink":
+        what = "share of its attention on the first token"
+    gate = worst(grid.gates).words()
+    lines = [f"Step {data.place.step}, newest row, {what}, by layer and head ({gate})."]
+    values = grid.shown()
+    if values.shape[0] <= MOST_LAYERS and values.shape[1] <= MOST_HEADS:
+        heads = " ".join(f"{head:>7}" for head in range(values.shape[1]))
+        lines.append(f"layer\\head {heads}")
+    lines += [_describe_layer(layer, grid, row) for row, layer in enumerate(grid.layers)]
+    bad = [layer for layer, gate in zip(grid.layers, grid.gates, strict=True) if gate.bad]
+    if bad:
+        names = ", ".join(map(str, bad))
+        lines.append(f"Not what ran, so not shown: layers {names}.")
+    lines.append(f"Measures: {', '.join(grid.measures)}.")
+    return lines
+
+
+def _cell(value: float, unit: str) -> str:
+    return share(value) if unit == "share" else number(value)
+
+
+def _describe_layer(layer: int, grid: Grid, row: int) -> str:
+    values, unit = grid.shown()[row], grid.unit
+    if grid.values.shape[0] <= MOST_LAYERS and grid.values.shape[1] <= MOST_HEADS:
+        return f"{layer:>10} " + " ".join(f"{_cell(float(value), unit):>7}" for value in values)
+    finite = values[np.isfinite(values)]
+    if not finite.size:
+        return f"Layer {layer}: no values."
+    low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
+    return (
+        f"Layer {layer}: mean {measured(float(finite.mean()), unit)}, "
+        f"lowest {measured(float(values[low]), unit)} at head {low}, "
+        f"highest {measured(float(values[high]), unit)} at head {high}."
+    )
+
+
+def _describe_row(data: AttentionData) -> list[str]:
+    word = f" '{data.query.text}'" if data.query else ""
+    which = "newest row" if data.newest else "row"
+    lines = [f"Layer {data.layer}, head {data.head}, {which} {data.q_idx}{word}:"]
+    if data.mass is not None:
+        shares = zip(data.segments, data.mass.tolist(), strict=False)
+        parts = ", ".join(f"{segment.label} {share(mass)}" for segment, mass in shares)
+        lines.append(f"Mass by segment ({data.mass_gate.words()}): {parts}.")
+    if data.refused or data.tokens is None:
+        lines.append(data.refused or data.why)
+        return lines
+    return [*lines, *_describe_tokens(data)]
+
+
+def _describe_tokens(data: AttentionData) -> list[str]:
+    row = data.tokens
+    assert row is not None
+    gate = data.gate.words()
+    if not data.gate.checked:
+        gate = f"recomputed, not checked against the kernel; newest row: {data.newest_gate.words()}"
+    n_open, n_keys = int(row.open_keys.sum()), len(row.weights)
+    lines = [f"{n_open} of {n_keys} keys are open, entropy {number(row.entropy)} nats ({gate})."]
+    if not n_open:
+        return [*lines, "This row sees no key at all: its output is zero."]
+    lines.append(f"Heaviest tokens, the first {min(TOP, len(row.heaviest))}:")
+    for key in row.heaviest[:TOP].tolist():
+        pos = row.first_pos + key
+        text = row.words[pos].text if pos in row.words else "?"
+        segment = next((s.label for s in data.segments if s.start <= pos < s.stop), "")
+        lines.append(f"  {share(float(row.weights[key])):>8}  {pos:>6} '{text}' {segment}".rstrip())
+    return lines

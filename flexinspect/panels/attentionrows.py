@@ -1,0 +1,284 @@
+"""Attention rows recomputed from a trace: its queries, keys and masks, read no more than needed.
+
+Keys of a layer lie in pieces, one per step. Those of the prefill and of every 64 steps after it are
+kept together, so that going on by one step reads what is new and little else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexinspect.attention import Bools, Floats, Gate, Row, key_head, row_scores, row_weights, worst
+from flexinspect.panels.base import Missing, Place
+from flexinspect.panels.source import Source
+from flexinspect.records import Array, CallRecord
+from flexinspect.trace.callranges import lineage
+from flexinspect.trace.rows import StepRow
+
+TOGETHER = 64
+"""Decode steps whose keys are kept together."""
+
+MAX_BYTES = 256 << 20
+"""Keys (or queries) that are read for one picture at most, as they lie in memory."""
+
+
+WHOLE_MASK = 1 << 22
+"""Cells of a head up to which a mask is kept whole; of larger ones, the row that is shown."""
+
+
+EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
+
+
+class Unrecorded(Exception):
+    """A row cannot be recomputed; the sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One recorded step: `owners` are its branch and that branch's parents, newest first, each with
+    its first step and the step after its last; `branch` is the one that holds this step."""
+
+    source: Source
+    place: Place
+    owners: tuple[tuple[int, int, int | None], ...]
+    branch: int
+    about: StepRow
+    calls: tuple[CallRecord, ...]
+
+    def array(self, stream: str, layer: int | None = None) -> Array | None:
+        """Return an array of this step, None when it is not stored."""
+        return _array(self, self.about.step, stream, layer)
+
+
+def view_step(source: Source, place: Place) -> StepView:
+    """Return the step of a place. Raises `Missing` when it is not recorded."""
+    reader = source.reader
+    owners = tuple(lineage(reader, place.generation, place.branch))
+    branch = _owner(owners, place.step, place.branch)
+    about = reader.step(place.generation, place.step, branch)
+    if about is None:
+        raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
+    calls = tuple(reader.calls(place.generation, place.step, branch))
+    return StepView(source, place, owners, branch, about, calls)
+
+
+def _owner(owners: Sequence[tuple[int, int, int | None]], step: int, default: int) -> int:
+    return next((branch for branch, first, _ in owners if step >= first), default)
+
+
+def _array(view: StepView, step: int, stream: str, layer: int | None) -> Array | None:
+    branch = _owner(view.owners, step, view.branch)
+    return view.source.reader.array(view.place.generation, step, stream, layer, branch)
+
+
+def _bytes(array: Array | None) -> int:
+    return 512 + (0 if array is None else array.nbytes)
+
+
+def queries(view: StepView, layer: int) -> Array:
+    """Return the queries of a layer in this step, (heads, rows, width)."""
+    key = ("attention.q", view.place.generation, view.branch, view.about.step, layer)
+    found = view.source.keep(key, lambda: view.array("q", layer), _bytes)
+    if found is None:
+        raise Unrecorded(_not_stored(view, layer))
+    if found.ndim != 3:
+        raise Unrecorded(f"The stored queries of layer {layer} have the shape {found.shape}.")
+    return found
+
+
+def _not_stored(view: StepView, layer: int) -> str:
+    infos = view.source.reader.arrays(view.place.generation, view.about.step, view.branch)
+    stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
+    if not stored:
+        return EXTREME_ONLY
+    names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
+    return f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
+
+
+def keys(view: StepView, call: CallRecord) -> list[Array]:
+    """Return the keys of the call's layer up to this step: pieces (key heads, rows, width)."""
+    size = view.about.kv_after * call.kv_heads * call.head_dim * 4
+    if size > MAX_BYTES:
+        raise Unrecorded(
+            f"The keys of this row take {size >> 20} MiB, "
+            f"and a picture reads {MAX_BYTES >> 20} MiB at most."
+        )
+    last = view.about.step
+    pieces = [_piece(view, call.layer, 0, 1)]
+    for start in range(1, last + 1, TOGETHER):
+        pieces.append(_piece(view, call.layer, start, min(start + TOGETHER, last + 1)))
+    n_keys = sum(piece.shape[1] for piece in pieces)
+    if n_keys != view.about.kv_after:
+        raise Unrecorded(f"The stored keys are {n_keys}, but this row had {view.about.kv_after}.")
+    return pieces
+
+
+def _piece(view: StepView, layer: int, start: int, stop: int) -> Array:
+    def read() -> Array:
+        return _joined(view, layer, start, stop)
+
+    if start > 0 and stop - start < TOGETHER:
+        return read()
+    # A branch of its own has keys of its own, so the branch that was asked for is in the name.
+    key = ("attention.k", view.place.generation, view.place.branch, layer, start)
+    return view.source.keep(key, read, _bytes)
+
+
+def _joined(view: StepView, layer: int, start: int, stop: int) -> Array:
+    parts = []
+    for step in range(start, stop):
+        part = _array(view, step, "k", layer)
+        if part is None or part.ndim != 3:
+            raise Unrecorded(f"The keys of layer {layer} in step {step} are not stored.")
+        parts.append(part)
+    try:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    except ValueError:
+        raise Unrecorded(f"The keys of layer {layer} change their shape between steps.") from None
+
+
+def mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
+    """Return a row (from 0 in this step) of the executed mask, bool (mask heads, keys)."""
+    small = call.q_len * call.kv_len <= WHOLE_MASK
+    rows = slice(None) if small else slice(row, row + 1)
+
+    def read() -> Bools | None:
+        mask = None if call.mask is None else view.source.reader.mask(call.mask)
+        return None if mask is None or mask.cells is None else mask.cells[:, rows].copy()
+
+    key = ("attention.mask", call.mask, None if small else row)
+    cells = view.source.keep(key, read, _bytes)
+    at = row if small else 0
+    if cells is None or not 0 <= at < cells.shape[1]:
+        raise Unrecorded(f"The executed mask of layer {call.layer} was not recorded.")
+    found: Bools = cells[:, at]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """A row over the keys from position `first_pos` on; `visible` says which were open.
+
+    `gate` is the row's own, unchecked for all rows but the newest.
+    """
+
+    row: Row
+    visible: Bools
+    first_pos: int
+    gate: Gate
+
+
+def recompute(view: StepView, index: int, head: int, q_idx: int) -> Recomputed:
+    """Return a row of call `index` of a step. Raises `Unrecorded`.
+
+    The newest row is normalised with the stored log-sum-exp. Where the kernel gave none, that is
+    capture's own (under the same mask), which capture checked by the layer's output: then both
+    must hold.
+    """
+    call, about = view.calls[index], view.about
+    query = queries(view, call.layer)
+    row_in_step = q_idx - about.kv_before
+    if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
+        raise Unrecorded(f"The query of row {q_idx}, head {head} is not stored.")
+    scores = _scores(view, call, query[head, row_in_step], head, query.shape[0])
+    # Not the mask record's own offset: a mask is stored once, with the step that had it first.
+    first_pos = max(about.kv_after - call.kv_len, 0)
+    visible = _visible(mask_row(view, call, row_in_step), head, query.shape[0])
+    visible = _fitted(visible, len(scores) - first_pos)
+    newest = q_idx == about.kv_after - 1
+    lse = _stored_lse(view, index, head) if newest else None
+    row = row_weights(scores[first_pos:], visible, lse)
+    return Recomputed(row, visible, first_pos, _gate(row.gate, call))
+
+
+def _scores(view: StepView, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
+    pieces = keys(view, call)
+    group = key_head(head, q_heads, pieces[0].shape[0])
+    if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
+        raise Unrecorded(f"The stored queries and keys of layer {call.layer} do not fit.")
+    return np.concatenate(
+        [row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces]
+    )
+
+
+def _visible(cells: Bools, head: int, q_heads: int) -> Bools:
+    # A mask made for another number of heads is read at its first, as capture reads it.
+    found: Bools = cells[head if cells.shape[0] == q_heads else 0]
+    return found
+
+
+def _fitted(visible: Bools, n_keys: int) -> Bools:
+    """Return the row over the keys that there are: a static cache has room for more."""
+    if len(visible) < n_keys or visible[n_keys:].any():
+        raise Unrecorded(f"The mask has {len(visible)} keys in this row, the cache {n_keys}.")
+    return visible[:n_keys]
+
+
+def _stored_lse(view: StepView, index: int, head: int) -> float | None:
+    lse = view.array("attention.lse")
+    if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
+        return None
+    return float(lse[index, head])
+
+
+def _gate(own: float | None, call: CallRecord) -> Gate:
+    if own is None:
+        return Gate()
+    if call.gate_kind != "output":
+        return Gate(own, "lse")
+    return worst([Gate(own, "output"), Gate(call.gate, "output")])
+
+
+def first_token_weights(view: StepView) -> Floats | None:
+    """Return the newest row's weight on the first token, float64 (layers, heads), recomputed.
+
+    Needs no other key, as the stored log-sum-exp normalises; NaN for layers that are not stored.
+    None where the queries of all layers would be too much to read, or none is stored.
+    """
+    if view.about.q_len > 1:
+        return None
+    lse = view.array("attention.lse")
+    if lse is None or lse.ndim != 2 or len(lse) != len(view.calls):
+        return None
+    widths = sum(call.kv_heads * call.head_dim for call in view.calls)
+    if widths * view.about.kv_after * 4 > 4 * MAX_BYTES:
+        return None
+    out = np.full(lse.shape, np.nan)
+    for index, call in enumerate(view.calls):
+        try:
+            out[index] = _first_weights(view, call, lse[index])
+        except Unrecorded:
+            continue
+    return None if np.isnan(out).all() else out
+
+
+def _first_weights(view: StepView, call: CallRecord, lse: Array) -> Floats:
+    query = queries(view, call.layer)
+    if view.about.kv_after > call.kv_len:
+        return np.zeros(len(lse))  # a sliding cache has dropped the first key
+    first = _first_key(view, call.layer)
+    cells = mask_row(view, call, 0)[:, 0]
+    cells = cells if len(cells) == len(lse) else cells[:1]
+    if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
+        raise Unrecorded("")
+    groups = [key_head(head, len(lse), len(first)) for head in range(len(lse))]
+    scores = np.array(
+        [
+            row_scores(query[h, 0], first[g][None], call.scale, call.softcap)[0]
+            for h, g in enumerate(groups)
+        ]
+    )
+    with np.errstate(all="ignore"):
+        weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)
+    return weights
+
+
+def _first_key(view: StepView, layer: int) -> Array:
+    def read() -> Array:
+        return _joined(view, layer, 0, 1)[:, 0].copy()
+
+    key = ("attention.first", view.place.generation, view.place.branch, layer)
+    return view.source.keep(key, read, _bytes)

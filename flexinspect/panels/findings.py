@@ -1,0 +1,308 @@
+"""The findings panel: what the rules said, worst first, each class once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rich.cells import cell_len
+from textual.strip import Strip
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.panels.base import Go, Help, Panel, Picture, Place, Request
+from flexinspect.panels.findingsdata import (
+    STYLES,
+    FindingsData,
+    detail,
+    extent_words,
+    nothing,
+    rules_of,
+    thousands,
+    words_of,
+)
+from flexinspect.panels.source import Source
+from flexinspect.text import visible
+from flexinspect.trace.callranges import (
+    BEGINNING,
+    END,
+    FindingGroup,
+    finding_beside,
+    finding_groups,
+    group_member,
+    last_finding,
+    position_of,
+    worst_finding,
+)
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import FindingRow
+from flexinspect.widgets.lines import Span, clipped, line, paragraph
+from flexinspect.widgets.look import Look
+
+MOST_GROUPS = 500
+_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
+_GROUP_BYTES = 400
+
+
+@dataclass(frozen=True, slots=True)
+class FindingsOptions:
+    """The line that is selected, by its number, and by its class once it was chosen.
+
+    `group` keeps the selection on its class while new findings arrive. `member` counts within the
+    class, from 0.
+    """
+
+    selected: int = 0
+    group: tuple[str, str] | None = None
+    member: int = 0
+
+
+class FindingsPanel(Panel[FindingsData, FindingsOptions]):
+    """A list of classes of findings with the selected one in full."""
+
+    name: ClassVar[str] = "findings"
+    title: ClassVar[str] = "Findings"
+    help: ClassVar[Help] = Help(
+        "It shows what the rules found wrong in this trace, the worst first, with all findings of "
+        "one kind on one line.",
+        "Move with shift+up and shift+down, go through the findings of one kind with shift+left "
+        "and shift+right, and press Enter to go to the step, layer and head.",
+        "Look at the errors (E) first: they say in one sentence what is wrong, and their numbers "
+        "say how to confirm it.",
+    )
+    actions: ClassVar[tuple[str, ...]] = (
+        "cursor.up",
+        "cursor.down",
+        "cursor.left",
+        "cursor.right",
+        "cursor.enter",
+    )
+
+    def options(self) -> FindingsOptions:
+        """Return the options: the worst class, its first finding."""
+        return FindingsOptions()
+
+    def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
+        """Count the findings by class, and read the selected one."""
+        reader, options = source.reader, request.options
+        groups = grouped(source)
+        if not groups:
+            return FindingsData((), rules=rules_of(reader))
+        names = [(group.severity.value, group.id) for group in groups]
+        at = names.index(options.group) if options.group in names else options.selected
+        at = max(0, min(at, len(groups) - 1))
+        member = max(0, min(options.member, groups[at].count - 1))
+        row = group_member(reader, groups[at], member)
+        words = words_of(reader, row.finding) if row is not None else ()
+        return FindingsData(groups, at, member, row, words)
+
+    def describe(self, data: FindingsData) -> list[str]:
+        """Return the classes with their counts and places, then the selected finding."""
+        if not data.groups:
+            return nothing(data)
+        found = [counted(data.groups).counts() + "."]
+        for group in data.groups[:50]:
+            found.append(f"{group.severity.value} {visible(group.id)}: {extent_words(group)}.")
+        if len(data.groups) > 50:
+            found.append(f"And {len(data.groups) - 50} more kinds.")
+        return [*found, *(visible(text) for text, _ in detail(data))]
+
+    def paint(self, data: FindingsData, request: Request[FindingsOptions], look: Look) -> Picture:
+        """Draw the list, scrolled to the selected line, and the selected finding below it."""
+        width, height = request.width, request.height
+        if not data.groups:
+            texts = nothing(data)
+            lines = [s for text in texts for s in paragraph(text, width, look.style("text"))]
+            return Picture(lines[:height], "no findings")
+        top, n_rows = _visible_rows(data, height)
+        rows = range(top, min(top + n_rows, len(data.groups)))
+        strips = [_row(data, index, width, look) for index in rows]
+        rule = line([("─" * width, look.style("muted"))], width)
+        strips = [*strips, rule, *_detail_strips(data, width, look)][:height]
+        found = counted(data.groups)
+        return Picture(strips, found.counts(), alarm=found.errors > 0)
+
+    def act(
+        self, action: str, data: FindingsData, request: Request[FindingsOptions]
+    ) -> FindingsOptions | Go | None:
+        """Move the selection, or go to the selected finding."""
+        if not data.groups:
+            return None
+        if action == "cursor.enter":
+            return place_of(data.chosen.finding) if data.chosen is not None else None
+        if action in ("cursor.up", "cursor.down"):
+            return _select(data, data.selected + (1 if action == "cursor.down" else -1))
+        if action in ("cursor.left", "cursor.right"):
+            member = data.member + (1 if action == "cursor.right" else -1)
+            if not 0 <= member < data.groups[data.selected].count:
+                return None
+            return replace(_options(data, data.selected), member=member)
+        return None
+
+    def point(
+        self, x: int, y: int, data: FindingsData, request: Request[FindingsOptions], *, click: bool
+    ) -> FindingsOptions | Go | None:
+        """Select the line that was clicked; a click on the selected one goes to its place."""
+        if not click or not data.groups:
+            return None
+        top, n_rows = _visible_rows(data, request.height)
+        index = top + y
+        if not 0 <= y < n_rows or index >= len(data.groups):
+            return None
+        if index == data.selected and data.chosen is not None:
+            return place_of(data.chosen.finding)
+        return _select(data, index)
+
+
+# -- for the screen ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FindingSummary:
+    """How many findings of each severity there are, and the one that matters here."""
+
+    errors: int = 0
+    warnings: int = 0
+    notes: int = 0
+    worst: Finding | None = None
+    elsewhere: bool = False
+    """Whether the worst finding is of another generation than the place."""
+
+    def counts(self) -> str:
+        """Return "2 errors, 1 warning", leaving out what there is none of."""
+        pairs = (("error", self.errors), ("warning", self.warnings), ("note", self.notes))
+        parts = [f"{thousands(n)} {name}{'' if n == 1 else 's'}" for name, n in pairs if n]
+        return ", ".join(parts) or "no findings"
+
+    def text(self) -> str:
+        """Return the counts and the worst sentence, printable, in one line."""
+        if self.worst is None:
+            return self.counts()
+        where = f" (generation {self.worst.generation})" if self.elsewhere else ""
+        return f"{self.counts()}: {visible(self.worst.sentence)}{where}"
+
+
+def summary_line(source: Source, place: Place) -> FindingSummary:
+    """Return the counts of the whole trace, and the worst finding of the place's generation.
+
+    A generation without any is told of the worst one of the trace. Raises `TraceError`.
+    """
+    groups = grouped(source)
+    if not groups:
+        return FindingSummary()
+    last, generation = last_finding(source.reader), place.generation
+    row = source.keep(
+        ("findings.worst", last, generation),
+        lambda: worst_finding(source.reader, generation),
+        lambda _: _GROUP_BYTES,
+    )
+    here = row if row is not None else group_member(source.reader, groups[0], 0)
+    return counted(groups, here.finding if here is not None else None, elsewhere=row is None)
+
+
+def counted(
+    groups: Sequence[FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
+) -> FindingSummary:
+    """Return the counts of classes of findings."""
+    counts = dict.fromkeys(Severity, 0)
+    for group in groups:
+        counts[group.severity] += group.count
+    errors, warnings, notes = (counts[severity] for severity in Severity)
+    return FindingSummary(errors, warnings, notes, worst, elsewhere)
+
+
+def next_finding(
+    reader: TraceReader, place: Place, direction: int, after: FindingRow | None = None
+) -> FindingRow | None:
+    """Return the nearest finding after (1) or before (-1) a place; from the end, the first again.
+
+    They are walked by generation, branch, step, layer, head; None means that there are none at
+    all. `after` is the finding that was gone to last: where it still is at `place`, the walk goes
+    on from it, so that several at one place are met one by one. A few bounded look-ups; raises
+    `TraceError`.
+    """
+    if after is not None and _is_at(after.finding, place):
+        here = position_of(after)
+    else:
+        past = 1 << 62 if direction > 0 else -1
+        here = (place.generation, place.branch, place.step, place.layer, place.head, past)
+    found = finding_beside(reader, here, direction)
+    return found or finding_beside(reader, BEGINNING if direction > 0 else END, direction)
+
+
+def place_of(finding: Finding) -> Go:
+    """Return where a finding is; what it does not name stays as it is, its first token shown."""
+    return Go(
+        finding.generation,
+        finding.branch,
+        finding.step,
+        finding.layer,
+        finding.head,
+        finding.positions[0] if finding.positions else None,
+    )
+
+
+def grouped(source: Source) -> tuple[FindingGroup, ...]:
+    """Return the classes of findings, worst first; counted again only when there are new ones."""
+    last = last_finding(source.reader)
+    if last == 0:
+        return ()
+    return source.keep(
+        ("findings", last),
+        lambda: tuple(finding_groups(source.reader, limit=MOST_GROUPS)),
+        lambda groups: _GROUP_BYTES * len(groups),
+    )
+
+
+def _is_at(finding: Finding, place: Place) -> bool:
+    named = (
+        (finding.generation, place.generation),
+        (finding.branch, place.branch),
+        (finding.step, place.step),
+        (finding.layer, place.layer),
+        (finding.head, place.head),
+    )
+    return all(mine is None or mine == here for mine, here in named)
+
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+def _options(data: FindingsData, selected: int) -> FindingsOptions:
+    group = data.groups[selected]
+    return FindingsOptions(selected, (group.severity.value, group.id))
+
+
+def _select(data: FindingsData, selected: int) -> FindingsOptions | None:
+    return _options(data, selected) if 0 <= selected < len(data.groups) else None
+
+
+def _visible_rows(data: FindingsData, height: int) -> tuple[int, int]:
+    """Return the first line of the list and how many lines it has: half of the height at most."""
+    n_rows = min(len(data.groups), max(height // 2 - 1, 1))
+    return max(0, min(data.selected - n_rows // 2, len(data.groups) - n_rows)), n_rows
+
+
+def _row(data: FindingsData, index: int, width: int, look: Look) -> Strip:
+    group = data.groups[index]
+    chosen = index == data.selected
+    name, where = visible(group.id), extent_words(group)
+    if width < 60:
+        where = where.rpartition(": ")[2]
+    else:
+        longest = max(len(visible(each.id)) for each in data.groups)
+        name = f"{clipped(name, min(longest, 28))}  {visible(group.sentence)}"
+    room = max(width - cell_len(where) - 5, 4)
+    pieces: list[Span] = [
+        ("▸" if chosen else " ", look.style("chosen")),
+        (f"{_LETTERS[group.severity]} ", look.style(STYLES[group.severity])),
+        (clipped(name, room), look.style("cursor" if chosen else "text")),
+        (f"  {where}", look.style("muted")),
+    ]
+    return line(pieces, width, look.style("text"))
+
+
+def _detail_strips(data: FindingsData, width: int, look: Look) -> list[Strip]:
+    return [
+        strip for text, style in detail(data) for strip in paragraph(text, width, look.style(style))
+    ]

@@ -1,0 +1,122 @@
+"""What the findings panel shows: one finding of a class in full, and all of it in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import TokenRecord
+from flexinspect.text import visible
+from flexinspect.trace.callranges import FindingGroup, lineage, spans
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import FindingRow
+from flexinspect.trace.values import plain_json
+from flexinspect.widgets.lines import clipped
+
+MOST_WORDS = 12
+"""Positions, and facts of the evidence, that are shown of one finding."""
+
+STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "muted"}
+
+
+@dataclass(frozen=True, slots=True)
+class FindingsData:
+    """The classes of findings, worst first, and one finding of the selected class with its words.
+
+    `words` are (pos, text) of its first positions; `rules` are the names that the manifest gives.
+    """
+
+    groups: tuple[FindingGroup, ...]
+    selected: int = 0
+    member: int = 0
+    chosen: FindingRow | None = None
+    words: tuple[tuple[int, str], ...] = ()
+    rules: tuple[str, ...] = ()
+
+
+def rules_of(reader: TraceReader) -> tuple[str, ...]:
+    """Return the names of the rules that the manifest says were at work, if it says so."""
+    rules = reader.run().get("rules")
+    return tuple(map(str, rules)) if isinstance(rules, list | dict) else ()
+
+
+def words_of(reader: TraceReader, finding: Finding) -> tuple[tuple[int, str], ...]:
+    """Return the first positions of a finding with the text of their tokens, one look-up each."""
+    branches = lineage(reader, finding.generation, finding.branch)
+    found = []
+    for pos in finding.positions[:MOST_WORDS]:
+        tokens = (
+            token
+            for branch, _, _ in branches
+            for token in reader.tokens(finding.generation, branch, pos, pos + 1)
+        )
+        token = next(tokens, None)
+        found.append((pos, _word(token)))
+    return tuple(found)
+
+
+def _word(token: TokenRecord | None) -> str:
+    """Return a token's text in one line; `paragraph` makes it printable."""
+    text = (token.text or token.token) if token is not None else ""
+    return text.replace("\n", "␤")
+
+
+def thousands(n: int) -> str:
+    """Return 1064 as "1 064"."""
+    return f"{n:,}".replace(",", " ")
+
+
+def extent_words(group: FindingGroup) -> str:
+    """Return "layers 0-27, steps 3-40: 1 064 times", naming only what the findings name."""
+    parts = []
+    if group.layers is not None:
+        parts.append(group.layers.words("layer"))
+    if group.steps is not None:
+        parts.append(group.steps.words("step"))
+    if group.generations.high > 0 or not parts:
+        parts.append(group.generations.words("generation"))
+    times = "once" if group.count == 1 else f"{thousands(group.count)} times"
+    return f"{', '.join(parts)}: {times}"
+
+
+def nothing(data: FindingsData) -> list[str]:
+    """Return what can be said honestly of a trace without findings."""
+    if data.rules:
+        names = ", ".join(map(visible, data.rules))
+        return [f"No finding so far: {len(data.rules)} rules look at every step ({names})."]
+    return ["No findings are recorded in this trace."]
+
+
+def detail(data: FindingsData) -> Iterator[tuple[str, str]]:
+    """Yield the lines about the selected finding with the names of their styles."""
+    if data.chosen is None:
+        return
+    finding = data.chosen.finding
+    group = data.groups[data.selected]
+    yield finding.sentence, STYLES[finding.severity]
+    number = f" ({thousands(data.member + 1)} of {thousands(group.count)})"
+    yield f"At {_where(finding)}{number if group.count > 1 else ''}.", "text"
+    if data.words:
+        yield _positions(data, finding), "text"
+    for key, value in list(finding.evidence.items())[:MOST_WORDS]:
+        yield f"{key}: {value if isinstance(value, str) else plain_json(value)}"[:500], "muted"
+
+
+def _where(finding: Finding) -> str:
+    named = (
+        ("generation", finding.generation),
+        ("branch", finding.branch or None),
+        ("step", finding.step),
+        ("layer", finding.layer),
+        ("head", finding.head),
+    )
+    return ", ".join(f"{name} {value}" for name, value in named if value is not None)
+
+
+def _positions(data: FindingsData, finding: Finding) -> str:
+    words = ", ".join(f"{pos} “{text}”" if text else str(pos) for pos, text in data.words)
+    more = len(finding.positions) - len(data.words)
+    also = f" and {thousands(more)} more ({spans(finding.positions[:10_000])})" if more else ""
+    name = "Positions" if len(finding.positions) > 1 else "Position"
+    return f"{name}: {words}{clipped(also, 60).rstrip() if also else ''}"

@@ -1,0 +1,195 @@
+"""What the path panel shows: the kernel path of every layer at every step of a window."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from flexinspect.panels.base import Missing, Place
+from flexinspect.records import PATHS, CallRecord, MaskRecord
+from flexinspect.trace.callranges import (
+    StepPath,
+    events_between,
+    lineage,
+    spans,
+    step_events,
+    step_paths,
+)
+from flexinspect.trace.reader import TraceReader
+
+LETTERS: Mapping[str, str] = dict(zip(PATHS, "FCSE?", strict=True))
+NONE = "·"
+_MAX_STEPS = 400
+MAX_MASKS = 6
+
+Rows = tuple[tuple[int, ...], str]
+"""Layers that ran the same at every step of the window, and their letters, one per step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """What is known of the current step beyond its paths.
+
+    `gates` is the largest gate per layer, without the layers that have none; `compiled` are texts
+    of events about compiling during the step; `asked` is the mask that the generation asked for,
+    empty when none was declared.
+    """
+
+    phase: str = ""
+    asked: str = ""
+    backends: tuple[str, ...] = ()
+    gates: Mapping[int, float] = field(default_factory=dict)
+    gate_kind: str = ""
+    masks: Mapping[str, MaskRecord] = field(default_factory=dict)
+    n_new: int = 0
+    compiled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PathData:
+    """The map of a window of steps, `start <= step < stop`, and the current step in detail.
+
+    `letters` maps (step, layer) to what ran, `usual` a step to what most of its layers ran. `ran`
+    and `before` are the rows of the current step and of the one before it.
+    """
+
+    place: Place
+    start: int
+    stop: int
+    last: int
+    layers: tuple[int, ...]
+    letters: Mapping[tuple[int, int], str]
+    usual: Mapping[int, str]
+    ran: tuple[StepPath, ...]
+    before: tuple[StepPath, ...]
+    now: Now
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths in the window, in the order of `PATHS`."""
+        seen = set(self.letters.values())
+        return tuple(path for path in PATHS if LETTERS[path] in seen)
+
+    def odd(self, step: int) -> list[int]:
+        """Return the layers that ran something else than most layers of a step."""
+        usual = self.usual.get(step)
+        found = ((layer, self.letters.get((step, layer))) for layer in self.layers)
+        return [layer for layer, letter in found if letter not in (None, usual)]
+
+    def span(self) -> str:
+        """Return "steps 3-9 of 0-40"."""
+        word = "steps" if self.stop - self.start > 1 else "step"
+        return f"{word} {spans(range(self.start, self.stop))} of {spans(range(self.last + 1))}"
+
+    def row(self, layer: int) -> str:
+        """Return a layer's letters, one per step of the window."""
+        steps = range(self.start, self.stop)
+        return "".join(self.letters.get((step, layer), NONE) for step in steps)
+
+
+def load_paths(reader: TraceReader, place: Place, n_columns: int) -> PathData:
+    """Read the window of steps that fits in `n_columns` (one query) and the current step.
+
+    Raises `Missing` when no step, or no call of these steps, is recorded.
+    """
+    last = reader.last_step(place.generation, place.branch)
+    if last is None:
+        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+    start, stop = window(place.step, last, n_columns)
+    found = step_paths(
+        reader, place.generation, max(min(start, place.step - 1), 0), stop, place.branch
+    )
+    if not any(one.step >= start for one in found):
+        raise Missing(
+            f"No attention call is recorded in steps {spans(range(start, stop))}.",
+            "The attention hook records them at every level; 'flexinspect dump' shows whether it "
+            "was switched off.",
+        )
+    letters, usual = map_of(found)
+    ran = tuple(one for one in found if one.step == place.step)
+    before = tuple(one for one in found if one.step == place.step - 1)
+    layers = tuple(sorted({layer for _, layer in letters}))
+    now = _now(reader, place, (*ran, *before))
+    return PathData(place, start, stop, last, layers, letters, usual, ran, before, now)
+
+
+def window(step: int, last: int, n_columns: int) -> tuple[int, int]:
+    """Return the range of steps around `step` that fits in `n_columns`, within 0 to `last`."""
+    size = min(max(n_columns, 1), _MAX_STEPS, last + 1)
+    start = max(0, min(step - size // 2, last + 1 - size))
+    return start, start + size
+
+
+def map_of(found: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dict[int, str]]:
+    """Return the letter of every (step, layer) and the usual letter of every step.
+
+    Where a layer was called several times in a step, the call that differs from the usual counts.
+    """
+    letters: dict[tuple[int, int], str] = {}
+    usual: dict[int, str] = {}
+    for step, rows in groupby(found, key=lambda one: one.step):
+        calls = [(LETTERS.get(one.path, "?"), one.layers) for one in rows]
+        counts: Counter[str] = Counter()
+        for letter, layers in calls:
+            counts[letter] += len(layers)
+        usual[step] = max(counts, key=lambda letter: (counts[letter], -"FCSE?".index(letter)))
+        for letter, layers in calls:
+            for layer in layers:
+                if letter != usual[step] or (step, layer) not in letters:
+                    letters[step, layer] = letter
+    return letters, usual
+
+
+def _now(reader: TraceReader, place: Place, near: Iterable[StepPath]) -> Now:
+    branch = _branch_of(reader, place)
+    key = (place.generation, place.step, branch)
+    step, about = reader.step(*key), reader.generation(place.generation)
+    calls = reader.calls(*key)
+    names = list(dict.fromkeys(one.mask for one in near if one.mask is not None))[:MAX_MASKS]
+    masks = {name: mask for name in names if (mask := reader.mask_summary(name)) is not None}
+    events = step_events(
+        reader, place.generation, place.step, place.step + 1, like="%compil%", limit=5
+    )
+    if step is not None and math.isfinite(step.started_at + step.wall_ms):
+        end = step.started_at + step.wall_ms / 1e3
+        events += events_between(reader, step.started_at, end, like="%compil%", limit=5)
+    return Now(
+        phase=step.phase if step else "",
+        asked=about.mask if about.declared else "",
+        backends=tuple(dict.fromkeys(call.backend for call in calls)),
+        gates=_gates(calls),
+        gate_kind=next((call.gate_kind for call in calls if call.gate_kind), ""),
+        masks=masks,
+        n_new=len(reader.fingerprints(*key)),
+        compiled=tuple(f"{row.event.kind}: {row.event.text}" for row in events),
+    )
+
+
+def _branch_of(reader: TraceReader, place: Place) -> int:
+    """Return the branch that holds the current step: a parent, before the fork."""
+    for branch, first, _ in lineage(reader, place.generation, place.branch):
+        if place.step >= first:
+            return branch
+    return place.branch
+
+
+def _gates(calls: Iterable[CallRecord]) -> dict[int, float]:
+    """Return the largest gate of each layer; one that is not a number is worse than any."""
+    gates: dict[int, float] = {}
+    for call in calls:
+        if call.gate is not None:
+            pair = (call.gate, gates.get(call.layer, 0.0))
+            gates[call.layer] = math.nan if any(map(math.isnan, pair)) else max(pair)
+    return gates
+
+
+def merged(data: PathData) -> list[Rows]:
+    """Return neighbouring layers that ran the same throughout the window as one row."""
+    pairs = [(data.row(layer), layer) for layer in data.layers]
+    return [
+        (tuple(layer for _, layer in run), letters)
+        for letters, run in groupby(pairs, key=lambda pair: pair[0])
+    ]

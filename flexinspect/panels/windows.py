@@ -1,0 +1,116 @@
+"""Which steps a timeline of some width shows, how it is drawn, and what a click on it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from textual.strip import Strip
+
+from flexinspect.panels.base import Missing, Place
+from flexinspect.trace.ranges import step_bounds
+from flexinspect.trace.reader import TraceReader
+from flexinspect.widgets.lines import Span
+from flexinspect.widgets.look import Look
+from flexinspect.widgets.plots import timeline
+
+MOST_STEPS = 256
+"""Steps that a window holds at most, whatever the width."""
+
+_WIDEST = 4
+"""Columns that one step takes at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """Steps `start <= step < stop` around `current`, of `first` to `last` that are recorded."""
+
+    start: int
+    stop: int
+    current: int
+    first: int
+    last: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def steps(self) -> range:
+        """The steps of the window."""
+        return range(self.start, self.stop)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps are in the window."""
+        return self.start <= self.first and self.stop > self.last
+
+    def words(self) -> str:
+        """Return "step 4", "steps 0-40" or "steps 3-9 of 0-40"."""
+        many = len(self) > 1
+        shown = f"steps {self.start}-{self.stop - 1}" if many else f"step {self.start}"
+        return shown if self.whole else f"{shown} of {self.first}-{self.last}"
+
+
+def window_of(step: int, first: int, last: int, n_columns: int) -> StepWindow:
+    """Return the steps that fit in `n_columns`, around `step` and within `first` to `last`."""
+    current = min(max(step, first), last)
+    size = min(max(n_columns, 1), MOST_STEPS, last - first + 1)
+    start = max(first, min(current - size // 2, last + 1 - size))
+    return StepWindow(start, start + size, current, first, last)
+
+
+def load_steps(reader: TraceReader, place: Place, n_columns: int) -> StepWindow:
+    """Return the window around a place: two look-ups. Raises `Missing` without any step."""
+    bounds = step_bounds(reader, place.generation, place.branch)
+    if bounds is None:
+        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+    return window_of(place.step, *bounds, n_columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """A part of a picture, in cells."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+    def __contains__(self, cell: tuple[int, int]) -> bool:
+        x, y = cell
+        return 0 <= x - self.x < self.width and 0 <= y - self.y < self.height
+
+
+def columns_per_step(window: StepWindow, width: int) -> int:
+    """Return how many columns a step takes: more than one where there are few steps."""
+    return max(1, min(width // len(window), _WIDEST))
+
+
+def draw_timeline(
+    values: Mapping[int, float | None],
+    window: StepWindow,
+    area: Area,
+    look: Look,
+    *,
+    style: str = "accent",
+) -> list[Strip]:
+    """Return the values of the window's steps as columns; the current step's is marked."""
+    each = columns_per_step(window, area.width)
+    columns = [values.get(step) for step in window.steps for _ in range(each)]
+    middle = (window.current - window.start) * each + each // 2
+    return timeline(columns, area.width, area.height, look, marked=middle, style=style)
+
+
+def fitting(spans: Sequence[Span], width: int) -> Sequence[Span]:
+    """Return the pieces of a title without its last one where it would be cut."""
+    return spans if sum(cell_len(text) for text, _ in spans) <= width else spans[:-1]
+
+
+def step_at(x: int, window: StepWindow, width: int) -> int | None:
+    """Return the step of a column of a timeline of this width, None beside it."""
+    each = columns_per_step(window, width)
+    drawn = min(len(window) * each, width)
+    if not 0 <= x < drawn:
+        return None
+    return window.start + x * len(window) // drawn

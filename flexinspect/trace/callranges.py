@@ -1,0 +1,284 @@
+"""Questions about ranges of steps: what ran where, findings in groups, events of a kind.
+
+All of them are bounded: by a range of steps, by a limit, or by being counted inside SQLite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from flexinspect.findings import Severity
+from flexinspect.trace import decode, schema
+from flexinspect.trace.queries import BRANCH
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import EventRow, FindingRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepPath:
+    """The layers of one step that ran one path with one mask, ascending, one entry per call."""
+
+    step: int
+    path: str
+    mask: str | None
+    layers: tuple[int, ...]
+
+
+def step_paths(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> list[StepPath]:
+    """Return what ran in the steps `start <= step < stop`, a few rows per step, in order.
+
+    Steps before the fork of a branch are those of its parent. Raises `TraceError`.
+    """
+    sql = (
+        f"SELECT step, path, mask, group_concat(layer) FROM calls {BRANCH} "
+        "AND step >= ? AND step < ? GROUP BY step, path, mask"
+    )
+    found: list[StepPath] = []
+    for number, first, last in lineage(reader, generation, branch):
+        low, high = max(first, start), stop if last is None else min(last, stop)
+        if low < high:
+            rows = reader._query(sql, (generation, number, low, high))
+            found += [reader._guard(_step_path, row) for row in rows]
+    return sorted(found, key=lambda one: (one.step, one.layers))
+
+
+def _step_path(row: Sequence[Any]) -> StepPath:
+    step, path, mask, layers = decode.clean_as(("int", "text", "text?", "text"), row, "calls")
+    return StepPath(step, path, mask, _layers(layers))
+
+
+@lru_cache(maxsize=512)
+def _layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted(int(part) for part in text.split(",")))
+    except ValueError:
+        raise decode.Damage("a row of calls holds a layer that is no number") from None
+
+
+def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int, int, int | None]]:
+    """Return (branch, first step, step after the last) of a branch and its parents, newest first.
+
+    The last step of the branch itself is None: it is open.
+    """
+    if branch == 0:
+        return [(0, 0, None)]
+    rows = {row.branch: row for row in reader.branches(generation)}
+    found: list[tuple[int, int, int | None]] = []
+    here: int | None = branch
+    stop: int | None = None
+    while here is not None and here in rows:
+        row = rows.pop(here)  # taken out, so that a damaged file cannot lead in a circle
+        found.append((here, row.fork_step or 0, stop))
+        here, stop = row.parent, row.fork_step
+    return found
+
+
+# -- findings -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """What `n` different numbers lie between `low` and `high`, both included."""
+
+    low: int
+    high: int
+    n: int
+
+    def words(self, name: str) -> str:
+        """Return "layer 3", "layers 0-27" or "5 layers of 0-27"."""
+        if self.low == self.high:
+            return f"{name} {self.low}"
+        span = f"{self.low}-{self.high}"
+        whole = self.n == self.high - self.low + 1
+        return f"{name}s {span}" if whole else f"{self.n} {name}s of {span}"
+
+
+@dataclass(frozen=True, slots=True)
+class FindingGroup:
+    """All findings of one class and severity. `first` is the number of the first one, `sentence`
+    what it says.
+
+    An extent is None when no finding of the group names such a place.
+    """
+
+    severity: Severity
+    id: str
+    count: int
+    first: int
+    generations: Extent
+    steps: Extent | None
+    layers: Extent | None
+    sentence: str
+
+
+_WORST = "CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END"
+_GROUPS = (
+    "WITH grouped AS (SELECT severity, id, count(*), min(finding) AS first, "
+    "min(generation) AS generation, max(generation), count(DISTINCT generation), "
+    "min(step) AS step, max(step), count(DISTINCT step), "
+    "min(layer) AS layer, max(layer), count(DISTINCT layer) FROM findings GROUP BY severity, id) "
+    "SELECT *, (SELECT sentence FROM findings WHERE finding = first) FROM grouped "
+    f"ORDER BY {_WORST}, generation, step, layer, first LIMIT ?"
+)
+_GROUP_KINDS = ("text", "text", *("int",) * 5, *("int?", "int?", "int") * 2, "text")
+
+
+def finding_groups(reader: TraceReader, *, limit: int = 500) -> list[FindingGroup]:
+    """Return the classes of findings of a trace, worst first; counted inside SQLite."""
+    return [reader._guard(_group, row) for row in reader._query(_GROUPS, (limit,))]
+
+
+def worst_finding(reader: TraceReader, generation: int) -> FindingRow | None:
+    """Return the worst finding of a generation, the first of several, None when it has none."""
+    rest = f"WHERE generation = ? ORDER BY {_WORST}, step, finding LIMIT 1"
+    return _first(reader, rest, (generation,))
+
+
+def _group(row: Sequence[Any]) -> FindingGroup:
+    severity, name, count, first, *extents, sentence = decode.clean_as(
+        _GROUP_KINDS, row, "findings"
+    )
+    generations, steps, layers = (_extent(extents[i : i + 3]) for i in (0, 3, 6))
+    if severity not in list(Severity) or generations is None:
+        raise decode.Damage(f"{severity!r} is no severity")
+    return FindingGroup(
+        Severity(severity), name, count, first, generations, steps, layers, sentence
+    )
+
+
+def _extent(values: Sequence[int | None]) -> Extent | None:
+    low, high, n = values
+    return Extent(low, high, n or 0) if low is not None and high is not None else None
+
+
+def last_finding(reader: TraceReader) -> int:
+    """Return the number of the newest finding, 0 without any. Findings are never changed."""
+    rows = reader._query("SELECT max(finding) FROM findings", ())
+    return int(rows[0][0] or 0) if rows else 0
+
+
+def group_member(reader: TraceReader, group: FindingGroup, index: int) -> FindingRow | None:
+    """Return finding number `index` (from 0) of a group, in order of writing."""
+    rest = "WHERE id = ? AND severity = ? AND finding >= ? ORDER BY finding LIMIT 1 OFFSET ?"
+    params = (group.id, group.severity.value, group.first, index)
+    return _first(reader, rest, params)
+
+
+Position = tuple[int, int, int | None, int, int, int]
+"""(generation, branch, step, layer, head, number): where a walk over findings stands. The step is
+None at findings of a whole generation; a layer or head that is not named counts as -1."""
+
+
+BEGINNING: Position = (-1, -1, None, -1, -1, -1)
+END: Position = (1 << 62, 0, None, -1, -1, -1)
+
+
+def position_of(row: FindingRow) -> Position:
+    """Return where a finding stands in the order in which findings are walked."""
+    found = row.finding
+    layer, head = (-1 if value is None else value for value in (found.layer, found.head))
+    return found.generation, found.branch, found.step, layer, head, row.id
+
+
+def finding_beside(reader: TraceReader, here: Position, direction: int) -> FindingRow | None:
+    """Return the finding after (1) or before (-1) `here`: a few look-ups in the index of steps."""
+    generation, branch, step = here[:3]
+    found = _in_step(reader, (generation, branch, step), direction, here[3:])
+    if found is not None:
+        return found
+    beyond = _next_step(reader, (generation, branch, step), direction)
+    return _in_step(reader, beyond, direction) if beyond is not None else None
+
+
+_WALK = "coalesce(layer, -1), coalesce(head, -1), finding"
+
+
+def _in_step(
+    reader: TraceReader,
+    key: tuple[int, int, int | None],
+    direction: int,
+    past: Sequence[int] = (),
+) -> FindingRow | None:
+    sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
+    test = f"AND ({_WALK}) {sign} (?, ?, ?)" if past else ""
+    by = ", ".join(f"{part} {order}" for part in ("coalesce(layer, -1)", "coalesce(head, -1)"))
+    rest = f"{BRANCH} AND step IS ? {test} ORDER BY {by}, finding {order} LIMIT 1"
+    return _first(reader, rest, (*key, *past))
+
+
+def _next_step(
+    reader: TraceReader, key: tuple[int, int, int | None], direction: int
+) -> tuple[int, int, int | None] | None:
+    """Return the nearest step with findings; those of a whole generation come before its steps."""
+    generation, branch, step = key
+    sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
+    by = f"ORDER BY generation {order}, branch {order}, step {order} LIMIT 1"
+    tries: list[tuple[str, Sequence[int]]] = []
+    if step is not None:
+        tries.append((f"{BRANCH} AND step {sign} ?", (generation, branch, step)))
+    elif direction > 0:
+        tries.append((f"{BRANCH} AND step IS NOT NULL", (generation, branch)))
+    if step is not None and direction < 0:
+        tries.append((f"{BRANCH} AND step IS NULL", (generation, branch)))
+    tries.append((f"WHERE (generation, branch) {sign} (?, ?)", (generation, branch)))
+    for where, params in tries:
+        rows = reader._query(f"SELECT generation, branch, step FROM findings {where} {by}", params)
+        if rows:
+            found: tuple[int, int, int | None] = tuple(rows[0])
+            return found
+    return None
+
+
+def _first(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
+    rows = reader._records(decode.finding, schema.FINDINGS, rest, params)
+    return rows[0] if rows else None
+
+
+# -- events ---------------------------------------------------------------------------------------
+
+
+def step_events(
+    reader: TraceReader, generation: int, start: int, stop: int, *, like: str, limit: int = 100
+) -> list[EventRow]:
+    """Return the events of steps `start <= step < stop` whose kind or text matches `like`.
+
+    `like` is a pattern of SQL's LIKE, which knows no case: "%compil%".
+    """
+    rest = (
+        "WHERE generation = ? AND step >= ? AND step < ? AND (kind LIKE ? OR text LIKE ?) "
+        "ORDER BY event LIMIT ?"
+    )
+    params = (generation, start, stop, like, like, limit)
+    return reader._records(decode.event, schema.EVENTS, rest, params)
+
+
+def events_between(
+    reader: TraceReader, start_at: float, stop_at: float, *, like: str, limit: int = 100
+) -> list[EventRow]:
+    """Return the events outside of all generations at `start_at <= at < stop_at`, seconds.
+
+    `like` is a pattern for their kind or text.
+    """
+    rest = (
+        "WHERE generation IS NULL AND at >= ? AND at < ? AND (kind LIKE ? OR text LIKE ?) "
+        "ORDER BY event LIMIT ?"
+    )
+    params = (start_at, stop_at, like, like, limit)
+    return reader._records(decode.event, schema.EVENTS, rest, params)
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Return numbers as "0-3, 7": ascending, each once."""
+    ordered = sorted(set(numbers))
+    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)

@@ -1,0 +1,159 @@
+"""Questions about a range of steps, for strips and timelines: one query each, bounded.
+
+A branch is read with the steps of its parents before the fork, so that a range has no holes. Every
+function raises `TraceError` when the file is damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from flexinspect.records import LayerStatRecord, MemoryRecord
+from flexinspect.trace import decode, schema
+from flexinspect.trace.callranges import lineage
+from flexinspect.trace.queries import BRANCH
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import StepRow
+
+Statistic = Literal["norm", "max", "mean", "std", "bad"]
+"""A column of the layer statistics: "max" is the largest absolute value, "bad" counts NaN and Inf.
+"""
+
+MOST_ROWS = 1 << 16
+"""Rows of layer statistics that one question returns at most."""
+
+_RANGE = f"{BRANCH} AND step >= ? AND step < ?"
+_VALUE: dict[Statistic, str] = {
+    "norm": "norm",
+    "max": "max(abs(min), abs(max))",  # NULL, which stands for NaN, if either is
+    "mean": "mean",
+    "std": "std",
+    "bad": "CAST(n_nan + n_inf AS REAL)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StatCell:
+    """One value of one module in one step; `n_bad` are the NaN and Inf among its values."""
+
+    step: int
+    layer: int
+    module: str
+    value: float
+    n_bad: int
+
+
+@dataclass(frozen=True, slots=True)
+class BadOutput:
+    """A module's output that holds NaN or Inf, and its step."""
+
+    step: int
+    stat: LayerStatRecord
+
+
+def holder(reader: TraceReader, generation: int, step: int, branch: int = 0) -> int:
+    """Return the branch that holds a step: `branch`, or a parent before the fork."""
+    for number, first, _ in lineage(reader, generation, branch):
+        if step >= first:
+            return number
+    return branch
+
+
+def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, int] | None:
+    """Return the first and the last step recorded so far, parents included; None without any."""
+    family = lineage(reader, generation, branch)
+    last = next(
+        (step for part in family if (step := _last(reader, generation, *part)) is not None), None
+    )
+    if last is None:
+        return None
+    sql = f"SELECT step FROM steps {BRANCH} ORDER BY step LIMIT 1"
+    rows = reader._query(sql, (generation, family[-1][0]))
+    return (int(rows[0][0]) if rows else last), last
+
+
+def _last(
+    reader: TraceReader, generation: int, branch: int, first: int, stop: int | None
+) -> int | None:
+    last = reader.last_step(generation, branch)
+    if last is None or stop is None:
+        return last
+    return min(last, stop - 1) if stop > first else None
+
+
+def step_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> list[StepRow]:
+    """Return the steps `start <= step < stop`, in order."""
+    found: list[StepRow] = []
+    for number, low, high in _pieces(reader, generation, start, stop, branch):
+        found += reader.steps(generation, number, low, high)
+    return found
+
+
+def memory_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[int, MemoryRecord]:
+    """Return the memory at the end of each step `start <= step < stop` that has it."""
+    found: dict[int, MemoryRecord] = {}
+    for number, low, high in _pieces(reader, generation, start, stop, branch):
+        rest = f"{_RANGE} ORDER BY step"
+        params = (generation, number, low, high)
+        for values in reader._select(schema.MEMORY, rest, params, skip=2):
+            found[values[0]] = reader._guard(decode.memory, values[1:])
+    return found
+
+
+def layer_stats_range(
+    reader: TraceReader,
+    generation: int,
+    start: int,
+    stop: int,
+    branch: int = 0,
+    *,
+    statistic: Statistic = "norm",
+) -> list[StatCell]:
+    """Return one statistic of all modules in the steps `start <= step < stop`, as captured.
+
+    At most `MOST_ROWS` of them.
+    """
+    sql = (
+        f"SELECT step, layer, module, {_VALUE[statistic]}, n_nan + n_inf FROM layer_stats "
+        f"{_RANGE} ORDER BY step, number LIMIT ?"
+    )
+    kinds = ("int", "int", "text", "real", "int")
+    found: list[StatCell] = []
+    for number, low, high in _pieces(reader, generation, start, stop, branch):
+        params = (generation, number, low, high, MOST_ROWS - len(found))
+        for row in reader._query(sql, params):
+            values = reader._guard(lambda row: decode.clean_as(kinds, row, "layer_stats"), row)
+            found.append(StatCell(*values))
+    return found
+
+
+def first_bad_output(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> BadOutput | None:
+    """Return the lowest layer with NaN or Inf of the earliest such step, None without any.
+
+    Of one branch alone. Reads two narrow columns of the steps `start <= step < stop` and stops at
+    the first that has one.
+    """
+    rest = f"{_RANGE} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
+    rows = reader._select(schema.LAYER_STATS, rest, (generation, branch, start, stop), skip=2)
+    if not rows:
+        return None
+    step, _, *values = rows[0]
+    return BadOutput(step, reader._guard(decode.layer_stat, values))
+
+
+def _pieces(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (branch, first step, step after the last) of a range, in order of steps."""
+    for number, first, end in reversed(lineage(reader, generation, branch)):
+        low, high = max(first, start), stop if end is None else min(end, stop)
+        if low < high:
+            yield number, low, high
