@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-for-flexinspect
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench demo-model dist clean
+.PHONY: help setup demo test check format bench demo-model screenshots dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -19,8 +19,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## make the virtual environment
 
-demo: setup ## answer two questions with the shipped model and record every step
-	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --no-ui --overwrite --out demo.flextrace
+demo: setup ## answer two questions with the shipped model and step through what ran
+	$(BIN)/flexinspect run --model demo --dataset demo --max-samples 2 --overwrite --out demo.flextrace
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest
@@ -41,6 +41,9 @@ bench: setup ## run the benchmarks (quiet machine, some minutes); JSON goes to b
 
 demo-model: setup ## train the shipped demo model again (up to 30 minutes on two cores)
 	$(BIN)/python -m tools.demo_model
+
+screenshots: setup ## take the README's pictures again, of a real run
+	$(BIN)/python -m tools.screenshots
 
 dist: setup ## build wheel and source distribution
 	$(BIN)/python -m build

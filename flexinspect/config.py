@@ -2,12 +2,16 @@
 
 The nearest file from the current folder upwards is the project's; below it lies the per-user file
 `~/.config/flexinspect/config.toml` (`XDG_CONFIG_HOME` and, on Windows, `APPDATA` are respected).
-One section exists:
+Two sections exist:
 
     [models]
     my_model = "org/name"                              # a hub id, an alias, or
     local = "checkpoints/step-1000"                    # a folder, relative to this file
     big = { path = "org/name", dtype = "bfloat16" }    # with the dtype it should run in
+
+    [keys]                                             # actions of the interface: see keys.py
+    "step.next" = "n"
+    "step.previous" = ["p", "left"]
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any
 from flexinspect.errors import UsageError
 from flexinspect.sizes import canonical_dtype
 
-SECTIONS = ("models",)
+SECTIONS = ("models", "keys")
 _ALIAS_KEYS = ("path", "dtype")
 
 
@@ -57,9 +61,13 @@ def expanded(path: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What the user configured; `files` are those that were read, the strongest first."""
+    """What the user configured; `files` are those that were read, the strongest first.
+
+    `keys` maps ids of `flexinspect.keys` to keys, separated by commas.
+    """
 
     models: Mapping[str, ModelAlias] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
 
 
@@ -69,6 +77,7 @@ def load_config(start: Path | None = None) -> Config:
     Raises `UsageError` naming file and line for bad TOML, unknown sections and wrong types.
     """
     models: dict[str, ModelAlias] = {}
+    keys: dict[str, str] = {}
     files = []
     for found in (_project_settings(start or Path.cwd()), _user_settings()):
         if found is None:
@@ -77,7 +86,9 @@ def load_config(start: Path | None = None) -> Config:
         files.append(file)
         for alias, entry in _model_aliases(file, text, settings).items():
             models.setdefault(alias, entry)
-    return Config(models, tuple(files))
+        for action, pressed in _keys(file, text, settings.get("keys", {})).items():
+            keys.setdefault(action, pressed)
+    return Config(models, keys, tuple(files))
 
 
 _Found = tuple[Path, str, Mapping[str, Any]]
@@ -150,6 +161,32 @@ def _model_aliases(file: Path, text: str, settings: object) -> dict[str, ModelAl
     if not isinstance(table, dict):
         raise _bad(file, text, "models", "[models] must be a table of alias = path")
     return {alias: _model_alias(file, text, alias, value) for alias, value in table.items()}
+
+
+def _keys(file: Path, text: str, table: object) -> dict[str, str]:
+    from flexinspect.keys import all_keys
+
+    if not isinstance(table, dict):
+        raise _bad(
+            file, text, "keys", '[keys] must be a table of "action" = "key"', hint=_KEYS_HINT
+        )
+    known = {key.id for key in all_keys()}
+    found = {}
+    for action, given in table.items():
+        names = [given] if isinstance(given, str) else given
+        if action not in known:
+            near = difflib.get_close_matches(action, known, 1)
+            ask = f"; did you mean {near[0]!r}?" if near else ""
+            raise _bad(file, text, action, f"no action is called {action!r}{ask}", hint=_KEYS_HINT)
+        good = isinstance(names, list) and all(isinstance(n, str) and n.strip() for n in names)
+        if not good or not names:
+            what = f"the action {action!r} needs a key, or a list of keys"
+            raise _bad(file, text, action, what, hint=_KEYS_HINT)
+        found[action] = ",".join(names)
+    return found
+
+
+_KEYS_HINT = 'For instance "step.next" = "n"; the actions stand in the help of the interface (?).'
 
 
 def _model_alias(file: Path, text: str, alias: str, value: object) -> ModelAlias:

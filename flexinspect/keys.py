@@ -13,29 +13,29 @@ from dataclasses import dataclass
 class Key:
     """One action: `id` (group.name), default keys as Textual names them, what it does.
 
-    `shown` puts it in the footer; `panel` actions go to the focused panel (or the first one that
-    answers them).
+    `label` puts it in the footer under that name; `panel` actions go to the focused panel (or the
+    first one that answers them).
     """
 
     id: str
     keys: tuple[str, ...]
     text: str
-    shown: bool = False
+    label: str = ""
     panel: bool = False
 
 
 KEYS: tuple[Key, ...] = (
-    Key("step.next", ("right", "l"), "next token", shown=True),
-    Key("step.previous", ("left", "h"), "previous token", shown=True),
+    Key("step.next", ("right", "l"), "next token", label="next"),
+    Key("step.previous", ("left", "h"), "previous token", label="back"),
     Key("step.first", ("home",), "first step, the prefill"),
     Key("step.last", ("end",), "last step"),
     Key("step.forward", ("pagedown",), "ten tokens on"),
     Key("step.back", ("pageup",), "ten tokens back"),
-    Key("step.goto", ("g",), "go to a step, by number or word", shown=True),
-    Key("step.follow", ("f",), "follow the newest step", shown=True),
-    Key("tokens.search", ("slash",), "search the tokens", shown=True),
-    Key("tokens.match", ("full_stop",), "next match of the search"),
-    Key("finding.next", ("n",), "next finding", shown=True),
+    Key("step.goto", ("g",), "go to a step, by number or word", label="go to"),
+    Key("step.follow", ("f",), "follow the newest step", label="follow"),
+    Key("tokens.search", ("slash",), "search the tokens", label="search"),
+    Key("tokens.match", ("asterisk",), "next match of the search"),
+    Key("finding.next", ("n",), "next finding", label="finding"),
     Key("finding.previous", ("N",), "previous finding"),
     Key("generation.next", ("greater_than_sign",), "next generation"),
     Key("generation.previous", ("less_than_sign",), "previous generation"),
@@ -43,16 +43,16 @@ KEYS: tuple[Key, ...] = (
     Key("layer.previous", ("up", "k"), "previous layer"),
     Key("head.next", ("right_square_bracket",), "next head"),
     Key("head.previous", ("left_square_bracket",), "previous head"),
-    Key("panel.next", ("tab",), "next panel", shown=True),
+    Key("panel.next", ("tab",), "next panel", label="panel"),
     Key("panel.previous", ("shift+tab",), "previous panel"),
     Key("panel.choose", ("c",), "choose what the panel shows"),
-    Key("panel.maximize", ("x",), "this panel alone, or all again", shown=True),
+    Key("panel.maximize", ("x",), "this panel alone, or all again", label="max"),
     Key("panel.more", ("plus",), "one panel more"),
     Key("panel.fewer", ("minus",), "one panel fewer"),
     Key("zoom.in", ("z",), "zoom in", panel=True),
     Key("zoom.out", ("Z",), "zoom out", panel=True),
     Key("view.flip", ("m",), "flip the view: declared, received, executed, difference", panel=True),
-    Key("view.blocks", ("b",), "show or hide the blocks", panel=True),
+    Key("view.blocks", ("B",), "show or hide the blocks", panel=True),
     Key("view.measure", ("v",), "next measure", panel=True),
     Key("cursor.left", ("shift+left", "H"), "move the cursor in the panel", panel=True),
     Key("cursor.right", ("shift+right", "L"), "move the cursor in the panel", panel=True),
@@ -62,14 +62,17 @@ KEYS: tuple[Key, ...] = (
     Key("screen.shot", ("s",), "save a picture of the screen"),
     Key("panel.export", ("S",), "save a picture of the panel"),
     Key("app.palette", ("p", "ctrl+p"), "all commands"),
-    Key("app.help", ("question_mark",), "help", shown=True),
+    Key("app.help", ("question_mark",), "help", label="help"),
     Key("app.theme", ("T",), "choose a theme"),
-    Key("app.quit", ("q",), "quit", shown=True),
+    Key("app.quit", ("q",), "quit", label="quit"),
 )
 
-BY_ID = {key.id: key for key in KEYS}
+N_DIGITS = 9
 
 
-def panel_digit(number: int) -> str:
-    """Return the id of "show panel `number` (from 1) here"."""
-    return f"panel.show-{number}"
+def all_keys() -> tuple[Key, ...]:
+    """Return the table with the digits, which show a panel by its number."""
+    digits = tuple(
+        Key(f"panel.show-{n}", (str(n),), f"show panel {n} here") for n in range(1, N_DIGITS + 1)
+    )
+    return KEYS + digits

@@ -16,6 +16,8 @@ EXAMPLES = """\
 examples:
   flexinspect run --model demo --dataset demo --max-samples 2
   flexinspect run --model llama3.2_3b_it --prompt "Who wrote Emma?" --prompt "Emma's author?"
+  flexinspect open run.flextrace
+  flexinspect show run.flextrace --panel mask --step 3
   flexinspect dump run.flextrace --step 3
   flexinspect models
 
@@ -25,7 +27,8 @@ exit codes: 0 done, 1 the run failed, 2 it could not be done as asked, 130 inter
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from flexinspect.commands import dump, models, run
+    from flexinspect.commands import dump, models, run, show
+    from flexinspect.commands import open as open_
 
     parser = argparse.ArgumentParser(
         prog="flexinspect",
@@ -35,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, dump, models):
+    for command in (run, open_, show, dump, models):
         command.add_parser(subparsers)
     return parser
 
@@ -45,11 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _make_output_safe()
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.command is None:
-        parser.print_help()
-        return 0
     try:
-        return int(args.run(args))
+        return _begin(parser) if args.command is None else int(args.run(args))
     except FlexInspectError as error:
         _say(error.sentence())
         return error.exit_code
@@ -65,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
         _say(f"Writing the output failed: {error.strerror or error}.")
         return 1
+
+
+def _begin(parser: argparse.ArgumentParser) -> int:
+    """Without a command: ask what to do on a terminal, print the help anywhere else."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        parser.print_help()
+        return 0
+    from flexinspect.commands.open import start
+
+    return start()
 
 
 def _say(sentence: str) -> None:

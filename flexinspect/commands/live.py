@@ -40,6 +40,17 @@ def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
     return run.conclude(code, console, as_json=as_json)
 
 
+def conclude_run(process: CaptureProcess, code: int) -> int:
+    """Wait for a run whose interface was closed, and print its result as `show_run` does."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    if process.poll() is None:
+        console.print("finishing the trace (Ctrl-C ends it at once) …")
+    _end_like_ctrl_c()
+    run = LiveRun(process, PlainProgress(console, quiet=True))
+    ended = run.watch()
+    return run.conclude(ended, console, as_json=False) or code
+
+
 def _end_like_ctrl_c() -> None:
     """Let `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
     for name in ("SIGTERM", "SIGHUP"):

@@ -7,7 +7,8 @@ import json
 import re
 import sys
 import time
-from dataclasses import astuple
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from pathlib import Path
 
 from flexinspect.errors import FlexInspectError, UsageError
@@ -124,10 +125,12 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FILE", help="the trace (default: a name made from the run)"
     )
     group.add_argument("--overwrite", action="store_true", help="replace an existing trace")
-    group.add_argument("--no-ui", action="store_true", help="plain output, no full-screen viewer")
+    group.add_argument("--no-ui", action="store_true", help="plain output, no interface")
     group.add_argument("--json", action="store_true", help="print a summary as JSON on stdout")
     group.add_argument(
-        "--verbose", action="store_true", help="print lengths, path and candidates of each step"
+        "--verbose",
+        action="store_true",
+        help="no interface; print lengths, path and candidates of each step",
     )
 
 
@@ -153,7 +156,24 @@ def run(args: argparse.Namespace) -> int:
             said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
             print(json.dumps({"trace": None, "generations": [], **said}, indent=2))
         raise
+    if not (args.no_ui or args.json or args.verbose) and _on_a_terminal():
+        from flexinspect.commands.open import inspect_run
+
+        return inspect_run(job)
     return show_run(job, as_json=args.json, verbose=args.verbose)
+
+
+def _on_a_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def job_from_words(words: Sequence[str]) -> Job:
+    """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
+    from flexinspect.commands import build_parser
+
+    job = job_of(build_parser().parse_args(words))
+    _check_early(job)
+    return replace(job, argv=("flexinspect", *words))
 
 
 def job_of(args: argparse.Namespace) -> Job:

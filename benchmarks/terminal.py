@@ -1,0 +1,110 @@
+"""A real pseudo-terminal with the inspector in it: type, and see when the frame is there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+SILENCE_S = 0.06
+"""A frame counts as complete when nothing more has come for so long."""
+
+
+class Terminal:
+    """`flexinspect` in a pseudo-terminal of so many cells; nobody draws what it writes."""
+
+    def __init__(self, words: Sequence[str], *, width: int = 120, height: int = 40) -> None:
+        self.started = time.perf_counter()
+        self.output = b""
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+            os.environ.update(TERM="xterm-256color", COLORTERM="truecolor")
+            os.environ.pop("NO_COLOR", None)
+            os.execv(sys.executable, [sys.executable, "-P", "-m", "flexinspect", *words])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def until(self, wanted: bytes, timeout: float = 60.0) -> float:
+        """Return the seconds from now until `wanted` was written. Raises `TimeoutError`."""
+        begun, seen = time.perf_counter(), b""
+        while wanted not in seen:
+            left = timeout - (time.perf_counter() - begun)
+            if left <= 0:
+                raise TimeoutError(f"{wanted!r} was never written; the last: {seen[-400:]!r}")
+            seen += self._read(left)
+        return time.perf_counter() - begun
+
+    def settle(self, timeout: float = 60.0) -> float:
+        """Read until nothing comes any more; return the seconds from now to the last byte."""
+        begun = last = time.perf_counter()
+        while time.perf_counter() - begun < timeout:
+            if not self._read(SILENCE_S):
+                return last - begun
+            last = time.perf_counter()
+        raise TimeoutError("the interface never came to rest")
+
+    def press(self, key: bytes) -> None:
+        """Type a key."""
+        os.write(self._fd, key)
+
+    def frame(self, key: bytes) -> float:
+        """Type a key; return the seconds until the whole frame was written."""
+        self.press(key)
+        return self.settle()
+
+    def resident(self) -> int:
+        """Return the resident set of the process, bytes."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds of the process so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def has_mapped(self, name: str) -> bool:
+        """Tell whether a library of that name is loaded into the process."""
+        return name in Path(f"/proc/{self.pid}/maps").read_text()
+
+    def end(self) -> None:
+        """Quit, or end the process if that does not help."""
+        self.press(b"q")
+        for _ in range(100):
+            if os.waitpid(self.pid, os.WNOHANG)[0]:
+                break
+            self._read(0.02)
+        else:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self._fd)
+
+    def _read(self, timeout: float) -> bytes:
+        ready, _, _ = select.select([self._fd], [], [], timeout)
+        if not ready:
+            return b""
+        try:
+            data = os.read(self._fd, 1 << 20)
+        except OSError:  # the process is gone
+            return b""
+        self.output = (self.output + data)[-1 << 16 :]
+        return data

@@ -1,0 +1,107 @@
+"""`python -m benchmarks tui`: what the interface costs, in a real pseudo-terminal.
+
+First screen, memory, and the time from a key to the last byte of the frame, on a short trace, on
+one of 100 000 steps and on one with a mask of 32 768 tokens, in turns within one run.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import repaint, synthetic
+from benchmarks.terminal import Terminal
+
+RIGHT = b"\x1b[C"
+N_STARTS, N_KEYS, N_ROUNDS = 7, 40, 3
+
+
+def measure(folder: Path | None = None, *, steps: int = 100_000, tokens: int = 32_768) -> Any:
+    """Return all figures; the big traces are made in `folder` unless they lie there already."""
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="flexinspect-bench-")
+    traces = make_traces(folder or Path(tempfile.gettempdir()) / "flexinspect-bench", steps, tokens)
+    return {
+        "repaint": repaint.measure(),
+        "first_screen_s": {name: first_screen(path) for name, path in traces.items()},
+        "key_to_frame_ms": key_to_frame(traces),
+        "idle_cpu_percent": idle_cpu(traces["short"]),
+    }
+
+
+def make_traces(folder: Path, steps: int, tokens: int) -> dict[str, Path]:
+    """Make the traces that are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    short, long, wide = (folder / f"{name}.flextrace" for name in ("short", "long", "wide"))
+    if not short.exists():
+        synthetic.long_trace(short, steps=200)
+    if not long.exists():
+        synthetic.long_trace(long, steps=steps)
+    if not wide.exists():
+        synthetic.wide_trace(wide, tokens=tokens)
+    return {"short": short, "long": long, "wide": wide}
+
+
+def first_screen(path: Path) -> dict[str, float]:
+    """Return the median seconds from the start of the process to the header and to the rest."""
+    header, whole = [], []
+    for _ in range(N_STARTS):
+        with Terminal(["open", str(path)]) as terminal:
+            terminal.until(b"step ")
+            header.append(_since(terminal))
+            rest = terminal.settle()
+            whole.append(header[-1] + rest)
+            if terminal.has_mapped("torch"):
+                raise AssertionError("the viewer has loaded torch")
+    return {"header": _median(header), "all_panels": _median(whole)}
+
+
+def _since(terminal: Terminal) -> float:
+    import time
+
+    return time.perf_counter() - terminal.started
+
+
+def key_to_frame(traces: dict[str, Path]) -> dict[str, dict[str, float]]:
+    """Return what a step key takes until the frame is complete: median, 95th percentile, memory."""
+    times: dict[str, list[float]] = {name: [] for name in traces}
+    resident: dict[str, int] = {}
+    for _ in range(N_ROUNDS):
+        for name, path in traces.items():
+            start = 50_000 if name == "long" else 1
+            with Terminal(["open", str(path), "--step", str(start)]) as terminal:
+                terminal.until(b"step ")
+                terminal.settle()
+                for _ in range(5):
+                    terminal.frame(RIGHT)
+                times[name] += [terminal.frame(RIGHT) for _ in range(N_KEYS)]
+                resident[name] = max(resident.get(name, 0), terminal.resident())
+    return {name: _summary(times[name], resident[name]) for name in traces}
+
+
+def _summary(times: list[float], resident: int) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "median": round(1e3 * statistics.median(ordered), 2),
+        "p95": round(1e3 * ordered[int(0.95 * len(ordered))], 2),
+        "n": len(ordered),
+        "resident_mb": round(resident / 1e6, 1),
+    }
+
+
+def idle_cpu(path: Path) -> float:
+    """Return the CPU that an open, finished trace takes while nobody types, in percent."""
+    import time
+
+    with Terminal(["open", str(path)]) as terminal:
+        terminal.until(b"step ")
+        terminal.settle()
+        before = terminal.cpu_s()
+        time.sleep(5)
+        return round(100 * (terminal.cpu_s() - before) / 5, 2)
+
+
+def _median(values: list[float]) -> float:
+    return round(statistics.median(values), 3)

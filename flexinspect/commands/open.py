@@ -1,0 +1,126 @@
+"""`flexinspect open`: the interface on a trace, in the terminal or in a browser."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexinspect.errors import FlexInspectError, UsageError
+
+if TYPE_CHECKING:
+    from flexinspect.app import InspectorApp
+    from flexinspect.job import Job
+
+EXAMPLES = """\
+examples:
+  flexinspect open run.flextrace
+  flexinspect open run.flextrace --step 12 --layer 3
+  flexinspect open run.flextrace --web
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "open",
+        help="step through a trace in the terminal",
+        description="Open a trace, finished or still being recorded, and step through its tokens. "
+        "'?' shows the keys.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
+    parser.add_argument("--generation", metavar="N", type=_number, help="begin in this generation")
+    parser.add_argument("--step", metavar="N", type=_number, help="begin at this step")
+    parser.add_argument("--layer", metavar="N", type=_number, default=0)
+    parser.add_argument("--head", metavar="N", type=_number, default=0)
+    parser.add_argument(
+        "--web", action="store_true", help="serve the interface to a browser on this machine"
+    )
+    parser.add_argument("--port", type=_number, default=8422, help="of --web (default: 8422)")
+    parser.set_defaults(run=run)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Open what the flags name."""
+    if args.web:
+        from flexinspect.commands.web import serve
+
+        return serve(args.trace, args.port)
+    _need_a_terminal(args.trace)
+    from flexinspect.app import InspectorApp
+
+    return _show(InspectorApp(args.trace, place=_place(args), keymap=_keymap()))
+
+
+def _place(args: argparse.Namespace) -> Any:
+    from flexinspect.panels.base import Place
+
+    if args.generation is None and args.step is None and not (args.layer or args.head):
+        return None
+    return Place(args.generation or 0, 0, args.step or 0, args.layer, args.head)
+
+
+def start() -> int:
+    """Show the start screen."""
+    from flexinspect.app import InspectorApp
+
+    from flexinspect.commands.run import job_from_words
+
+    return _finish(InspectorApp(keymap=_keymap(), job_of=job_from_words))
+
+
+def inspect_run(job: Job) -> int:
+    """Run a job under the interface, then print its result."""
+    from flexinspect.app import InspectorApp
+
+    return _finish(InspectorApp(job=job, keymap=_keymap()))
+
+
+def _keymap() -> dict[str, str]:
+    from flexinspect.config import load_config
+
+    return dict(load_config().keys)
+
+
+def _need_a_terminal(trace: Path) -> None:
+    served = "TEXTUAL_DRIVER" in os.environ  # in a browser, see web.py
+    if not served and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError(
+            "The interface needs a terminal, and there is none here.",
+            hint=f"Without one: flexinspect show {trace}, or flexinspect dump {trace}.",
+        )
+
+
+def _show(app: InspectorApp) -> int:
+    """Run the interface; a trace that could not be read makes it end with that error."""
+    app.run()
+    if app.trouble is not None:
+        raise app.trouble
+    return app.return_code or 0
+
+
+def _finish(app: InspectorApp) -> int:
+    """Run the interface; if it began a run, let that end and print its result."""
+    try:
+        code = _show(app)
+    finally:
+        process = app.feed.process if app.feed is not None else None
+        if process is not None and app.feed is not None and app.feed.exit_code is None:
+            with suppress(FlexInspectError):
+                process.interrupt()
+    if process is None:
+        return code
+    from flexinspect.commands.live import conclude_run
+
+    return conclude_run(process, code)

@@ -1,0 +1,60 @@
+"""`flexinspect open --web`: the same interface in a browser, on this machine only."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+from flexinspect.errors import UsageError
+from flexinspect.text import visible
+
+HOST = "127.0.0.1"
+
+
+def serve(trace: Path, port: int) -> int:
+    """Serve a trace until Ctrl-C; each visitor gets a process of the interface of their own.
+
+    Raises `TraceError` for a trace that cannot be read, `UsageError` without the extra or when the
+    port is taken.
+    """
+    from flexinspect.trace.reader import open_trace
+
+    open_trace(trace).close()
+    server_class = _server_class()
+    _check_port(port)
+    # The command goes through a shell: every part of it is quoted.
+    words = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace.absolute())]
+    server = server_class(
+        shlex.join(words), host=HOST, port=port, title=f"flexinspect {trace.name}"
+    )
+    where = f"http://{HOST}:{port}"
+    print(f"{visible(trace.name)} is at {where} until Ctrl-C", file=sys.stderr, flush=True)
+    server.serve()
+    return 0
+
+
+def _server_class() -> type:
+    try:
+        from textual_serve.server import Server
+    except ImportError:
+        raise UsageError(
+            "--web needs the package textual-serve, which is not installed.",
+            hint="Install it: pip install 'flexinspect[web]'",
+        ) from None
+    return Server
+
+
+def _check_port(port: int) -> None:
+    if not 0 < port < 65536:
+        raise UsageError(f"--port {port} is no port; use one from 1 to 65535.")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise UsageError(
+                f"Port {port} cannot be used: {reason}.", hint="Choose another one with --port."
+            ) from None

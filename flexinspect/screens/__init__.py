@@ -1,0 +1,1 @@
+"""Screens: each owns its state, binds panels and widgets to it, and draws nothing by itself."""

@@ -1,0 +1,65 @@
+"""The table of keys as Textual wants it: bindings, and a palette of commands by their words."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from textual.binding import Binding, BindingType
+from textual.command import DiscoveryHit, Hit, Hits, Provider
+
+from flexinspect.keys import all_keys
+from flexinspect.panels.base import Go
+from flexinspect.panels.registry import panel_names
+
+
+def bindings() -> list[BindingType]:
+    """Return Textual's bindings from the table of keys."""
+    return [
+        Binding(
+            ",".join(key.keys),
+            f"do('{key.id}')",
+            key.label or key.text,
+            show=bool(key.label),
+            id=key.id,
+            tooltip=key.text,
+        )
+        for key in all_keys()
+    ]
+
+
+class KeyCommands(Provider):
+    """Offers what keys do to whoever does not know the keys."""
+
+    async def discover(self) -> Hits:
+        """List everything that has a key."""
+        for key in all_keys():
+            yield DiscoveryHit(_capital(key.text), partial(self._do, key.id), help=key.id)
+
+    async def search(self, query: str) -> Hits:
+        """Match the words; a number is a step."""
+        matcher = self.matcher(query)
+        if query.strip().isdecimal():
+            step = int(query)
+            yield Hit(1.0, f"Go to step {step}", partial(self._go, Go(step=step)))
+        for key in all_keys():
+            text = _capital(key.text)
+            if (score := matcher.match(text)) > 0:
+                yield Hit(score, matcher.highlight(text), partial(self._do, key.id), help=key.id)
+        for name in panel_names():
+            text = f"Show panel {name}"
+            if (score := matcher.match(text)) > 0:
+                go = partial(self._go, Go(panel=name))
+                yield Hit(score, matcher.highlight(text), go)
+
+    def _do(self, name: str) -> None:
+        screen: Any = self.screen
+        screen.action_do(name)
+
+    def _go(self, go: Go) -> None:
+        screen: Any = self.screen
+        screen.go(go)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,180 @@
+"""The two lines of facts: the header, and the line of findings."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from textual import events
+from textual.reactive import reactive
+
+from flexinspect.errors import FlexInspectError
+from flexinspect.feed import Feed, Status
+from flexinspect.panels.base import Place
+from flexinspect.panels.findings import FindingSummary, summary_line
+from flexinspect.screens.loader import Loader
+from flexinspect.screens.panelview import look_of
+from flexinspect.text import visible
+from flexinspect.trace.rows import StepRow
+from flexinspect.widgets.canvas import Canvas
+from flexinspect.widgets.header import header
+from flexinspect.widgets.lines import line
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the two lines say of a place."""
+
+    step: StepRow | None = None
+    summary: FindingSummary | None = None
+
+
+def header_parts(
+    status: Status, place: Place, step: StepRow | None, *, following: bool
+) -> list[tuple[str, str, int]]:
+    """Return the parts of the header: text, style, importance (1 is kept longest)."""
+    model = status.run.get("model")
+    model = model if isinstance(model, dict) else {}
+    where = f"{model.get('device', '')} {model.get('dtype', '')}".strip()
+    parts = [
+        (visible(str(model.get("name", "flexinspect"))), "title", 2),
+        (visible(where), "text", 6),
+        (visible(str(status.run.get("level", ""))), "text", 5),
+    ]
+    if status.generations > 1:
+        parts.append((f"generation {place.generation + 1}/{status.generations}", "text", 3))
+    parts.append((_steps(status, place, step), "strong", 1))
+    parts.append((_cost(status, step), "muted", 7))
+    behind = (status.last_step or 0) - place.step
+    if status.live and not following and behind > 0:
+        parts.append((f"{behind} behind, f follows", "warn", 2))
+    elif status.state == "recording":
+        parts.append(("following" if following else "live", "good", 4))
+    elif status.state in ("failed", "dead", "interrupted"):
+        parts.append((status.state, "bad", 2))
+    return parts
+
+
+def _steps(status: Status, place: Place, step: StepRow | None) -> str:
+    if status.last_step is None:
+        return "no step yet"
+    phase = f" {step.phase}" if step is not None else ""
+    return f"step {place.step}/{status.last_step}{visible(phase)}"
+
+
+def _cost(status: Status, step: StepRow | None) -> str:
+    cost = status.run.get("cost")
+    ratio = cost.get("ratio") if isinstance(cost, dict) else None
+    if isinstance(ratio, (int, float)):
+        return f"capture {100 * ratio:.1f} %"
+    if step is not None and step.wall_ms and step.capture_ms == step.capture_ms:
+        return f"capture {step.capture_ms:.2f} of {step.wall_ms:.1f} ms"
+    return ""
+
+
+def finding_text(found: FindingSummary | None) -> tuple[str, str]:
+    """Return the line of findings and its style."""
+    if found is None:
+        return "", "text"
+    if found.errors:
+        return f"✖ {found.text()}", "bad"
+    if found.warnings:
+        return f"▲ {found.text()}", "warn"
+    return (f"● {found.text()}", "text") if found.notes else ("no findings", "muted")
+
+
+class FactLines(Canvas):
+    """Loads what both lines need, once; shows the header and hands the findings to their line."""
+
+    DEFAULT_CSS = "FactLines { height: 1; }"
+    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
+    version: reactive[int] = reactive(0, repaint=False, init=False)
+    following: reactive[bool] = reactive(True, repaint=False, init=False)
+
+    def __init__(self, feed: Feed, pool: Executor, findings: FindingLine) -> None:
+        super().__init__(id="header")
+        self._feed, self._findings = feed, findings
+        self._loader = Loader(pool, lambda: self.place, self._load, self._take)
+        self._facts = Facts()
+        self.status = Status()
+
+    @property
+    def loader(self) -> Loader[Any, Any]:
+        """What loads it; at rest when all that is wanted is on the screen."""
+        return self._loader
+
+    def on_mount(self) -> None:
+        """Begin to load."""
+        self.run_worker(self._loader.run(), exclusive=True)
+        self._loader.want()
+
+    def watch_place(self) -> None:
+        """The screen went elsewhere."""
+        self._loader.want()
+        self.repaint()
+
+    def watch_version(self) -> None:
+        """The trace grew."""
+        self._loader.want()
+        self.repaint()
+
+    def watch_following(self) -> None:
+        """Say so."""
+        self.repaint()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Draw in the new width."""
+        self.repaint()
+
+    def _load(self, place: Place) -> Facts:
+        source = self._feed.source
+        if source is None:
+            return Facts()
+        try:
+            step = source.reader.step(place.generation, place.step, place.branch)
+            return Facts(step, summary_line(source, place))
+        except FlexInspectError:
+            return Facts()  # the panels say why
+
+    def _take(self, place: Place, facts: Facts) -> None:
+        self._facts = facts
+        self.repaint()
+        self._findings.say(facts.summary)
+
+    def repaint(self) -> None:
+        """Draw the header."""
+        if self.size.width:
+            step = self._facts.step if self._facts.step and self._fits() else None
+            parts = header_parts(self.status, self.place, step, following=self.following)
+            self.show([header(parts, self.size.width, look_of(self.app))])
+
+    def _fits(self) -> bool:
+        return self._facts.step is not None and self._facts.step.step == self.place.step
+
+
+class FindingLine(Canvas):
+    """One line: how many findings there are, and the one that matters here."""
+
+    DEFAULT_CSS = "FindingLine { height: 1; }"
+
+    def __init__(self) -> None:
+        super().__init__(id="finding")
+        self._summary: FindingSummary | None = None
+
+    def say(self, found: FindingSummary | None) -> None:
+        """Show another summary."""
+        self._summary = found
+        self.repaint()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Draw in the new width."""
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Draw the line."""
+        if not self.size.width:
+            return
+        look = look_of(self.app)
+        text, style = finding_text(self._summary)
+        self.show([line([(text, look.style(style))], self.size.width, look.style("text"))])

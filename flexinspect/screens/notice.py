@@ -1,0 +1,63 @@
+"""The notice above the panels: what the process is doing before there is a token, how it ended."""
+
+from __future__ import annotations
+
+import time
+
+from textual.content import Content
+from textual.widgets import Static
+
+from flexinspect.feed import Status
+from flexinspect.text import visible
+
+BAR = 30
+
+
+def notice_text(status: Status, seconds: int = 0) -> tuple[str, str]:
+    """Return what is to be said, and its class: "", "busy" or "bad".
+
+    `seconds` is how long the phase has lasted.
+    """
+    if status.words:
+        return "\n".join((_TITLES.get(status.state, "The run went wrong."), *status.words)), "bad"
+    if status.live and status.last_step is None:
+        lasted = f" ({seconds} s)" if seconds else ""
+        lines = [(visible(status.phase) or "waiting") + lasted]
+        if status.fraction is not None:
+            done = round(BAR * min(max(status.fraction, 0.0), 1.0))
+            lines[0] += f"  {'━' * done}{'╌' * (BAR - done)} {100 * status.fraction:.0f} %"
+        else:
+            lines[0] += " …"
+        return "\n".join([*lines, *([visible(status.detail)] if status.detail else [])]), "busy"
+    if status.last_step is None:
+        return "This trace holds no step: the run ended before its first token.", "bad"
+    return "", ""
+
+
+_TITLES = {
+    "dead": "The trace was never ended.",
+    "failed": "The run failed. What was recorded before is here.",
+    "interrupted": "The run was interrupted. What was recorded before is here.",
+}
+
+
+class Notice(Static):
+    """A few lines that are there only when there is something to say."""
+
+    def __init__(self) -> None:
+        super().__init__("", id="notice", markup=False)
+        self.display = False
+        self._phase, self._since = "", time.monotonic()
+        self._said = ""
+
+    def say(self, status: Status) -> None:
+        """Show what the status has to say, or nothing at all; costs nothing when unchanged."""
+        if status.phase != self._phase:
+            self._phase, self._since = status.phase, time.monotonic()
+        text, kind = notice_text(status, int(time.monotonic() - self._since))
+        if text == self._said:
+            return
+        self._said = text
+        self.display = bool(text)
+        self.set_class(kind == "bad", "bad")
+        self.update(Content(text))

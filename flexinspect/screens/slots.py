@@ -1,0 +1,220 @@
+"""Where panels stand on the screen: how many, in how many columns, which one is alone."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+from textual import events, work
+from textual.app import ComposeResult
+from textual.containers import Container
+from textual.content import Content
+from textual.reactive import reactive
+
+from flexinspect import state
+from flexinspect.errors import FlexInspectError
+from flexinspect.feed import Feed
+from flexinspect.panels.base import Place
+from flexinspect.panels.registry import load_panel, panel_names
+from flexinspect.screens.panelview import PanelView
+
+MOST = 4
+N_DIGITS = 9
+
+
+def n_slots(width: int, height: int) -> int:
+    """Return how many panels fit well into this many cells of terminal: one to four."""
+    if width < 60:
+        return 2 if height >= 20 else 1
+    if width >= 120:
+        return 4 if height >= 32 else 3
+    return 2 if height < 44 else 4
+
+
+def n_columns(slots: int, width: int) -> int:
+    """Return the columns in which so many panels stand."""
+    if slots == 1 or width < 60:
+        return 1
+    if slots == 4:
+        return 2 if width < 240 else 4
+    return slots if width >= 40 * slots - 10 else 1
+
+
+def sensible(names: tuple[str, ...]) -> list[str]:
+    """Return the remembered panels that exist and load, filled up to the most there can be."""
+    known = list(dict.fromkeys([*names, *panel_names()]))
+    found: list[str] = []
+    for name in known:
+        if len(found) < MOST and _loads(name):
+            found.append(name)
+    return found
+
+
+def _loads(name: str) -> bool:
+    try:
+        load_panel(name)
+    except FlexInspectError:
+        return False
+    return True
+
+
+class Slot(Container):
+    """A frame with one panel in it; its title names the panel, its lower border what is shown."""
+
+    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
+    version: reactive[int] = reactive(0, repaint=False, init=False)
+
+    def __init__(self, name: str, feed: Feed, pool: Executor) -> None:
+        super().__init__(classes="slot")
+        self.panel_name = name
+        self._feed, self._pool = feed, pool
+        self._noted = ("", False)
+
+    def compose(self) -> ComposeResult:
+        """One panel."""
+        yield self._make(self.panel_name)
+
+    def _make(self, name: str) -> PanelView:
+        panel = load_panel(name)
+        number = panel_names().index(name) + 1
+        title = f"{number} {panel.title}" if number <= N_DIGITS else panel.title
+        self.border_title = Content(title)
+        self.border_subtitle = ""
+        view = PanelView(panel, self._feed, self._pool, self._show_note)
+        view.set_reactive(PanelView.place, self.place)
+        return view
+
+    @property
+    def view(self) -> PanelView:
+        """The panel's widget."""
+        return self.query_one(PanelView)
+
+    def watch_place(self, place: Place) -> None:
+        """Hand the place on."""
+        for view in self.query(PanelView):
+            view.place = place
+
+    def watch_version(self, version: int) -> None:
+        """Hand the news on."""
+        for view in self.query(PanelView):
+            view.version = version
+
+    async def replace(self, name: str) -> None:
+        """Show another panel in this frame."""
+        self.panel_name = name
+        await self.view.remove()
+        await self.mount(self._make(name))
+
+    def _show_note(self, note: str, alarm: bool) -> None:
+        """Write the panel's note in the lower border; an unchanged one costs nothing."""
+        if (note, alarm) != self._noted:
+            self._noted = (note, alarm)
+            self.border_subtitle = Content(note)
+            self.set_class(alarm, "alarm")
+
+
+class Slots(Container):
+    """All frames. Owns which panel is where and how many are shown, and remembers it."""
+
+    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
+    version: reactive[int] = reactive(0, repaint=False, init=False)
+
+    def __init__(self, feed: Feed, pool: Executor) -> None:
+        super().__init__(id="slots")
+        self._feed, self._pool = feed, pool
+        remembered = state.recall()
+        self._names = sensible(remembered.panels)
+        self._wanted = remembered.slots
+        self._alone = False
+
+    def compose(self) -> ComposeResult:
+        """As many frames as there can be; `lay_out` shows those that fit."""
+        for name in self._names:
+            slot = Slot(name, self._feed, self._pool)
+            slot.set_reactive(Slot.place, self.place)
+            yield slot.data_bind(Slots.place, Slots.version)
+
+    def views(self) -> list[PanelView]:
+        """Return the panels that are shown, in order."""
+        return [slot.view for slot in self.query(Slot) if slot.display]
+
+    def current(self) -> PanelView:
+        """Return the panel that has the focus, or the first one."""
+        shown = self.views()
+        focused = self.screen.focused
+        return next((view for view in shown if view is focused), shown[0])
+
+    def act(self, action: str) -> None:
+        """Give an action to the focused panel, or to the first one that answers it."""
+        for view in (self.current(), *self.views()):
+            if view.answers(action):
+                view.act(action)
+                return
+
+    def turn(self, by: int) -> None:
+        """Focus the next (1) or the previous (-1) panel."""
+        shown = self.views()
+        shown[(shown.index(self.current()) + by) % len(shown)].focus()
+
+    def show_panel(self, name: str) -> None:
+        """Show a panel in the focused frame; one that is on screen already gets the focus."""
+        for view in self.views():
+            if view.panel.name == name:
+                view.focus()
+                return
+        self._exchange(self._frames().index(self._frame_of(self.current())), name)
+
+    @work(exclusive=True, group="exchange")
+    async def _exchange(self, index: int, name: str) -> None:
+        """Put a panel into a frame; a hidden frame that had it takes what was there."""
+        try:
+            load_panel(name)
+        except FlexInspectError as error:
+            self.notify(error.sentence(), severity="error", markup=False)
+            return
+        frames = self._frames()
+        other = next((slot for slot in frames if slot.panel_name == name), None)
+        if other is not None:
+            await other.replace(frames[index].panel_name)
+        await frames[index].replace(name)
+        self._names = [slot.panel_name for slot in frames]
+        state.remember(panels=tuple(self._names))
+        frames[index].view.focus()
+        self.lay_out()
+
+    def maximise(self) -> None:
+        """Show the focused panel alone, or all again."""
+        self._alone = not self._alone
+        self.lay_out()
+
+    def change(self, by: int) -> None:
+        """Show more or fewer panels from now on."""
+        self._wanted = min(max(len(self.views()) + by, 1), MOST)
+        state.remember(slots=self._wanted)
+        self._alone = False
+        self.lay_out()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Lay out for the new size."""
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Show as many frames as fit or as were asked for, in columns."""
+        width, height = self.app.size
+        wanted = self._wanted or n_slots(width, height)
+        alone = self._frame_of(self.current()) if self._alone else None
+        for index, slot in enumerate(self._frames()):
+            slot.display = slot is alone if alone else index < wanted
+        n_shown = 1 if alone else wanted
+        columns = n_columns(n_shown, width)
+        self.styles.grid_size_columns = columns
+        self.styles.grid_size_rows = -(-n_shown // columns)
+        if self.current() is not self.screen.focused and not isinstance(
+            self.screen.focused, PanelView
+        ):
+            self.current().focus()
+
+    def _frames(self) -> list[Slot]:
+        return list(self.query(Slot))
+
+    def _frame_of(self, view: PanelView) -> Slot:
+        return next(slot for slot in self._frames() if slot.view is view)

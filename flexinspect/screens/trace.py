@@ -1,0 +1,397 @@
+"""The trace screen: owns the place, the layout, and what keys do. Panels are bound to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.reactive import reactive
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from flexinspect.errors import FlexInspectError
+from flexinspect.feed import Feed, Status
+from flexinspect.keys import all_keys
+from flexinspect.panels.base import Go, Place
+from flexinspect.panels.findings import next_finding, place_of
+from flexinspect.panels.registry import load_panel, panel_names
+from flexinspect.screens import shots
+from flexinspect.screens.ask import Ask, Choose, HelpScreen
+from flexinspect.screens.commands import KeyCommands, bindings
+from flexinspect.screens.facts import FactLines, FindingLine
+from flexinspect.screens.notice import Notice
+from flexinspect.screens.panelview import PanelView
+from flexinspect.screens.slots import Slots
+from flexinspect.screens.strip import TokenStrip
+from flexinspect.text import visible
+from flexinspect.trace.rows import FindingRow
+from flexinspect.trace.sequences import find_text
+
+LOOK_EVERY_S = 0.05
+PAGE = 10
+N_THREADS = 2
+FRAME_S = 0.03
+"""How long a frame waits for slow panels. Textual paints 60 times a second, on a grid; a frame that
+is painted in two parts takes two places on it."""
+
+
+class TraceScreen(Screen[None]):
+    """Steps through a trace, live or afterwards."""
+
+    BINDINGS: ClassVar[list[BindingType]] = bindings()
+    COMMANDS: ClassVar[set[Any]] = {KeyCommands}
+    place: reactive[Place] = reactive(Place(), repaint=False)
+    version: reactive[int] = reactive(0, repaint=False)
+    following: reactive[bool] = reactive(True, repaint=False)
+
+    def __init__(self, feed: Feed, place: Place | None = None) -> None:
+        super().__init__()
+        self._feed = feed
+        self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
+        self._wanted = place
+        self._search = ""
+        self._complaint = ""
+        self._finding: FindingRow | None = None
+        self.status = Status()
+        self._in_frame = False
+        if place is not None:
+            self.set_reactive(TraceScreen.place, place)
+            self.set_reactive(TraceScreen.following, False)
+
+    def compose(self) -> ComposeResult:
+        """Header, strip, notice, panels, findings, footer."""
+        findings = FindingLine()
+        bound = (TraceScreen.place, TraceScreen.version)
+        yield FactLines(self._feed, self._pool, findings).data_bind(*bound, TraceScreen.following)
+        yield TokenStrip(self._feed, self._pool).data_bind(*bound)
+        yield Notice()
+        yield Slots(self._feed, self._pool).data_bind(*bound)
+        yield findings
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Take the first look at once, so that the first picture is the true one."""
+        self.look()
+        self._watch()
+        self.slots.current().focus()
+
+    def on_unmount(self) -> None:
+        """Let the threads go."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def slots(self) -> Slots:
+        """The panels."""
+        return self.query_one(Slots)
+
+    # -- the trace -------------------------------------------------------------------------------
+
+    @work(exclusive=True, group="watch")
+    async def _watch(self) -> None:
+        """Look at the trace while more may come; asks for microseconds when nothing has."""
+        while self.status.live:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.look()
+            self.query_one(Notice).say(self.status)
+
+    def look(self) -> None:
+        """Take in what has changed in the trace since the last look."""
+        try:
+            status = self._feed.look(self.place.generation, self.place.branch)
+        except FlexInspectError as error:
+            if not self._feed.withdrawn:
+                self._complain(error)
+            return
+        if status is not None:
+            self.take(status)
+
+    def _complain(self, error: FlexInspectError) -> None:
+        """Show an error, once while it stays the same."""
+        if self._complaint != error.message:
+            self._complaint = error.message
+            self.notify(error.sentence(), severity="error", markup=False, timeout=20)
+
+    def take(self, status: Status) -> None:
+        """Show a new status; follow the newest step if that is wanted."""
+        moved_on = status.generations - 1 > self.place.generation
+        self.status = status
+        self.query_one(FactLines).status = status
+        self.query_one(Notice).say(status)
+        if self.following and status.live and moved_on:
+            self.place = Place(status.generations - 1, layer=self.place.layer, head=self.place.head)
+            self.look()
+            return
+        if self._wanted is None and not status.live and self.version == 0:
+            self.set_reactive(TraceScreen.following, False)
+            self._to_step(status.first_step)
+        elif self.following and status.last_step is not None:
+            self.place = replace(self.place, step=status.last_step, pos=None)
+        self.version += 1
+
+    def validate_place(self, place: Place) -> Place:
+        """Keep the place within the trace."""
+        status, model = self.status, self.status.run.get("model")
+        model = model if isinstance(model, dict) else {}
+        last = status.last_step
+        step = place.step if last is None else min(max(place.step, status.first_step), last)
+        return replace(
+            place,
+            step=step,
+            layer=_within(place.layer, model.get("layers")),
+            head=_within(place.head, model.get("heads")),
+        )
+
+    def watch_place(self) -> None:
+        """Show the new place in one frame, not panel by panel."""
+        if self.is_mounted and not self._in_frame:
+            self._in_frame = True
+            batch = self.app.batch_update()
+            batch.__enter__()
+            self.run_worker(self._finish_frame(batch), group="frame")
+
+    async def _finish_frame(self, batch: AbstractContextManager[None]) -> None:
+        """Let the screen be painted once all panels are loaded, or when that takes too long."""
+        parts: list[FactLines | TokenStrip | PanelView] = [
+            self.query_one(FactLines),
+            self.query_one(TokenStrip),
+            *self.slots.views(),
+        ]
+        try:
+            async with asyncio.timeout(FRAME_S):
+                for part in parts:
+                    await part.loader.rest()
+        except TimeoutError:
+            pass  # what is late is painted when it comes
+        finally:
+            batch.__exit__(None, None, None)
+            self._in_frame = False
+
+    # -- going places ----------------------------------------------------------------------------
+
+    def go(self, go: Go) -> None:
+        """Go where a panel, a prompt or a key says; stepping away ends following."""
+        place = self.place
+        if go.generation is not None and go.generation != place.generation:
+            self._to_generation(go.generation)
+            place = self.place
+        if go.step is not None:
+            self.following = False
+            place = replace(place, step=go.step, pos=go.pos)
+        values = {"layer": go.layer, "head": go.head, "branch": go.branch}
+        self.place = replace(place, **{k: v for k, v in values.items() if v is not None})
+        if go.panel is not None:
+            self.slots.show_panel(go.panel)
+
+    def _to_step(self, step: int) -> None:
+        self.place = replace(self.place, step=step, pos=None)
+
+    def _by(self, n: int) -> None:
+        self.following = False
+        self._to_step(self.place.step + n)
+
+    def _to_generation(self, number: int) -> None:
+        if not 0 <= number < max(self.status.generations, 1) or number == self.place.generation:
+            return
+        self.following = False
+        self.place = Place(number, layer=self.place.layer, head=self.place.head)
+        self.look()
+        self._to_step(self.status.first_step)
+
+    def action_do(self, name: str) -> None:
+        """Do what a key (or the palette) names: an id of `flexinspect.keys`."""
+        answer = self._answers().get(name)
+        if answer is not None:
+            try:
+                answer()
+            except FlexInspectError as error:
+                self._complain(error)
+        elif name.startswith("panel.show-"):
+            self._show_number(int(name.rpartition("-")[2]))
+        else:
+            self.slots.act(name)
+
+    def _follow(self) -> None:
+        self.following = True
+        self._by_newest()
+
+    def _by_newest(self) -> None:
+        newest = self.status.generations - 1
+        if self.status.live and newest > self.place.generation:
+            self.place = Place(newest, layer=self.place.layer, head=self.place.head)
+            self.look()
+        if self.status.last_step is not None:
+            self._to_step(self.status.last_step)
+
+    @work
+    async def _ask_step(self) -> None:
+        last = self.status.last_step or 0
+        question = f"Go to a step ({self.status.first_step} to {last}), or to the token that holds"
+        answer = await self.app.push_screen_wait(Ask(question, placeholder="12, or a word"))
+        if not answer:
+            return
+        if answer.strip().isdecimal():
+            self.go(Go(step=int(answer)))
+            return
+        self._find(answer, only_generated=True)
+
+    @work
+    async def _ask_search(self) -> None:
+        question = "Search the tokens (* goes to the next match)"
+        answer = await self.app.push_screen_wait(Ask(question, self._search))
+        if answer:
+            self._search = answer
+            self._next_match()
+
+    def _next_match(self) -> None:
+        if not self._search:
+            self._ask_search()
+            return
+        self._find(self._search)
+
+    def _find(self, text: str, *, only_generated: bool = False) -> None:
+        """Go to the next token that holds the text, from the current one on."""
+        reader = self._feed.reader
+        if reader is None:
+            return
+        after = self.place.pos
+        if after is None:
+            step = reader.step(self.place.generation, self.place.step, self.place.branch)
+            after = step.last_pos if step is not None and step.last_pos is not None else -1
+        found = find_text(
+            *(reader, text, self.place.generation, self.place.branch),
+            after=after,
+            only_generated=only_generated,
+        )
+        if found is None:
+            self.notify(f"No token holds “{visible(text)}”.", severity="warning", markup=False)
+            return
+        pos, number = found
+        self.go(Go(step=self.status.first_step, pos=pos) if number is None else Go(step=number))
+
+    def _to_finding(self, direction: Literal[1, -1]) -> None:
+        """Go to the next finding, round the end; several at one place are met one by one."""
+        reader = self._feed.reader
+        if reader is None:
+            return
+        row = next_finding(reader, self.place, direction, self._finding)
+        if row is None:
+            self.notify("There is no finding in this trace.", markup=False)
+            return
+        about, self._finding = row.finding, row
+        self.go(place_of(about))
+        self.notify(visible(about.sentence), severity=_severity(about.severity), markup=False)
+
+    @work
+    async def _choose_panel(self) -> None:
+        options = [(name, _offer(name)) for name in panel_names()]
+        answer = await self.app.push_screen_wait(Choose("Show here", options))
+        if answer:
+            self.slots.show_panel(answer)
+
+    def _show_number(self, number: int) -> None:
+        names = panel_names()
+        if number <= len(names):
+            self.slots.show_panel(names[number - 1])
+
+    @on(PanelView.Went)
+    @on(TokenStrip.Went)
+    def _went(self, event: PanelView.Went | TokenStrip.Went) -> None:
+        self.go(event.go)
+
+    # -- pictures, help, the end -----------------------------------------------------------------
+
+    def _save(self, name: str, save: Callable[[Path], Path | None]) -> None:
+        """Save a picture in the folder where the program runs, and say so."""
+        file = shots.picture_file(self._feed.path, self.place, name)
+        try:
+            path = save(file)
+            self.notify(f"Saved {path}" if path else "Saved by the browser", markup=False)
+        except FlexInspectError as error:
+            self._complain(error)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self.notify(f"{file} was not saved: {reason}.", severity="error", markup=False)
+
+    def _shoot(self) -> None:
+        self._save("screen", lambda file: shots.save_screen(self.app, file))
+
+    def _export(self) -> None:
+        view = self.slots.current()
+        self._save(view.panel.name, lambda file: shots.save_panel(view, file))
+
+    def _help(self) -> None:
+        panel = self.slots.current().panel
+        rows = [(self.app.keys_of(key.id), key.text) for key in all_keys()]  # type: ignore[attr-defined]
+        self.app.push_screen(HelpScreen(panel.title, panel.help.lines(), rows))
+
+    @work
+    async def _quit(self) -> None:
+        if self._feed.process is not None and self.status.live:
+            options = [
+                ("stop", "Stop the run after this step and quit; the trace stays valid"),
+                ("stay", "Go on"),
+            ]
+            answer = await self.app.push_screen_wait(Choose("The model is still running.", options))
+            if answer != "stop":
+                return
+            self._feed.interrupt()
+        self.app.exit()
+
+    def _answers(self) -> dict[str, Callable[[], object]]:
+        """Return what each action of the table does; actions of panels are not among them."""
+        return {
+            "step.next": lambda: self._by(1),
+            "step.previous": lambda: self._by(-1),
+            "step.forward": lambda: self._by(PAGE),
+            "step.back": lambda: self._by(-PAGE),
+            "step.first": lambda: self._by(-self.place.step),
+            "step.last": lambda: self._by((self.status.last_step or 0) - self.place.step),
+            "step.goto": self._ask_step,
+            "step.follow": self._follow,
+            "tokens.search": self._ask_search,
+            "tokens.match": self._next_match,
+            "finding.next": lambda: self._to_finding(1),
+            "finding.previous": lambda: self._to_finding(-1),
+            "generation.next": lambda: self._to_generation(self.place.generation + 1),
+            "generation.previous": lambda: self._to_generation(self.place.generation - 1),
+            "layer.next": lambda: self.go(Go(layer=self.place.layer + 1)),
+            "layer.previous": lambda: self.go(Go(layer=self.place.layer - 1)),
+            "head.next": lambda: self.go(Go(head=self.place.head + 1)),
+            "head.previous": lambda: self.go(Go(head=self.place.head - 1)),
+            "panel.next": lambda: self.slots.turn(1),
+            "panel.previous": lambda: self.slots.turn(-1),
+            "panel.choose": self._choose_panel,
+            "panel.maximize": lambda: self.slots.maximise(),
+            "panel.more": lambda: self.slots.change(1),
+            "panel.fewer": lambda: self.slots.change(-1),
+            "panel.export": self._export,
+            "screen.shot": self._shoot,
+            "app.palette": self.app.action_command_palette,
+            "app.theme": self.app.search_themes,
+            "app.help": self._help,
+            "app.quit": self._quit,
+        }
+
+
+def _within(value: int, count: object) -> int:
+    return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)
+
+
+def _offer(name: str) -> str:
+    try:
+        panel = load_panel(name)
+    except FlexInspectError as error:
+        return f"{name}: {error.message}"
+    return f"{panel.title:<10} {panel.help.shows}"
+
+
+def _severity(severity: str) -> Any:
+    return {"error": "error", "warning": "warning"}.get(str(severity), "information")

@@ -1,0 +1,104 @@
+"""What the interface remembers between two sessions: the layout, and the traces opened last.
+
+One small JSON file in the user's state folder (`XDG_STATE_HOME`, else `~/.local/state`, on Windows
+`LOCALAPPDATA`). It is a convenience: a file that cannot be read or written is not worth a word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+N_RECENT = 12
+DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """`panels` by slot, `slots` shown (0: as many as fit well), the theme, traces newest first."""
+
+    panels: tuple[str, ...] = DEFAULT_PANELS
+    slots: int = 0
+    theme: str = ""
+    recent: tuple[str, ...] = ()
+
+
+def state_file() -> Path | None:
+    """Return where the file lies (it may not exist), None without a home folder."""
+    base = os.environ.get("XDG_STATE_HOME")
+    if not base and sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+    try:
+        root = Path(base) if base else Path.home() / ".local" / "state"
+    except RuntimeError:
+        return None
+    return root / "flexinspect" / "state.json"
+
+
+def recall() -> Remembered:
+    """Return what was remembered; defaults for whatever is missing or makes no sense."""
+    file = state_file()
+    found: Any = {}
+    if file is not None:
+        with suppress(OSError, ValueError, RecursionError):
+            found = json.loads(file.read_text("utf-8"))
+    return _sensible(found if isinstance(found, dict) else {})
+
+
+def _sensible(found: dict[str, Any]) -> Remembered:
+    default = Remembered()
+    values: dict[str, Any] = {}
+    for field in fields(Remembered):
+        value, fallback = found.get(field.name), getattr(default, field.name)
+        if isinstance(fallback, tuple):
+            good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+            values[field.name] = tuple(value) if good and value else fallback
+        else:
+            values[field.name] = value if type(value) is type(fallback) else fallback
+    values["slots"] = min(max(values["slots"], 0), 4)
+    return Remembered(**values)
+
+
+def remember(**changes: Any) -> None:
+    """Change what is remembered: fields of `Remembered`. The file is replaced whole or not."""
+    file = state_file()
+    if file is None:
+        return
+    text = json.dumps(asdict(replace(recall(), **changes)), indent=2)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=".state-")
+        with os.fdopen(handle, "w", encoding="utf-8") as part:
+            part.write(text)
+        Path(name).replace(file)
+
+
+def opened(path: Path) -> None:
+    """Remember that a trace was opened."""
+    mine = str(path.absolute())
+    others = [name for name in recall().recent if name != mine]
+    remember(recent=(mine, *others)[:N_RECENT])
+
+
+def known_traces(folder: Path) -> Sequence[Path]:
+    """Return the traces opened last that still exist, then those of `folder`, newest first."""
+    recent = [Path(name) for name in recall().recent]
+    here: list[Path] = []
+    with suppress(OSError):
+        here = sorted(folder.glob("*.flextrace"), key=_age)[:N_RECENT]
+    found = [path for path in (*recent, *(path.absolute() for path in here)) if path.is_file()]
+    return list(dict.fromkeys(found))[: 2 * N_RECENT]
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0

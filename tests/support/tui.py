@@ -1,0 +1,38 @@
+"""Driving the interface in a test: wait until all is loaded, read the screen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from textual.pilot import Pilot
+
+from flexinspect.screens.facts import FactLines
+from flexinspect.screens.panelview import PanelView
+from flexinspect.screens.strip import TokenStrip
+
+
+async def settle(pilot: Pilot[Any]) -> None:
+    """Wait until every panel on the screen has loaded and painted what is wanted."""
+    for _ in range(400):
+        await pilot.pause()
+        screen = pilot.app.screen
+        loading = [
+            *screen.query(PanelView).results(PanelView),
+            *screen.query(TokenStrip).results(TokenStrip),
+            *screen.query(FactLines).results(FactLines),
+        ]
+        if not any(view.loader.busy for view in loading):
+            await pilot.pause()
+            return
+        await pilot.pause(0.01)
+    raise AssertionError("the interface never came to rest")
+
+
+def screen_lines(app: Any) -> list[str]:
+    """Return the text on the screen, line by line."""
+    return ["".join(s.text for s in row) for row in app.screen._compositor.render_strips()]
+
+
+def screen_text(app: Any) -> str:
+    """Return the text on the screen."""
+    return "\n".join(screen_lines(app))

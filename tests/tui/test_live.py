@@ -1,0 +1,124 @@
+"""The interface on a run of its own: follows it, outlives it, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from support.tui import screen_lines, screen_text, settle
+
+from flexinspect.app import InspectorApp
+from flexinspect.job import Job
+from flexinspect.screens.trace import TraceScreen
+from flexinspect.trace.reader import open_trace
+
+LONG = {"weights": "random", "max_new_tokens": 950, "stop": "eos"}
+
+
+def job(path: Path, **changes: Any) -> Job:
+    values: dict[str, Any] = {
+        "model": "demo",
+        "prompts": ("What is the capital of France?", "France's capital?"),
+        "out": str(path),
+        "level": "basic",
+    }
+    return Job(**(values | changes))
+
+
+async def until(pilot: Any, what: Any, seconds: float = 60.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not what():
+            await pilot.pause(0.05)
+
+
+def screen(app: InspectorApp) -> TraceScreen:
+    assert isinstance(app.screen, TraceScreen)
+    return app.screen
+
+
+async def test_a_run_is_shown_from_its_start_and_followed_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "run.flextrace"
+    app = InspectorApp(job=job(path))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause(0.2)
+        assert "no step yet" in screen_lines(app)[0]
+        assert "starting" in screen_text(app) or "importing" in screen_text(app)
+        await until(pilot, lambda: screen(app).status.state == "finished")
+        await settle(pilot)
+        last = screen(app).status.last_step
+        assert last == screen(app).place.step
+        assert f"step {last}/{last}" in screen_lines(app)[0]
+        assert "Paris" in screen_lines(app)[1]
+    assert open_trace(path).state == "finished"
+    assert list(tmp_path.glob("*.flextrace*")) == [path]
+
+
+async def test_stepping_away_ends_following_and_says_how_far_behind(tmp_path: Path) -> None:
+    app = InspectorApp(job=job(tmp_path / "run.flextrace", **LONG))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: (screen(app).status.last_step or 0) > 20)
+        await pilot.press("home")
+        await until(pilot, lambda: "behind, f follows" in screen_lines(app)[0])
+        assert screen(app).place.step == 0
+        assert not screen(app).following
+        await pilot.press("f")
+        await pilot.pause(0.1)
+        assert screen(app).place.step > 20
+        app.feed.interrupt()  # type: ignore[union-attr]
+        await until(pilot, lambda: not screen(app).status.live)
+        assert screen(app).status.state == "interrupted"
+
+
+async def test_a_killed_process_leaves_its_steps_and_its_last_words(tmp_path: Path) -> None:
+    path = tmp_path / "run.flextrace"
+    app = InspectorApp(job=job(path, **LONG))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: (screen(app).status.last_step or 0) > 5)
+        os.kill(app.feed.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        await until(pilot, lambda: not screen(app).status.live)
+        await settle(pilot)
+        text = screen_text(app)
+        assert "The run failed. What was recorded before is here." in text
+        assert "ended by SIGKILL" in text
+        await pilot.press("home", "right")
+        await settle(pilot)
+        assert screen(app).place.step == 1
+        assert "step 1/" in screen_lines(app)[0]
+    assert open_trace(path).state == "failed"
+
+
+async def test_a_run_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    app = InspectorApp(job=job(tmp_path / "run.flextrace", device="cuda:7"))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: not screen(app).status.live)
+        await settle(pilot)
+        assert "cuda" in screen_text(app)
+        await pilot.press("right", "n", "x")
+    assert not list(tmp_path.glob("*.flextrace*"))
+
+
+async def test_quitting_a_live_run_asks_first(tmp_path: Path) -> None:
+    path = tmp_path / "run.flextrace"
+    app = InspectorApp(job=job(path, **LONG))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
+        await pilot.press("q")
+        await pilot.pause(0.1)
+        assert "The model is still running." in screen_text(app)
+        await pilot.press("down", "enter")
+        await pilot.pause(0.1)
+        assert screen(app).status.live
+        await pilot.press("q")
+        await pilot.pause(0.1)
+        await pilot.press("enter")
+        await pilot.pause(0.1)
+    process = app.feed.process  # type: ignore[union-attr]
+    for _ in range(200):
+        if process.poll() is not None:  # type: ignore[union-attr]
+            break
+        await asyncio.sleep(0.05)
+    assert process.poll() is not None  # type: ignore[union-attr]
+    assert open_trace(path).state == "interrupted"

@@ -1,0 +1,408 @@
+"""The interface as a user has it: keys, mouse, sizes, prompts, what is remembered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from support.traces import LAYERS, sample_trace
+from support.tui import screen_lines, screen_text, settle
+
+from flexinspect.app import InspectorApp
+from flexinspect.panels.base import Place
+from flexinspect.screens.ask import Ask, Choose, HelpScreen
+from flexinspect.screens.broken import BrokenScreen
+from flexinspect.screens.slots import Slots, n_columns, n_slots
+from flexinspect.screens.start import StartScreen
+from flexinspect.screens.trace import TraceScreen
+from flexinspect.state import recall
+
+WIDE, SMALL = (130, 40), (80, 24)
+
+
+def place(app: InspectorApp) -> Place:
+    assert isinstance(app.screen, TraceScreen)
+    return app.screen.place
+
+
+async def press(pilot: Any, *keys: str) -> None:
+    for key in keys:
+        await pilot.press(key)
+    await settle(pilot)
+
+
+async def test_a_trace_opens_at_its_first_step(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        assert place(app) == Place(0, 0, 0)
+        lines = screen_lines(app)
+        assert lines[0].startswith(
+            "sample · cpu float32 · advanced · generation 1/2 · step 0/5 pre"
+        )
+        assert "Jane" in lines[1]
+        assert "▲13" in lines[2]
+        assert "quit" in lines[-1]
+
+
+async def test_arrows_step_forwards_and_backwards_and_stop_at_the_ends(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await press(pilot, "right", "l", "right")
+        assert place(app).step == 3
+        await press(pilot, "left", "h")
+        assert place(app).step == 1
+        await press(pilot, "end")
+        assert place(app).step == 5
+        await press(pilot, "right")
+        assert place(app).step == 5
+        await press(pilot, "home", "left")
+        assert place(app).step == 0
+        assert "step 0/5 prefill" in screen_lines(app)[0]
+
+
+async def test_layers_and_heads_stay_within_the_model(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await press(pilot, *["down"] * (LAYERS + 2), "]", "]", "]")
+        assert (place(app).layer, place(app).head) == (LAYERS - 1, 1)
+        await press(pilot, "up", "[", "[")
+        assert (place(app).layer, place(app).head) == (LAYERS - 2, 0)
+
+
+async def test_generations_are_walked_like_steps(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await press(pilot, "right", ">")
+        assert place(app) == Place(1, 0, 0)
+        await press(pilot, ">")
+        assert place(app).generation == 1
+        await press(pilot, "<")
+        assert place(app).generation == 0
+
+
+@pytest.mark.parametrize(("typed", "step"), [("4", 4), ("ten", 2), ("999", 5)])
+async def test_go_to_takes_a_number_or_a_word(trace: Path, typed: str, step: int) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        await pilot.press("g")
+        await pilot.pause()
+        assert isinstance(app.screen, Ask)
+        await pilot.press(*typed, "enter")
+        await settle(pilot)
+        assert place(app).step == step
+
+
+async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        await pilot.press("/")
+        await pilot.pause()
+        await pilot.press(*"emma", "enter")
+        await settle(pilot)
+        assert place(app) == Place(0, 0, 0, pos=3)
+        await press(pilot, "*")
+        assert place(app).pos == 6
+        await press(pilot, "*")
+        assert place(app).pos == 3
+        await press(pilot, "right")
+        assert place(app) == Place(0, 0, 1)
+
+
+async def test_a_word_that_is_nowhere_is_said(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        await pilot.press("/")
+        await pilot.pause()
+        await pilot.press(*"[red]", "enter")
+        await settle(pilot)
+        assert [note.message for note in app._notifications] == ["No token holds “[red]”."]
+
+
+async def test_n_goes_to_the_finding_and_its_layer(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        assert "✖ 1 error" in screen_lines(app)[-2]
+        await press(pilot, "n")
+        assert (place(app).step, place(app).layer) == (3, 2)
+        await press(pilot, "home", "N")
+        assert place(app).step == 3
+
+
+async def test_tab_moves_between_panels_and_digits_change_them(
+    trace: Path, own_state: Path
+) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        slots = app.screen.query_one(Slots)
+        first, second = slots.views()
+        assert slots.current() is first
+        await press(pilot, "tab")
+        assert slots.current() is second
+        await press(pilot, "tab", "5")
+        assert slots.views()[0].panel.name == "layers"
+    remembered = json.loads((own_state / "flexinspect" / "state.json").read_text())
+    assert remembered["panels"][0] == "layers"
+    again = InspectorApp(trace)
+    async with again.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        assert again.screen.query_one(Slots).views()[0].panel.name == "layers"
+
+
+async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        slots = app.screen.query_one(Slots)
+        await press(pilot, "tab", "x")
+        (alone,) = slots.views()
+        assert alone.size.width == SMALL[0] - 2
+        await press(pilot, "right")
+        assert place(app).step == 1
+        await press(pilot, "x")
+        assert len(slots.views()) == 2
+
+
+async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        slots = app.screen.query_one(Slots)
+        assert len(slots.views()) == 4
+        await press(pilot, "-", "-", "-", "-")
+        assert len(slots.views()) == 1
+        await press(pilot, "+")
+        assert len(slots.views()) == 2
+    assert recall().slots == 2
+
+
+@pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (100, 50), (250, 70)])
+async def test_every_size_shows_something(trace: Path, size: tuple[int, int]) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await press(pilot, "right", "x", "x")
+        assert app.screen.query_one(Slots).views()
+        assert "sample" in screen_lines(app)[0] or "step" in screen_lines(app)[0]
+
+
+def test_the_layout_follows_the_width() -> None:
+    assert [n_slots(w, h) for w, h in ((40, 10), (50, 30), (80, 24), (130, 24), (130, 40))] == [
+        *(1, 2, 2, 3, 4)
+    ]
+    assert [n_columns(n, w) for n, w in ((2, 50), (2, 80), (3, 80), (3, 130), (4, 130))] == [
+        *(1, 2, 1, 3, 2)
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run"],
+)
+async def test_every_panel_shows_the_sample(trace: Path, name: str) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        slots = app.screen.query_one(Slots)
+        slots.show_panel(name)
+        await settle(pilot)
+        view = next(view for view in slots.views() if view.panel.name == name)
+        assert view._trouble is None
+        assert any(strip.text.strip() for strip in view.strips)
+        for key in ("right", "m", "v", "z", "Z", "shift+down", "shift+right", "B"):
+            await pilot.press(key)
+        await settle(pilot)
+        assert view._trouble is None
+
+
+async def test_help_says_what_the_focused_panel_shows_and_names_the_keys(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=(100, 60)) as pilot:
+        await settle(pilot)
+        panel = app.screen.query_one(Slots).current().panel
+        await pilot.press("?")
+        await pilot.pause()
+        assert isinstance(app.screen, HelpScreen)
+        shown = " ".join(screen_text(app).split())
+        assert panel.help.shows.split(",")[0][:40] in shown.replace("│ ", "").replace(" │", "")
+        assert "next token" in shown
+        await pilot.press("escape")
+        await pilot.pause()
+        assert isinstance(app.screen, TraceScreen)
+
+
+async def test_a_click_on_the_strip_goes_to_that_token(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        words = screen_lines(app)[1]
+        column = cell_len(words[: words.index("ten")])
+        await pilot.click("#strip", offset=(column, 0))
+        await settle(pilot)
+        assert place(app).step == 2
+
+
+async def test_the_palette_offers_every_action_and_steps_by_number(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        await pilot.press("p")
+        await pilot.pause(0.3)
+        await pilot.press(*"4")
+        await pilot.pause(0.6)
+        await pilot.press("down", "enter")
+        await pilot.pause(0.3)
+        await settle(pilot)
+        assert place(app).step == 4
+
+
+async def test_keys_can_be_remapped(trace: Path) -> None:
+    app = InspectorApp(trace, keymap={"step.next": "w"})
+    async with app.run_test(size=SMALL) as pilot:
+        await press(pilot, "w")
+        assert place(app).step == 1
+        await press(pilot, "right")
+        assert place(app).step == 1
+
+
+async def test_text_of_a_trace_is_never_markup_or_control(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert "\x1b" not in text
+        assert "\\x1b" in text
+
+
+async def test_without_colours_nothing_is_coloured(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        for view in app.screen.query_one(Slots).views():
+            for strip in view.strips:
+                for segment in strip:
+                    assert segment.style is None or segment.style.color is None, view.panel.name
+
+
+async def test_a_screenshot_is_saved_where_the_program_runs(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await press(pilot, "s")
+        await press(pilot, "S")
+    pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
+    assert len(pictures) == 2
+    assert all(path.read_text().startswith("<svg") for path in tmp_path.glob("*.svg"))
+
+
+async def test_the_start_screen_offers_demo_model_and_recent_traces(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = InspectorApp()
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.pause()
+        assert isinstance(app.screen, StartScreen)
+        text = screen_text(app)
+        assert "flexinspect run --model demo" in text
+        assert f"flexinspect open {trace}" in text
+        await pilot.press("down", "down", "enter")
+        await settle(pilot)
+        assert isinstance(app.screen, TraceScreen)
+    assert recall().recent == (str(trace),)
+
+
+async def test_a_broken_trace_gets_a_screen_with_what_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "bad.flextrace"
+    path.write_bytes(b"not a trace at all" * 100)
+    app = InspectorApp(path)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.pause()
+        assert isinstance(app.screen, BrokenScreen)
+        text = screen_text(app)
+        assert "is not a trace" in text
+        assert "Nothing in it can be read as a trace." in text
+    assert app.trouble is not None
+
+
+async def test_a_trace_cut_short_says_what_can_still_be_read(trace: Path) -> None:
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[: len(whole) * 3 // 4])
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.pause()
+        assert isinstance(app.screen, BrokenScreen)
+        assert "cut short" in screen_text(app)
+        assert "Readable in it:" in screen_text(app)
+        await pilot.press("tab", "enter")
+        await settle(pilot)
+        assert isinstance(app.screen, TraceScreen)
+        assert "sample" in screen_lines(app)[0]
+
+
+async def test_a_trace_of_a_killed_process_is_usable_and_says_so(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "dead.flextrace", generations=1, steps=3, finish=False)
+    app = InspectorApp(path)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert "The trace was never ended." in text
+        assert "its process is gone" in text.lower()
+        await press(pilot, "end")
+        assert place(app).step == 2
+
+
+async def test_an_empty_trace_says_that_it_holds_no_step(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "none.flextrace", generations=0)
+    app = InspectorApp(path)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        assert "This trace holds no step" in screen_text(app)
+        await press(pilot, "right", "n", "x")
+        assert isinstance(app.screen, TraceScreen)
+
+
+async def test_a_panel_that_fails_says_so_and_ends_nothing(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexinspect.panels.logits import LogitsPanel
+
+    def fail(*args: object) -> None:
+        raise ZeroDivisionError("[bold]oh[/bold]")
+
+    monkeypatch.setattr(LogitsPanel, "load", fail)
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        app.screen.query_one(Slots).show_panel("logits")
+        await settle(pilot)
+        text = screen_text(app)
+        assert "The panel 'logits' failed: ZeroDivisionError" in text
+        assert "[bold]oh[/bold]" in text.replace("│\n│", "")
+        await press(pilot, "right")
+        assert place(app).step == 1
+
+
+async def test_choosing_a_panel_from_the_list(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        await pilot.press("c")
+        await pilot.pause()
+        assert isinstance(app.screen, Choose)
+        await pilot.press("end", "enter")
+        await settle(pilot)
+        assert app.screen.query_one(Slots).current().panel.name == "run"

@@ -1,0 +1,110 @@
+"""The interface in a real terminal: it starts, steps, saves a picture, quits, leaves it clean."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+TMUX = shutil.which("tmux")
+pytestmark = pytest.mark.skipif(TMUX is None, reason="tmux is not installed")
+
+
+class Pane:
+    """One shell in a tmux server of its own, 80 by 24."""
+
+    def __init__(self, folder: Path) -> None:
+        self._name = f"flexinspect-{uuid.uuid4().hex}"
+        self._run("new-session", "-d", "-x", "80", "-y", "24", "-c", str(folder), "sh")
+
+    def _run(self, *words: str) -> str:
+        assert TMUX is not None
+        env = {**os.environ, "TERM": "xterm-256color"}
+        command = [TMUX, "-L", self._name, *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+        return done.stdout
+
+    def type(self, *keys: str) -> None:
+        self._run("send-keys", *keys)
+
+    def text(self) -> str:
+        return self._run("capture-pane", "-p")
+
+    def modes(self) -> str:
+        names = ("alternate_on", "mouse_any_flag", "cursor_flag")
+        return self._run("display-message", "-p", " ".join(f"#{{{name}}}" for name in names))
+
+    def until(self, ready: Callable[[str], bool], seconds: float = 30.0) -> str:
+        end = time.monotonic() + seconds
+        while not ready(text := self.text()):
+            assert time.monotonic() < end, f"this never came about; the screen:\n{text}"
+            time.sleep(0.05)
+        return text
+
+    def end(self) -> None:
+        self._run("kill-server")
+
+
+def _joined(text: str) -> str:
+    """Undo the wrapping of long lines at the edge."""
+    return text.replace("\n", "")
+
+
+@pytest.fixture
+def pane(tmp_path: Path) -> Iterator[Pane]:
+    made = Pane(tmp_path)
+    yield made
+    made.end()
+
+
+def test_start_step_screenshot_quit_and_a_clean_terminal(
+    pane: Pane, trace: Path, tmp_path: Path
+) -> None:
+    before = pane.modes()
+    pane.type(f"{sys.executable} -P -m flexinspect open {trace.name}", "Enter")
+    first = pane.until(lambda text: "step 0/5" in text and "quit" in text)
+    assert first.splitlines()[0].startswith("sample · cpu float32")
+    assert pane.modes() != before
+    pane.type("Right", "Right")
+    pane.until(lambda text: "step 2/5" in text)
+    pane.type("s")
+    pane.until(lambda text: "Saved" in text)
+    pane.type("q")
+    pane.until(lambda text: "step 2/5" not in text)
+    pane.type("echo clean $?", "Enter")
+    after = pane.until(lambda text: "clean 0" in text)
+    assert pane.modes() == before
+    assert "\x1b" not in after
+    (picture,) = tmp_path.glob("*.svg")
+    assert "step 2/5" in picture.read_text().replace("&#160;", " ")
+
+
+def test_a_trace_that_cannot_be_read_ends_with_its_sentence(pane: Pane, tmp_path: Path) -> None:
+    (tmp_path / "bad.flextrace").write_text("not a trace")
+    pane.type(f"{sys.executable} -P -m flexinspect open bad.flextrace", "Enter")
+    pane.until(lambda text: "This trace cannot be opened" in text)
+    pane.type("q")
+    text = pane.until(lambda text: "flexinspect: " in text and "This trace cannot" not in text)
+    assert "is not a trace: it is no SQLite file." in _joined(text)
+    assert "Traceback" not in text
+    pane.type("echo code $?", "Enter")
+    pane.until(lambda text: "code 2" in text)
+
+
+def test_sigterm_leaves_the_terminal_clean(pane: Pane, trace: Path) -> None:
+    before = pane.modes()
+    command = f"{sys.executable} -P -m flexinspect open {trace.name} & echo $! > pid; fg"
+    pane.type("set -m", "Enter", command, "Enter")
+    pane.until(lambda text: "step 0/5" in text and "quit" in text)
+    os.kill(int((trace.parent / "pid").read_text()), 15)
+    pane.until(lambda text: "step 0/5" not in text)
+    pane.type("echo en''ded", "Enter")
+    pane.until(lambda text: "ended" in text)
+    assert pane.modes() == before
