@@ -74,7 +74,6 @@ def _place(args: argparse.Namespace) -> Any:
 def start() -> int:
     """Show the start screen."""
     from flexinspect.app import InspectorApp
-
     from flexinspect.commands.run import job_from_words
 
     return _finish(InspectorApp(keymap=_keymap(), job_of=job_from_words))

@@ -43,7 +43,7 @@ _OPEN: tuple[RGB, ...] = (
     *((220, 150, 130), (240, 222, 120), (150, 225, 150)),
 )
 _OTHER: dict[int, RGB] = {
-    UNKNOWN: (84, 84, 88),
+    UNKNOWN: (96, 62, 84),
     LOST: (86, 180, 233),
     LEAKED: (240, 52, 92),
     BOTH: (205, 120, 230),
@@ -74,7 +74,7 @@ def palette() -> Palette:
         # Halves, so that what is partly open is told from both ends however little it is.
         between = blend((_mixed(closed, open_, 0.28), _mixed(closed, open_, 0.72)), OPEN - 1)
         rgb += [closed, *between, open_]
-        rgb += [_mixed(_OTHER[n], open_, 0.0 if n != UNKNOWN else 0.05) for n in sorted(_OTHER)]
+        rgb += [_OTHER[state] for state in sorted(_OTHER)]
     return Palette(rgb, " " * len(rgb))
 
 

@@ -126,7 +126,9 @@ def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[i
     """Return (row scale, key scale, enlarged) from the whole sheet to single large cells."""
     for enlarged in ENLARGED:
         if shape[0] * enlarged <= 2 * lines and shape[1] * enlarged <= columns:
-            return [(1, 1, enlarged)] + [(1, 1, more) for more in (4, 8) if more > enlarged]
+            return [(1, 1, enlarged)] + [
+                (1, 1, more) for more in (4, 8) if enlarged < more <= min(columns, 2 * lines)
+            ]
     rows, keys = _scale(shape[0], 2 * lines), _scale(shape[1], columns)
     if keys <= FLAT * rows:
         rows = keys = max(rows, keys)
@@ -134,7 +136,8 @@ def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[i
     while (rows, keys) != (1, 1):
         rows, keys = _finer(rows), _finer(keys)
         steps.append((rows, max(keys, rows), 1))
-    return steps + [(1, 1, more) for more in (2, 4, 8)]
+    most = min(columns, 2 * lines)
+    return steps + [(1, 1, more) for more in (2, 4, 8) if more <= most]
 
 
 def _scale(total: int, room: int) -> int:
@@ -155,8 +158,9 @@ def _span(total: int, scale: int, room: int, focus: int, start: int | None) -> t
     if pixels <= room:
         return 0, max(pixels, 1)
     if start is None:
-        half = max(room // 2, 1)
-        first = (focus // scale // half - 1) * half
+        half = room // 2
+        pixel = focus // scale
+        first = (pixel // half - 1) * half if half else pixel
     else:
         first = start // scale
     return min(max(first, 0), pixels - room) * scale, room

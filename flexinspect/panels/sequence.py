@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexinspect.panels.base import Missing, Place
+from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord
 from flexinspect.trace.reader import TraceReader
@@ -14,25 +15,61 @@ from flexinspect.trace.rows import StepRow
 from flexinspect.trace.sequences import last_pos
 from flexinspect.widgets.tokencells import Word, shown
 
+CHUNK = 64
+"""Tokens that are read, made into words and kept together."""
+
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """Tokens `start <= pos` of a sequence, with what their steps say.
+class Chunk:
+    """`CHUNK` neighbouring tokens (fewer at the end), and the steps that chose them.
 
-    `current` is the position that the place stands on, None when its step chose none; `by_step` the
-    steps that chose tokens of the window.
+    `words` holds what they look like, by colour, once somebody asked.
     """
 
     tokens: tuple[TokenRecord, ...]
-    segments: tuple[Segment, ...]
     by_step: dict[int, StepRow]
+    words: dict[str, list[Word]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens of a sequence around a place, with what their steps say.
+
+    `current` is the position that the place stands on, None when its step chose none.
+    """
+
+    chunks: tuple[Chunk, ...]
+    segments: tuple[Segment, ...]
     current: int | None
     n_tokens: int
 
     @property
+    def tokens(self) -> list[TokenRecord]:
+        """All tokens, in order."""
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+    @property
     def start(self) -> int:
         """First position of the window."""
-        return self.tokens[0].pos if self.tokens else 0
+        return self.chunks[0].tokens[0].pos
+
+    @property
+    def stop(self) -> int:
+        """Position after the last of the window."""
+        return self.chunks[-1].tokens[-1].pos + 1
+
+    def token(self, pos: int) -> TokenRecord | None:
+        """Return the token at a position, None outside of the window."""
+        if not self.start <= pos < self.stop:
+            return None
+        index = pos - self.start
+        return self.chunks[index // CHUNK].tokens[index % CHUNK]
+
+    def step_of(self, token: TokenRecord) -> StepRow | None:
+        """Return the step that chose a token, None for one of the prompt."""
+        if token.step is None:
+            return None
+        return self.chunks[(token.pos - self.start) // CHUNK].by_step.get(token.step)
 
 
 def current_pos(reader: TraceReader, place: Place) -> int | None:
@@ -43,44 +80,65 @@ def current_pos(reader: TraceReader, place: Place) -> int | None:
     return step.last_pos if step else None
 
 
-def load_window(reader: TraceReader, place: Place, reach: int) -> Window:
-    """Return at most `2 * reach` tokens around the place, all of a shorter sequence.
+def load_window(source: Source, place: Place, reach: int) -> Window:
+    """Return the tokens about `reach` before and after the place, all of a shorter sequence.
 
     Raises `Missing` when the generation has no tokens.
     """
+    reader = source.reader
     current = current_pos(reader, place)
     last = last_pos(reader, place.generation, place.branch)
     if last is None:
         raise Missing("This generation has no tokens yet.")
-    middle = last if current is None else current
-    start = max(0, min(middle - reach, last + 1 - 2 * reach))
-    # Anchored, so that the rows do not run away under the eye at every step.
-    start -= start % 64
-    tokens = reader.tokens(place.generation, place.branch, start, limit=2 * reach + 64)
-    chosen = [token.step for token in tokens if token.step is not None]
-    steps: list[StepRow] = []
-    if chosen:
-        steps = reader.steps(place.generation, place.branch, min(chosen), max(chosen) + 1)
+    middle = last if current is None else min(current, last)
+    first = max(0, min(middle - reach, last + 1 - 2 * reach)) // CHUNK
+    final = min(max(middle + reach, 2 * reach), last) // CHUNK
+    chunks = (_chunk(source, place, number, last) for number in range(first, final + 1))
+    found = tuple(chunk for chunk in chunks if chunk.tokens)
+    if not found:
+        raise Missing("The tokens of this place are not recorded.")
     segments = tuple(reader.segments(place.generation, place.branch))
-    by_step = {step.step: step for step in steps}
-    return Window(tuple(tokens), segments, by_step, current, last + 1)
+    return Window(found, segments, current, last + 1)
+
+
+def _chunk(source: Source, place: Place, number: int, last: int) -> Chunk:
+    """Read a chunk, or take it from what is kept if it is complete."""
+    if (number + 1) * CHUNK > last:
+        return _read_chunk(source.reader, place, number)
+    key = ("tokens", place.generation, place.branch, number)
+    return source.keep(key, lambda: _read_chunk(source.reader, place, number), lambda _: 64 << 10)
+
+
+def _read_chunk(reader: TraceReader, place: Place, number: int) -> Chunk:
+    where = (place.generation, place.branch)
+    tokens = reader.tokens(*where, number * CHUNK, (number + 1) * CHUNK)
+    chosen = [token.step for token in tokens if token.step is not None]
+    steps = reader.steps(*where, min(chosen), max(chosen) + 1) if chosen else []
+    return Chunk(tuple(tokens), {step.step: step for step in steps})
 
 
 def words(window: Window, colour: str) -> list[Word]:
     """Return the window's tokens as words; `colour` is segment, probability or entropy."""
-    return [_word(token, window, colour) for token in window.tokens]
+    found: list[Word] = []
+    for chunk in window.chunks:
+        if colour not in chunk.words:
+            chunk.words[colour] = [
+                _word(token, chunk, window.segments, colour) for token in chunk.tokens
+            ]
+        found += chunk.words[colour]
+    return found
 
 
-def _word(token: TokenRecord, window: Window, colour: str) -> Word:
+def _word(token: TokenRecord, chunk: Chunk, segments: Sequence[Segment], colour: str) -> Word:
     text, invisible = shown(token.token, token.text, special=token.special)
-    step = window.by_step.get(token.step) if token.step is not None else None
+    step = chunk.by_step.get(token.step) if token.step is not None else None
     heat = None if step is None else heat_of(step, colour)
-    return Word(token.pos, text, _band(token.segment, window), token.special, invisible, heat)
+    return Word(token.pos, text, _band(token.segment, segments), token.special, invisible, heat)
 
 
-def _band(number: int, window: Window) -> int:
-    known = 0 <= number < len(window.segments)
-    return -1 if known and window.segments[number].kind == SegmentKind.SEPARATOR else number
+def _band(number: int, segments: Sequence[Segment]) -> int:
+    known = 0 <= number < len(segments)
+    return -1 if known and segments[number].kind == SegmentKind.SEPARATOR else number
 
 
 def heat_of(step: StepRow, colour: str) -> float | None:

@@ -34,11 +34,15 @@ class TokensOptions:
 
 @dataclass(frozen=True, slots=True)
 class TokensData:
-    """The window, the generation (its answers), and whether the answer so far is one of them."""
+    """The window, the generation, its answer so far, and whether that is one of the expected.
+
+    `right` is None while it is not known: nothing was expected, or the generation goes on.
+    """
 
     window: Window
     generation: GenerationRow
     answer: str
+    right: bool | None
     place: Place
 
 
@@ -63,11 +67,12 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
 
     def load(self, source: Source, request: Request[TokensOptions]) -> TokensData:
         """Read the tokens that fit around the place, and their steps."""
-        reader, place = source.reader, request.place
-        reach = max(request.width * request.height // 2, 64)
-        window = load_window(reader, place, reach)
-        row = reader.generation(place.generation)
-        return TokensData(window, row, row.answer or _so_far(window), place)
+        place = request.place
+        # Few tokens are shorter than two cells, so half of this many fill the panel.
+        window = load_window(source, place, max(request.width * request.height // 4, 64))
+        row = source.reader.generation(place.generation)
+        answer = row.answer or _so_far(window)
+        return TokensData(window, row, answer, _is_right(source, row), place)
 
     def describe(self, data: TokensData) -> list[str]:
         """Return segments with their texts, then the generated tokens with their numbers."""
@@ -120,7 +125,9 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         word = rows[index].at(x) if 0 <= index < len(rows) and y < request.height - feet else None
         if word is None:
             return None
-        token = data.window.tokens[word.pos - data.window.start]
+        token = data.window.token(word.pos)
+        if token is None:
+            return None
         if token.step is not None:
             return Go(step=token.step)
         return Go(step=0, pos=token.pos)
@@ -149,7 +156,7 @@ def _shown(token: TokenRecord) -> str:
 
 
 def _generated_line(token: TokenRecord, data: TokensData) -> str:
-    step = data.window.by_step.get(token.step or 0)
+    step = data.window.step_of(token)
     parts = [f"  step {token.step}: {_shown(token)} at position {token.pos}"]
     if step is not None and step.chosen_logprob is not None:
         parts.append(f"probability {math.exp(min(step.chosen_logprob, 0)):.4f}")
@@ -168,12 +175,18 @@ def _verdict(data: TokensData) -> tuple[str, str]:
     if not row.expected:
         return f"answer: {answer}; nothing was expected", "text"
     wanted = " | ".join(visible(text) for text in row.expected[:3])
-    if row.state == "recording":
+    if data.right is None:
         return f"answer so far: {answer}; expected: {wanted}", "muted"
-    right = matches(data.answer, row.expected)
-    return f"answer: {answer}; expected: {wanted} ({'right' if right else 'wrong'})", (
-        "good" if right else "bad"
-    )
+    said, style = ("right", "good") if data.right else ("wrong", "bad")
+    return f"answer: {answer}; expected: {wanted} ({said})", style
+
+
+def _is_right(source: Source, row: GenerationRow) -> bool | None:
+    """Compare a finished answer with the expected ones, once: it may be very long."""
+    if not row.expected or row.state == "recording":
+        return None
+    key = ("right", row.generation, row.state)
+    return source.keep(key, lambda: matches(row.answer, row.expected), lambda _: 64)
 
 
 def _verdict_line(data: TokensData, width: int, look: Look) -> Strip:
@@ -184,11 +197,11 @@ def _verdict_line(data: TokensData, width: int, look: Look) -> Strip:
 def _token_line(data: TokensData, width: int, look: Look) -> Strip:
     """Return what is known of the current token in one line."""
     window, text = data.window, look.style("text")
-    if window.current is None or not 0 <= window.current - window.start < len(window.tokens):
+    token = None if window.current is None else window.token(window.current)
+    if token is None:
         return line([("this step chose no token", look.style("muted"))], width, text)
-    token = window.tokens[window.current - window.start]
     segment = segment_at(window.segments, token.pos)
-    word = words(window, "segment")[window.current - window.start]
+    word = words(window, "segment")[token.pos - window.start]
     spans: list[Span] = [
         (word.text, word_style(word, look)),
         (f" {token.pos}", look.style("strong")),
@@ -197,12 +210,13 @@ def _token_line(data: TokensData, width: int, look: Look) -> Strip:
     ]
     if token.position_id != token.pos:
         spans.append((f" position id {token.position_id}", look.style("accent")))
-    step = window.by_step.get(token.step) if token.step is not None else None
+    step = window.step_of(token)
     if step is not None and step.chosen_logprob is not None:
         spans.append((f" p {math.exp(min(step.chosen_logprob, 0)):.3f}", text))
     return line(spans, width, text)
 
 
 def _note(data: TokensData, request: Request[TokensOptions]) -> str:
-    shown_now = "" if len(data.window.tokens) == data.window.n_tokens else ", around this step"
+    whole = data.window.stop - data.window.start == data.window.n_tokens
+    shown_now = "" if whole else ", around this step"
     return f"{data.window.n_tokens} tokens{shown_now} · colour: {request.options.colour}"

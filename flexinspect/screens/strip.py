@@ -23,7 +23,8 @@ from flexinspect.widgets.lines import Span, line
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.tokencells import Row, around
 
-REACH = 256
+REACH = 96
+"""Tokens before and after the current one; few words are shorter than two cells."""
 
 
 def draw(window: Window, width: int, look: Look) -> tuple[list[Strip], Row]:
@@ -120,7 +121,7 @@ class TokenStrip(Canvas):
     def _load(self, place: Place) -> Window | None:
         source = self._feed.source
         try:
-            return None if source is None else load_window(source.reader, place, REACH)
+            return None if source is None else load_window(source, place, REACH)
         except (Missing, FlexInspectError):
             return None  # the panels say why
 
@@ -142,6 +143,8 @@ class TokenStrip(Canvas):
         word = self._row.at(event.x) if self._row and event.y == 0 else None
         if word is None or self._window is None:
             return
-        token = self._window.tokens[word.pos - self._window.start]
+        token = self._window.token(word.pos)
+        if token is None:
+            return
         step = token.step
         self.post_message(self.Went(Go(step=0, pos=token.pos) if step is None else Go(step=step)))

@@ -330,8 +330,10 @@ INDEXES = (
     "CREATE UNIQUE INDEX masks_by_fingerprint ON masks (fingerprint)",
     "CREATE INDEX findings_by_step ON findings (generation, branch, step)",
     "CREATE INDEX events_by_step ON events (generation, step)",
-    "CREATE INDEX layer_stats_bad ON layer_stats (generation, branch, step, layer) "
-    "WHERE n_nan > 0 OR n_inf > 0",
+    (
+        "CREATE INDEX layer_stats_bad ON layer_stats (generation, branch, step, layer) "
+        "WHERE n_nan > 0 OR n_inf > 0"
+    ),
 )
 
 STREAMS = {

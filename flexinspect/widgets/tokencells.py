@@ -25,8 +25,8 @@ class Word:
     """One token ready to be drawn.
 
     `text` is printable. `special` marks BOS and the like, `invisible` what has no ink of its own
-    (whitespace, control characters, half a character). `band` is the number of its segment, negative
-    for separators, `heat` a share from 0 to 1 that colours it instead, None for none.
+    (whitespace, control characters, half a character). `band` is the number of its segment,
+    negative for separators, `heat` a share from 0 to 1 that colours it instead, None for none.
     """
 
     pos: int

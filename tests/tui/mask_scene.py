@@ -15,6 +15,7 @@ from flexinspect.panels.base import Picture, Place, Request
 from flexinspect.panels.mask import MaskPanel
 from flexinspect.panels.maskdata import MaskData
 from flexinspect.panels.maskframe import MaskOptions
+from flexinspect.panels.maskwords import cell_words
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
@@ -226,3 +227,10 @@ class Shown:
 
     def words(self, *args: Any, **kwargs: Any) -> str:
         return "\n".join(self.panel.describe(self.load(*args, **kwargs)))
+
+
+def sentence(shown: Shown, layer: int, q: int, kv: int, step: int = 3, **options: Any) -> str:
+    """Return what the cursor at (q, kv) says."""
+    words = cell_words(shown.load(layer, step, q=q, kv=kv, **options))
+    assert words is not None
+    return words.sentence()

@@ -1,4 +1,4 @@
-"""`flexinspect open --web` in a real browser: headless Chromium, driven by its DevTools protocol."""
+"""`flexinspect open --web` in a real browser: headless Chromium, by its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -110,12 +110,18 @@ async def test_the_interface_works_in_a_browser(trace: Path, tmp_path: Path) -> 
             for kind in ("mousePressed", "mouseReleased"):
                 await page.call(
                     "Input.dispatchMouseEvent",
-                    **{"type": kind, "button": "left", "clickCount": 1, "x": 300, "y": 400},
+                    type=kind,
+                    button="left",
+                    clickCount=1,
+                    x=300,
+                    y=400,
                 )
             for kind in ("keyDown", "keyUp"):
                 await page.call(
                     "Input.dispatchKeyEvent",
-                    **{"type": kind, "key": "ArrowRight", "code": "ArrowRight"},
+                    type=kind,
+                    key="ArrowRight",
+                    code="ArrowRight",
                     windowsVirtualKeyCode=39,
                 )
             await page.until("step 1/5")
