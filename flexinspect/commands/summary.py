@@ -114,9 +114,7 @@ def print_summary(summary: Summary) -> None:
     where = visible(str(summary.trace))
     console.print(f"trace {where} ({human_bytes(summary.size)}, {summary.state})", soft_wrap=True)
     name = visible(shlex.quote(_short(summary.trace)))
-    longest = max((answer.tokens for answer in summary.answers), default=0)
-    step = f" --step {min(1, longest - 1)}" if longest else ""
-    console.print(f"next  flexinspect dump {name}{step}", soft_wrap=True)
+    console.print(f"next  flexinspect open {name}", soft_wrap=True)
 
 
 def _answer_text(answer: Answer) -> Text:

@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from flexinspect.attention import worst
-from flexinspect.panels.attentiondata import (
+from flexinspect.panels.base import Go, Help, Panel, Picture, Request
+from flexinspect.panels.parts.attentiondata import (
     AttentionData,
     AttentionOptions,
     Grid,
@@ -16,9 +17,8 @@ from flexinspect.panels.attentiondata import (
     measured,
     share,
 )
-from flexinspect.panels.attentionpaint import arrange, picture, row_gate
-from flexinspect.panels.attentionrows import EXTREME_ONLY
-from flexinspect.panels.base import Go, Help, Panel, Picture, Request
+from flexinspect.panels.parts.attentionpaint import arrange, picture, row_gate
+from flexinspect.panels.parts.attentionrows import EXTREME_ONLY
 from flexinspect.panels.source import Source
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.plots import number

@@ -11,7 +11,7 @@ from textual.strip import Strip
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.panels.base import Go, Help, Panel, Picture, Place, Request
-from flexinspect.panels.findingsdata import (
+from flexinspect.panels.parts.findingsdata import (
     STYLES,
     FindingsData,
     detail,

@@ -13,7 +13,7 @@ from textual.strip import Strip
 
 from flexinspect.colormap import CIVIDIS, CIVIDIS_MARKED, Palette, quantise
 from flexinspect.panels.base import Go, Help, Panel, Picture, Request
-from flexinspect.panels.layersdata import (
+from flexinspect.panels.parts.layersdata import (
     MEASURES,
     LayersData,
     describe_layers,
@@ -21,8 +21,8 @@ from flexinspect.panels.layersdata import (
     load_layers,
     stat_table,
 )
+from flexinspect.panels.parts.windows import columns_per_step, fitting, step_at
 from flexinspect.panels.source import Source
-from flexinspect.panels.windows import columns_per_step, fitting, step_at
 from flexinspect.trace.ranges import Statistic
 from flexinspect.widgets.heat import boxes
 from flexinspect.widgets.lines import Span, line, paragraph, right

@@ -9,7 +9,7 @@ from typing import ClassVar
 from textual.strip import Strip
 
 from flexinspect.panels.base import Go, Help, Missing, NoOptions, Panel, Picture, Request
-from flexinspect.panels.logitswords import (
+from flexinspect.panels.parts.logitswords import (
     UNITS,
     LogitsData,
     bin_of,
@@ -21,8 +21,8 @@ from flexinspect.panels.logitswords import (
     sick_words,
     word,
 )
+from flexinspect.panels.parts.windows import Area, draw_timeline, fitting, load_steps, step_at
 from flexinspect.panels.source import Source
-from flexinspect.panels.windows import Area, draw_timeline, fitting, load_steps, step_at
 from flexinspect.records import Candidate
 from flexinspect.trace.ranges import holder, step_range
 from flexinspect.widgets.lines import Span, beside, clipped, line, right

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import ClassVar
 
 from flexinspect.panels.base import Go, Help, Panel, Picture, Request
-from flexinspect.panels.maskdata import MaskData, load_mask
-from flexinspect.panels.maskframe import MaskOptions, View, moved_window, scale_words
-from flexinspect.panels.maskpaint import NARROW, picture
-from flexinspect.panels.maskreport import describe
-from flexinspect.panels.maskwords import difference_words, differs, window_words
+from flexinspect.panels.parts.maskdata import MaskData, load_mask
+from flexinspect.panels.parts.maskframe import MaskOptions, View, moved_window, scale_words
+from flexinspect.panels.parts.maskpaint import NARROW, picture
+from flexinspect.panels.parts.maskreport import describe
+from flexinspect.panels.parts.maskwords import difference_words, differs, window_words
 from flexinspect.panels.source import Source
 from flexinspect.widgets.look import Look
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from textual.strip import Strip
 
 from flexinspect.panels.base import Go, Help, NoOptions, Panel, Picture, Request
-from flexinspect.panels.memorydata import (
+from flexinspect.panels.parts.memorydata import (
     FIGURES,
     MemoryData,
     Part,
@@ -18,8 +18,8 @@ from flexinspect.panels.memorydata import (
     signed,
     usual_growth,
 )
+from flexinspect.panels.parts.windows import Area, draw_timeline, fitting, step_at
 from flexinspect.panels.source import Source
-from flexinspect.panels.windows import Area, draw_timeline, fitting, step_at
 from flexinspect.sizes import human_bytes
 from flexinspect.widgets.lines import Span, beside, clipped, line, paragraph, right
 from flexinspect.widgets.look import Look

@@ -11,8 +11,8 @@ from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.panels.base import Go, Help, NoOptions, Panel, Picture, Request
-from flexinspect.panels.pathdata import LETTERS, NONE, PathData, Rows, load_paths, merged
-from flexinspect.panels.pathwords import describe_map, describe_step, warnings
+from flexinspect.panels.parts.pathdata import LETTERS, NONE, PathData, Rows, load_paths, merged
+from flexinspect.panels.parts.pathwords import describe_map, describe_step, warnings
 from flexinspect.panels.source import Source
 from flexinspect.text import visible
 from flexinspect.trace.callranges import spans

@@ -14,7 +14,7 @@ import numpy as np
 from textual.strip import Strip
 
 from flexinspect.panels.base import Help, Panel, Picture, Place, Request
-from flexinspect.panels.pipeline import RunFacts, boxes, diagram, facts_table
+from flexinspect.panels.parts.pipeline import RunFacts, boxes, diagram, facts_table
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import CallRecord

@@ -10,7 +10,7 @@ from textual.strip import Strip
 
 from flexinspect.answers import matches
 from flexinspect.panels.base import Go, Help, Panel, Picture, Place, Request
-from flexinspect.panels.sequence import Window, load_window, segment_at, words
+from flexinspect.panels.parts.sequence import Window, load_window, segment_at, words
 from flexinspect.panels.source import Source
 from flexinspect.records import TokenRecord
 from flexinspect.text import visible

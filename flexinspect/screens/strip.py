@@ -14,7 +14,7 @@ from textual.strip import Strip
 from flexinspect.errors import FlexInspectError
 from flexinspect.feed import Feed
 from flexinspect.panels.base import Go, Missing, Place
-from flexinspect.panels.sequence import Window, load_window, segment_at, words
+from flexinspect.panels.parts.sequence import Window, load_window, segment_at, words
 from flexinspect.screens.loader import Loader
 from flexinspect.screens.panelview import look_of
 from flexinspect.text import visible

@@ -130,7 +130,7 @@ def test_plain_output_without_a_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     assert "Paris" in done.stdout
     assert "expected: Paris" in done.stdout
-    assert "next  flexinspect dump" in done.stdout
+    assert "next  flexinspect open" in done.stdout
     assert "capture at level advanced took" in done.stdout
     made = list(tmp_path.glob("*.flextrace*"))
     assert len(made) == 1

@@ -13,8 +13,8 @@ import torch
 from support.tiny import make_model, make_pieces
 
 from flexinspect import masks
-from flexinspect.panels.attentiondata import AttentionData, AttentionOptions, load_attention
 from flexinspect.panels.base import Place, Request
+from flexinspect.panels.parts.attentiondata import AttentionData, AttentionOptions, load_attention
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Prompt, compose
 from flexinspect.records import GenerationRecord, TokenRecord

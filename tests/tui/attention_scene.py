@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from flexinspect.masks import preset
 from flexinspect.panels.attention import AttentionPanel
-from flexinspect.panels.attentiondata import AttentionData, AttentionOptions
 from flexinspect.panels.base import Picture, Place, Request
+from flexinspect.panels.parts.attentiondata import AttentionData, AttentionOptions
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (

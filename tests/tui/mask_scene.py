@@ -13,9 +13,9 @@ import numpy.typing as npt
 from flexinspect import masks
 from flexinspect.panels.base import Picture, Place, Request
 from flexinspect.panels.mask import MaskPanel
-from flexinspect.panels.maskdata import MaskData
-from flexinspect.panels.maskframe import MaskOptions
-from flexinspect.panels.maskwords import cell_words
+from flexinspect.panels.parts.maskdata import MaskData
+from flexinspect.panels.parts.maskframe import MaskOptions
+from flexinspect.panels.parts.maskwords import cell_words
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (

@@ -23,8 +23,8 @@ from attention_scene import (
     write,
 )
 
-from flexinspect.panels.attentiondata import AttentionOptions
 from flexinspect.panels.base import Go, Missing
+from flexinspect.panels.parts.attentiondata import AttentionOptions
 from flexinspect.panels.source import Source
 from flexinspect.records import StepRecord
 from flexinspect.widgets.look import Look
@@ -96,7 +96,7 @@ def test_a_mask_without_cells_says_so(made: Made) -> None:
 
 def test_keys_beyond_the_bound_are_not_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, source = made()
-    monkeypatch.setattr("flexinspect.panels.attentionrows.MAX_BYTES", 100)
+    monkeypatch.setattr("flexinspect.panels.parts.attentionrows.MAX_BYTES", 100)
     assert "a picture reads 0 MiB at most" in load(source, step=1).why
 
 

@@ -49,7 +49,7 @@ def test_a_long_generation_reads_its_keys_in_pieces_and_keeps_them(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, source = made(n_steps=28)
-    monkeypatch.setattr("flexinspect.panels.attentionrows.TOGETHER", 4)
+    monkeypatch.setattr("flexinspect.panels.parts.attentionrows.TOGETHER", 4)
     asked: list[tuple[int, str]] = []
     original = TraceReader.array
 

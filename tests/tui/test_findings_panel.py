@@ -19,7 +19,7 @@ from flexinspect.panels.findings import (
     place_of,
     summary_line,
 )
-from flexinspect.panels.findingsdata import FindingsData
+from flexinspect.panels.parts.findingsdata import FindingsData
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, TokenRecord

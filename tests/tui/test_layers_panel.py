@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from flexinspect.colormap import CIVIDIS
-from flexinspect.panels import layersdata
 from flexinspect.panels.base import Go, Missing, Place, Request
 from flexinspect.panels.layers import LayersOptions, LayersPanel, levels_of, rows_of
-from flexinspect.panels.layersdata import LayersData, kind_of
+from flexinspect.panels.parts import layersdata
+from flexinspect.panels.parts.layersdata import LayersData, kind_of
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, LayerStatRecord, StepRecord

@@ -12,9 +12,9 @@ import pytest
 
 from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
 from flexinspect.panels.logits import LogitsPanel, arrange
-from flexinspect.panels.logitswords import LogitsData, bin_of, changed, filtered, probability
+from flexinspect.panels.parts.logitswords import LogitsData, bin_of, changed, filtered, probability
+from flexinspect.panels.parts.windows import step_at, window_of
 from flexinspect.panels.source import Source
-from flexinspect.panels.windows import step_at, window_of
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
     Candidate,

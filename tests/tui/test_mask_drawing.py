@@ -20,10 +20,10 @@ from flexinspect.masksheets.windows import (
 )
 from flexinspect.panels.base import Go, Place, Request
 from flexinspect.panels.mask import MaskPanel
-from flexinspect.panels.maskcells import CURSOR, GENERATED, _tints, palette
-from flexinspect.panels.maskdata import MaskData
-from flexinspect.panels.maskframe import MaskOptions, arrange, zoom_steps
-from flexinspect.panels.masktokens import segment_number
+from flexinspect.panels.parts.maskcells import CURSOR, GENERATED, _tints, palette
+from flexinspect.panels.parts.maskdata import MaskData
+from flexinspect.panels.parts.maskframe import MaskOptions, arrange, zoom_steps
+from flexinspect.panels.parts.masktokens import segment_number
 from flexinspect.panels.registry import with_options
 from flexinspect.panels.source import Source
 from flexinspect.trace.reader import open_trace

@@ -22,7 +22,7 @@ from flexinspect.masksheets.windows import (
     UNKNOWN,
 )
 from flexinspect.panels.base import Missing, Place
-from flexinspect.panels.maskframe import MaskOptions
+from flexinspect.panels.parts.maskframe import MaskOptions
 from flexinspect.records import GenerationRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.widgets.look import Look

@@ -15,8 +15,8 @@ from flexinspect import masks
 from flexinspect.masksheets.windows import (
     OPEN,
 )
-from flexinspect.panels import maskload, maskparts
 from flexinspect.panels.base import Place
+from flexinspect.panels.parts import maskload, maskparts
 from flexinspect.records import GenerationEnd, GenerationRecord, MaskRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.widgets.look import Look

@@ -11,7 +11,7 @@ import pytest
 from mask_scene import Shown, sentence
 
 from flexinspect import masks
-from flexinspect.panels.maskwords import count_words
+from flexinspect.panels.parts.maskwords import count_words
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord
 from flexinspect.trace.writer import TraceWriter

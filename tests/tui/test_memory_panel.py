@@ -11,7 +11,7 @@ import pytest
 
 from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
 from flexinspect.panels.memory import MemoryPanel, arrange
-from flexinspect.panels.memorydata import MemoryData, cache_parts, signed
+from flexinspect.panels.parts.memorydata import MemoryData, cache_parts, signed
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, MemoryRecord, StepRecord, TokenRecord

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
+from flexinspect.panels.parts.pathdata import PathData, map_of, window
+from flexinspect.panels.parts.pathwords import short_rule
 from flexinspect.panels.path import PathPanel
-from flexinspect.panels.pathdata import PathData, map_of, window
-from flexinspect.panels.pathwords import short_rule
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexinspect.panels.base import Place, Request
-from flexinspect.panels.pipeline import Box, RunFacts, boxes, diagram
+from flexinspect.panels.parts.pipeline import Box, RunFacts, boxes, diagram
 from flexinspect.panels.run import RunOptions, RunPanel, manifest
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind

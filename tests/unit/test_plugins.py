@@ -40,3 +40,10 @@ def test_a_package_without_registered_hooks_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(plugins, "entry_points", lambda group: [])
     with pytest.raises(FlexInspectError, match="nothing would be recorded"):
         session.built_in_hooks()
+
+
+def test_the_page_of_the_interface_has_the_keys_and_panels_of_the_code() -> None:
+    from tools.interface_page import PAGE, page
+
+    text = PAGE.read_text("utf-8")
+    assert page(text) == text, "run: python -m tools.interface_page"

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from flexinspect.panels.pathdata import LETTERS, MAX_MASKS, Now, PathData, merged
+from flexinspect.panels.parts.pathdata import LETTERS, MAX_MASKS, Now, PathData, merged
 from flexinspect.records import PATHS, MaskRecord
 from flexinspect.text import visible
 from flexinspect.trace.callranges import StepPath, spans

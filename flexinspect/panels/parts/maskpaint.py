@@ -9,10 +9,10 @@ from rich.cells import cell_len
 from rich.segment import Segment as RichSegment
 from textual.strip import Strip
 
-from flexinspect.panels.maskcells import grid_strips, legend
-from flexinspect.panels.maskdata import MaskData
-from flexinspect.panels.masktokens import band_of
-from flexinspect.panels.maskwords import (
+from flexinspect.panels.parts.maskcells import grid_strips, legend
+from flexinspect.panels.parts.maskdata import MaskData
+from flexinspect.panels.parts.masktokens import band_of
+from flexinspect.panels.parts.maskwords import (
     CellWords,
     cell_words,
     count_words,

@@ -10,7 +10,7 @@ import numpy as np
 
 from flexinspect.masks import IntArray
 from flexinspect.masksheets.windows import Blocks
-from flexinspect.panels.maskparts import Fed, Part
+from flexinspect.panels.parts.maskparts import Fed, Part
 from flexinspect.panels.source import Source
 from flexinspect.records import Array, MaskRecord
 from flexinspect.trace.bits import mask_arrays

@@ -12,7 +12,7 @@ from textual.strip import Strip
 
 from flexinspect.attention import Gate, worst
 from flexinspect.colormap import CIVIDIS_MARKED, quantise_marked
-from flexinspect.panels.attentiondata import (
+from flexinspect.panels.parts.attentiondata import (
     AttentionData,
     Grid,
     TokenRow,

@@ -22,7 +22,7 @@ from flexinspect.masksheets.counting import (
     packed_rule,
     tally,
 )
-from flexinspect.panels.maskparts import WHOLE, Fed, Part, Sheet
+from flexinspect.panels.parts.maskparts import WHOLE, Fed, Part, Sheet
 from flexinspect.panels.source import Source
 from flexinspect.trace.bits import (
     Cells,

@@ -21,7 +21,8 @@ from flexinspect.attention import (
     entropy,
     mass_by_segment,
 )
-from flexinspect.panels.attentionrows import (
+from flexinspect.panels.base import Missing, Place, Request
+from flexinspect.panels.parts.attentionrows import (
     Recomputed,
     StepView,
     Unrecorded,
@@ -29,7 +30,6 @@ from flexinspect.panels.attentionrows import (
     recompute,
     view_step,
 )
-from flexinspect.panels.base import Missing, Place, Request
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord

@@ -10,9 +10,9 @@ import numpy as np
 from flexinspect.masksheets import windows
 from flexinspect.masksheets.counting import CHUNK_ROWS
 from flexinspect.masksheets.windows import Grid, States, Window
-from flexinspect.panels.maskblocks import BlockPart
-from flexinspect.panels.maskframe import View
-from flexinspect.panels.maskparts import Part, Sheet
+from flexinspect.panels.parts.maskblocks import BlockPart
+from flexinspect.panels.parts.maskframe import View
+from flexinspect.panels.parts.maskparts import Part, Sheet
 
 
 def load_states(sheet: Sheet, grid: Grid, view: View) -> States:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexinspect.panels.maskdata import MaskData
+from flexinspect.panels.parts.maskdata import MaskData
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.text import visible
 

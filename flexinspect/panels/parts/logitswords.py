@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from flexinspect.panels.windows import StepWindow
+from flexinspect.panels.parts.windows import StepWindow
 from flexinspect.records import Candidate, LogitsRecord
 from flexinspect.text import visible
 from flexinspect.trace.rows import StepRow

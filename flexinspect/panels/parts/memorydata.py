@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from flexinspect.panels.base import Missing, Place
-from flexinspect.panels.windows import StepWindow, load_steps
+from flexinspect.panels.parts.windows import StepWindow, load_steps
 from flexinspect.prompts import Segment
 from flexinspect.records import MemoryRecord
 from flexinspect.sizes import human_bytes

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.masksheets.counting import Counts
-from flexinspect.panels.maskdata import MOST_LISTED, MaskData
-from flexinspect.panels.maskwords import (
+from flexinspect.panels.parts.maskdata import MOST_LISTED, MaskData
+from flexinspect.panels.parts.maskwords import (
     block_label,
     cell_words,
     count_words,

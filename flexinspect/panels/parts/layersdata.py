@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.panels.base import Missing, Place
+from flexinspect.panels.parts.windows import StepWindow, load_steps
 from flexinspect.panels.source import Source
-from flexinspect.panels.windows import StepWindow, load_steps
 from flexinspect.records import LayerStatRecord
 from flexinspect.text import visible
 from flexinspect.trace.callranges import lineage, spans

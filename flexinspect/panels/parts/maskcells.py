@@ -23,8 +23,8 @@ from flexinspect.masksheets.windows import (
     OPEN,
     UNKNOWN,
 )
-from flexinspect.panels.maskdata import MaskData
-from flexinspect.panels.maskwords import block_label
+from flexinspect.panels.parts.maskdata import MaskData
+from flexinspect.panels.parts.maskwords import block_label
 from flexinspect.prompts import SegmentKind
 from flexinspect.widgets.heat import heat
 from flexinspect.widgets.lines import Span
