@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, engine, writing
+from benchmarks import capture, engine, tui, writing
 from benchmarks.common import bench_model, machine, real_model, save
 
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
@@ -22,12 +22,13 @@ CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "capture-compiled": lambda model, rounds: capture.measure(model, rounds=rounds, compiled=True),
     "writing": lambda model, rounds: writing.measure(model),
 }
+WITHOUT_MODEL: dict[str, Callable[[], Any]] = {"tui": tui.measure}
 
 
 def main() -> None:
     """Run the named cases on a quiet machine and save each as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", default=[*CASES, *WITHOUT_MODEL], metavar="CASE")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
@@ -35,9 +36,10 @@ def main() -> None:
         "--model", help="an alias, with random weights in bfloat16 (default: the small Llama)"
     )
     args = parser.parse_args()
-    unknown = [name for name in args.cases if name not in CASES]
+    known = [*CASES, *WITHOUT_MODEL]
+    unknown = [name for name in args.cases if name not in known]
     if unknown:
-        parser.error(f"unknown case {unknown[0]}; the cases are {', '.join(CASES)}")
+        parser.error(f"unknown case {unknown[0]}; the cases are {', '.join(known)}")
     if len(args.cases) > 1:
         # A process each: compiling leaves pools of threads behind that slow what comes after.
         for name in args.cases:
@@ -53,6 +55,9 @@ def _flags(args: argparse.Namespace) -> list[str]:
 
 def measure(name: str, args: argparse.Namespace) -> None:
     """Run one case in this process and save its result."""
+    if name in WITHOUT_MODEL:
+        save(name, {"case": name, "machine": machine("cpu"), **WITHOUT_MODEL[name]()})
+        return
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     torch.set_num_threads(args.threads)
     model = real_model(args.model, args.device) if args.model else bench_model(args.device)

@@ -54,11 +54,11 @@ class Terminal:
             seen += self._read(left)
         return time.perf_counter() - begun
 
-    def settle(self, timeout: float = 60.0) -> float:
-        """Read until nothing comes any more; return the seconds from now to the last byte."""
+    def settle(self, timeout: float = 60.0, silence: float = SILENCE_S) -> float:
+        """Read until nothing comes for `silence` seconds; return those to the last byte."""
         begun = last = time.perf_counter()
         while time.perf_counter() - begun < timeout:
-            if not self._read(SILENCE_S):
+            if not self._read(silence):
                 return last - begun
             last = time.perf_counter()
         raise TimeoutError("the interface never came to rest")

@@ -30,6 +30,7 @@ from flexinspect.errors import UsageError
 from flexinspect.sizes import canonical_dtype
 
 SECTIONS = ("models", "keys")
+_SECTIONS_LISTED = " and ".join(f"[{name}]" for name in SECTIONS)
 _ALIAS_KEYS = ("path", "dtype")
 
 
@@ -155,7 +156,7 @@ def _model_aliases(file: Path, text: str, settings: object) -> dict[str, ModelAl
     for name in settings:
         if name not in SECTIONS:
             near = difflib.get_close_matches(name, SECTIONS, 1)
-            ask = f"; did you mean [{near[0]}]?" if near else f"; known: [{', '.join(SECTIONS)}]"
+            ask = f"; did you mean [{near[0]}]?" if near else f"; known: {_SECTIONS_LISTED}"
             raise _bad(file, text, name, f"the section {name!r} is unknown{ask}")
     table = settings.get("models", {})
     if not isinstance(table, dict):

@@ -80,7 +80,7 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
         ('[models]\n"a.b" = { path = "x/y", device = "cpu" }\n', 2, "unknown key 'device'"),
         ("models = 3\n", 1, "[models] must be a table"),
         ('\n[model]\nmine = "x/y"\n', 2, "did you mean [models]?"),
-        ("[colours]\n", 1, "known: [models]"),
+        ("[colours]\n", 1, "known: [models] and [keys]"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(
@@ -99,3 +99,26 @@ def test_a_file_that_is_not_text_is_refused(home: Path) -> None:
     (home / "flexinspect.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="not UTF-8"):
         load_config()
+
+
+def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
+    (home / "flexinspect.toml").write_text(
+        '[keys]\n"step.next" = "w"\n"step.previous" = ["b", "left"]\n'
+    )
+    assert load_config().keys == {"step.next": "w", "step.previous": "b,left"}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('"step.nxt" = "w"', "no action is called 'step.nxt'; did you mean 'step.next'?"),
+        ('"step.next" = 3', "the action 'step.next' needs a key, or a list of keys"),
+        ('"step.next" = []', "the action 'step.next' needs a key, or a list of keys"),
+    ],
+)
+def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, said: str) -> None:
+    file = home / "flexinspect.toml"
+    file.write_text(f"[keys]\n{line}\n")
+    with pytest.raises(UsageError) as caught:
+        load_config()
+    assert caught.value.message == f"{file}:2: {said}."

@@ -58,8 +58,8 @@ def _label(data: MaskData, number: int, look: Look) -> list[RichSegment]:
     width = frame.left - 1
     mark = _mark(data, rows, look)
     first_line = frame.enlarged < 2 or number * 2 % frame.enlarged == 0
-    positions = [int(sheet.positions[row]) for row in rows]
     if frame.grid.row_scale == 1 and width >= (6 if frame.enlarged > 1 else 10):
+        positions = [int(sheet.positions[row]) for row in rows]  # one or two of them
         spans = _words_at(data, positions, width, look) if first_line else None
         if spans is None:
             spans = [(" " * width, word_style(_blank(data, positions[0]), look))]
