@@ -66,6 +66,7 @@ class Feed:
         self._last_event = 0
         self._seen: tuple[Any, ...] = ()
         self._code: int | None = None
+        self._interrupted = False
         if path is not None:
             self._attach(path)
 
@@ -206,10 +207,24 @@ class Feed:
         """Exit code of the process, None while it runs or when there is none."""
         return self._code
 
-    def interrupt(self) -> None:
-        """Ask our process to end its generation and its trace."""
-        if self.process is not None:
-            self.process.interrupt()
+    @property
+    def stopping(self) -> bool:
+        """Whether our process was asked to end."""
+        return self._interrupted
+
+    def interrupt(self) -> bool:
+        """Ask our process to end its generation and its trace; asked again, kill it.
+
+        Returns whether it was asked, not killed. Killed, its trace holds every finished step.
+        """
+        if self.process is None:
+            return False
+        if self._interrupted:
+            self.process.kill()
+            return False
+        self._interrupted = True
+        self.process.interrupt()
+        return True
 
     def close(self) -> None:
         """Let go of the file."""

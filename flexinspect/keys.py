@@ -59,6 +59,7 @@ KEYS: tuple[Key, ...] = (
     Key("cursor.up", ("shift+up", "K"), "move the cursor in the panel", panel=True),
     Key("cursor.down", ("shift+down", "J"), "move the cursor in the panel", panel=True),
     Key("cursor.enter", ("enter",), "go to what the cursor is on", panel=True),
+    Key("run.stop", ("ctrl+c",), "stop the run; its trace stays valid (twice: end it at once)"),
     Key("screen.shot", ("s",), "save a picture of the screen"),
     Key("panel.export", ("S",), "save a picture of the panel"),
     Key("app.palette", ("p", "ctrl+p"), "all commands"),

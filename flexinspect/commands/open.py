@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.errors import FlexInspectError, UsageError
+from flexinspect.errors import UsageError
 
 if TYPE_CHECKING:
     from flexinspect.app import InspectorApp
@@ -115,9 +114,8 @@ def _finish(app: InspectorApp) -> int:
         code = _show(app)
     finally:
         process = app.feed.process if app.feed is not None else None
-        if process is not None and app.feed is not None and app.feed.exit_code is None:
-            with suppress(FlexInspectError):
-                process.interrupt()
+        if process is not None and app.feed is not None and not app.feed.stopping:
+            process.interrupt()
     if process is None:
         return code
     from flexinspect.commands.live import conclude_run

@@ -29,11 +29,11 @@ from flexinspect.screens.commands import KeyCommands, bindings
 from flexinspect.screens.facts import FactLines, FindingLine
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
+from flexinspect.screens.search import token_with
 from flexinspect.screens.slots import Slots
 from flexinspect.screens.strip import TokenStrip
 from flexinspect.text import visible
 from flexinspect.trace.rows import FindingRow
-from flexinspect.trace.sequences import find_text
 
 LOOK_EVERY_S = 0.05
 PAGE = 10
@@ -261,20 +261,11 @@ class TraceScreen(Screen[None]):
         reader = self._feed.reader
         if reader is None:
             return
-        after = self.place.pos
-        if after is None:
-            step = reader.step(self.place.generation, self.place.step, self.place.branch)
-            after = step.last_pos if step is not None and step.last_pos is not None else -1
-        found = find_text(
-            *(reader, text, self.place.generation, self.place.branch),
-            after=after,
-            only_generated=only_generated,
-        )
-        if found is None:
+        go = token_with(reader, self.place, text, only_generated=only_generated)
+        if go is None:
             self.notify(f"No token holds “{visible(text)}”.", severity="warning", markup=False)
-            return
-        pos, number = found
-        self.go(Go(step=self.status.first_step, pos=pos) if number is None else Go(step=number))
+        else:
+            self.go(go)
 
     def _to_finding(self, direction: Literal[1, -1]) -> None:
         """Go to the next finding, round the end; several at one place are met one by one."""
@@ -329,8 +320,19 @@ class TraceScreen(Screen[None]):
 
     def _help(self) -> None:
         panel = self.slots.current().panel
-        rows = [(self.app.keys_of(key.id), key.text) for key in all_keys()]  # type: ignore[attr-defined]
+        rows = [(self._keys_of(key.id), key.text) for key in all_keys()]
         self.app.push_screen(HelpScreen(panel.title, panel.help.lines(), rows))
+
+    def _stop(self) -> None:
+        """Ask the run to end after this step; asked again, end it at once."""
+        if self._feed.process is None or not self.status.live:
+            self.notify(f"Nothing is running; {self._keys_of('app.quit')} quits.", markup=False)
+        elif self._feed.interrupt():
+            self.notify("Stopping after this step; again ends it at once.", markup=False)
+
+    def _keys_of(self, name: str) -> str:
+        app: Any = self.app
+        return str(app.keys_of(name))
 
     @work
     async def _quit(self) -> None:
@@ -377,6 +379,7 @@ class TraceScreen(Screen[None]):
             "app.palette": self.app.action_command_palette,
             "app.theme": self.app.search_themes,
             "app.help": self._help,
+            "run.stop": self._stop,
             "app.quit": self._quit,
         }
 

@@ -67,7 +67,7 @@ async def test_stepping_away_ends_following_and_says_how_far_behind(tmp_path: Pa
         await pilot.press("f")
         await pilot.pause(0.1)
         assert screen(app).place.step > 20
-        app.feed.interrupt()  # type: ignore[union-attr]
+        await pilot.press("ctrl+c")
         await until(pilot, lambda: not screen(app).status.live)
         assert screen(app).status.state == "interrupted"
 

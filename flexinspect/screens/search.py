@@ -1,0 +1,25 @@
+"""Going to a token by a part of its text."""
+
+from __future__ import annotations
+
+from flexinspect.panels.base import Go, Place
+from flexinspect.panels.parts.sequence import current_pos
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.sequences import find_text
+
+
+def token_with(reader: TraceReader, place: Place, text: str, *, only_generated: bool) -> Go | None:
+    """Return the way to the next token after a place that holds `text`, round the end.
+
+    A token of the prompt belongs to the first step, and is looked at by its position.
+    """
+    here = current_pos(reader, place)
+    found = find_text(
+        *(reader, text, place.generation, place.branch),
+        after=-1 if here is None else here,
+        only_generated=only_generated,
+    )
+    if found is None:
+        return None
+    pos, step = found
+    return Go(step=0, pos=pos) if step is None else Go(step=step)
