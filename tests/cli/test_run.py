@@ -55,7 +55,8 @@ def test_help_and_import_load_neither_torch_nor_textual() -> None:
     code = (
         "import sys, flexinspect\n"
         "from flexinspect.commands import main\n"
-        "for words in (['--help'], *([name, '--help'] for name in ('run', 'open', 'show', 'dump'))):\n"
+        "commands = ('run', 'open', 'show', 'dump')\n"
+        "for words in (['--help'], *([name, '--help'] for name in commands)):\n"
         "    try: main(words)\n"
         "    except SystemExit as end: assert end.code == 0\n"
         "heavy = {'torch', 'textual', 'transformers', 'flexinspect_hooks'} & set(sys.modules)\n"
