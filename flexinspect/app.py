@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from textual.app import App
+from textual.app import App, SystemCommand
 from textual.binding import BindingType
+from textual.screen import Screen
 
 from flexinspect import state
 from flexinspect.errors import TraceError, UsageError
@@ -22,6 +23,7 @@ from flexinspect.panels.base import Place
 from flexinspect.screens.broken import BrokenScreen
 from flexinspect.screens.start import JobOf, StartScreen
 from flexinspect.screens.trace import TraceScreen
+from flexinspect.widgets.canvas import Canvas
 
 
 class InspectorApp(App[None]):
@@ -88,7 +90,8 @@ class InspectorApp(App[None]):
             self.trouble = error
             self.push_screen(BrokenScreen(path, error, self._begin))
             return
-        if not self.trouble:
+        self.trouble = None
+        if not _is_copy(path):
             state.opened(path)
         self.push_screen(TraceScreen(self.feed, place))
 
@@ -97,6 +100,10 @@ class InspectorApp(App[None]):
             self.inspect_run(what)
         else:
             self.inspect_trace(what)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Offer none of Textual's own commands: our table has them all, once and with its care."""
+        return ()
 
     def keys_of(self, name: str) -> str:
         """Return the keys of an action as the user has them, for help."""
@@ -112,11 +119,10 @@ class InspectorApp(App[None]):
         return "+".join(format_key(part) for part in key.strip().split("+"))
 
     def _repaint_all(self, theme: object) -> None:
-        from flexinspect.screens.panelview import PanelView
-
         state.remember(theme=self.theme)
-        for view in self.screen.query(PanelView):
-            view.repaint()
+        for screen in self.screen_stack:
+            for view in screen.query(Canvas):
+                view.repaint()
 
     def _end_on_signals(self) -> None:
         """Leave the terminal as it was when we are ended, and let a run end its trace."""
@@ -139,6 +145,11 @@ def _spare_the_collector() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _is_copy(path: Path) -> bool:
+    """Tell whether a trace is the temporary copy of a broken one."""
+    return path.parent.name.startswith("flexinspect-left-")
 
 
 def _no_jobs(words: Sequence[str]) -> Job:

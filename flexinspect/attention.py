@@ -1,8 +1,9 @@
 """One row of attention in numpy, from what a trace stores: its weights and the gate that proves it.
 
 The order of things is the kernel's: scaled score, cap, mask, softmax. A row is normalised with the
-log-sum-exp that the kernel gave, where there is one: the open weights then sum to 1 exactly when
-the mask, the keys and the scale are those that ran, and how far they are from 1 is the gate.
+log-sum-exp that the kernel gave, where there is one: the open weights then sum to 1 when the mask,
+the keys and the scale are those that ran, and how far they are from 1 is the gate. It proves the
+row's mass, not each key: one without weight may be hidden or shown unseen.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 TOLERANCE = 1e-2
-"""A gate above this is no rounding: half precision stays below 5e-3, a hidden key does not."""
+"""A gate above this is no rounding: half precision stays below 5e-3.
+
+The gate is blind below it: a key that is wrongly hidden or shown is seen only where it carries more
+than 1 % of the row's mass.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class CaptureProcess:
         code = self._process.poll()
         if code is not None:
             for reader in self._readers:
-                reader.join(timeout=5)
+                reader.join(timeout=0.5)  # a grandchild may hold them open for ever
         return code
 
     def interrupt(self) -> None:

@@ -6,7 +6,9 @@ cannot say (that its process died, and with which last words) comes from the pro
 
 from __future__ import annotations
 
-import os
+import math
+import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,12 +20,19 @@ from flexinspect.errors import TraceError
 from flexinspect.job import Job
 from flexinspect.panels.source import Source
 from flexinspect.text import visible
+from flexinspect.trace.owner import recorder_lives
 from flexinspect.trace.places import discard
+from flexinspect.trace.ranges import step_bounds
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.sequences import n_generations
+from flexinspect.trace.sequences import n_generations, newest_events
 from flexinspect.trace.settle import settle
 
 LAST_LINES = 6
+CHECK_EVERY_S = 1.0
+"""How often it is asked whether the process of somebody else's trace still lives."""
+MOST_PRINTS = 1000
+MOST_EVENTS = 64
+"""Phases that are looked at: only the newest ones say what is going on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,8 @@ class Feed:
         self._seen: tuple[Any, ...] = ()
         self._code: int | None = None
         self._interrupted = False
+        self._next_check = 0.0
+        self.prints: deque[str] = deque(maxlen=MOST_PRINTS)
         if path is not None:
             self._attach(path)
 
@@ -92,11 +103,26 @@ class Feed:
             return self._starting(moved)
         changed = self.reader.changed()
         wanted = (generation, branch, self._code, id(self.reader))
+        self._drain_prints()
+        moved = moved or self._has_died()
         if not changed and not moved and self._seen == wanted:
             return None
         self._seen = wanted
         self._status = self._read(self.reader, generation, branch)
         return self._status
+
+    def _has_died(self) -> bool:
+        """Tell whether a process that is not ours has gone without ending its trace; once."""
+        now = time.monotonic()
+        if self.process is not None or self._status.state != "recording" or now < self._next_check:
+            return False
+        self._next_check = now + CHECK_EVERY_S
+        return not recorder_lives(self._status.run)
+
+    def _drain_prints(self) -> None:
+        """Keep the last lines that the user's code printed."""
+        while self.process is not None and not self.process.state.prints.empty():
+            self.prints.append(self.process.state.prints.get())
 
     def _follow_process(self) -> bool:
         """Take in what the process says; True when it has just ended or moved its trace."""
@@ -119,7 +145,7 @@ class Feed:
         if self.reader is not None:
             self.reader.close()
         if not said.over and said.recording is not None and said.recording.exists():
-            settle(said.recording, process.how_it_ended(self._code or 0))
+            settle(said.recording, process.how_it_ended(self._code or 0), process.pid)
             said.path = said.recording
         elif said.over and said.path is None and said.recording is not None:
             discard(said.recording)
@@ -142,7 +168,7 @@ class Feed:
     def _read(self, reader: TraceReader, generation: int, branch: int) -> Status:
         with reader.snapshot():
             state = reader.state
-            steps = reader.steps(generation, branch, limit=1)
+            first, last = step_bounds(reader, generation, branch) or (0, None)
             phase, fraction, detail = self._phase(reader)
             status = Status(
                 state=state,
@@ -151,28 +177,28 @@ class Feed:
                 detail=detail,
                 run=reader.run(),
                 generations=n_generations(reader),
-                first_step=steps[0].step if steps else 0,
-                last_step=reader.last_step(generation, branch),
+                first_step=first,
+                last_step=last,
             )
         return self._with_words(status)
 
     def _phase(self, reader: TraceReader) -> tuple[str, float | None, str]:
         phase, fraction, detail = self._status.phase, self._status.fraction, self._status.detail
-        for row in reader.events(self._last_event):
+        for row in newest_events(reader, "phase", self._last_event, MOST_EVENTS):
             self._last_event = row.id
-            if row.event.kind != "phase":
-                continue
             if row.event.text in ("plan", "note"):
                 detail = str(row.event.data.get("text", "")) or detail
                 continue
             phase, given = row.event.text, row.event.data.get("fraction")
             fraction = float(given) if isinstance(given, (int, float)) else None
+            if fraction is not None and not math.isfinite(fraction):
+                fraction = None
         return phase, fraction, detail
 
     def _with_words(self, status: Status) -> Status:
         from dataclasses import replace
 
-        if status.state == "recording" and self.process is None and not _alive(status.run):
+        if status.state == "recording" and self.process is None and not recorder_lives(status.run):
             reason = (
                 "Its process is gone without having ended the trace; all finished steps are here."
             )
@@ -212,19 +238,16 @@ class Feed:
         """Whether our process was asked to end."""
         return self._interrupted
 
-    def interrupt(self) -> bool:
-        """Ask our process to end its generation and its trace; asked again, kill it.
+    def interrupt(self) -> None:
+        """Ask our process to end its generation and its trace; once is enough."""
+        if self.process is not None and not self._interrupted:
+            self._interrupted = True
+            self.process.interrupt()
 
-        Returns whether it was asked, not killed. Killed, its trace holds every finished step.
-        """
-        if self.process is None:
-            return False
-        if self._interrupted:
+    def kill(self) -> None:
+        """End our process at once; its trace holds every finished step."""
+        if self.process is not None:
             self.process.kill()
-            return False
-        self._interrupted = True
-        self.process.interrupt()
-        return True
 
     def close(self) -> None:
         """Let go of the file."""
@@ -237,24 +260,5 @@ def _reasons(status: Status, reader: TraceReader | None) -> tuple[str, ...]:
     reason = status.run.get("reason")
     words = [visible(str(reason))] if reason else []
     if reader is not None:
-        rows = [row.event for row in reader.events() if row.event.kind == "error"]
-        words += [visible(event.text) for event in rows[-1:]]
+        words += [visible(row.event.text) for row in newest_events(reader, "error", 0, 1)]
     return tuple(words)
-
-
-def _alive(run: Mapping[str, Any]) -> bool:
-    """Tell whether the process that records a trace still runs (on this machine)."""
-    pid, started = run.get("pid"), run.get("started_at")
-    if not isinstance(pid, int) or not isinstance(started, (int, float)):
-        return True
-    if pid == os.getpid():
-        return True
-    import psutil
-
-    try:
-        # A number that was given to another process since then does not count.
-        return bool(psutil.Process(pid).create_time() <= started + 1)
-    except psutil.NoSuchProcess:
-        return False
-    except psutil.Error:
-        return True

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -59,8 +60,9 @@ def find_monospace() -> Font | None:
 
 def _font_folders() -> Iterator[Path]:
     """Yield the folders of fonts of Linux, macOS and Windows, and of Python packages last."""
-    home = Path.home()
-    yield from (home / ".local/share/fonts", home / ".fonts", home / "Library/Fonts")
+    with suppress(RuntimeError):  # without a home folder there are no fonts of the user
+        home = Path.home()
+        yield from (home / ".local/share/fonts", home / ".fonts", home / "Library/Fonts")
     for name in ("/usr/share/fonts", "/usr/local/share/fonts"):
         yield Path(name)
     yield from (Path("/System/Library/Fonts"), Path("/Library/Fonts"))

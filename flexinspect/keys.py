@@ -13,15 +13,14 @@ from dataclasses import dataclass
 class Key:
     """One action: `id` (group.name), default keys as Textual names them, what it does.
 
-    `label` puts it in the footer under that name; `panel` actions go to the focused panel (or the
-    first one that answers them).
+    `label` puts it in the footer under that name. What the trace screen does not answer itself goes
+    to the focused panel, or to the first one that does.
     """
 
     id: str
     keys: tuple[str, ...]
     text: str
     label: str = ""
-    panel: bool = False
 
 
 KEYS: tuple[Key, ...] = (
@@ -49,16 +48,16 @@ KEYS: tuple[Key, ...] = (
     Key("panel.maximize", ("x",), "this panel alone, or all again", label="max"),
     Key("panel.more", ("plus",), "one panel more"),
     Key("panel.fewer", ("minus",), "one panel fewer"),
-    Key("zoom.in", ("z",), "zoom in", panel=True),
-    Key("zoom.out", ("Z",), "zoom out", panel=True),
-    Key("view.flip", ("m",), "flip the view: declared, received, executed, difference", panel=True),
-    Key("view.blocks", ("B",), "show or hide the blocks", panel=True),
-    Key("view.measure", ("v",), "next measure", panel=True),
-    Key("cursor.left", ("shift+left", "H"), "move the cursor in the panel", panel=True),
-    Key("cursor.right", ("shift+right", "L"), "move the cursor in the panel", panel=True),
-    Key("cursor.up", ("shift+up", "K"), "move the cursor in the panel", panel=True),
-    Key("cursor.down", ("shift+down", "J"), "move the cursor in the panel", panel=True),
-    Key("cursor.enter", ("enter",), "go to what the cursor is on", panel=True),
+    Key("zoom.in", ("z",), "zoom in"),
+    Key("zoom.out", ("Z",), "zoom out"),
+    Key("view.flip", ("m",), "flip the view: declared, received, executed, difference"),
+    Key("view.blocks", ("B",), "show or hide the blocks"),
+    Key("view.measure", ("v",), "next measure"),
+    Key("cursor.left", ("shift+left", "H"), "move the cursor in the panel"),
+    Key("cursor.right", ("shift+right", "L"), "move the cursor in the panel"),
+    Key("cursor.up", ("shift+up", "K"), "move the cursor in the panel"),
+    Key("cursor.down", ("shift+down", "J"), "move the cursor in the panel"),
+    Key("cursor.enter", ("enter",), "go to what the cursor is on"),
     Key("run.stop", ("ctrl+c",), "stop the run; its trace stays valid (twice: end it at once)"),
     Key("screen.shot", ("s",), "save a picture of the screen"),
     Key("panel.export", ("S",), "save a picture of the panel"),

@@ -87,14 +87,23 @@ def opened(path: Path) -> None:
     remember(recent=(mine, *others)[:N_RECENT])
 
 
-def known_traces(folder: Path) -> Sequence[Path]:
-    """Return the traces opened last that still exist, then those of `folder`, newest first."""
-    recent = [Path(name) for name in recall().recent]
+def known_traces(folder: Path | None = None) -> Sequence[Path]:
+    """Return the traces opened last that still exist, then those of a folder, newest first.
+
+    The folder is the current one unless given.
+    """
     here: list[Path] = []
     with suppress(OSError):
-        here = sorted(folder.glob("*.flextrace"), key=_age)[:N_RECENT]
-    found = [path for path in (*recent, *(path.absolute() for path in here)) if path.is_file()]
+        here = sorted((folder or Path.cwd()).absolute().glob("*.flextrace"), key=_age)[:N_RECENT]
+    found = [path for path in (*map(Path, recall().recent), *here) if _exists(path)]
     return list(dict.fromkeys(found))[: 2 * N_RECENT]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _age(path: Path) -> float:

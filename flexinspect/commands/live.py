@@ -40,13 +40,16 @@ def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
     return run.conclude(code, console, as_json=as_json)
 
 
-def conclude_run(process: CaptureProcess, code: int) -> int:
-    """Wait for a run whose interface was closed, and print its result as `show_run` does."""
+def conclude_run(process: CaptureProcess, code: int, *, stopping: bool) -> int:
+    """Wait for a run whose interface was closed, and print its result as `show_run` does.
+
+    `stopping` says that it was asked to end already, so that one Ctrl-C ends it at once.
+    """
     console = Console(stderr=True, highlight=False, markup=False)
     if process.poll() is None:
         console.print("finishing the trace (Ctrl-C ends it at once) …")
     _end_like_ctrl_c()
-    run = LiveRun(process, PlainProgress(console, quiet=True))
+    run = LiveRun(process, PlainProgress(console, quiet=True), stops=int(stopping))
     ended = run.watch()
     return run.conclude(ended, console, as_json=False) or code
 
@@ -71,11 +74,11 @@ def _progress(console: Console, *, quiet: bool, verbose: bool) -> Progress:
 class LiveRun:
     """One capture process and what is shown of it."""
 
-    def __init__(self, process: CaptureProcess, progress: Progress) -> None:
+    def __init__(self, process: CaptureProcess, progress: Progress, *, stops: int = 0) -> None:
         self._process = process
         self._progress = progress
         self._follower: TraceFollower | None = None
-        self._stops = 0
+        self._stops = stops
 
     def watch(self) -> int:
         """Follow the trace until the process ends; returns its exit code.
@@ -137,7 +140,7 @@ class LiveRun:
         """Print the result and, if the run went wrong, why."""
         state = self._process.state
         if not state.over and state.recording is not None and state.recording.exists():
-            settle(state.recording, self._process.how_it_ended(code))
+            settle(state.recording, self._process.how_it_ended(code), self._process.pid)
             state.path = state.recording
         elif state.over and state.path is None and state.recording is not None:
             discard(state.recording)  # what our own look at it may have put beside it

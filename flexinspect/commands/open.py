@@ -55,11 +55,17 @@ def run(args: argparse.Namespace) -> int:
     if args.web:
         from flexinspect.commands.web import serve
 
-        return serve(args.trace, args.port)
+        return serve(args.trace, args.port, _place_words(args))
     _need_a_terminal(args.trace)
     from flexinspect.app import InspectorApp
 
     return _show(InspectorApp(args.trace, place=_place(args), keymap=_keymap()))
+
+
+def _place_words(args: argparse.Namespace) -> list[str]:
+    """Return the flags of a place as they were given, for the interface in a browser."""
+    given = {name: getattr(args, name) for name in ("generation", "step", "layer", "head")}
+    return [word for name, n in given.items() if n for word in (f"--{name}", str(n))]
 
 
 def _place(args: argparse.Namespace) -> Any:
@@ -114,10 +120,10 @@ def _finish(app: InspectorApp) -> int:
         code = _show(app)
     finally:
         process = app.feed.process if app.feed is not None else None
-        if process is not None and app.feed is not None and not app.feed.stopping:
-            process.interrupt()
+        if process is not None and app.feed is not None and app.feed.exit_code is None:
+            app.feed.interrupt()
     if process is None:
         return code
     from flexinspect.commands.live import conclude_run
 
-    return conclude_run(process, code)
+    return conclude_run(process, code, stopping=app.feed is not None and app.feed.stopping)

@@ -150,6 +150,7 @@ def _place(args: argparse.Namespace, reader: TraceReader) -> Place:
     """Return the place asked for; what was not asked for is the first there is."""
     from flexinspect.panels.base import Place
     from flexinspect.trace.callranges import lineage
+    from flexinspect.trace.ranges import holder
 
     generations = [row.generation for row in reader.generations()]
     generation = _one_of("generation", args.generation, generations, "The trace")
@@ -163,7 +164,7 @@ def _place(args: argparse.Namespace, reader: TraceReader) -> Place:
     begin = family[0][1]
     asked = begin if args.step is None and begin in steps else args.step
     step = _one_of("step", asked, steps, whose)
-    owner = next((number for number, first, _ in family if step >= first), branch)
+    owner = holder(reader, generation, step, branch)
     layers, heads = _layers_and_heads(reader, (generation, step, owner))
     layer = _one_of("layer", args.layer, layers, f"Step {step}", unknown=True)
     head = _one_of("head", args.head, heads, f"Layer {layer}", unknown=True)

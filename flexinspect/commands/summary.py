@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,17 @@ from rich.text import Text
 
 from flexinspect.answers import matches
 from flexinspect.commands.progress import question_of
+from flexinspect.findings import Finding, Severity
 from flexinspect.sizes import human_bytes
 from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.rows import GenerationRow
+from flexinspect.trace.rows import FindingRow, GenerationRow
 
 _SHOWN_ANSWERS = 3
+_SHOWN_FINDINGS = 5
+_MOST_FINDINGS = 200
+_LONGEST = 300
+"""Characters of an answer that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Summary:
     run: Mapping[str, Any]
     answers: tuple[Answer, ...]
     notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary for scripts."""
@@ -59,6 +65,7 @@ class Summary:
             "cost": self.run.get("cost"),
             "generations": [asdict(answer) for answer in self.answers],
             "notes": list(self.notes),
+            "findings": [_finding_facts(finding) for finding in self.findings],
         }
 
 
@@ -77,7 +84,20 @@ def summarise(path: Path, code: int) -> Summary:
                 for row in reader.events()
                 if row.event.kind not in ("phase", "error")
             ),
+            findings=_worst_first(reader.finding_rows(limit=_MOST_FINDINGS)),
         )
+
+
+def _worst_first(rows: Sequence[FindingRow]) -> tuple[Finding, ...]:
+    order = list(Severity)
+    return tuple(
+        sorted((row.finding for row in rows), key=lambda finding: order.index(finding.severity))
+    )
+
+
+def _finding_facts(finding: Finding) -> dict[str, Any]:
+    facts = asdict(finding)
+    return {**facts, "severity": str(finding.severity), "evidence": dict(finding.evidence)}
 
 
 def _answer(row: GenerationRow, reader: TraceReader) -> Answer:
@@ -111,10 +131,23 @@ def print_summary(summary: Summary) -> None:
     for answer in summary.answers:
         console.print(_answer_text(answer), soft_wrap=True)
     console.print(_cost_line(summary), soft_wrap=True)
+    for finding in summary.findings[:_SHOWN_FINDINGS]:
+        console.print(_finding_text(finding), soft_wrap=True)
+    if len(summary.findings) > _SHOWN_FINDINGS:
+        more = len(summary.findings) - _SHOWN_FINDINGS
+        console.print(f"      and {more} more findings, in the interface", soft_wrap=True)
     where = visible(str(summary.trace))
     console.print(f"trace {where} ({human_bytes(summary.size)}, {summary.state})", soft_wrap=True)
     name = visible(shlex.quote(_short(summary.trace)))
     console.print(f"next  flexinspect open {name}", soft_wrap=True)
+
+
+def _finding_text(finding: Finding) -> Text:
+    style = {Severity.ERROR: "red", Severity.WARNING: "yellow"}.get(finding.severity, "")
+    text = Text(f"{finding.severity}: ", style=style)
+    text.append(visible(finding.sentence))
+    text.append(f"  [{finding.id}]", style="dim")
+    return text
 
 
 def _answer_text(answer: Answer) -> Text:
@@ -122,7 +155,8 @@ def _answer_text(answer: Answer) -> Text:
     text = Text(f"{mark} ", style=style)
     text.append(visible(answer.question), style="bold")
     text.append("  →  ")
-    text.append(visible(answer.answer) or "(nothing)", style=style)
+    shown = visible(answer.answer[:_LONGEST]) + ("…" if len(answer.answer) > _LONGEST else "")
+    text.append(shown or "(nothing)", style=style)
     if answer.expected:
         shown = " | ".join(answer.expected[:_SHOWN_ANSWERS])
         more = len(answer.expected) - _SHOWN_ANSWERS

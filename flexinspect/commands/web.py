@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from flexinspect.errors import UsageError
@@ -13,8 +14,10 @@ from flexinspect.text import visible
 HOST = "127.0.0.1"
 
 
-def serve(trace: Path, port: int) -> int:
+def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
     """Serve a trace until Ctrl-C; each visitor gets a process of the interface of their own.
+
+    `place` holds the flags that say where it begins.
 
     Raises `TraceError` for a trace that cannot be read, `UsageError` without the extra or when the
     port is taken.
@@ -26,6 +29,7 @@ def serve(trace: Path, port: int) -> int:
     _check_port(port)
     # The command goes through a shell: every part of it is quoted.
     words = [sys.executable, "-P", "-m", "flexinspect", "open", str(trace.absolute())]
+    words += place
     server = server_class(
         shlex.join(words), host=HOST, port=port, title=f"flexinspect {trace.name}"
     )

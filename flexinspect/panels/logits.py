@@ -21,18 +21,25 @@ from flexinspect.panels.parts.logitswords import (
     sick_words,
     word,
 )
-from flexinspect.panels.parts.windows import Area, draw_timeline, fitting, load_steps, step_at
+from flexinspect.panels.parts.windows import (
+    BESIDE,
+    GAP,
+    Area,
+    draw_timeline,
+    fitting,
+    go_to_step,
+    left_width,
+    load_steps,
+    put_beside,
+    timeline_columns,
+)
 from flexinspect.panels.source import Source
 from flexinspect.records import Candidate
 from flexinspect.trace.ranges import holder, step_range
-from flexinspect.widgets.lines import Span, beside, clipped, line, right
+from flexinspect.widgets.lines import Span, clipped, line, right
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.plots import bar, number, timeline
 
-BESIDE = 84
-"""Columns from which the timelines stand beside the candidates, not below them."""
-
-_GAP = 3
 _TALLEST = 8
 """Lines that a timeline or the histogram takes at most, its title included."""
 
@@ -62,7 +69,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the narrow facts of the window's steps."""
         reader, place = source.reader, request.place
-        window = load_steps(reader, place, _columns(request.width))
+        window = load_steps(reader, place, timeline_columns(request.width))
         branch = holder(reader, place.generation, place.step, place.branch)
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
@@ -86,10 +93,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         left = _left(data, plan, look)
         lines = [strip for name in plan.timelines for strip in _timeline(data, plan, name, look)]
         if plan.beside:
-            plain = look.style("text")
-            gap = [line([], _GAP, plain)] * request.height
-            lines += [line([], plan.columns, plain)] * (request.height - len(lines))
-            strips = beside(beside(left, gap, plain), lines, plain)
+            strips = put_beside(left, lines, request.width, request.height, look)
         else:
             strips = [*left, *lines]
         sick = sick_words(data)
@@ -101,11 +105,8 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         """Go to the step of a timeline's column."""
         if not click:
             return None
-        for area in arrange(data, request.width, request.height).timelines.values():
-            if (x, y) in area:
-                step = step_at(x - area.x, data.window, area.width)
-                return None if step is None else Go(step=step)
-        return None
+        areas = arrange(data, request.width, request.height).timelines.values()
+        return go_to_step(x, y, areas, data.window)
 
 
 def _note(data: LogitsData) -> str:
@@ -130,14 +131,6 @@ class Plan:
     timelines: dict[str, Area]
 
 
-def _columns(width: int) -> int:
-    return width - _left_width(width) - _GAP if width >= BESIDE else width
-
-
-def _left_width(width: int) -> int:
-    return (width - _GAP) // 2 if width >= BESIDE else width
-
-
 def arrange(data: LogitsData, width: int, height: int) -> Plan:
     """Return the places of everything in a picture of this size."""
     wide = width >= BESIDE
@@ -152,13 +145,14 @@ def arrange(data: LogitsData, width: int, height: int) -> Plan:
         spare = height - rows
     names = names[: spare // 2]
     each = min(spare // len(names), _TALLEST) if names else 0
-    x, y = (_left_width(width) + _GAP, 0) if wide else (0, rows)
+    x, y = (left_width(width) + GAP, 0) if wide else (0, rows)
     areas = {
-        name: Area(x, y + each * i + 1, _columns(width), each - 1) for i, name in enumerate(names)
+        name: Area(x, y + each * i + 1, timeline_columns(width), each - 1)
+        for i, name in enumerate(names)
     }
     rest = height - rows - (1 if wide else each * len(names))
     histogram = min(rest, _TALLEST) if data.record.histogram and rest >= 3 else 0
-    return Plan(_left_width(width), _columns(width), wide, header, rows, histogram, areas)
+    return Plan(left_width(width), timeline_columns(width), wide, header, rows, histogram, areas)
 
 
 def _left(data: LogitsData, plan: Plan, look: Look) -> list[Strip]:

@@ -101,10 +101,12 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
 def note(data: MaskData) -> str:
     """Return the line in the border: view, layer, head, scale, gate, differences."""
     sheet, layer = data.sheet, data.place.layer
-    where = f"layer {layer} · head {sheet.head} of {sheet.heads}"
+    one = sheet.heads == 1  # every head got the same
+    where = f"layer {layer} · " + ("all heads" if one else f"head {sheet.head} of {sheet.heads}")
     scale = f"zoom {scale_words(data.frame)}"
     if data.frame.width < NARROW:
-        where, scale = f"L{layer} H{sheet.head}/{sheet.heads}", scale_words(data.frame)
+        where = f"L{layer} H{'all' if one else f'{sheet.head}/{sheet.heads}'}"
+        scale = scale_words(data.frame)
     parts = [
         data.view,
         where,

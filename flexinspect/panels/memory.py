@@ -18,17 +18,23 @@ from flexinspect.panels.parts.memorydata import (
     signed,
     usual_growth,
 )
-from flexinspect.panels.parts.windows import Area, draw_timeline, fitting, step_at
+from flexinspect.panels.parts.windows import (
+    BESIDE,
+    GAP,
+    Area,
+    draw_timeline,
+    fitting,
+    go_to_step,
+    left_width,
+    put_beside,
+    timeline_columns,
+)
 from flexinspect.panels.source import Source
 from flexinspect.sizes import human_bytes
-from flexinspect.widgets.lines import Span, beside, clipped, line, paragraph, right
+from flexinspect.widgets.lines import Span, clipped, line, paragraph, right
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.plots import bar
 
-BESIDE = 84
-"""Columns from which the timelines stand beside the figures, not below them."""
-
-_GAP = 3
 _TALLEST = 8
 """Lines that a timeline takes at most, its title included."""
 
@@ -56,7 +62,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
 
     def load(self, source: Source, request: Request[NoOptions]) -> MemoryData:
         """Read the memory of the window of steps that fits the width."""
-        return load_memory(source.reader, request.place, _columns(request.width))
+        return load_memory(source.reader, request.place, timeline_columns(request.width))
 
     def describe(self, data: MemoryData) -> list[str]:
         """Return the growth that stands out, the figures as a table, the cache by segment."""
@@ -73,10 +79,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         if plan.wide:
             lines = [*_warning(data, plan.columns, look), *lines]
             left += _segments(data, plan.left, height - len(left), look)
-            plain = look.style("text")
-            gap = [line([], _GAP, plain)] * height
-            lines += [line([], plan.columns, plain)] * (height - len(lines))
-            strips = beside(beside(left, gap, plain), lines, plain)
+            strips = put_beside(left, lines, width, height, look)
         else:
             strips = [*left, *lines]
             strips += _segments(data, width, height - len(strips), look)
@@ -89,11 +92,8 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         """Go to the step of a timeline's column."""
         if not click:
             return None
-        for area in arrange(data, request.width, request.height).timelines.values():
-            if (x, y) in area:
-                step = step_at(x - area.x, data.window, area.width)
-                return None if step is None else Go(step=step)
-        return None
+        areas = arrange(data, request.width, request.height).timelines.values()
+        return go_to_step(x, y, areas, data.window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +106,9 @@ class Plan:
     timelines: dict[str, Area]
 
 
-def _columns(width: int) -> int:
-    return width - _left_width(width) - _GAP if width >= BESIDE else width
-
-
-def _left_width(width: int) -> int:
-    return (width - _GAP) // 2 if width >= BESIDE else width
-
-
 def arrange(data: MemoryData, width: int, height: int) -> Plan:
     """Return the places of everything in a picture of this size."""
-    wide, columns = width >= BESIDE, _columns(width)
+    wide, columns = width >= BESIDE, timeline_columns(width)
     main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
     names = [main, "KV cache"]
     n_words = len(_warning(data, columns, Look("none")))
@@ -124,11 +116,11 @@ def arrange(data: MemoryData, width: int, height: int) -> Plan:
     spare = height - top if wide else min(height - top, max((height - top) * 2 // 3, 6))
     names = names[: max(spare // 2, 0)]
     each = min(spare // len(names), _TALLEST if wide else 4) if names else 0
-    x = _left_width(width) + _GAP if wide else 0
+    x = left_width(width) + GAP if wide else 0
     areas = {
         name: Area(x, top + each * index + 1, columns, each - 1) for index, name in enumerate(names)
     }
-    return Plan(_left_width(width), columns, wide, areas)
+    return Plan(left_width(width), columns, wide, areas)
 
 
 def _warning(data: MemoryData, width: int, look: Look) -> list[Strip]:

@@ -15,12 +15,14 @@ from textual.strip import Strip
 
 from flexinspect.panels.base import Help, Panel, Picture, Place, Request
 from flexinspect.panels.parts.pipeline import RunFacts, boxes, diagram, facts_table
+from flexinspect.panels.parts.verdict import is_right
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import CallRecord
 from flexinspect.sizes import human_bytes, human_count
 from flexinspect.text import visible
 from flexinspect.trace.places import COMPANIONS
+from flexinspect.trace.ranges import decode_time
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import BranchRow
 from flexinspect.trace.values import plain_json
@@ -139,16 +141,25 @@ def _with_generation(
         calls = reader.calls(generation, decode[0].step, place.branch)
     mask = _mask_of([*prefill_calls, *calls])
     summary = reader.mask_summary(mask) if mask is not None else None
+    about, branch = reader.generation(generation), branches.get(place.branch)
+    answer = _answer(reader, place, branch, segments)
+    state = about.state if branch is None else branch.state
     return RunFacts(
         *(base.run, base.state, base.path, base.size),
-        generation=reader.generation(generation),
-        branch=branches.get(place.branch),
+        generation=about,
+        branch=branch,
         segments=tuple(segments),
         question=_question(reader, generation, segments),
-        answer=_answer(reader, place, branches.get(place.branch), segments),
+        answer=answer,
+        right=is_right(source, (generation, place.branch), state, answer, about.expected),
         prefill=prefill,
         n_steps=(reader.last_step(generation, place.branch) or 0) + 1 if first else 0,
         decode=tuple(step for step in decode if step.phase != "prefill"),
+        decode_time=source.keep(
+            ("decode time", generation, place.branch, reader.last_step(generation, place.branch)),
+            lambda: decode_time(reader, generation, place.branch),
+            lambda _: 64,
+        ),
         prefill_calls=tuple(prefill_calls),
         calls=tuple(calls),
         mask=summary,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from textual.strip import Strip
 
-from flexinspect.answers import matches
 from flexinspect.panels.base import Go, Help, Panel, Picture, Place, Request
 from flexinspect.panels.parts.sequence import Window, load_window, segment_at, words
+from flexinspect.panels.parts.verdict import is_right
 from flexinspect.panels.source import Source
+from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord
 from flexinspect.text import visible
 from flexinspect.trace.rows import GenerationRow
@@ -22,7 +25,11 @@ from flexinspect.widgets.tokencells import Row, shown, word_style, wrap
 Colour = Literal["probability", "entropy", "segment"]
 COLOURS: tuple[Colour, ...] = ("probability", "entropy", "segment")
 MOST_SHOWN = 200
-"""Characters of an answer that are shown in its line."""
+"""Characters of an answer, or of a segment out of sight, that are shown in its line."""
+BEGINNING = 64
+"""Tokens that are read of a segment out of sight."""
+MOST_SEGMENTS = 100
+"""Segments out of sight that are read at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,7 @@ class TokensData:
     """The window, the generation, its answer so far, and whether that is one of the expected.
 
     `right` is None while it is not known: nothing was expected, or the generation goes on.
+    `beginnings` are the first tokens of the segments of the prompt that the window leaves out.
     """
 
     window: Window
@@ -44,6 +52,7 @@ class TokensData:
     answer: str
     right: bool | None
     place: Place
+    beginnings: Mapping[int, Sequence[TokenRecord]] = field(default_factory=dict)
 
 
 class TokensPanel(Panel[TokensData, TokensOptions]):
@@ -71,21 +80,28 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
         # Few tokens are shorter than two cells, so half of this many fill the panel.
         window = load_window(source, place, max(request.width * request.height // 4, 64))
         row = source.reader.generation(place.generation)
-        answer = row.answer or _so_far(window)
-        return TokensData(window, row, answer, _is_right(source, row), place)
+        where = (place.generation, place.branch)
+        state, told = _outcome(source, where, row)
+        right = is_right(source, where, state, told, row.expected)
+        answer = told or _so_far(source, where, window)
+        return TokensData(window, row, answer, right, place, _beginnings(source, where, window))
 
     def describe(self, data: TokensData) -> list[str]:
-        """Return segments with their texts, then the generated tokens with their numbers."""
+        """Return segments with their texts, then the generated tokens with their numbers.
+
+        Of a sequence that is not loaded whole, "…" stands for what is left out.
+        """
         window = data.window
-        lines = [f"{window.n_tokens} tokens in {len(window.segments)} segments."]
-        for segment in window.segments:
-            inside = [t for t in window.tokens if segment.start <= t.pos < segment.stop]
-            stop = min(segment.stop, window.n_tokens)
-            text = "".join(_shown(token) for token in inside if token.step is None)
-            if segment.kind != "generated":
-                lines.append(f"{segment.label} [{segment.start}, {stop}): {text}")
-        lines.append("Generated:")
-        lines += [_generated_line(token, data) for token in window.tokens if token.step is not None]
+        about = f"{window.n_tokens} tokens in {len(window.segments)} segments"
+        if not _is_whole(window):
+            about += f"; positions {window.start} to {window.stop - 1} are shown"
+        lines = [f"{about}."]
+        for number, segment in enumerate(window.segments):
+            if segment.kind != SegmentKind.GENERATED:
+                lines.append(_segment_line(number, segment, data))
+        chosen = [token for token in window.tokens if token.step is not None]
+        lines.append("Generated:" if chosen else f"Generated: {_no_token(window)}.")
+        lines += [_generated_line(token, data) for token in chosen]
         return [*lines, _verdict(data)[0]]
 
     def paint(self, data: TokensData, request: Request[TokensOptions], look: Look) -> Picture:
@@ -146,9 +162,66 @@ def _top(rows: list[Row], current: int | None, height: int) -> int:
     return max(0, min(at - height // 2, len(rows) - height))
 
 
-def _so_far(window: Window) -> str:
-    chosen = [t for t in window.tokens if t.step is not None and not t.special]
-    return "".join(token.text for token in chosen).strip()
+def _is_whole(window: Window) -> bool:
+    return window.stop - window.start == window.n_tokens
+
+
+def _outcome(source: Source, where: tuple[int, int], row: GenerationRow) -> tuple[str, str]:
+    """Return the state and the answer of a branch; a generation's own are those of branch 0."""
+    generation, branch = where
+    forks = source.reader.branches(generation) if branch else []
+    mine = next((fork for fork in forks if fork.branch == branch), None)
+    return (mine.state, mine.answer) if mine else (row.state, row.answer)
+
+
+def _so_far(source: Source, where: tuple[int, int], window: Window) -> str:
+    """Return the beginning of an answer that is still being made."""
+    segments = (s.start for s in window.segments if s.kind == SegmentKind.GENERATED)
+    start = next(segments, window.start)
+    found = source.reader.tokens(*where, start, limit=MOST_SHOWN)
+    text = "".join(t.text for t in found if t.step is not None and not t.special).strip()
+    cut = bool(found) and found[-1].pos + 1 < window.n_tokens
+    return f"{text}…" if cut else text
+
+
+def _beginnings(
+    source: Source, where: tuple[int, int], window: Window
+) -> dict[int, Sequence[TokenRecord]]:
+    """Return the first tokens of the segments of the prompt that lie outside of the window."""
+    prompt = [s for s in enumerate(window.segments) if s[1].kind != SegmentKind.GENERATED]
+    outside = [s for s in prompt if s[1].stop <= window.start or s[1].start >= window.stop]
+    found: dict[int, Sequence[TokenRecord]] = {}
+    for number, segment in outside[:MOST_SEGMENTS]:
+        stop = min(segment.stop, segment.start + BEGINNING)
+        read = partial(source.reader.tokens, *where, segment.start, stop)
+        key = ("beginning", *where, segment.start, stop)
+        found[number] = source.keep(key, read, lambda tokens: 512 * (1 + len(tokens)))
+    return found
+
+
+def _segment_line(number: int, segment: Segment, data: TokensData) -> str:
+    """Return a segment with its text: what the window has of it, else how it begins."""
+    window = data.window
+    stop = min(segment.stop, window.n_tokens)
+    start, end = max(segment.start, window.start), min(stop, window.stop)
+    if start < end:
+        inside = (window.token(pos) for pos in range(start, end))
+        text = "".join(_shown(token) for token in inside if token and token.step is None)
+    else:
+        tokens = data.beginnings.get(number, ())
+        whole = "".join(_shown(token) for token in tokens)
+        text = whole[:MOST_SHOWN]
+        start = segment.start
+        end = start + len(tokens) if text == whole else start
+    before = "…" if start > segment.start else ""
+    after = "…" if end < stop else ""
+    return f"{visible(segment.label)} [{segment.start}, {stop}): {before}{text}{after}"
+
+
+def _no_token(window: Window) -> str:
+    if _is_whole(window):
+        return "nothing yet"
+    return f"no token of positions {window.start} to {window.stop - 1}"
 
 
 def _shown(token: TokenRecord) -> str:
@@ -181,14 +254,6 @@ def _verdict(data: TokensData) -> tuple[str, str]:
     return f"answer: {answer}; expected: {wanted} ({said})", style
 
 
-def _is_right(source: Source, row: GenerationRow) -> bool | None:
-    """Compare a finished answer with the expected ones, once: it may be very long."""
-    if not row.expected or row.state == "recording":
-        return None
-    key = ("right", row.generation, row.state)
-    return source.keep(key, lambda: matches(row.answer, row.expected), lambda _: 64)
-
-
 def _verdict_line(data: TokensData, width: int, look: Look) -> Strip:
     text, style = _verdict(data)
     return line([(text, look.style(style))], width, look.style("text"))
@@ -217,6 +282,5 @@ def _token_line(data: TokensData, width: int, look: Look) -> Strip:
 
 
 def _note(data: TokensData, request: Request[TokensOptions]) -> str:
-    whole = data.window.stop - data.window.start == data.window.n_tokens
-    shown_now = "" if whole else ", around this step"
+    shown_now = "" if _is_whole(data.window) else ", around this step"
     return f"{data.window.n_tokens} tokens{shown_now} · colour: {request.options.colour}"

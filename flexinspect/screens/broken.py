@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,53 +13,99 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
+from textual.worker import Worker, WorkerState
 
 from flexinspect.errors import TraceError
 from flexinspect.screens.start import Begin
 from flexinspect.state import known_traces
 from flexinspect.text import visible
-from flexinspect.trace.salvage import forget, mended, what_is_left
+from flexinspect.trace.salvage import can_be_mended, forget, mended, what_is_left
 
 
 class BrokenScreen(Screen[None]):
-    """Says what is wrong with a file, what can still be read of it, and offers other traces."""
+    """Says what is wrong with a file, what can still be read of it, and offers other traces.
+
+    What is left is counted, and a copy made if it is asked for, in threads.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
 
     def __init__(self, path: Path, error: TraceError, begin: Begin) -> None:
         super().__init__()
         self._path, self._error, self._begin = path, error, begin
-        self._copy = mended(path)
+        self._offers_copy = can_be_mended(path)
+        self._copy: Path | None = None
+        self._is_copying = self._is_gone = False
         mine = path.absolute()
         self._others = [other for other in known_traces(mine.parent) if other != mine]
 
     def compose(self) -> ComposeResult:
-        """The sentence, what is left, the other traces."""
+        """The sentence, what is left once it is known, the other traces."""
         with Vertical(id="broken"):
             yield Static(Content.styled("This trace cannot be opened", "bold $error"))
             yield Static(Content(f"\n{visible(self._error.message)}"), id="why")
             if self._error.hint:
                 yield Static(Content(visible(self._error.hint)), id="hint")
-            left = what_is_left(self._copy or self._path)
-            yield Static(Content("\n".join(["", *left, ""])), id="left")
+            yield Static(Content("\nLooking for what can still be read …\n"), id="left")
+            yield Static(id="copying")
             if options := self._options():
                 yield OptionList(*options)
         yield Footer(show_command_palette=False)
 
+    def on_mount(self) -> None:
+        """Begin to look for what is left."""
+        self.query_one("#copying").display = False
+        look = partial(what_is_left, self._path)
+        self.run_worker(look, name="left", thread=True, exit_on_error=False)
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Say what is left; open the copy."""
+        if event.state not in (WorkerState.SUCCESS, WorkerState.ERROR):
+            return
+        result = event.worker.result if event.state is WorkerState.SUCCESS else None
+        if event.worker.name == "left":
+            left = result if isinstance(result, list) else ["What is left of it is not known."]
+            self.query_one("#left", Static).update(Content("\n".join(["", *left, ""])))
+        elif event.worker.name == "copy":
+            self._is_copying = False
+            self._say("No copy could be made: is there room in the folder for temporary files?\n")
+            if self._copy is not None:
+                self._say("")
+                self._begin(self._copy)
+
     def _options(self) -> list[Option]:
         options = [Option(Content(f"Open {visible(str(path))}")) for path in self._others]
-        if self._copy is not None:
+        if self._offers_copy:
             options.insert(0, Option(Content("Open what is left of it, as a copy"), id="copy"))
         return options
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open the copy, or another trace."""
-        if event.option.id == "copy" and self._copy is not None:
+        """Open a copy, which is made first, or another trace."""
+        if event.option.id != "copy":
+            self._begin(self._others[event.option_index - self._offers_copy])
+        elif self._copy is not None:
             self._begin(self._copy)
-        else:
-            self._begin(self._others[event.option_index - (self._copy is not None)])
+        elif not self._is_copying:
+            self._is_copying = True
+            self._say("Copying what is left …\n")
+            self.run_worker(self._make_copy, name="copy", thread=True, exit_on_error=False)
+
+    def _say(self, text: str) -> None:
+        said = self.query_one("#copying", Static)
+        said.update(Content(text))
+        said.display = bool(text)
+
+    def _make_copy(self) -> None:
+        """Make the copy, in a thread; whoever comes last, this or the end, removes it."""
+        self._copy = mended(self._path, lambda: self._is_gone)
+        if self._is_gone:
+            self._forget()
 
     def on_unmount(self) -> None:
-        """Remove the copy."""
+        """Remove the copy, and end one that is being made."""
+        self._is_gone = True
+        self._forget()
+
+    def _forget(self) -> None:
         if self._copy is not None:
             forget(self._copy)

@@ -11,6 +11,7 @@ from textual.command import DiscoveryHit, Hit, Hits, Provider
 from flexinspect.keys import all_keys
 from flexinspect.panels.base import Go
 from flexinspect.panels.registry import panel_names
+from flexinspect.screens.search import step_number
 
 
 def bindings() -> list[BindingType]:
@@ -39,8 +40,7 @@ class KeyCommands(Provider):
     async def search(self, query: str) -> Hits:
         """Match the words; a number is a step."""
         matcher = self.matcher(query)
-        if query.strip().isdecimal():
-            step = int(query)
+        if (step := step_number(query)) is not None:
             yield Hit(1.0, f"Go to step {step}", partial(self._go, Go(step=step)))
         for key in all_keys():
             text = _capital(key.text)

@@ -11,6 +11,7 @@ from textual.reactive import reactive
 
 from flexinspect.errors import FlexInspectError
 from flexinspect.feed import Feed, Status
+from flexinspect.findings import Finding, Severity
 from flexinspect.panels.base import Place
 from flexinspect.panels.findings import FindingSummary, summary_line
 from flexinspect.screens.loader import Loader
@@ -82,6 +83,9 @@ def finding_text(found: FindingSummary | None) -> tuple[str, str]:
     if found.warnings:
         return f"▲ {found.text()}", "warn"
     return (f"● {found.text()}", "text") if found.notes else ("no findings", "muted")
+
+
+_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "text"}
 
 
 class FactLines(Canvas):
@@ -161,10 +165,20 @@ class FindingLine(Canvas):
     def __init__(self) -> None:
         super().__init__(id="finding")
         self._summary: FindingSummary | None = None
+        self._told: Finding | None = None
+        self._told_now = False
 
     def say(self, found: FindingSummary | None) -> None:
-        """Show another summary."""
+        """Show another summary, unless a finding that was gone to still stands here."""
         self._summary = found
+        if self._told is not None and not self._told_now:
+            self._told = None
+        self._told_now = False
+        self.repaint()
+
+    def tell(self, finding: Finding) -> None:
+        """Show one finding until the next step away from it."""
+        self._told, self._told_now = finding, True
         self.repaint()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -177,4 +191,6 @@ class FindingLine(Canvas):
             return
         look = look_of(self.app)
         text, style = finding_text(self._summary)
+        if self._told is not None:
+            text, style = visible(self._told.sentence), _STYLES[self._told.severity]
         self.show([line([(text, look.style(style))], self.size.width, look.style("text"))])

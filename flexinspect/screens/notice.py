@@ -36,6 +36,7 @@ def notice_text(status: Status, seconds: int = 0) -> tuple[str, str]:
 
 _TITLES = {
     "dead": "The trace was never ended.",
+    "damaged": "This trace cannot be read from its beginning; what can be read is shown.",
     "failed": "The run failed. What was recorded before is here.",
     "interrupted": "The run was interrupted. What was recorded before is here.",
 }

@@ -21,6 +21,8 @@ from flexinspect.widgets.canvas import Canvas
 from flexinspect.widgets.lines import paragraph
 from flexinspect.widgets.look import Look
 
+Wish = tuple[Panel[Any, Any], Request[Any]]
+
 Loaded = tuple[Any, tuple[list[str], str] | None]
 """What a panel loaded; or nothing, with the lines that say why and their style."""
 
@@ -52,7 +54,7 @@ class PanelView(Canvas, can_focus=True):
         self._note = note
         self._feed = feed
         self._options: Any = panel.options()
-        self._loader = Loader(pool, self._wish_if_seen, self._load, self._take)
+        self._loader = Loader(pool, self._wish_if_seen, self._load_wish, self._take)
         self._request: Request[Any] | None = None
         self._data: Any = None
         self._trouble: tuple[list[str], str] | None = None
@@ -99,25 +101,36 @@ class PanelView(Canvas, can_focus=True):
         size: Size = self.size
         return Request(self.place, self._options, max(size.width, 1), max(size.height, 1))
 
-    def _wish_if_seen(self) -> Request[Any] | None:
-        hidden = self.parent is not None and not getattr(self.parent, "display", True)
-        return None if hidden or self.size.area == 0 else self._wish()
+    def show_panel(self, panel: Panel[Any, Any]) -> None:
+        """Show another panel from now on."""
+        self.panel, self._options = panel, panel.options()
+        self._request = self._data = self._trouble = None
+        self.show(())
+        self.want()
 
-    def _load(self, request: Request[Any]) -> Loaded:
+    def _wish_if_seen(self) -> Wish | None:
+        hidden = self.parent is not None and not getattr(self.parent, "display", True)
+        return None if hidden or self.size.area == 0 else (self.panel, self._wish())
+
+    def _load_wish(self, wish: Wish) -> Loaded:
+        panel, request = wish
         source = self._feed.source
-        if source is None:
+        if source is None or self._feed.withdrawn:
             return None, (["Nothing is recorded yet."], "muted")
         try:
-            return self.panel.load(source, request), None
+            return panel.load(source, request), None
         except Missing as missing:
             waiting = ["No step is recorded yet."] if self._feed.waiting else []
             return None, (waiting or missing.lines(), "muted")
         except FlexInspectError as error:
             return None, (error.sentence().splitlines(), "bad")
         except Exception as error:
-            return None, (_fault(self.panel, error), "bad")
+            return None, (_fault(panel, error), "bad")
 
-    def _take(self, request: Request[Any], loaded: Loaded) -> None:
+    def _take(self, wish: Wish, loaded: Loaded) -> None:
+        panel, request = wish
+        if panel is not self.panel:
+            return  # it was exchanged meanwhile
         self._request = request
         self._data, self._trouble = loaded
         self.repaint()

@@ -1,4 +1,4 @@
-"""Going to a token by a part of its text."""
+"""Going to a step by its number, or to a token by a part of its text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from flexinspect.panels.base import Go, Place
 from flexinspect.panels.parts.sequence import current_pos
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.sequences import find_text
+
+
+def step_number(text: str) -> int | None:
+    """Return the number that was typed, None for a word (or a number beyond any step)."""
+    typed = text.strip()
+    return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
 
 
 def token_with(reader: TraceReader, place: Place, text: str, *, only_generated: bool) -> Go | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
-from textual import events, work
+from textual import events
 from textual.app import ComposeResult
 from textual.containers import Container
 from textual.content import Content
@@ -49,6 +49,13 @@ def sensible(names: tuple[str, ...]) -> list[str]:
     return found
 
 
+def _title(name: str) -> Content:
+    """Return the title of a panel, with the digit that shows it."""
+    panel = load_panel(name)
+    number = panel_names().index(name) + 1
+    return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
+
+
 def _loads(name: str) -> bool:
     try:
         load_panel(name)
@@ -66,43 +73,29 @@ class Slot(Container):
     def __init__(self, name: str, feed: Feed, pool: Executor) -> None:
         super().__init__(classes="slot")
         self.panel_name = name
-        self._feed, self._pool = feed, pool
+        self.view = PanelView(load_panel(name), feed, pool, self._show_note)
         self._noted = ("", False)
 
     def compose(self) -> ComposeResult:
         """One panel."""
-        yield self._make(self.panel_name)
-
-    def _make(self, name: str) -> PanelView:
-        panel = load_panel(name)
-        number = panel_names().index(name) + 1
-        title = f"{number} {panel.title}" if number <= N_DIGITS else panel.title
-        self.border_title = Content(title)
-        self.border_subtitle = ""
-        view = PanelView(panel, self._feed, self._pool, self._show_note)
-        view.set_reactive(PanelView.place, self.place)
-        return view
-
-    @property
-    def view(self) -> PanelView:
-        """The panel's widget."""
-        return self.query_one(PanelView)
+        self.border_title = _title(self.panel_name)
+        self.view.set_reactive(PanelView.place, self.place)
+        yield self.view
 
     def watch_place(self, place: Place) -> None:
         """Hand the place on."""
-        for view in self.query(PanelView):
-            view.place = place
+        self.view.place = place
 
     def watch_version(self, version: int) -> None:
         """Hand the news on."""
-        for view in self.query(PanelView):
-            view.version = version
+        self.view.version = version
 
-    async def replace(self, name: str) -> None:
-        """Show another panel in this frame."""
+    def replace(self, name: str) -> None:
+        """Show another panel in this frame. Raises `FlexInspectError` when it does not load."""
+        self.view.show_panel(load_panel(name))
         self.panel_name = name
-        await self.view.remove()
-        await self.mount(self._make(name))
+        self.border_title = _title(name)
+        self._show_note("", False)
 
     def _show_note(self, note: str, alarm: bool) -> None:
         """Write the panel's note in the lower border; an unchanged one costs nothing."""
@@ -161,25 +154,16 @@ class Slots(Container):
             if view.panel.name == name:
                 view.focus()
                 return
-        self._exchange(self._frames().index(self._frame_of(self.current())), name)
+        self._exchange(self._frame_of(self.current()), name)
 
-    @work(exclusive=True, group="exchange")
-    async def _exchange(self, index: int, name: str) -> None:
+    def _exchange(self, frame: Slot, name: str) -> None:
         """Put a panel into a frame; a hidden frame that had it takes what was there."""
-        try:
-            load_panel(name)
-        except FlexInspectError as error:
-            self.notify(error.sentence(), severity="error", markup=False)
-            return
-        frames = self._frames()
-        other = next((slot for slot in frames if slot.panel_name == name), None)
+        other = next((slot for slot in self._frames() if slot.panel_name == name), None)
+        before = frame.panel_name
+        frame.replace(name)
         if other is not None:
-            await other.replace(frames[index].panel_name)
-        await frames[index].replace(name)
-        self._names = [slot.panel_name for slot in frames]
-        state.remember(panels=tuple(self._names))
-        frames[index].view.focus()
-        self.lay_out()
+            other.replace(before)
+        state.remember(panels=tuple(slot.panel_name for slot in self._frames()))
 
     def maximise(self) -> None:
         """Show the focused panel alone, or all again."""

@@ -40,7 +40,7 @@ class StartScreen(Screen[None]):
     def __init__(self, begin: Begin, job_of: JobOf) -> None:
         super().__init__()
         self._begin, self._job_of = begin, job_of
-        self._traces = known_traces(Path.cwd())
+        self._traces = known_traces()
 
     def compose(self) -> ComposeResult:
         """A heading, the list, the footer."""
@@ -83,10 +83,9 @@ class StartScreen(Screen[None]):
         )
         if not prompts:
             return
-        words = ["run", "--model", model]
-        for prompt in prompts.split("|"):
-            words += ["--prompt", prompt.strip()]
-        self._run(words)
+        # With "=", so that nothing that was typed is taken for a flag.
+        pieces = [piece.strip() for piece in prompts.split("|") if piece.strip()]
+        self._run(["run", f"--model={model}", *(f"--prompt={piece}" for piece in pieces)])
 
     def _run(self, words: list[str]) -> None:
         try:

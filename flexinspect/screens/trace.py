@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,9 +26,11 @@ from flexinspect.screens import shots
 from flexinspect.screens.ask import Ask, Choose, HelpScreen
 from flexinspect.screens.commands import KeyCommands, bindings
 from flexinspect.screens.facts import FactLines, FindingLine
+from flexinspect.screens.frame import Frame
+from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
-from flexinspect.screens.search import token_with
+from flexinspect.screens.search import step_number, token_with
 from flexinspect.screens.slots import Slots
 from flexinspect.screens.strip import TokenStrip
 from flexinspect.text import visible
@@ -38,9 +39,6 @@ from flexinspect.trace.rows import FindingRow
 LOOK_EVERY_S = 0.05
 PAGE = 10
 N_THREADS = 2
-FRAME_S = 0.03
-"""How long a frame waits for slow panels. Textual paints 60 times a second, on a grid; a frame that
-is painted in two parts takes two places on it."""
 
 
 class TraceScreen(Screen[None]):
@@ -61,7 +59,7 @@ class TraceScreen(Screen[None]):
         self._complaint = ""
         self._finding: FindingRow | None = None
         self.status = Status()
-        self._in_frame = False
+        self._frame = Frame(self._loaders)
         if place is not None:
             self.set_reactive(TraceScreen.place, place)
             self.set_reactive(TraceScreen.following, False)
@@ -109,6 +107,8 @@ class TraceScreen(Screen[None]):
         except FlexInspectError as error:
             if not self._feed.withdrawn:
                 self._complain(error)
+            if not self.version and self._feed.process is None:
+                self.take(Status("damaged", phase="", words=(visible(error.message),)))
             return
         if status is not None:
             self.take(status)
@@ -125,16 +125,28 @@ class TraceScreen(Screen[None]):
         self.status = status
         self.query_one(FactLines).status = status
         self.query_one(Notice).say(status)
-        if self.following and status.live and moved_on:
+        if self.following and moved_on and (status.live or self.version):
             self.place = Place(status.generations - 1, layer=self.place.layer, head=self.place.head)
             self.look()
             return
-        if self._wanted is None and not status.live and self.version == 0:
-            self.set_reactive(TraceScreen.following, False)
-            self._to_step(status.first_step)
+        if self.version == 0 and (self._wanted is not None or not status.live):
+            self._begin_at(self._wanted or replace(self.place, step=status.first_step))
         elif self.following and status.last_step is not None:
             self.place = replace(self.place, step=status.last_step, pos=None)
         self.version += 1
+
+    def _begin_at(self, place: Place) -> None:
+        """Stand at a place that was asked for, or at the nearest one that there is."""
+        self.set_reactive(TraceScreen.following, False)
+        newest = max(self.status.generations - 1, 0)
+        if place.generation > newest:
+            there = f"There is no generation {place.generation}; the last one is {newest}."
+            self.notify(there, severity="warning", markup=False)
+            self._wanted = replace(place, generation=newest)
+            self.set_reactive(TraceScreen.place, self._wanted)
+            self.look()
+        else:
+            self.place = place
 
     def validate_place(self, place: Place) -> Place:
         """Keep the place within the trace."""
@@ -151,41 +163,23 @@ class TraceScreen(Screen[None]):
 
     def watch_place(self) -> None:
         """Show the new place in one frame, not panel by panel."""
-        if self.is_mounted and not self._in_frame:
-            self._in_frame = True
-            batch = self.app.batch_update()
-            batch.__enter__()
-            self.run_worker(self._finish_frame(batch), group="frame")
+        if self.is_mounted:
+            self._frame.begin(self)
 
-    async def _finish_frame(self, batch: AbstractContextManager[None]) -> None:
-        """Let the screen be painted once all panels are loaded, or when that takes too long."""
-        parts: list[FactLines | TokenStrip | PanelView] = [
-            self.query_one(FactLines),
-            self.query_one(TokenStrip),
-            *self.slots.views(),
-        ]
-        try:
-            async with asyncio.timeout(FRAME_S):
-                for part in parts:
-                    await part.loader.rest()
-        except TimeoutError:
-            pass  # what is late is painted when it comes
-        finally:
-            batch.__exit__(None, None, None)
-            self._in_frame = False
+    def _loaders(self) -> list[Loader[Any, Any]]:
+        own = [self.query_one(FactLines).loader, self.query_one(TokenStrip).loader]
+        return own + [view.loader for view in self.slots.views()]
 
     # -- going places ----------------------------------------------------------------------------
 
     def go(self, go: Go) -> None:
         """Go where a panel, a prompt or a key says; stepping away ends following."""
+        self._to_branch(go.generation, go.branch)
         place = self.place
-        if go.generation is not None and go.generation != place.generation:
-            self._to_generation(go.generation)
-            place = self.place
         if go.step is not None:
             self.following = False
             place = replace(place, step=go.step, pos=go.pos)
-        values = {"layer": go.layer, "head": go.head, "branch": go.branch}
+        values = {"layer": go.layer, "head": go.head}
         self.place = replace(place, **{k: v for k, v in values.items() if v is not None})
         if go.panel is not None:
             self.slots.show_panel(go.panel)
@@ -198,12 +192,21 @@ class TraceScreen(Screen[None]):
         self._to_step(self.place.step + n)
 
     def _to_generation(self, number: int) -> None:
-        if not 0 <= number < max(self.status.generations, 1) or number == self.place.generation:
+        self._to_branch(number, 0)
+
+    def _to_branch(self, generation: int | None, branch: int | None) -> None:
+        """Stand at the first step of another generation or branch; nothing for the present one."""
+        place = self.place
+        generation = place.generation if generation is None else generation
+        branch = place.branch if branch is None else branch
+        same = (generation, branch) == (place.generation, place.branch)
+        if same or not 0 <= generation < max(self.status.generations, 1):
             return
         self.following = False
-        self.place = Place(number, layer=self.place.layer, head=self.place.head)
+        # The bounds of the step are those of the old branch until the new one was looked at.
+        self.set_reactive(TraceScreen.place, replace(place, generation=generation, branch=branch))
         self.look()
-        self._to_step(self.status.first_step)
+        self.place = replace(self.place, step=self.status.first_step, pos=None)
 
     def action_do(self, name: str) -> None:
         """Do what a key (or the palette) names: an id of `flexinspect.keys`."""
@@ -237,8 +240,8 @@ class TraceScreen(Screen[None]):
         answer = await self.app.push_screen_wait(Ask(question, placeholder="12, or a word"))
         if not answer:
             return
-        if answer.strip().isdecimal():
-            self.go(Go(step=int(answer)))
+        if (step := step_number(answer)) is not None:
+            self.go(Go(step=step))
             return
         self._find(answer, only_generated=True)
 
@@ -261,7 +264,11 @@ class TraceScreen(Screen[None]):
         reader = self._feed.reader
         if reader is None:
             return
-        go = token_with(reader, self.place, text, only_generated=only_generated)
+        try:
+            go = token_with(reader, self.place, text, only_generated=only_generated)
+        except FlexInspectError as error:
+            self._complain(error)
+            return
         if go is None:
             self.notify(f"No token holds “{visible(text)}”.", severity="warning", markup=False)
         else:
@@ -276,9 +283,9 @@ class TraceScreen(Screen[None]):
         if row is None:
             self.notify("There is no finding in this trace.", markup=False)
             return
-        about, self._finding = row.finding, row
-        self.go(place_of(about))
-        self.notify(visible(about.sentence), severity=_severity(about.severity), markup=False)
+        self._finding = row
+        self.go(place_of(row.finding))
+        self.query_one(FindingLine).tell(row.finding)
 
     @work
     async def _choose_panel(self) -> None:
@@ -327,7 +334,10 @@ class TraceScreen(Screen[None]):
         """Ask the run to end after this step; asked again, end it at once."""
         if self._feed.process is None or not self.status.live:
             self.notify(f"Nothing is running; {self._keys_of('app.quit')} quits.", markup=False)
-        elif self._feed.interrupt():
+        elif self._feed.stopping:
+            self._feed.kill()
+        else:
+            self._feed.interrupt()
             self.notify("Stopping after this step; again ends it at once.", markup=False)
 
     def _keys_of(self, name: str) -> str:
@@ -394,7 +404,3 @@ def _offer(name: str) -> str:
     except FlexInspectError as error:
         return f"{name}: {error.message}"
     return f"{panel.title:<10} {panel.help.shows}"
-
-
-def _severity(severity: str) -> Any:
-    return {"error": "error", "warning": "warning"}.get(str(severity), "information")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import stat
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexinspect.errors import TraceWriteError
+from flexinspect.trace.owner import recorded_by
 from flexinspect.trace.schema import APPLICATION_ID
 
 NETWORK = frozenset(
@@ -82,6 +84,12 @@ def _remove_old(path: Path) -> None:
         raise TraceWriteError(
             f"{path} is not a trace, so it is not overwritten.",
             hint="Choose another name, or remove the file yourself.",
+        )
+    pid = recorded_by(path)
+    if pid is not None and pid != os.getpid():
+        raise TraceWriteError(
+            f"{path} is being recorded by process {pid}, so it is not overwritten.",
+            hint="Choose another name, or stop that run first.",
         )
     path.open("r+b").close()  # a file that may not be written is not to be replaced either
     path.unlink()

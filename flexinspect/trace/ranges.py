@@ -93,6 +93,13 @@ def step_range(
     return found
 
 
+def decode_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
+    """Return how many decode steps a branch has made itself, and their milliseconds together."""
+    sql = f"SELECT count(*), total(wall_ms) FROM steps {BRANCH} AND phase = 'decode'"
+    ((number, total),) = reader._query(sql, (generation, branch))
+    return int(number), float(total)
+
+
 def memory_range(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> dict[int, MemoryRecord]:

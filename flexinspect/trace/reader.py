@@ -31,6 +31,7 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.trace import arrays, decode, schema
+from flexinspect.trace.connections import in_wal_mode
 from flexinspect.trace.queries import BRANCH, STEP, Queries, place
 from flexinspect.trace.rows import (
     ArrayInfo,
@@ -59,6 +60,8 @@ class TraceReader(Queries):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         self._live = self.state == "recording"
+        if not self._live and in_wal_mode(self.path):
+            self._connections.let_go()  # its writer may be about to fold it
 
     def __enter__(self) -> Self:
         return self

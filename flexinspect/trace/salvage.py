@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -13,27 +15,58 @@ from flexinspect.trace import schema
 MOST_COPIED = 2 << 30
 """Bytes of a damaged file above which no copy is made of it."""
 
+LONGEST_S = 2.0
+"""Seconds that are spent on counting what a file still holds."""
 
-def mended(path: Path) -> Path | None:
+_PIECE = 8 << 20
+"""Bytes that are copied at once."""
+
+_OFTEN = 10_000
+"""Instructions of SQLite between two looks at the clock."""
+
+
+def can_be_mended(path: Path) -> bool:
+    """Tell whether a file is a trace that was cut short, and small enough to copy. Quick."""
+    return _missing_bytes(path) > 0
+
+
+def mended(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
     """Return a temporary copy of a trace that was cut short, filled up with empty pages.
 
     SQLite refuses a file that is shorter than its header says; filled up, it reads all pages that
-    are there and reports the others as damaged. None for a file that is not cut short.
+    are there and reports the others as damaged. None for a file that is not cut short, where there
+    is no room for a copy, and when `stop`, asked again and again, says so.
     """
+    if not can_be_mended(path):
+        return None
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="flexinspect-left-"))
+        copy = folder / path.name
+        with path.open("rb") as source, copy.open("wb") as target:
+            wanted = _promised(source.read(100))
+            source.seek(0)
+            while (piece := source.read(_PIECE)) and not stop():
+                target.write(piece)
+            target.truncate(wanted)
+    except OSError:
+        copy = None
+    if folder is not None and (copy is None or stop()):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return copy
+
+
+def _missing_bytes(path: Path) -> int:
+    """Return the bytes that a trace is shorter than its header says, 0 for any other file."""
     try:
         with path.open("rb") as file:
-            head = file.read(100)
+            wanted = _promised(file.read(100))
         size = path.stat().st_size
-        wanted = _promised(head)
-        if not 0 < size < wanted or size > MOST_COPIED or wanted > 4 * MOST_COPIED:
-            return None
-        copy = Path(tempfile.mkdtemp(prefix="flexinspect-left-")) / path.name
-        shutil.copyfile(path, copy)
-        with copy.open("r+b") as file:
-            file.truncate(wanted)
-        return copy
     except OSError:
-        return None
+        return 0
+    fits = 0 < size <= MOST_COPIED and wanted <= 4 * MOST_COPIED
+    return max(wanted - size, 0) if fits else 0
 
 
 def _promised(head: bytes) -> int:
@@ -50,37 +83,70 @@ def forget(copy: Path) -> None:
 
 
 def what_is_left(path: Path) -> list[str]:
-    """Return sentences about what a damaged or foreign file still holds; never raises."""
+    """Return sentences about what a damaged or foreign file still holds; never raises.
+
+    Takes `LONGEST_S` at most, however many rows there are and whatever the file makes of them.
+    """
     try:
         size = path.stat().st_size
     except OSError:
         return []
-    counts = _counts(path)
+    counts, late = _counts(path)
     lines = [f"The file has {size} bytes."]
     if counts:
-        lines.append("Readable in it: " + ", ".join(f"{n} {name}" for name, n in counts) + ".")
-    elif size:
+        told = ", ".join(f"{number} {name}" for name, number in counts.items())
+        lines.append(f"Readable in it: {told}.")
+    elif size and not late:
         lines.append("Nothing in it can be read as a trace.")
+    if late:
+        lines.append(f"Counting ended after {LONGEST_S:g} seconds, so there may be more.")
     return lines
 
 
-def _counts(path: Path) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
+def _counts(path: Path) -> tuple[dict[str, str], bool]:
+    """Return how many rows of each table can be read, in words, and whether time ran out."""
+    clock = _Clock()
+    found: dict[str, str] = {}
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            db.set_progress_handler(clock.late, _OFTEN)
+            db.execute("PRAGMA trusted_schema=OFF")
+            # Read so, a file that is cut short is not refused; nothing is written either way.
+            db.execute("PRAGMA writable_schema=ON")
             for table in schema.TABLES:
                 number = _count(db, table.name)
                 if number:
-                    found.append((table.name, number))
+                    found[table.name] = f"at least {number}" if clock.ran_out else f"{number}"
+                if clock.ran_out:
+                    break
     except (sqlite3.Error, OSError, ValueError):
-        return found
-    return found
+        pass
+    return found, clock.ran_out
+
+
+class _Clock:
+    """Ends a query when the time for all of them is over."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + LONGEST_S
+        self.ran_out = False
+
+    def late(self) -> bool:
+        """Tell, and remember, whether it is over."""
+        self.ran_out = self.ran_out or time.monotonic() > self._end
+        return self.ran_out
+
+
+_IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND rootpage > 0 AND name = ?"
+"""A view, or a table that code makes up, may go on for ever."""
 
 
 def _count(db: sqlite3.Connection, table: str) -> int:
     """Count the rows that can be read, up to the first page that cannot."""
     number = 0
     try:
+        if db.execute(_IS_TABLE, (table,)).fetchone() is None:
+            return 0
         # A constant, so that a broken payload does not end the count.
         for _ in db.execute(f"SELECT 1 FROM {table}"):
             number += 1

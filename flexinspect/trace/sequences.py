@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from flexinspect.trace import decode
+from flexinspect.trace import decode, schema
 from flexinspect.trace.queries import BRANCH, Queries
+from flexinspect.trace.rows import EventRow
 
 
 def last_pos(trace: Queries, generation: int, branch: int = 0) -> int | None:
@@ -45,3 +46,9 @@ def find_text(
             pos, step = rows[0]
             return trace._guard(decode.whole, pos), step if type(step) is int else None
     return None
+
+
+def newest_events(trace: Queries, kind: str, after_id: int, limit: int) -> list[EventRow]:
+    """Return the newest events of a kind whose number is above `after_id`, in order."""
+    rest = "WHERE kind = ? AND event > ? ORDER BY event DESC LIMIT ?"
+    return trace._records(decode.event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]

@@ -34,6 +34,9 @@ class Canvas(Widget):
         self._strips = strips
         self.refresh()
 
+    def repaint(self) -> None:
+        """Make the strips again, in the size and colours of now; for subclasses."""
+
     def render_lines(self, crop: Region) -> list[Strip]:
         """Return the strips of a region, cut and filled up to the widget's size."""
         width = self.size.width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from textual.strip import Strip
 
 from flexinspect.widgets.lines import Span, line
@@ -29,4 +30,4 @@ def header(parts: Sequence[tuple[str, str, int]], width: int, look: Look) -> Str
 
 
 def _length(parts: Sequence[tuple[str, str, int]]) -> int:
-    return sum(len(text) for text, _, _ in parts) + len(SEPARATOR) * (len(parts) - 1)
+    return sum(cell_len(text) for text, _, _ in parts) + len(SEPARATOR) * (len(parts) - 1)

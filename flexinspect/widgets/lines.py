@@ -73,11 +73,6 @@ def paragraph(text: str, width: int, style: Style) -> list[Strip]:
     return [line([(row, style)], width, style) for row in rows]
 
 
-def stacked(parts: Sequence[Sequence[Strip]]) -> list[Strip]:
-    """Return blocks of strips one below the other."""
-    return [strip for part in parts for strip in part]
-
-
 def beside(left: Sequence[Strip], right_part: Sequence[Strip], blank: Style) -> list[Strip]:
     """Return two blocks side by side; the shorter one is filled up with blanks."""
     height = max(len(left), len(right_part))

@@ -112,7 +112,7 @@ class Ensemble:
                 out = self._generate(plan, session, generated)
             state, reason = "finished", out.stop_reason
         except KeyboardInterrupt:
-            state, reason = "interrupted", "Ctrl-C"
+            state, reason = "interrupted", "stopped"
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"

@@ -88,6 +88,7 @@ class OwnMask:
         Raises `MaskError` when the rule fails, or tells heads apart that nobody has counted.
         """
         mask_mod = shifted(self.mask_mod, window)
+        mask_mod.flexinspect_rule = self.mask_mod  # type: ignore[attr-defined]
         values = rule_parameters(self.mask_mod)
         mark(mask_mod, f"{self.name}{values}@{window.q_offset},{window.kv_offset}")
         if overlay is not None:

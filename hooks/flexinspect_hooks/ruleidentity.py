@@ -13,7 +13,11 @@ _MAX_HASHED = 1 << 20
 
 
 def rule_name(mask_mod: Any) -> str:
-    """Return module and qualified name of a rule, `or` of its type."""
+    """Return module and qualified name of a rule, `or` of its type.
+
+    A rule that only shifts the indices of another (`flexinspect_rule`) goes by that one's name.
+    """
+    mask_mod = getattr(mask_mod, "flexinspect_rule", mask_mod)
     if isinstance(mask_mod, FunctionType):
         return f"{mask_mod.__module__}.{mask_mod.__qualname__}"
     return f"{type(mask_mod).__module__}.{type(mask_mod).__qualname__}"
@@ -21,7 +25,7 @@ def rule_name(mask_mod: Any) -> str:
 
 def rule_source(mask_mod: Any) -> str | None:
     """Return "file:line" where the rule is written, if it is a Python function."""
-    code = getattr(mask_mod, "__code__", None)
+    code = getattr(getattr(mask_mod, "flexinspect_rule", mask_mod), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from support.traces import sample_trace
 
 from flexinspect.errors import TraceError
+from flexinspect.trace import salvage
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.salvage import forget, mended, what_is_left
 
@@ -93,3 +97,71 @@ def test_only_a_trace_that_is_cut_short_is_mended(tmp_path: Path) -> None:
         "Nothing in it can be read as a trace.",
     ]
     assert mended(tmp_path / "none") is None
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
+
+
+def foreign(path: Path, *sentences: str) -> Path:
+    db = sqlite3.connect(path)
+    for sentence in sentences:
+        db.execute(sentence)
+    db.commit()
+    db.close()
+    return path
+
+
+def test_a_view_named_like_a_table_is_not_followed(tmp_path: Path) -> None:
+    path = foreign(
+        tmp_path / "a.flextrace",
+        f"CREATE VIEW steps AS {ENDLESS}",
+        "CREATE TABLE tokens (pos INTEGER)",
+        "INSERT INTO tokens VALUES (1), (2)",
+    )
+    started = time.monotonic()
+    assert what_is_left(path)[1:] == ["Readable in it: 2 tokens."]
+    assert time.monotonic() - started < 1.0
+
+
+def test_counting_ends_with_its_time_and_says_at_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(salvage, "LONGEST_S", 0)
+    path = foreign(
+        tmp_path / "a.flextrace",
+        "CREATE TABLE steps (step INTEGER)",
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 50000) "
+        "INSERT INTO steps SELECT i FROM n",
+    )
+    _, counted, ended = what_is_left(path)
+    number = re.fullmatch(r"Readable in it: at least (\d+) steps\.", counted)
+    assert number is not None
+    assert 0 < int(number[1]) < 50_000
+    assert ended == "Counting ended after 0 seconds, so there may be more."
+
+
+def test_what_a_cut_trace_still_holds_is_counted_without_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sample_trace(tmp_path / "a.flextrace")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    copy = mended(path)
+    assert copy is not None
+    counted = what_is_left(copy)[1]
+    forget(copy)
+    monkeypatch.setattr(salvage, "mended", None)
+    assert what_is_left(path)[1] == counted
+    assert [file.name for file in tmp_path.iterdir()] == ["a.flextrace"]
+
+
+def test_a_copy_that_is_not_wanted_any_more_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(copies))
+    path = sample_trace(tmp_path / "a.flextrace")
+    path.write_bytes(path.read_bytes()[:-5000])
+    assert mended(path, lambda: True) is None
+    assert not list(copies.iterdir())

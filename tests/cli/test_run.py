@@ -286,6 +286,26 @@ def test_a_failing_rule_in_the_middle_keeps_the_trace_and_says_where(tmp_path: P
         assert reader.generation(0).state == "failed"
 
 
+def test_findings_stand_in_the_summary_and_in_the_json(tmp_path: Path) -> None:
+    (tmp_path / "my_masks.py").write_text(
+        "def deaf(b, h, q_idx, kv_idx):\n    return (kv_idx <= q_idx) & (q_idx != 5)\n"
+    )
+    words = ("run", "--mask", "my_masks:deaf", "--prompt", "What is the capital of France?")
+    done = flexinspect(*words, "--out", "own.flextrace", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "error: 1 row of paraphrase 1 sees no key at all" in done.stdout
+    assert "[mask.empty-row]" in done.stdout
+    again = flexinspect(*words, "--json", "--out", "b.flextrace", cwd=tmp_path)
+    (finding,) = json.loads(again.stdout)["findings"]
+    assert (finding["id"], finding["severity"]) == ("mask.empty-row", "error")
+    assert finding["positions"] == [5]
+    with open_trace(tmp_path / "own.flextrace") as reader:
+        names = {mask.rule for mask in reader.mask_summaries()}
+        sources = {mask.rule_source for mask in reader.mask_summaries()}
+    assert names == {"my_masks.deaf"}
+    assert sources == {f"{tmp_path / 'my_masks.py'}:1"}
+
+
 def test_an_own_rule_runs_and_is_named_in_the_trace(tmp_path: Path) -> None:
     (tmp_path / "my_masks.py").write_text(
         "def last_paraphrase(segments):\n"

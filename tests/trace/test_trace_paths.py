@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from trace_samples import generation, small_step, write
 from flexinspect.errors import TraceWriteError
 from flexinspect.trace import places
 from flexinspect.trace.reader import open_trace
+from flexinspect.trace.settle import settle
 from flexinspect.trace.writer import TraceWriter
 
 
@@ -243,3 +245,28 @@ def test_a_discarded_trace_leaves_nothing_although_somebody_reads_it(tmp_path: P
         writer.discard()
     reader.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_that_somebody_records_at_this_moment_is_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        writer = TraceWriter.create(path, {"pid": other.pid, "started_at": time.time()})
+        refused(path, f"is being recorded by process {other.pid}", overwrite=True)
+    finally:
+        other.kill()
+        other.wait()
+    writer.close("failed")
+    TraceWriter.create(path, {}, overwrite=True).close()
+
+
+def test_only_the_trace_of_the_dead_process_is_settled(tmp_path: Path) -> None:
+    path = tmp_path / "a.flextrace"
+    run = {"pid": 2**30, "started_at": 1.0}
+    TraceWriter.create(path, run)._db.close()
+    assert not settle(path, "not mine", 2**30 + 1)
+    assert open_trace(path).state == "recording"
+    assert settle(path, "it died", 2**30)
+    with open_trace(path) as reader:
+        assert (reader.state, reader.run()["reason"]) == ("failed", "it died")
+    assert not settle(path, "again", 2**30)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from attention_scene import N_PROMPT, Made, Scene, load, paint, segments, token, words, write
 
+from flexinspect.panels.base import Place
+from flexinspect.panels.parts import attentionrows
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, StepRecord
@@ -275,3 +277,41 @@ def test_a_forks_row_reads_the_keys_of_its_parent_before_the_fork(tmp_path: Path
     before = load(source, step=1, branch=1)
     assert before.tokens is not None
     np.testing.assert_allclose(before.tokens.weights, scene.weights(0, 0, N_PROMPT), atol=1e-5)
+
+
+def one_row(step: StepRecord) -> StepRecord:
+    """Let every row see everything, with the mask stored as one row that stands for all."""
+    cells = step.masks[0].cells
+    assert cells is not None
+    row = np.ones_like(cells[:, :1])
+    return replace(step, masks=(replace(step.masks[0], cells=row),))
+
+
+@pytest.mark.parametrize("limit", [attentionrows.WHOLE_MASK, 10], ids=["small", "large"])
+def test_a_mask_of_one_row_stands_for_all_rows(
+    made: Made, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(attentionrows, "WHOLE_MASK", limit)
+    _, source = made(change=one_row)
+    view = attentionrows.view_step(source, Place())
+    row = attentionrows.mask_row(view, view.calls[0], 4)
+    assert row.tolist() == [[True] * N_PROMPT]
+
+
+def test_of_a_large_mask_one_row_is_read_and_no_more(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attentionrows, "WHOLE_MASK", 10)
+    scene, source = made()
+
+    def whole(self: Any, fingerprint: str) -> Any:
+        raise AssertionError("the whole mask was read")
+
+    monkeypatch.setattr(TraceReader, "mask", whole)
+    view = attentionrows.view_step(source, Place())
+    for number in (0, 7):
+        row = attentionrows.mask_row(view, view.calls[0], number)
+        expected = np.pad(scene.cells(number), (0, N_PROMPT - 1 - number))
+        np.testing.assert_array_equal(row, expected[None])
+    with pytest.raises(attentionrows.Unrecorded):
+        attentionrows.mask_row(view, view.calls[0], N_PROMPT)

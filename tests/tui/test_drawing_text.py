@@ -13,7 +13,8 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from flexinspect.widgets.lines import beside, clipped, line, paragraph, right, stacked
+from flexinspect.widgets.header import header
+from flexinspect.widgets.lines import beside, clipped, line, paragraph, right
 from flexinspect.widgets.look import BANDS, DARK, Look
 from flexinspect.widgets.plots import bar, number, sparkline, timeline
 
@@ -296,11 +297,6 @@ def test_blocks_side_by_side_are_filled_up_to_the_longer_one() -> None:
     assert beside([], [], NONE) == []
 
 
-def test_stacked_blocks_stand_one_below_the_other() -> None:
-    one, two = line([("a", NONE)], 1), line([("b", NONE)], 1)
-    assert texts(stacked([[one], [], [two, one]])) == ["a", "b", "a"]
-
-
 # --- looks ---
 
 NAMES = [
@@ -360,3 +356,9 @@ def test_the_dark_colours_can_be_read_on_their_background(name: str) -> None:
 @pytest.mark.parametrize("band", BANDS)
 def test_white_text_can_be_read_on_every_band(band: str) -> None:
     assert _contrast("#ffffff", band) >= 3  # large text in WCAG; a heatmap's labels are short
+
+
+def test_the_header_counts_cells_not_characters() -> None:
+    parts = [("日本語日本語", "title", 0), ("step 3", "text", 1)]
+    assert header(parts, 18, Look("none")).text.rstrip() == "日本語日本語"
+    assert header(parts, 21, Look("none")).text == "日本語日本語 · step 3"

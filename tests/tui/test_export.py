@@ -294,3 +294,14 @@ def _paeth(left: np.ndarray, up: np.ndarray, corner: np.ndarray) -> np.ndarray:
         left,
         np.where(near[1] <= near[2], up, corner),
     )
+
+
+def test_without_a_home_folder_there_are_no_fonts_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    folders = list(fonts._font_folders())
+    assert folders[0] == Path("/usr/share/fonts")

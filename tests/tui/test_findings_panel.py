@@ -121,7 +121,7 @@ def test_the_selected_one_shows_its_place_words_and_numbers(source: Callable[...
     assert said[-5:] == [
         "mask.empty-row is wrong.",
         "At generation 0, step 5.",
-        "Positions: 1 “␤”, 2 “\\x1b[31mred”",
+        "Positions: 1 “↵”, 2 “\\x1b[31mred”",
         "rows: 2",
         'worst: "Infinity"',
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
 from flexinspect.job import Job
+from flexinspect.screens.ask import Choose
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.trace.reader import open_trace
 
@@ -65,8 +68,7 @@ async def test_stepping_away_ends_following_and_says_how_far_behind(tmp_path: Pa
         assert screen(app).place.step == 0
         assert not screen(app).following
         await pilot.press("f")
-        await pilot.pause(0.1)
-        assert screen(app).place.step > 20
+        await until(pilot, lambda: screen(app).place.step > 20)
         await pilot.press("ctrl+c")
         await until(pilot, lambda: not screen(app).status.live)
         assert screen(app).status.state == "interrupted"
@@ -106,13 +108,13 @@ async def test_quitting_a_live_run_asks_first(tmp_path: Path) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
         await pilot.press("q")
-        await pilot.pause(0.1)
+        await until(pilot, lambda: isinstance(app.screen, Choose))
         assert "The model is still running." in screen_text(app)
         await pilot.press("down", "enter")
-        await pilot.pause(0.1)
+        await until(pilot, lambda: isinstance(app.screen, TraceScreen))
         assert screen(app).status.live
         await pilot.press("q")
-        await pilot.pause(0.1)
+        await until(pilot, lambda: isinstance(app.screen, Choose))
         await pilot.press("enter")
         await pilot.pause(0.1)
     process = app.feed.process  # type: ignore[union-attr]
@@ -122,3 +124,49 @@ async def test_quitting_a_live_run_asks_first(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
     assert process.poll() is not None  # type: ignore[union-attr]
     assert open_trace(path).state == "interrupted"
+
+
+async def test_ctrl_c_and_then_q_leave_a_valid_trace(tmp_path: Path) -> None:
+    path = tmp_path / "run.flextrace"
+    app = InspectorApp(job=job(path, **LONG))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
+        app.feed.interrupt()  # type: ignore[union-attr]
+        app._ended()
+        await until(pilot, lambda: app.feed.process.poll() is not None)  # type: ignore[union-attr]
+    with open_trace(path) as reader:
+        assert reader.state == "interrupted"
+
+
+async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "other.flextrace"
+    program = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from support.traces import RUN, _generation, sample_step\n"
+        "from flexinspect.trace.writer import TraceWriter\n"
+        "run = {**RUN, 'pid': os.getpid(), 'started_at': time.time()}\n"
+        "writer = TraceWriter.create(Path(sys.argv[1]), run)\n"
+        "writer.begin_generation(_generation(0))\n"
+        "writer.write_step(sample_step(0))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(120)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(["tests", *sys.path])}
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, env=env
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        app = InspectorApp(path)
+        async with app.run_test(size=(100, 30)) as pilot:
+            await settle(pilot)
+            assert screen(app).status.state == "recording"
+            other.kill()
+            other.wait()
+            await until(pilot, lambda: screen(app).status.state == "dead")
+            assert "The trace was never ended." in screen_text(app)
+    finally:
+        other.kill()
+        other.wait()

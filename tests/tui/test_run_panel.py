@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -330,3 +331,41 @@ def test_a_generation_that_is_not_there_leaves_the_manifest(data: RunFacts) -> N
     assert elsewhere.generation is None
     assert said(elsewhere, "text") == ("not recorded",)
     assert ("seed", "7") in manifest(elsewhere)
+
+
+def test_a_huge_answer_is_cut_before_it_is_wrapped_and_keeps_its_verdict(
+    data: RunFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrapped: list[int] = []
+    original = textwrap.wrap
+
+    def counting(text: str, *rest: Any, **more: Any) -> list[str]:
+        wrapped.append(len(text))
+        return original(text, *rest, **more)
+
+    monkeypatch.setattr(textwrap, "wrap", counting)
+    huge = replace(data, answer="word " * 200_000, right=False)
+    for width in (30, 120):
+        assert "✗ not among" in "\n".join(drawn(huge, width, 400))
+    assert max(wrapped) < 5000
+    assert said(huge, "text")[0].endswith("…”")
+    assert len("\n".join(PANEL.describe(huge))) < 5000
+
+
+def test_the_answer_is_judged_when_it_is_loaded_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[str] = []
+
+    def judge(answer: str, expected: Any) -> bool:
+        judged.append(answer)
+        return True
+
+    monkeypatch.setattr("flexinspect.panels.parts.verdict.matches", judge)
+    path = write(tmp_path / "a.flextrace", {}, expected=("yes",))
+    source = Source(open_trace(path))
+    for number in (0, 1, 2):
+        facts = PANEL.load(source, Request(Place(step=number), RunOptions()))
+        drawn(facts)
+    assert judged == ["Yes"]
+    assert "✓ correct" in said(facts, "text")

@@ -13,12 +13,14 @@ from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
 from flexinspect.panels.base import Place
+from flexinspect.records import EventRecord
 from flexinspect.screens.ask import Ask, Choose, HelpScreen
 from flexinspect.screens.broken import BrokenScreen
 from flexinspect.screens.slots import Slots, n_columns, n_slots
 from flexinspect.screens.start import StartScreen
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.state import recall
+from flexinspect.trace.writer import TraceWriter
 
 WIDE, SMALL = (130, 40), (80, 24)
 
@@ -332,25 +334,38 @@ async def test_a_broken_trace_gets_a_screen_with_what_is_left(tmp_path: Path) ->
     async with app.run_test(size=WIDE) as pilot:
         await pilot.pause()
         assert isinstance(app.screen, BrokenScreen)
+        await app.workers.wait_for_complete()
+        await pilot.pause()
         text = screen_text(app)
         assert "is not a trace" in text
         assert "Nothing in it can be read as a trace." in text
     assert app.trouble is not None
 
 
-async def test_a_trace_cut_short_says_what_can_still_be_read(trace: Path) -> None:
+async def test_a_trace_cut_short_says_what_can_still_be_read_and_is_copied_when_asked(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = trace.parent / "copies"
+    copies.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(copies))
     whole = trace.read_bytes()
     trace.write_bytes(whole[: len(whole) * 3 // 4])
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
         await pilot.pause()
         assert isinstance(app.screen, BrokenScreen)
+        await app.workers.wait_for_complete()
+        await pilot.pause()
         assert "cut short" in screen_text(app)
         assert "Readable in it:" in screen_text(app)
+        assert not list(copies.iterdir())
         await pilot.press("tab", "enter")
+        while not isinstance(app.screen, TraceScreen):
+            await pilot.pause(0.01)
         await settle(pilot)
         assert isinstance(app.screen, TraceScreen)
         assert "sample" in screen_lines(app)[0]
+    assert not list(copies.iterdir())
 
 
 async def test_a_trace_of_a_killed_process_is_usable_and_says_so(tmp_path: Path) -> None:
@@ -406,3 +421,90 @@ async def test_choosing_a_panel_from_the_list(trace: Path) -> None:
         await pilot.press("end", "enter")
         await settle(pilot)
         assert app.screen.query_one(Slots).current().panel.name == "run"
+
+
+async def test_panels_may_be_exchanged_as_fast_as_keys_come(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        slots = app.screen.query_one(Slots)
+        for name in ("layers", "run", "path", "layers", "tokens"):
+            slots.show_panel(name)
+            app.screen.action_do("step.next")  # type: ignore[attr-defined]
+            await pilot.press("tab")
+        await settle(pilot)
+        shown = [view.panel.name for view in slots.views()]
+        assert len(set(shown)) == 2
+        assert place(app).step == 5
+
+
+async def test_a_place_that_is_not_there_becomes_the_nearest_one(trace: Path) -> None:
+    app = InspectorApp(trace, place=Place(99, 0, 9999, 99, 99))
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        assert place(app) == Place(1, 0, 5, LAYERS - 1, 1)
+        assert any("no generation 99" in note.message for note in app._notifications)
+
+
+async def test_a_number_beyond_any_step_is_a_word(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        await pilot.press("g")
+        await pilot.pause()
+        app.screen.query_one("Input").value = "9" * 5000  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await settle(pilot)
+        assert place(app).step == 0
+
+
+async def test_damage_met_by_a_search_is_said(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexinspect.errors import TraceError
+    from flexinspect.screens import trace as screen_module
+
+    def fail(*args: object, **options: object) -> None:
+        raise TraceError("The page is damaged.")
+
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        monkeypatch.setattr(screen_module, "token_with", fail)
+        await pilot.press("/")
+        await pilot.pause()
+        await pilot.press("a", "enter")
+        await settle(pilot)
+        assert [note.message for note in app._notifications] == ["The page is damaged."]
+
+
+async def test_a_theme_changes_the_whole_screen_at_once(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        app.theme = "textual-light"
+        await settle(pilot)
+        header = app.screen.query_one("#header").strips[0]  # type: ignore[attr-defined]
+        assert {segment.style.bgcolor.name for segment in header} == {"#e0e0e0"}
+
+
+async def test_after_a_broken_trace_a_good_one_ends_well(trace: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.flextrace"
+    bad.write_bytes(b"not a trace")
+    app = InspectorApp(bad)
+    async with app.run_test(size=SMALL) as pilot:
+        await pilot.pause()
+        app._begin(trace)
+        await settle(pilot)
+        assert place(app).step == 0
+    assert app.trouble is None
+    assert recall().recent == (str(trace),)
+
+
+async def test_odd_values_in_a_manifest_are_survived(tmp_path: Path) -> None:
+    path = tmp_path / "odd.flextrace"
+    writer = TraceWriter.create(path, {"pid": -5, "started_at": 1.0, "model": {"layers": "x"}})
+    writer.write_event(EventRecord("phase", "loading", 2.0, data={"fraction": float("nan")}))
+    app = InspectorApp(path)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        assert "loading" in screen_text(app)
+    writer.close()

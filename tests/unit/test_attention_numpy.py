@@ -141,3 +141,13 @@ def test_the_worst_gate_is_a_bad_one_then_an_unchecked_one_then_the_largest() ->
     assert worst([Gate(), bad, good]) is bad
     assert math.isnan(worst([bad, Gate(math.nan)]).value or 0)
     assert worst([]) == Gate()
+
+
+@pytest.mark.parametrize(("share", "is_seen"), [(0.005, False), (0.02, True)])
+def test_a_hidden_key_is_seen_where_it_carries_more_than_a_hundredth(
+    share: float, is_seen: bool
+) -> None:
+    scores = np.log(np.array([1 - share, share]))
+    row = row_weights(scores, np.array([True, False]), lse=0.0)
+    assert row.gate == pytest.approx(share)
+    assert Gate(row.gate, "lse").bad is is_seen

@@ -30,6 +30,7 @@ from flexinspect.panels.parts.attentionrows import (
     recompute,
     view_step,
 )
+from flexinspect.panels.parts.sequence import band
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord
@@ -363,6 +364,4 @@ def _tokens(view: StepView, start: int, stop: int) -> Iterable[TokenRecord]:
 
 def _word(token: TokenRecord, segments: Sequence[Segment]) -> Word:
     text, invisible = shown(token.token, token.text, special=token.special)
-    known = 0 <= token.segment < len(segments)
-    separator = known and segments[token.segment].kind is SegmentKind.SEPARATOR
-    return Word(token.pos, text, -1 if separator else token.segment, token.special, invisible)
+    return Word(token.pos, text, band(token.segment, segments), token.special, invisible)

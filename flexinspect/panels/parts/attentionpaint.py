@@ -20,7 +20,7 @@ from flexinspect.panels.parts.attentiondata import (
     measured,
     share,
 )
-from flexinspect.prompts import SegmentKind
+from flexinspect.panels.parts.sequence import band
 from flexinspect.widgets.heat import boxes
 from flexinspect.widgets.lines import Span, beside, clipped, line, paragraph, right
 from flexinspect.widgets.look import Look
@@ -283,8 +283,9 @@ def mass_block(data: AttentionData, width: int, height: int, look: Look) -> list
     strips = [title] * headed
     name = min(max((len(label) for label, _, _ in parts), default=1), max(width // 2, 1))
     high = max((mass for _, _, mass in parts if np.isfinite(mass)), default=0.0)
-    for label, band, mass in parts:
-        word = Word(2 * band if not look.plain else band, clipped(label, name), band)
+    for label, number_, mass in parts:
+        colour = band(number_, data.segments)
+        word = Word(number_ if look.plain else 0, clipped(label, name), colour)
         spans = [(word.text, word_style(word, look))]
         strips.append(_bar_line(spans, name, mass, high, width, look))
     return strips[:height]
@@ -379,9 +380,8 @@ def overview(data: AttentionData, row: TokenRow, width: int, look: Look) -> Stri
     numbers = np.searchsorted(starts, edges + row.first_pos, side="right") - 1
     spans: list[Span] = []
     for char, index in zip(text, numbers.tolist(), strict=True):
-        separator = index >= 0 and data.segments[index].kind is SegmentKind.SEPARATOR
-        band = Word(index if look.plain else 0, "", -1 if separator else index)
-        spans.append((char, word_style(band, look)))
+        word = Word(index if look.plain else 0, "", band(index, data.segments))
+        spans.append((char, word_style(word, look)))
     return line(_merged(spans), width, look.style("text"))
 
 

@@ -6,7 +6,6 @@ kept together, so that going on by one step reads what is new and little else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,10 @@ from flexinspect.attention import Bools, Floats, Gate, Row, key_head, row_scores
 from flexinspect.panels.base import Missing, Place
 from flexinspect.panels.source import Source
 from flexinspect.records import Array, CallRecord
+from flexinspect.trace.bits import find_cells, packed_rows
 from flexinspect.trace.callranges import lineage
+from flexinspect.trace.ranges import holder
+from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 
 TOGETHER = 64
@@ -57,7 +59,7 @@ def view_step(source: Source, place: Place) -> StepView:
     """Return the step of a place. Raises `Missing` when it is not recorded."""
     reader = source.reader
     owners = tuple(lineage(reader, place.generation, place.branch))
-    branch = _owner(owners, place.step, place.branch)
+    branch = holder(reader, place.generation, place.step, place.branch)
     about = reader.step(place.generation, place.step, branch)
     if about is None:
         raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
@@ -65,13 +67,10 @@ def view_step(source: Source, place: Place) -> StepView:
     return StepView(source, place, owners, branch, about, calls)
 
 
-def _owner(owners: Sequence[tuple[int, int, int | None]], step: int, default: int) -> int:
-    return next((branch for branch, first, _ in owners if step >= first), default)
-
-
 def _array(view: StepView, step: int, stream: str, layer: int | None) -> Array | None:
-    branch = _owner(view.owners, step, view.branch)
-    return view.source.reader.array(view.place.generation, step, stream, layer, branch)
+    reader, generation = view.source.reader, view.place.generation
+    branch = holder(reader, generation, step, view.place.branch)
+    return reader.array(generation, step, stream, layer, branch)
 
 
 def _bytes(array: Array | None) -> int:
@@ -143,19 +142,40 @@ def _joined(view: StepView, layer: int, start: int, stop: int) -> Array:
 def mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
     """Return a row (from 0 in this step) of the executed mask, bool (mask heads, keys)."""
     small = call.q_len * call.kv_len <= WHOLE_MASK
-    rows = slice(None) if small else slice(row, row + 1)
 
     def read() -> Bools | None:
-        mask = None if call.mask is None else view.source.reader.mask(call.mask)
-        return None if mask is None or mask.cells is None else mask.cells[:, rows].copy()
+        if call.mask is None:
+            return None
+        if not small:
+            return _read_row(view.source.reader, call.mask, row)
+        mask = view.source.reader.mask(call.mask)
+        return None if mask is None else mask.cells
 
     key = ("attention.mask", call.mask, None if small else row)
     cells = view.source.keep(key, read, _bytes)
-    at = row if small else 0
+    # One row of a mask for many stands for all of them.
+    at = row if small and cells is not None and cells.shape[1] != 1 else 0
     if cells is None or not 0 <= at < cells.shape[1]:
         raise Unrecorded(f"The executed mask of layer {call.layer} was not recorded.")
     found: Bools = cells[:, at]
     return found
+
+
+def _read_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
+    """Return a row of a mask of any size, bool (heads, 1, keys), None where it has none."""
+    cells = find_cells(reader, fingerprint)
+    if cells is None:
+        return None
+    at = 0 if cells.n_rows == 1 else row
+    if not 0 <= at < cells.n_rows:
+        return None
+    rows = [
+        packed[0]
+        for head in range(cells.heads)
+        for _, packed in packed_rows(reader, cells, head, at, at + 1)
+    ]
+    packed = np.stack(rows)[:, None] if rows else np.zeros((0, 1, 0), np.uint8)
+    return np.unpackbits(packed, axis=2, count=cells.n_keys).astype(np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

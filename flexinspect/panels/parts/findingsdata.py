@@ -59,7 +59,7 @@ def words_of(reader: TraceReader, finding: Finding) -> tuple[tuple[int, str], ..
 def _word(token: TokenRecord | None) -> str:
     """Return a token's text in one line; `paragraph` makes it printable."""
     text = (token.text or token.token) if token is not None else ""
-    return text.replace("\n", "␤")
+    return text.replace("\n", "↵")
 
 
 def thousands(n: int) -> str:
@@ -117,6 +117,10 @@ def _where(finding: Finding) -> str:
 def _positions(data: FindingsData, finding: Finding) -> str:
     words = ", ".join(f"{pos} “{text}”" if text else str(pos) for pos, text in data.words)
     more = len(finding.positions) - len(data.words)
-    also = f" and {thousands(more)} more ({spans(finding.positions[:10_000])})" if more else ""
+    n_found, cut = finding.evidence.get("empty"), ""
+    if isinstance(n_found, int) and n_found > len(finding.positions):
+        more, cut = more + n_found - len(finding.positions), " …"
+    listed = spans(finding.positions[:10_000]) + cut
+    also = f" and {thousands(more)} more ({listed})" if more else ""
     name = "Positions" if len(finding.positions) > 1 else "Position"
     return f"{name}: {words}{clipped(also, 60).rstrip() if also else ''}"

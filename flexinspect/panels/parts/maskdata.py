@@ -21,6 +21,7 @@ from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment
 from flexinspect.records import CallRecord, MaskRecord
 from flexinspect.trace.callranges import lineage
+from flexinspect.trace.ranges import holder
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import GenerationRow
 from flexinspect.widgets.tokencells import Word
@@ -95,14 +96,7 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
 
 def _call(reader: TraceReader, place: Place) -> CallRecord | None:
     """Return the call of the place's layer, of the first layer if it has none, None without any."""
-    owner = next(
-        (
-            b
-            for b, first, _ in lineage(reader, place.generation, place.branch)
-            if place.step >= first
-        ),
-        place.branch,
-    )
+    owner = holder(reader, place.generation, place.step, place.branch)
     calls = reader.calls(place.generation, place.step, owner)
     return next((call for call in calls if call.layer == place.layer), calls[0] if calls else None)
 

@@ -39,7 +39,8 @@ def describe(data: MaskData) -> list[str]:
 
 def _what(data: MaskData) -> list[str]:
     sheet, place = data.sheet, data.place
-    where = f"layer {place.layer}, head {sheet.head} of {sheet.heads}"
+    heads = f"head {sheet.head} of {sheet.heads}" if sheet.heads > 1 else "the same for all heads"
+    where = f"layer {place.layer}, {heads}"
     at = f"generation {place.generation}, at step {place.step}"
     size = f"{sheet.n_rows} rows, {sheet.n_keys} keys"
     lines = [f"The mask of {where}, {at}: {size}, {data.view} ({data.gate.words()})."]

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flexinspect.panels.base import Place
+from flexinspect.panels.parts.sequence import band
 from flexinspect.panels.source import Source
-from flexinspect.prompts import Segment, SegmentKind
+from flexinspect.prompts import Segment
 from flexinspect.trace.callranges import lineage
 from flexinspect.trace.sequences import last_pos
 from flexinspect.widgets.tokencells import Word, shown
@@ -58,10 +59,8 @@ class _Reading:
 
 
 def band_of(segments: Sequence[Segment], position: int) -> int:
-    """Return the band of a position: the number of its segment, -1 for separators."""
-    number = segment_number(segments, position)
-    separator = number >= 0 and segments[number].kind == SegmentKind.SEPARATOR
-    return -1 if separator else number
+    """Return the colour of a position's segment, -1 for separators."""
+    return band(segment_number(segments, position), segments)
 
 
 def segment_number(segments: Sequence[Segment], position: int) -> int:

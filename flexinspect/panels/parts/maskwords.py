@@ -118,7 +118,7 @@ def _empty_reason(data: MaskData, position: int) -> str:
 
 def _why_closed(data: MaskData, row: int, key: int, *, meant: bool | None) -> str:
     position = int(data.sheet.positions[row])
-    if key > position:
+    if key > position and meant is not None:  # every rule that is declared is causal
         return "it comes later (causal)"
     fed = data.sheet.part_of(row).fed_at(row)
     if key < fed.kv_offset and data.view != "declared":
@@ -207,6 +207,8 @@ def block_label(data: MaskData) -> str:
         return ""
     if part.size is None:
         return "no block tables" + (": a dense mask" if part.dense else " recorded")
+    if not part.blocks:
+        return "its block tables were not recorded"
     partial, full, closed = part.counts()
     size = f"{part.size[0]} x {part.size[1]}"
     return f"blocks of {size}: {partial} partial, {full} full, {closed} not visited"

@@ -13,11 +13,11 @@ from flexinspect.records import PATHS, CallRecord, MaskRecord
 from flexinspect.trace.callranges import (
     StepPath,
     events_between,
-    lineage,
     spans,
     step_events,
     step_paths,
 )
+from flexinspect.trace.ranges import holder
 from flexinspect.trace.reader import TraceReader
 
 LETTERS: Mapping[str, str] = dict(zip(PATHS, "FCSE?", strict=True))
@@ -144,7 +144,7 @@ def map_of(found: Sequence[StepPath]) -> tuple[dict[tuple[int, int], str], dict[
 
 
 def _now(reader: TraceReader, place: Place, near: Iterable[StepPath]) -> Now:
-    branch = _branch_of(reader, place)
+    branch = holder(reader, place.generation, place.step, place.branch)
     key = (place.generation, place.step, branch)
     step, about = reader.step(*key), reader.generation(place.generation)
     calls = reader.calls(*key)
@@ -166,14 +166,6 @@ def _now(reader: TraceReader, place: Place, near: Iterable[StepPath]) -> Now:
         n_new=len(reader.fingerprints(*key)),
         compiled=tuple(f"{row.event.kind}: {row.event.text}" for row in events),
     )
-
-
-def _branch_of(reader: TraceReader, place: Place) -> int:
-    """Return the branch that holds the current step: a parent, before the fork."""
-    for branch, first, _ in lineage(reader, place.generation, place.branch):
-        if place.step >= first:
-            return branch
-    return place.branch
 
 
 def _gates(calls: Iterable[CallRecord]) -> dict[int, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 from rich.cells import cell_len, chop_cells, set_cell_size
 from textual.strip import Strip
 
-from flexinspect.answers import matches
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import CallRecord, MaskRecord
 from flexinspect.text import visible
@@ -26,15 +24,21 @@ _NARROWEST = 25
 _GAP = 3
 _MOST_SEGMENTS = 7
 _MOST_ROWS = 9
+_MOST_LETTERS = 1000
+"""Characters of a line of a box that are looked at."""
+_MOST_ANSWER = 240
+"""Characters of an answer that are shown in its box; the verdict stands below them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """What the diagram and the manifest are made from; whatever is not recorded is empty or None.
 
-    `decode` is a window of decode steps around the place; `n_steps` counts all steps; `calls` are
+    `decode` is a window of decode steps around the place, `decode_time` their number and
+    milliseconds in the whole branch; `n_steps` counts all steps; `calls` are
     those of the current step, or of the nearest one that has any; `open_share` is the part of the
-    cells of `mask` that are open.
+    cells of `mask` that are open. `right` says whether the answer is one of those expected, None
+    while that is not known.
     """
 
     run: Mapping[str, Any]
@@ -46,9 +50,11 @@ class RunFacts:
     segments: tuple[Segment, ...] = ()
     question: str = ""
     answer: str = ""
+    right: bool | None = None
     prefill: StepRow | None = None
     n_steps: int = 0
     decode: tuple[StepRow, ...] = ()
+    decode_time: tuple[int, float] = (0, 0.0)
     prefill_calls: tuple[CallRecord, ...] = ()
     calls: tuple[CallRecord, ...] = ()
     mask: MaskRecord | None = None
@@ -87,7 +93,13 @@ def boxes(facts: RunFacts) -> list[Box]:
 
 
 def _clean(lines: Iterable[str]) -> tuple[str, ...]:
-    return tuple(visible(text.strip()) for text in lines if text) or ("not recorded",)
+    return tuple(visible(_cut(text, _MOST_LETTERS).strip()) for text in lines if text) or (
+        "not recorded",
+    )
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def _input(facts: RunFacts) -> list[str]:
@@ -172,13 +184,12 @@ def _prefill(facts: RunFacts) -> list[str]:
 
 def _decode(facts: RunFacts) -> list[str]:
     n_decode = max(facts.n_steps - (facts.prefill is not None), 0)
-    times = [step.wall_ms for step in facts.decode if math.isfinite(step.wall_ms)]
+    n_timed, total_ms = facts.decode_time
     ratio = facts.fact("cost", "ratio")
     lines = [f"{n_decode} step{'' if n_decode == 1 else 's'}"]
-    if times:
-        median = statistics.median(times)
-        lines.append(f"{median:.1f} ms per step (median of {len(times)})")
-        lines.append(f"{1e3 / median:.1f} tokens/s" if median > 0 else "")
+    if n_timed and math.isfinite(total_ms) and total_ms > 0:
+        lines.append(f"{total_ms / n_timed:.1f} ms per step")
+        lines.append(f"{1e3 * n_timed / total_ms:.1f} tokens/s")
     if isinstance(ratio, int | float):
         lines.append(f"capture {100 * ratio:.1f} % of the whole run")
     return lines
@@ -188,15 +199,15 @@ def _text(facts: RunFacts) -> tuple[list[str], str]:
     about, branch = facts.generation, facts.branch
     if about is None:
         return [], "title"
-    answer, expected = facts.answer, about.expected
+    answer, expected = _cut(facts.answer, _MOST_ANSWER), about.expected
     lines = [f"“{answer}”" if answer else "nothing yet" if _is_open(branch) else "(nothing)"]
     style = "title"
     if expected:
-        correct = matches(answer, expected)
-        lines.append(f"expected {' | '.join(expected[:4])}")
-        if not _is_open(branch):
-            lines.append("✓ correct" if correct else "✗ not among those expected")
-            style = "good" if correct else "bad"
+        named = (_cut(text, _MOST_ANSWER // 4) for text in expected[:4])
+        lines.append(f"expected {' | '.join(named)}")
+        if facts.right is not None:
+            lines.append("✓ correct" if facts.right else "✗ not among those expected")
+            style = "good" if facts.right else "bad"
     if branch is not None:
         reason = f", {branch.stop_reason}" if branch.stop_reason else ""
         lines.append(f"{branch.state}{reason}")
@@ -253,7 +264,8 @@ def _turn(n_boxes: int, box: int, width: int, look: Look) -> Strip:
 
 def _wrapped(texts: Iterable[str], width: int) -> list[str]:
     rows: list[str] = []
-    for text in texts:
+    most = 2 * _MOST_ROWS * max(width, 8)
+    for text in (_cut(text, most) for text in texts):
         for row in textwrap.wrap(text, max(width, 8), break_on_hyphens=False) or [""]:
             rows += chop_cells(row, width) if cell_len(row) > width > 1 else [row]
     return rows if len(rows) <= _MOST_ROWS * 2 else [*rows[: _MOST_ROWS * 2 - 1], "…"]

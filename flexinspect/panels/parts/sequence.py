@@ -60,16 +60,17 @@ class Window:
 
     def token(self, pos: int) -> TokenRecord | None:
         """Return the token at a position, None outside of the window."""
-        if not self.start <= pos < self.stop:
-            return None
-        index = pos - self.start
-        return self.chunks[index // CHUNK].tokens[index % CHUNK]
+        for chunk in self.chunks:
+            if chunk.tokens[0].pos <= pos <= chunk.tokens[-1].pos:
+                return chunk.tokens[pos - chunk.tokens[0].pos]
+        return None
 
     def step_of(self, token: TokenRecord) -> StepRow | None:
         """Return the step that chose a token, None for one of the prompt."""
         if token.step is None:
             return None
-        return self.chunks[(token.pos - self.start) // CHUNK].by_step.get(token.step)
+        found = (chunk.by_step.get(token.step) for chunk in self.chunks)
+        return next((step for step in found if step is not None), None)
 
 
 def current_pos(reader: TraceReader, place: Place) -> int | None:
@@ -133,12 +134,19 @@ def _word(token: TokenRecord, chunk: Chunk, segments: Sequence[Segment], colour:
     text, invisible = shown(token.token, token.text, special=token.special)
     step = chunk.by_step.get(token.step) if token.step is not None else None
     heat = None if step is None else heat_of(step, colour)
-    return Word(token.pos, text, _band(token.segment, segments), token.special, invisible, heat)
+    return Word(token.pos, text, band(token.segment, segments), token.special, invisible, heat)
 
 
-def _band(number: int, segments: Sequence[Segment]) -> int:
-    known = 0 <= number < len(segments)
-    return -1 if known and segments[number].kind == SegmentKind.SEPARATOR else number
+def band(number: int, segments: Sequence[Segment]) -> int:
+    """Return the colour of a segment: counted without separators, which have none (-1).
+
+    So the first eight segments that matter, five paraphrases with what is around them, all differ.
+    """
+    if not 0 <= number < len(segments):
+        return number
+    if segments[number].kind == SegmentKind.SEPARATOR:
+        return -1
+    return sum(segment.kind != SegmentKind.SEPARATOR for segment in segments[:number])
 
 
 def heat_of(step: StepRow, colour: str) -> float | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
 from textual.strip import Strip
 
-from flexinspect.panels.base import Missing, Place
+from flexinspect.panels.base import Go, Missing, Place
 from flexinspect.trace.ranges import step_bounds
 from flexinspect.trace.reader import TraceReader
-from flexinspect.widgets.lines import Span
+from flexinspect.widgets.lines import Span, beside, line
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.plots import timeline
 
@@ -20,6 +20,13 @@ MOST_STEPS = 256
 
 _WIDEST = 4
 """Columns that one step takes at most."""
+
+
+BESIDE = 84
+"""Columns from which timelines stand beside the rest of a panel, not below it."""
+
+GAP = 3
+"""Columns between the two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,36 @@ class Area:
     def __contains__(self, cell: tuple[int, int]) -> bool:
         x, y = cell
         return 0 <= x - self.x < self.width and 0 <= y - self.y < self.height
+
+
+def left_width(width: int) -> int:
+    """Return the columns of what the timelines stand beside, or above."""
+    return (width - GAP) // 2 if width >= BESIDE else width
+
+
+def timeline_columns(width: int) -> int:
+    """Return the columns of the timelines in a picture of this width."""
+    return width - left_width(width) - GAP if width >= BESIDE else width
+
+
+def put_beside(
+    left: Sequence[Strip], timelines: Sequence[Strip], width: int, height: int, look: Look
+) -> list[Strip]:
+    """Return a picture of this size with timelines, `timeline_columns` wide, at its right."""
+    plain = look.style("text")
+    gap = [line([], GAP, plain)] * height
+    empty = line([], timeline_columns(width), plain)
+    filled = [*timelines, *[empty] * (height - len(timelines))]
+    return beside(beside(left, gap, plain), filled, plain)
+
+
+def go_to_step(x: int, y: int, areas: Iterable[Area], window: StepWindow) -> Go | None:
+    """Return the step of the timeline's column at a cell as a place to go to, None beside all."""
+    for area in areas:
+        if (x, y) in area:
+            step = step_at(x - area.x, window, area.width)
+            return None if step is None else Go(step=step)
+    return None
 
 
 def columns_per_step(window: StepWindow, width: int) -> int:
