@@ -104,7 +104,11 @@ class Sequences:
         goes_whole = place.begins or state.whole is not None
         self._before = state
         self._state = _State(
-            place.generation, place.step, fed.cached + fed.n_rows, whole if goes_whole else None, True
+            place.generation,
+            place.step,
+            fed.cached + fed.n_rows,
+            whole if goes_whole else None,
+            True,
         )
         return place
 
