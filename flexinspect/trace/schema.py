@@ -137,7 +137,7 @@ CANDIDATES = table(
     text           text  the token decoded alone
     logit          real  before the logits processors
     logprob        real  log-probability before the processors
-    score          real  after the processors
+    score          real  after the processors, NULL when that was not seen
     score_logprob  real  log-probability after the processors
     """,
 )

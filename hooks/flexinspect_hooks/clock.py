@@ -24,6 +24,8 @@ class StepContext:
     token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
+    is_scored: bool = True
+    """Whether `scores`, or the logits without them, are what the token was chosen from."""
     chosen: Tensor | None = None
     wall_ms: float = 0.0
     capture_s: float = 0.0

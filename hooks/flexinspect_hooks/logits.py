@@ -72,16 +72,18 @@ class LogitsHook:
             histogram_min=histogram[0],
             histogram_max=histogram[1],
             histogram=histogram[2],
-            candidates=self._candidates(row, values),
+            candidates=self._candidates(row, values, step),
         )
 
     def _row_of(self, name: str, values: Values, chosen: int | None) -> _Row:
         here = values.get(f"{name}.all")
         return _sent(values) if here is None else self._reducer.reduce(here, chosen)
 
-    def _candidates(self, row: _Row, values: Values) -> tuple[Candidate, ...]:
+    def _candidates(self, row: _Row, values: Values, step: StepContext) -> tuple[Candidate, ...]:
         scores, score_lse = row.top, row.lse
-        if "scores.all" in values:
+        if not step.is_scored:
+            scores = [math.nan] * len(row.top)
+        elif "scores.all" in values:
             other = self._row_of("scores", values, None)
             scores, score_lse = values["scores.all"][row.ids].tolist(), other.lse
         elif "scores.top" in values:

@@ -18,8 +18,8 @@ UNKNOWN_CACHE = "unknown-cache"
 class Fed:
     """What one forward was fed: `n_rows` rows, after `cached` keys that are in the cache already.
 
-    `ids` gives the row's token ids, None when there were none (embeddings). It is asked for forwards
-    on an empty cache alone: for others it may have to wait for the device.
+    `ids` gives the row's token ids, None when there were none (embeddings). It is asked for
+    forwards on an empty cache alone: for others it may have to wait for the device.
     """
 
     n_rows: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flexinspect.errors import UsageError
 from flexinspect.prompts import Segment, SegmentKind
@@ -28,7 +29,7 @@ def read_wishes(wishes: Iterable[Wish] | None) -> tuple[Wanted, ...]:
     """Return the wishes in one form. Raises `UsageError` for what can be neither span nor text."""
     wanted = tuple(_read(wish) for wish in wishes or ())
     spans = sorted((one.start, one.stop, one.label) for one in wanted if one.text is None)
-    for (_, stop, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+    for (_, stop, first), (start, _, second) in pairwise(spans):
         if start < stop:
             raise UsageError(f"The segments '{first}' and '{second}' overlap at position {start}.")
     return wanted
@@ -92,7 +93,9 @@ def lay_out(
     return tuple(out), troubles
 
 
-def _fill(out: list[Segment], at: int, found: list[tuple[int, int, str]], prompt: FedPrompt) -> None:
+def _fill(
+    out: list[Segment], at: int, found: list[tuple[int, int, str]], prompt: FedPrompt
+) -> None:
     """Add what was found and what lies between."""
     first = found[0][0]
     if prompt.has_bos and at < first:

@@ -88,7 +88,9 @@ def test_what_is_not_found_is_said_and_left_out() -> None:
 
 
 def test_a_span_past_the_end_is_cut_and_said() -> None:
-    segments, troubles = lay_out(read_wishes([(8, 12, "late"), (20, 30, "never")]), prompt(), encode)
+    segments, troubles = lay_out(
+        read_wishes([(8, 12, "late"), (20, 30, "never")]), prompt(), encode
+    )
     assert (8, 10, "late") in spans(segments)
     assert len(troubles) == 2
     assert "up to position 12" in troubles[0]

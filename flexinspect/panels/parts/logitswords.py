@@ -67,8 +67,8 @@ class LogitsData:
 
 
 def changed(one: Candidate) -> bool:
-    """Tell whether the processors changed a candidate's logit."""
-    if math.isnan(one.logit) and math.isnan(one.score):
+    """Tell whether the processors are known to have changed a candidate's logit."""
+    if math.isnan(one.score):
         return False
     return not math.isclose(one.logit, one.score, rel_tol=_SAME, abs_tol=_SAME)
 
@@ -158,9 +158,11 @@ def _spread_words(record: LogitsRecord) -> str:
 
 
 def _processor_words(data: LogitsData) -> list[str]:
+    every = data.record.candidates
+    if every and all(math.isnan(one.score) and not math.isnan(one.logit) for one in every):
+        return ["Whether processors changed these logits before the choice was not seen."]
     if not data.processed:
         return ["The scores are the logits: no processor changed these candidates."]
-    every = data.record.candidates
     out = sum(filtered(one) for one in every)
     if not out:
         return ["The processors changed the logits and filtered none of these candidates."]
