@@ -146,6 +146,8 @@ class AttentionHook:
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
+            if torch.compiler.is_compiling():  # a graph must not hold anything of ours
+                return function
             key = (attn_implementation, function)
             if key not in watched:
                 watched[key] = self._watch(attn_implementation, function)

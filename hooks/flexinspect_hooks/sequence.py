@@ -132,7 +132,7 @@ class Sequences:
         is_prompt = call is not None and fed.cached < call.n_prompt
         if fed.n_rows == 1 and not is_prompt:
             return Place(*here, fed.cached, 1, chosen=True)
-        return Place(*here, fed.cached, fed.n_rows, note="" if is_prompt else SEVERAL_ROWS)
+        return Place(*here, fed.cached, fed.n_rows, note=SEVERAL_ROWS)
 
 
 def _row(fed: Fed) -> tuple[int, ...] | None:

@@ -170,6 +170,8 @@ class CaptureSession:
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
+            return
         started = time.perf_counter()
         self._abandon()
         self._remove_switched_off()
@@ -188,6 +190,8 @@ class CaptureSession:
         self._step, self.context.is_open = step, True
 
     def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.context.is_open = False
         if self._step is not None:
             logits = getattr(output, "logits", None)

@@ -128,7 +128,7 @@ class Watch:
         self._session, state = None, _state_of(error)
         # Whatever fails here must not take the place of the user's own exception.
         for step in (
-            lambda: session.finish(state, error),
+            lambda: session.close(state, error),
             lambda: session.__exit__(kind, error, trace),
             lambda: self._conclude(session, writer),
             lambda: writer.close(state),

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flexinspect.records import EventRecord, TokenRecord
+from flexinspect_hooks.attention import UNSEEN
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext, cached_length, query_length
 from flexinspect_hooks.fedrows import ArgumentNames, FedRows
@@ -71,11 +73,13 @@ class WatchSession(CaptureSession):
         self._told: set[str] = set()
         self._told_error: BaseException | None = None
         self._is_broken = self._is_followed = False
-        self._calls = 0
+        self._calls = self._n_arrived = 0
 
     # -- a forward -------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
+            return
         started = time.perf_counter()
         try:
             if self._step is not None:
@@ -94,6 +98,7 @@ class WatchSession(CaptureSession):
         self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
     ) -> StepContext:
         """Find out where a forward belongs, and let go of the step before."""
+        self._n_arrived += 1
         n_rows = query_length(args, arguments)
         cached = cached_length(arguments.get("past_key_values"))
         rows = FedRows(arguments, n_rows, with_mask=not cached, stream=self._stream)
@@ -136,6 +141,8 @@ class WatchSession(CaptureSession):
             self._tell(trouble)
 
     def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         started = time.perf_counter()
         self.context.is_open, step = False, self._step
         if step is None:
@@ -211,6 +218,17 @@ class WatchSession(CaptureSession):
         self._abandon()
         self._end(state, reason)
         self._sequences.end()
+
+    def close(self, state: str, error: BaseException | None) -> None:
+        """Finish, and say so when nothing was seen at all."""
+        self.finish(state, error)
+        if not self._n_arrived:
+            text = (
+                "No forward of this model was seen: it was not called, or only through a part of "
+                "it, or inside a compiled graph."
+            )
+            self._event(UNSEEN, text)
+            self._tell(text)
 
     def _tell_error(self, error: BaseException) -> None:
         if error is self._told_error:
@@ -291,6 +309,9 @@ class WatchSession(CaptureSession):
         sequences, pos = getattr(result, "sequences", result), self._sequences.length
         if not self._is_followed or not isinstance(sequences, Tensor) or sequences.dim() != 2:
             return
+        if self._story is not None and sequences.shape[1] > pos + 1 > 1:
+            text = f"generate returned {sequences.shape[1]} tokens, and the forwards seen end at "
+            self._event(UNSEEN, f"{text}{pos}: the others ran inside a compiled graph.")
         if sequences.shape[1] == pos + 1:
             last = {"input_ids": sequences[:1, pos:]}
             self._settle(FedRows(last, 1, with_mask=False, stream=self._stream), pos)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor, nn
 from transformers import AutoTokenizer, DynamicCache
@@ -241,6 +243,44 @@ def test_a_replaced_forward_is_counted_as_unseen(out: Path) -> None:
         (said,) = events(reader, "unseen")
         assert "2 of 3 layers" in said
         assert [call.layer for call in reader.calls(0, 0)] == [0, 2]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_is_left_as_it_is_and_said_not_to_be_seen(
+    out: Path, fullgraph: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fed = prompt_of()
+
+    def graphs() -> tuple[int, Tensor]:
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        compiled = torch.compile(make_model("llama"), backend=counter, fullgraph=fullgraph)
+        with flexinspect.watch(compiled._orig_mod, out=out) if watched else nullcontext():
+            logits: Tensor = compiled(fed, use_cache=False).logits
+        return counter.frame_count, logits
+
+    watched = False
+    n_graphs, plain = graphs()
+    watched = True
+    n_mine, mine = graphs()
+    assert n_mine == n_graphs
+    assert torch.equal(plain, mine)
+    assert "No forward of this model was seen" in capsys.readouterr().err
+    with flexinspect.open_trace(out) as reader:
+        assert reader.generations() == []
+        assert len(events(reader, "unseen")) == 1
+
+
+def test_a_compiled_forward_is_one_step_without_attention(out: Path) -> None:
+    model = make_model("llama")
+    model.forward = torch.compile(model.forward, backend="eager")
+    plain = model(prompt_of(), use_cache=False).logits
+    with flexinspect.watch(model, out=out) as trace:
+        assert torch.equal(model(prompt_of(), use_cache=False).logits, plain)
+    with trace.reader() as reader:
+        assert reader.n_steps(0) == 1
+        assert reader.calls(0, 0) == []
+        assert "0 of 3 layers" in events(reader, "unseen")[0]
 
 
 def test_beams_are_said_not_to_be_followed(llama: Any, out: Path) -> None:

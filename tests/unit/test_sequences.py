@@ -107,7 +107,7 @@ def test_a_prompt_fed_in_chunks_by_generate_chooses_nothing_before_its_end() -> 
     found.append(following.place(fed([6], 5)))
     assert where(found) == [(0, step) for step in range(4)]
     assert [place.chosen for place in found] == [False, False, False, True]
-    assert [place.note for place in found] == [""] * 4
+    assert [place.note for place in found] == ["", SEVERAL_ROWS, SEVERAL_ROWS, ""]
 
 
 def test_a_call_that_is_not_followed_counts_its_forwards_and_attributes_nothing() -> None:
