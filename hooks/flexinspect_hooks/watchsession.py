@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -75,11 +76,15 @@ class WatchSession(CaptureSession):
         self._is_broken = self._is_followed = False
         self._calls = self._n_arrived = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchSession:
+        """Copies of the model carry its hooks along, and they must not carry this."""
+        return self
+
     # -- a forward -------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
-            return
+        if torch.compiler.is_compiling() or module is not self._model:
+            return  # of a graph as a whole nothing is seen; and a copy is another model
         started = time.perf_counter()
         try:
             if self._step is not None:
@@ -141,7 +146,7 @@ class WatchSession(CaptureSession):
             self._tell(trouble)
 
     def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or module is not self._model:
             return
         started = time.perf_counter()
         self.context.is_open, step = False, self._step
@@ -259,8 +264,10 @@ class WatchSession(CaptureSession):
             return
         own = vars(model).get("generate")
 
-        @functools.wraps(original)
-        def generate(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(getattr(original, "__func__", original))
+        def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this is not model:
+                return type(this).generate(this, *args, **kwargs)
             self._enter_call(args, kwargs)
             try:
                 result = original(*args, **kwargs)
@@ -275,7 +282,8 @@ class WatchSession(CaptureSession):
             if own is not None:
                 vars(model)["generate"] = own
 
-        vars(model)["generate"] = generate
+        # A method, so that a copy of the model calls itself and not this one.
+        vars(model)["generate"] = MethodType(generate, model)
         self._removes.append((None, remove))
 
     def _enter_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

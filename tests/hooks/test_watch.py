@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -445,6 +447,22 @@ def test_two_models_may_be_watched_together(llama: Any, tmp_path: Path) -> None:
         with trace.reader() as reader:
             assert token_ids(reader) == expected[0].tolist()
             assert len(reader.calls(0, 1)) == 3
+
+
+def test_a_copy_made_while_watching_is_another_model(llama: Any, out: Path) -> None:
+    with flexinspect.watch(llama, out=out) as trace:
+        copied = copy.deepcopy(llama)
+        with torch.no_grad():
+            copied.lm_head.weight.neg_()
+        assert inspect.signature(llama.generate) == inspect.signature(type(llama).generate).replace(
+            parameters=list(inspect.signature(type(llama).generate).parameters.values())[1:]
+        )
+        theirs, mine = greedy(copied, prompt_of()), greedy(llama, prompt_of())
+    assert not torch.equal(theirs, mine)
+    assert torch.equal(greedy(copied, prompt_of()), theirs)
+    with trace.reader() as reader:
+        assert len(reader.generations()) == 1
+        assert token_ids(reader) == mine[0].tolist()
 
 
 @pytest.mark.parametrize(
