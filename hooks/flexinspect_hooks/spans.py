@@ -53,7 +53,8 @@ def _read(wish: object) -> Wanted:
 class FedPrompt:
     """A prompt as it was fed, from position `start` on: its ids, and what each adds to the text.
 
-    The first `n_pads` of them are padding, and `has_bos` tells that a BOS comes right after.
+    `texts` is empty where there is no text to look in. The first `n_pads` of the ids are padding,
+    and `has_bos` tells that a BOS comes right after.
     """
 
     ids: Sequence[int]

@@ -19,8 +19,10 @@ from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
 
 class Words(Protocol):
-    """What is asked of a vocabulary."""
+    """What is asked of a vocabulary. Without `has_text`, only ids can be looked for."""
 
+    @property
+    def has_text(self) -> bool: ...
     @property
     def special(self) -> frozenset[int]: ...
     @property
@@ -37,6 +39,8 @@ class Words(Protocol):
 
 class TokenizerWords:
     """The words of a transformers tokenizer."""
+
+    has_text = True
 
     def __init__(self, tokenizer: Any) -> None:
         words = self._words = Vocabulary(tokenizer)
@@ -56,6 +60,7 @@ class TokenizerWords:
 class IdWords:
     """Numbers in place of words, for a model that was given without its tokenizer."""
 
+    has_text = False
     special: frozenset[int] = frozenset()
     bos_id: int | None = None
 
@@ -71,8 +76,8 @@ class IdWords:
     token_of = text_of
 
     def adder(self) -> Callable[[int], str]:
-        """Return `str`."""
-        return str
+        """Return what writes an id, apart from the next one."""
+        return "{} ".format
 
     def answer(self, token_ids: Sequence[int]) -> str:
         """Return the ids."""
@@ -129,7 +134,8 @@ class Story:
         n_pads = rows.n_pads()
         first = known[n_pads] if n_pads < len(known) else None
         has_bos = first is not None and first == words.bos_id
-        prompt = FedPrompt(known, texts, place.pos, n_pads, has_bos)
+        searched = texts if words.has_text else ()
+        prompt = FedPrompt(known, searched, place.pos, n_pads, has_bos)
         segments, troubles = lay_out(wishes.segments, prompt, words.encode)
         positions = rows.position_ids()
         told = positions or list(range(place.pos, prompt.stop))

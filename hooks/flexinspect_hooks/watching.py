@@ -6,7 +6,6 @@ import html
 import os
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -185,8 +184,6 @@ class Watch:
             lines.append(f"  and {len(found) - MOST_FINDINGS} more")
         return "\n".join([*lines, f"flexinspect open {_quoted(self.path)}"])
 
-    __repr__ = object.__repr__
-
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
@@ -247,7 +244,6 @@ def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
         "argv": list(sys.argv),
         "cwd": str(Path.cwd()),
         "pid": os.getpid(),
-        "thread": threading.current_thread().name,
         "started_at": time.time(),
         "watch": True,
         "model": _model_facts(model),

@@ -611,7 +611,18 @@ def test_ids_stand_for_words_without_a_tokenizer(llama: Any, out: Path) -> None:
         greedy(llama, fed)
     with trace.reader() as reader:
         assert (3, 6, "middle") in [(s.start, s.stop, s.label) for s in reader.segments(0)]
-        assert reader.tokens(0)[0].text == str(int(fed[0, 0]))
+        first = reader.tokens(0)[0]
+        assert (first.token, first.text) == (f"{int(fed[0, 0])}", f"{int(fed[0, 0])} ")
+        assert [row.answer for row in reader.generations()] == ["230 13 84 198 189 299"]
+
+
+def test_an_id_is_not_looked_for_in_the_digits_of_others(llama: Any, out: Path) -> None:
+    digit = next(d for d in map(str, range(3, 10)) if int(d) not in prompt_of()[0].tolist())
+    with flexinspect.watch(llama, out=out, segments=[digit]) as trace:
+        llama(prompt_of())
+    with trace.reader() as reader:
+        assert len(events(reader, "segments")) == 1
+        assert [s.label for s in reader.segments(0)] == ["prompt", "generated"]
 
 
 def test_a_rule_may_be_declared_instead_of_a_preset(llama: Any, out: Path) -> None:
