@@ -20,6 +20,8 @@ from flexinspect.prompts import Segment
 Array = npt.NDArray[Any]
 
 LEVELS = ("basic", "advanced", "extreme")
+UNKNOWN = -1
+"""The `chosen_id` and `chosen_rank` of a step when nobody saw which token it chose."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
 
 
@@ -44,7 +46,10 @@ class TokenRecord:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One of the top-k tokens of a step: before processors (logit, logprob) and after (score)."""
+    """One of the top-k tokens of a step: before processors (logit, logprob) and after (score).
+
+    The scores are NaN when what processors made of the logits was not seen.
+    """
 
     rank: int
     token_id: int
@@ -59,8 +64,10 @@ class Candidate:
 class LogitsRecord:
     """The distribution of the newest row, natural logarithms.
 
-    `margin` is the logit of the best minus the second; `chosen_rank` counts from 0. `histogram`
-    holds counts of the logits in equal bins between `histogram_min` and `histogram_max`.
+    `margin` is the logit of the best minus the second; `chosen_rank` counts from 0; it
+    and `chosen_id` are `UNKNOWN`, and `chosen_logprob` NaN, when the choice was not seen.
+    `histogram` holds counts of the logits in equal bins between `histogram_min` and
+    `histogram_max`.
     """
 
     entropy: float

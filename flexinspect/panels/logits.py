@@ -34,7 +34,7 @@ from flexinspect.panels.parts.windows import (
     timeline_columns,
 )
 from flexinspect.panels.source import Source
-from flexinspect.records import Candidate
+from flexinspect.records import UNKNOWN, Candidate
 from flexinspect.trace.ranges import holder, step_range
 from flexinspect.widgets.lines import Span, clipped, line, right
 from flexinspect.widgets.look import Look
@@ -181,7 +181,10 @@ def _summary(data: LogitsData, width: int, look: Look) -> Strip:
         ("  margin ", muted),
         (number(record.margin), strong),
         ("  rank ", muted),
-        (str(record.chosen_rank), strong if record.chosen_rank == 0 else look.style("warn")),
+        (
+            "?" if record.chosen_id == UNKNOWN else str(record.chosen_rank),
+            strong if record.chosen_rank == 0 else look.style("warn"),
+        ),
     ]
     return line(spans, width, text)
 
@@ -231,6 +234,8 @@ def _candidate(one: Candidate, data: LogitsData, width: int, look: Look) -> Stri
 def _far(data: LogitsData, width: int, look: Look) -> Strip:
     """Return the line of a chosen token that is not among the candidates shown."""
     record, style = data.record, look.style("chosen")
+    if record.chosen_id == UNKNOWN:
+        return line([("  ? what was chosen was not seen", look.style("muted"))], width)
     text = data.text or (data.chosen.text if data.chosen else None)
     name, logits, room = _widths(data, width)
     chance = probability(record.chosen_logprob)

@@ -113,8 +113,8 @@ STEPS = table(
     last_pos        int?   highest position this step chose
     entropy         real   entropy in nats
     margin          real   logit of the best minus the second
-    chosen_id       int?   the chosen token
-    chosen_rank     int?   its rank, from 0
+    chosen_id       int?   the chosen token, -1 when the choice was not seen
+    chosen_rank     int?   its rank, from 0; -1 when the choice was not seen
     chosen_logprob  real   its log-probability
     n_nan           int?   NaN among the logits
     n_inf           int?   infinities among the logits
@@ -137,7 +137,7 @@ CANDIDATES = table(
     text           text  the token decoded alone
     logit          real  before the logits processors
     logprob        real  log-probability before the processors
-    score          real  after the processors
+    score          real  after the processors, NULL when that was not seen
     score_logprob  real  log-probability after the processors
     """,
 )

@@ -23,6 +23,8 @@ from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
 from flexinspect_hooks.store import put_activation, record_activations
 
+UNSEEN = "unseen"
+
 _PATHS = {"sdpa": "sdpa", "eager": "eager"}
 
 
@@ -135,6 +137,7 @@ class AttentionHook:
 
         self._context = context
         self._refs: list[CallRef] = []
+        self._n_seen = 0
         self._book = MaskBook(context.device)
         self._mass = MassReducer(context.device)
         before = REGISTRY.__dict__.get("get_interface")
@@ -143,6 +146,8 @@ class AttentionHook:
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
+            if torch.compiler.is_compiling():  # a graph must not hold anything of ours
+                return function
             key = (attn_implementation, function)
             if key not in watched:
                 watched[key] = self._watch(attn_implementation, function)
@@ -186,6 +191,7 @@ class AttentionHook:
         Each patch brings a function of its own, so those of ended generations are let go.
         """
         self._watched.clear()
+        self._n_seen = len(set(context.layer_of.values()))
         self._mass.begin(context.segments)
 
     def open(self, step: StepContext) -> None:
@@ -196,6 +202,7 @@ class AttentionHook:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
         refs = list(self._refs)
         self._refs.clear()
+        self._count(len({ref.layer for ref in refs}), step)
         if not refs:
             return None
         masks, numbers = self._book.collect(refs, step, buffer)
@@ -207,6 +214,14 @@ class AttentionHook:
         for mask in masks:
             mask.cells = mask.bias = None
         return _Kept(tuple(map(_shape_of, refs)), tuple(masks), tuple(numbers), kinds)
+
+    def _count(self, n_seen: int, step: StepContext) -> None:
+        """Say when fewer layers were seen than there are, each time that the number changes."""
+        if n_seen == self._n_seen:
+            return
+        self._n_seen, n_layers = n_seen, len(set(self._context.layer_of.values()))
+        if n_seen < n_layers:
+            step.events.append((UNSEEN, _unseen(n_seen, n_layers)))
 
     def _store(self, refs: list[CallRef], buffer: StepBuffer) -> None:
         """Store q, k, v of this step's rows: earlier keys are in earlier steps."""
@@ -238,6 +253,13 @@ class AttentionHook:
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
         for stream in ("q", "k", "v"):
             record_activations(values, stream, draft)
+
+
+def _unseen(n_seen: int, n_layers: int) -> str:
+    return (
+        f"Attention was seen in {n_seen} of {n_layers} layers: the others did not ask transformers "
+        "for their attention function (a replaced forward, a direct call, or a compiled model)."
+    )
 
 
 def _path(backend: str) -> str:

@@ -24,6 +24,8 @@ class StepContext:
     token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
+    is_scored: bool = True
+    """Whether `scores`, or the logits without them, are what the token was chosen from."""
     chosen: Tensor | None = None
     wall_ms: float = 0.0
     capture_s: float = 0.0
@@ -50,10 +52,14 @@ class StepClock:
         """Start counting a new generation at step 0."""
         self.generation, self.next_step = generation, 0
 
+    def move(self, generation: int, step: int) -> None:
+        """Say which step the next one is, for a loop that is not counted from its beginning."""
+        self.generation, self.next_step = generation, step
+
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any], level: str) -> StepContext:
         """Open the next step: prefill while the cache is empty, decode afterwards."""
-        q_len = _query_length(args, kwargs)
-        kv_before = _cached_length(kwargs.get("past_key_values"))
+        q_len = query_length(args, kwargs)
+        kv_before = cached_length(kwargs.get("past_key_values"))
         step, self.next_step = self.next_step, self.next_step + 1
         return StepContext(
             generation=self.generation,
@@ -67,12 +73,14 @@ class StepClock:
         )
 
 
-def _query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the rows that a root forward is fed, 0 when its arguments do not tell."""
     for value in (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds")):
         if isinstance(value, Tensor) and value.dim() >= 2:
             return int(value.shape[1])
     return 0
 
 
-def _cached_length(cache: Any) -> int:
+def cached_length(cache: Any) -> int:
+    """Return the keys that a cache holds, 0 without one."""
     return int(cache.get_seq_length()) if cache is not None else 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flexinspect.records import Array, Candidate, LogitsRecord
+from flexinspect.records import UNKNOWN, Array, Candidate, LogitsRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
@@ -57,30 +58,32 @@ class LogitsHook:
         """Write the step's `LogitsRecord`."""
         if not kept:
             return
-        chosen = step.token_id
-        row = self._row_of("logits", values, chosen)
+        row = self._row_of("logits", values, step.token_id)
+        chosen = _chosen(step, row, values)
         histogram = self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
         draft.logits = LogitsRecord(
             entropy=row.entropy,
             margin=row.top[0] - row.top[1] if len(row.top) > 1 else 0.0,
-            chosen_id=row.ids[0] if chosen is None else chosen,
-            chosen_rank=row.rank,
-            chosen_logprob=row.chosen - row.lse,
+            chosen_id=chosen.token_id,
+            chosen_rank=chosen.rank,
+            chosen_logprob=chosen.logit - row.lse,
             n_nan=row.n_nan,
             n_inf=row.n_inf,
             histogram_min=histogram[0],
             histogram_max=histogram[1],
             histogram=histogram[2],
-            candidates=self._candidates(row, values),
+            candidates=self._candidates(row, values, step),
         )
 
     def _row_of(self, name: str, values: Values, chosen: int | None) -> _Row:
         here = values.get(f"{name}.all")
         return _sent(values) if here is None else self._reducer.reduce(here, chosen)
 
-    def _candidates(self, row: _Row, values: Values) -> tuple[Candidate, ...]:
+    def _candidates(self, row: _Row, values: Values, step: StepContext) -> tuple[Candidate, ...]:
         scores, score_lse = row.top, row.lse
-        if "scores.all" in values:
+        if not step.is_scored:
+            scores = [math.nan] * len(row.top)
+        elif "scores.all" in values:
             other = self._row_of("scores", values, None)
             scores, score_lse = values["scores.all"][row.ids].tolist(), other.lse
         elif "scores.top" in values:
@@ -110,6 +113,33 @@ class _Row:
     high: float = 0.0
     counts: tuple[int, ...] | None = None
     values: Array | None = None
+
+
+class _Chosen(NamedTuple):
+    """The chosen token among the logits; `UNKNOWN`, -1 and NaN when nobody saw what was chosen."""
+
+    token_id: int = UNKNOWN
+    rank: int = -1
+    logit: float = math.nan
+
+
+def _chosen(step: StepContext, row: _Row, values: Values) -> _Chosen:
+    if step.token_id is None:
+        return _Chosen()
+    if "logits.chosen" in values:
+        logit, rank = values["logits.chosen"].tolist()
+        return _Chosen(step.token_id, int(rank), logit)
+    return _Chosen(step.token_id, row.rank, row.chosen)
+
+
+def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
+    """Reduce where a token stands in its row (V,), once it is known: `chosen` is its id, (1,).
+
+    For rows on an accelerator that were reduced before; nothing waits for the device.
+    """
+    mine = row.float().index_select(0, chosen.to(row.device))
+    rank = torch.count_nonzero(row.float() > mine).float()
+    buffer.put("logits.chosen", torch.stack((mine[0], rank)))
 
 
 class _RowReducer:

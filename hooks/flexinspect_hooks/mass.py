@@ -62,7 +62,8 @@ class MassReducer:
                 [refs[i] for i in members],
                 cells[:, -1],
                 masks[key[0]].bias,
-                self._borders - (kv_after - key[2]),
+                # A static cache has more keys than the sequence, a sliding one fewer.
+                self._borders - max(kv_after - key[2], 0),
                 members if len(groups) > 1 else None,
                 buffer,
             )
@@ -103,6 +104,7 @@ def _reduce_group(
     suffix = "" if members is None else "/" + ",".join(map(str, members))
     if refs[0].lse is not None:
         lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
+        lse = lse[:: refs[0].query.shape[0]]  # batch 0 of each layer
         buffer.later(partial(_mass, suffix), scores, lse, closed, borders)
         return
     lse = torch.logsumexp(scores.masked_fill(closed, -torch.inf), -1)
@@ -141,13 +143,14 @@ def _mass(suffix: str, xp: Any, scores: Any, lse: Any, closed: Any, borders: Any
 def _scores(refs: Sequence[CallRef]) -> Tensor:
     """Return the newest rows' scores, float32 (layers, q heads, keys), scale and cap applied.
 
+    Those of batch 0, as everything that is recorded of an attention call.
     The calls share head counts and lengths. Queries are gathered in one copy; keys are read where
     they are, one batched product per layer, as copying them would cost more than the products.
     """
     first = refs[0]
     kv_heads, kv_len, head_dim = first.key.shape[1:]
     scale = first.scale if first.scale is not None else head_dim**-0.5
-    if first.query.shape[2] == 1:
+    if first.query.shape[2] == first.query.shape[0] == 1:
         queries = torch.cat([ref.query for ref in refs]).float() * scale
     else:
         queries = torch.stack([ref.query[0, :, -1] for ref in refs]).float() * scale

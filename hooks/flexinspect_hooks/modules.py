@@ -40,7 +40,8 @@ class ModuleHook:
         context, outputs = self._context, self._outputs
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if context.is_open:
+            # A graph must not hold anything of ours: more outputs may change what it computes.
+            if context.is_open and not torch.compiler.is_compiling():
                 outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
 
         return keep

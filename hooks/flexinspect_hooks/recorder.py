@@ -50,12 +50,26 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step on its way to the writer thread. `kept` is what each hook's `reduce` returned."""
+    """A step on its way to the writer thread. `kept` is what each hook's `reduce` returned.
+
+    `tokens` gives the tokens of its record, and is called in the writer thread, because their ids
+    may still be on their way from the device.
+    """
 
     context: StepContext
     buffer: StepBuffer
     kept: tuple[tuple[Hook, Any], ...]
-    token: TokenRecord | None
+    tokens: Callable[[], tuple[TokenRecord, ...]] = tuple
+
+    def take_tokens(self) -> tuple[TokenRecord, ...]:
+        """Return the tokens, and tell the step which of them it chose."""
+        step, tokens = self.context, self.tokens()
+        if step.token_id is None:
+            step.token_id = next((t.token_id for t in tokens if t.step == step.step), None)
+        return tokens
+
+
+Item = GenerationRecord | GenerationEnd | EventRecord
 
 
 class Recorder:
@@ -82,9 +96,10 @@ class Recorder:
         self._rules = RuleBook(rules)
         self._thread.start()
 
-    def put(self, item: FinishedStep | GenerationRecord | GenerationEnd | EventRecord) -> None:
+    def put(self, item: FinishedStep | Item | Callable[[], Item]) -> None:
         """Queue something to be written, in order. Called from the model's thread.
 
+        A callable is asked for it in the writer thread, when everything before it is written.
         Nothing is woken for an ordinary step: a thread that is woken takes the interpreter from the
         model.
         """
@@ -157,6 +172,8 @@ class Recorder:
     def _write(self, item: Any) -> None:
         if self.failure is not None:
             return
+        if callable(item):
+            item = item()
         if isinstance(item, GenerationRecord):
             self._sink.begin_generation(item)
             for event in self._rules.begin(item):
@@ -181,6 +198,7 @@ class Recorder:
             if self.on_hook_error is not None:
                 self.on_hook_error(hook, error, step)
 
+        tokens = item.take_tokens()
         values = item.buffer.values(failed)
         for hook, kept in item.kept:
             if hook in sick:
@@ -189,11 +207,10 @@ class Recorder:
                 hook.record(step, kept, values, draft)
             except Exception as error:
                 failed(hook, error)
-        return self._rules.look(_assemble(item, draft))
+        return self._rules.look(_assemble(step, tokens, draft))
 
 
-def _assemble(item: FinishedStep, draft: StepDraft) -> StepRecord:
-    step = item.context
+def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDraft) -> StepRecord:
     noted = [
         EventRecord(kind, text, step.started_at, step.generation, step.step)
         for kind, text in step.events
@@ -209,7 +226,7 @@ def _assemble(item: FinishedStep, draft: StepDraft) -> StepRecord:
         wall_ms=step.wall_ms,
         capture_ms=step.capture_s * 1e3,
         logits=draft.logits,
-        tokens=(item.token,) if item.token is not None else (),
+        tokens=tokens,
         calls=tuple(draft.calls),
         layer_stats=tuple(draft.layer_stats),
         memory=draft.memory,

@@ -95,7 +95,8 @@ class CaptureSession:
         self._removes: list[tuple[Hook | None, Remove]] = []
         self._clock = StepClock()
         self._step: StepContext | None = None
-        self._device = next(model.parameters()).device
+        first = next(model.parameters(), None)
+        self._device = torch.device("cpu") if first is None else first.device
         self._stream = _side_stream(self._device)
         layer_of = attention_layers(model)
         self.context = CaptureContext(
@@ -169,6 +170,8 @@ class CaptureSession:
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
+            return
         started = time.perf_counter()
         self._abandon()
         self._remove_switched_off()
@@ -178,12 +181,17 @@ class CaptureSession:
             # Whatever was passed, the user's forward goes on; this step is not recorded.
             self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
             return
+        self._begin_step(step)
+        step.capture_s += time.perf_counter() - started
+
+    def _begin_step(self, step: StepContext) -> None:
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         self._step, self.context.is_open = step, True
-        step.capture_s += time.perf_counter() - started
 
     def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.context.is_open = False
         if self._step is not None:
             logits = getattr(output, "logits", None)
@@ -203,13 +211,13 @@ class CaptureSession:
         step.wall_ms = (started - step.started) * 1e3
         step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
         buffer = StepBuffer(self._device, self._stream)
-        kept = self._reduce(step, buffer)
+        kept = self._ship(step, buffer, self._reduce(step, buffer))
         step.drop_references()
         self._step = None
         step.capture_s += time.perf_counter() - started
         reduced = time.perf_counter()
         # From here on the step belongs to the writer thread.
-        self.recorder.put(FinishedStep(step, buffer, tuple(kept), token))
+        self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started
@@ -220,12 +228,18 @@ class CaptureSession:
             for hook in list(self._hooks):
                 buffer.owner = hook
                 kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
-            try:
-                buffer.ship()
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                step.events.append(("step-unread", f"The step's values were lost: {what}"))
-                return []
+        return kept
+
+    def _ship(
+        self, step: StepContext, buffer: StepBuffer, kept: list[tuple[Hook, Any]]
+    ) -> list[tuple[Hook, Any]]:
+        """Send the results on their way; returns what is worth recording with them."""
+        try:
+            buffer.ship()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            step.events.append(("step-unread", f"The step's values were lost: {what}"))
+            return []
         return kept
 
     def _abandon(self) -> None:

@@ -17,6 +17,7 @@ from flexinspect.panels.parts.windows import step_at, window_of
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
+    UNKNOWN,
     Candidate,
     GenerationRecord,
     LogitsRecord,
@@ -296,3 +297,24 @@ def test_a_column_stands_for_its_step() -> None:
     window = window_of(1, 0, 2, 40)
     assert [step_at(x, window, 40) for x in (0, 3, 4, 11, 12, -1)] == [0, 0, 1, 2, None, None]
     assert step_at(9, window_of(50, 0, 99, 100), 10) == 90
+
+
+UNSEEN = tuple(replace(one, score=math.nan, score_logprob=math.nan) for one in PLAIN_THREE)
+
+
+def test_a_choice_that_nobody_saw_is_not_made_up(source: Make) -> None:
+    record = logits(
+        UNSEEN, chosen_id=UNKNOWN, chosen_rank=UNKNOWN, chosen_logprob=math.nan, margin=0.25
+    )
+    data = load(source([step(0, logits(UNSEEN)), step(1, record, tokens=())]), step=1)
+    said = PANEL.describe(data)
+    assert said[0] == "What step 1 chose was not seen: it was never fed."
+    assert "Whether processors changed these logits before the choice was not seen." in said
+    assert data.series("rank") == {0: 0.0, 1: None}
+    lines = drawn(data, 38, 14)
+    assert lines[0].endswith("rank ?")
+    assert "  ? what was chosen was not seen" in lines
+    assert not any(line.startswith("*") for line in lines)
+    for width, height in SIZES:
+        drawn(data, width, height)
+    assert "rank unknown" in PANEL.paint(data, request(step=1), PLAIN).note

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from flexinspect.panels.parts.windows import StepWindow
-from flexinspect.records import Candidate, LogitsRecord
+from flexinspect.records import UNKNOWN, Candidate, LogitsRecord
 from flexinspect.text import visible
 from flexinspect.trace.rows import StepRow
 from flexinspect.widgets.plots import number
@@ -16,11 +16,16 @@ from flexinspect.widgets.plots import number
 SERIES: Mapping[str, Callable[[StepRow], float | None]] = {
     "entropy": lambda row: row.entropy,
     "margin": lambda row: row.margin,
-    "rank": lambda row: None if row.chosen_rank is None else float(row.chosen_rank),
+    "rank": lambda row: _rank(row.chosen_rank),
 }
 """The timelines, in the order in which they give way when there is no room."""
 
 UNITS = {"entropy": "nats", "margin": "logits", "rank": ""}
+
+
+def _rank(rank: int | None) -> float | None:
+    return None if rank is None or rank < 0 else float(rank)
+
 
 _SAME = 1e-5
 """Relative difference up to which a score is the logit itself."""
@@ -62,8 +67,8 @@ class LogitsData:
 
 
 def changed(one: Candidate) -> bool:
-    """Tell whether the processors changed a candidate's logit."""
-    if math.isnan(one.logit) and math.isnan(one.score):
+    """Tell whether the processors are known to have changed a candidate's logit."""
+    if math.isnan(one.score):
         return False
     return not math.isclose(one.logit, one.score, rel_tol=_SAME, abs_tol=_SAME)
 
@@ -106,6 +111,8 @@ def sick_words(data: LogitsData) -> str:
 
 def rank_words(rank: int) -> str:
     """Return "rank 0 (the best)" or "rank 3"."""
+    if rank < 0:
+        return "rank unknown"
     return "rank 0 (the best)" if rank == 0 else f"rank {rank}"
 
 
@@ -125,12 +132,16 @@ def describe_logits(data: LogitsData) -> list[str]:
 
 def chosen_words(data: LogitsData) -> str:
     """Return the chosen token as it stands in a sentence."""
+    if data.record.chosen_id == UNKNOWN:
+        return "a token that was not seen"
     text = data.text or (data.chosen.text if data.chosen else None)
     return quoted(text, data.record.chosen_id)
 
 
 def _choice_words(data: LogitsData) -> str:
     record = data.record
+    if record.chosen_id == UNKNOWN:
+        return f"What step {data.step} chose was not seen: it was never fed."
     chance = number(probability(record.chosen_logprob))
     when = " before the processors" if data.processed else ""
     return (
@@ -147,9 +158,11 @@ def _spread_words(record: LogitsRecord) -> str:
 
 
 def _processor_words(data: LogitsData) -> list[str]:
+    every = data.record.candidates
+    if every and all(math.isnan(one.score) and not math.isnan(one.logit) for one in every):
+        return ["Whether processors changed these logits before the choice was not seen."]
     if not data.processed:
         return ["The scores are the logits: no processor changed these candidates."]
-    every = data.record.candidates
     out = sum(filtered(one) for one in every)
     if not out:
         return ["The processors changed the logits and filtered none of these candidates."]

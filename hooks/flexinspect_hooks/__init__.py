@@ -1,0 +1,20 @@
+"""What runs in the user's process: capture, hooks, and our own generation.
+
+Importing this package loads no torch; public names load on first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["watch"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    if name == "watch":
+        # The module must not be called `watch`: once imported, it would take the function's place.
+        from flexinspect_hooks.watching import watch
+
+        return watch
+    raise AttributeError(f"module 'flexinspect_hooks' has no attribute {name!r}")

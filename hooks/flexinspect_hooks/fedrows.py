@@ -1,0 +1,121 @@
+"""What a forward is fed, for batch row 0: token ids, position ids, padding.
+
+The tensors are copied when the forward starts, as loops may write to them, and read when somebody
+asks. On CUDA the copy goes to pinned memory on a side stream, so that asking waits for what was
+queued before the forward, never for the forward itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class FedRows:
+    """Row 0 of the ids, positions and padding mask of one forward; each None when not fed.
+
+    `ids` (rows,) stays on its device for whoever needs it there. Any thread may ask.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        n_rows: int,
+        *,
+        with_mask: bool,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.batch = _batch(arguments)
+        self.ids = _row(_fed_ids(arguments), n_rows)
+        parts = {
+            "ids": self.ids,
+            "positions": _row(arguments.get("position_ids"), n_rows),
+            "mask": _row(arguments.get("attention_mask"), n_rows) if with_mask else None,
+        }
+        self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._lists: dict[str, list[int]] | None = None
+        self._done: torch.cuda.Event | None = None
+        if stream is not None:
+            self._send(stream)
+
+    def _send(self, stream: torch.cuda.Stream) -> None:
+        for name, part in self._parts.items():
+            if not part.is_cuda:
+                continue
+            host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+            stream.wait_stream(torch.cuda.current_stream(part.device))
+            with torch.cuda.stream(stream):
+                host.copy_(part, non_blocking=True)
+                part.record_stream(stream)
+            self._parts[name] = host
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done.record(stream)
+
+    def token_ids(self) -> list[int] | None:
+        """Return the token ids, None when the forward was fed embeddings."""
+        return self._read().get("ids")
+
+    def position_ids(self) -> list[int] | None:
+        """Return the position ids, None when the model makes them itself."""
+        return self._read().get("positions")
+
+    def n_pads(self) -> int:
+        """Return how many rows at the beginning are padding."""
+        mask = self._read().get("mask", [])
+        return next((n for n, is_real in enumerate(mask) if is_real), 0)
+
+    def _read(self) -> dict[str, list[int]]:
+        if self._lists is None:
+            if self._done is not None:
+                self._done.synchronize()
+            self._lists = {name: part.tolist() for name, part in self._parts.items()}
+            self._parts = {}
+        return self._lists
+
+
+class ArgumentNames:
+    """Gives the positional arguments of a module's forward their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        try:
+            self._names = tuple(inspect.signature(model.forward).parameters)
+        except (TypeError, ValueError):
+            self._names = ()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all arguments by name, as far as names are known."""
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+
+
+def _fed_ids(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Return the token ids (batch, rows): by name, else the first argument that looks like them."""
+    if "input_ids" in arguments:
+        return _tensor(arguments["input_ids"])
+    return _tensor(next(iter(arguments.values()), None))
+
+
+def _tensor(value: Any) -> Tensor | None:
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+        return None
+    return value
+
+
+def _row(value: Any, n_rows: int) -> Tensor | None:
+    """Return a copy of row 0 of a table (batch or 1, rows) of whole numbers, None for any other."""
+    table = _tensor(value)
+    if table is None or not len(table) or table.shape[1] != n_rows or not n_rows:
+        return None
+    return table[0].detach().clone()
+
+
+def _batch(arguments: Mapping[str, Any]) -> int:
+    for name in ("input_ids", "inputs_embeds"):
+        value = arguments.get(name)
+        if isinstance(value, Tensor) and value.dim() >= 2:
+            return int(value.shape[0])
+    first = next(iter(arguments.values()), None)
+    return int(first.shape[0]) if isinstance(first, Tensor) and first.dim() >= 2 else 1

@@ -1,0 +1,292 @@
+"""`flexinspect.watch`: the user's own code, unchanged, recorded into a trace."""
+
+from __future__ import annotations
+
+import html
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from flexinspect import __version__, masks
+from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.findings import Finding
+from flexinspect.masks import MaskRule
+from flexinspect.provenance import git_state
+from flexinspect.text import visible
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.layers import attention_layers
+from flexinspect_hooks.session import check_level
+from flexinspect_hooks.spans import Wish, read_wishes
+from flexinspect_hooks.story import IdWords, TokenizerWords, Wishes, Words
+from flexinspect_hooks.watchsession import WatchSession
+
+MOST_FINDINGS = 5
+"""Findings that the summary shows."""
+
+_watched: set[int] = set()
+"""Models that are being watched, by id."""
+
+
+def watch(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    out: str | Path | None = None,
+    level: str = "advanced",
+    segments: Iterable[Wish] | None = None,
+    mask: str | MaskRule | None = None,
+    layers: Sequence[int] | None = None,
+) -> Watch:
+    """Record what `model` does while the `with` block runs, whatever code calls it.
+
+    `out` is the trace, which must not exist (default: watch-DATE-TIME.flextrace in the current
+    folder). `segments` are spans (start, stop, label) of the ids fed, or texts, or (text, label),
+    to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskRule`, to
+    compare with what ran. `layers` are those whose activations level extreme stores (default: all).
+
+    Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
+    check_level(level)
+    if isinstance(mask, str):
+        masks.check_preset(mask)
+    elif mask is not None and not isinstance(mask, MaskRule):
+        raise UsageError("mask must be the name of a preset or a flexinspect.masks.MaskRule.")
+    path = _free_path() if out is None else Path(out)
+    if path.exists():
+        raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
+    wishes = Wishes(_words(tokenizer), read_wishes(segments), mask)
+    return Watch(model, path, wishes, level=level, layers=_checked(layers, model))
+
+
+class Watch:
+    """The handle of a watched model: a context manager, and what is known of its trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: Path,
+        wishes: Wishes,
+        *,
+        level: str,
+        layers: Sequence[int] | None,
+    ) -> None:
+        self.path = path.absolute()
+        self._model, self._wishes = model, wishes
+        self._level, self._layers = level, layers
+        self._session: WatchSession | None = None
+        self._writer: TraceWriter | None = None
+
+    # -- while watching --------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        if self._writer is not None:
+            raise UsageError("This watch is over.", hint="Call flexinspect.watch again.")
+        if id(self._model) in _watched:
+            raise UsageError("This model is being watched already: one watch at a time.")
+        try:
+            writer = TraceWriter.create(self.path, _manifest(self._model, self._level))
+        except TraceWriteError as error:
+            raise UsageError(error.message, hint=error.hint) from error
+        try:
+            session = WatchSession(
+                self._model, writer, self._wishes, level=self._level, layers=self._layers
+            )
+            session.__enter__()
+            session.watch_generate()
+        except BaseException:
+            writer.close("failed")
+            writer.discard()
+            raise
+        self._writer, self._session = writer, session
+        _watched.add(id(self._model))
+        if writer.note:
+            print(f"flexinspect: {writer.note}", file=sys.stderr)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        session, writer = self._session, self._writer
+        assert session is not None
+        assert writer is not None
+        _watched.discard(id(self._model))
+        self._session, state = None, _state_of(error)
+        # Whatever fails here must not take the place of the user's own exception.
+        for step in (
+            lambda: session.close(state, error),
+            lambda: session.__exit__(kind, error, trace),
+            lambda: self._conclude(session, writer),
+            lambda: writer.close(state),
+        ):
+            _quietly(step)
+
+    def _conclude(self, session: WatchSession, writer: TraceWriter) -> None:
+        failure = session.recorder.failure
+        if failure is not None:
+            print(f"flexinspect: {failure.sentence()}", file=sys.stderr)
+        with suppress(TraceWriteError):
+            writer.update_run(cost=session.cost())
+
+    @property
+    def level(self) -> str:
+        """How much is recorded, from the next forward on."""
+        return self._level
+
+    @level.setter
+    def level(self, level: str) -> None:
+        self._level = check_level(level)
+        if self._session is not None:
+            self._session.level = level
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    def reader(self) -> TraceReader:
+        """Open the trace for reading; close it when done. Raises `TraceError` before the block."""
+        if self._session is not None:
+            self._session.recorder.drain()
+        writer = self._writer
+        is_elsewhere = writer is not None and self._session is not None
+        return open_trace(writer.recording_path if writer and is_elsewhere else self.path)
+
+    def findings(self) -> list[Finding]:
+        """Return what the rules have found so far, all but in the newest step of an open loop."""
+        if self._writer is None:
+            return []
+        with self.reader() as reader:
+            return reader.findings()
+
+    def __str__(self) -> str:
+        if self._writer is None:
+            return f"Nothing is recorded yet; the trace will be {self.path}."
+        with self.reader() as reader:
+            generations = [row.generation for row in reader.generations()]
+            n_steps = sum(reader.n_steps(number) for number in generations)
+            found, state = reader.findings(), reader.state
+        name = visible(self.path.name)
+        counts = ((len(generations), "generation"), (n_steps, "step"), (len(found), "finding"))
+        lines = [f"{name} ({state}): {', '.join(_count(n, what) for n, what in counts)}"]
+        lines += [f"  {one.severity}: {visible(one.sentence)}" for one in found[:MOST_FINDINGS]]
+        if len(found) > MOST_FINDINGS:
+            lines.append(f"  and {len(found) - MOST_FINDINGS} more")
+        return "\n".join([*lines, f"flexinspect open {_quoted(self.path)}"])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except Exception as error:
+        what = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
+        print(f"flexinspect: the trace could not be ended properly: {what}", file=sys.stderr)
+
+
+def _state_of(error: BaseException | None) -> str:
+    """Return how a trace ends that this exception leaves."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "finished"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def _words(tokenizer: Any) -> Words:
+    if tokenizer is None:
+        return IdWords()
+    try:
+        return TokenizerWords(tokenizer)
+    except Exception as error:
+        raise UsageError(
+            f"The tokenizer ({type(tokenizer).__name__}) cannot be used: "
+            f"{type(error).__name__}: {error}",
+            hint="Give a transformers tokenizer, or none: then ids stand in place of words.",
+        ) from error
+
+
+def _checked(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    known = set(attention_layers(model).values())
+    unknown = sorted(set(layers) - known)
+    if unknown:
+        has = f"0 to {max(known)}" if known else "none"
+        raise UsageError(f"The model has no attention layer {unknown[0]} (it has {has}).")
+    return tuple(layers)
+
+
+def _free_path() -> Path:
+    name = time.strftime("watch-%Y%m%d-%H%M%S")
+    path, number = Path(f"{name}.flextrace"), 2
+    while path.exists():
+        path, number = Path(f"{name}-{number}.flextrace"), number + 1
+    return path
+
+
+def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    return {
+        "flexinspect": __version__,
+        "argv": list(sys.argv),
+        "cwd": str(Path.cwd()),
+        "pid": os.getpid(),
+        "started_at": time.time(),
+        "watch": True,
+        "model": _model_facts(model),
+        "level": level,
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "flexinspect": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
+        "git": git_state(Path.cwd()),
+    }
+
+
+def _model_facts(model: nn.Module) -> dict[str, Any]:
+    """Return what a model says of itself, without what it does not say."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    first = next(model.parameters(), None)
+    layers = set(attention_layers(model).values())
+    heads = getattr(config, "num_attention_heads", None)
+    facts = {
+        "name": getattr(model, "name_or_path", "") or type(model).__name__,
+        "class": type(model).__name__,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "device": str(first.device) if first is not None else "cpu",
+        "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "",
+        "layers": len(layers) or getattr(config, "num_hidden_layers", None),
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "hidden": getattr(config, "hidden_size", None),
+        "vocabulary": getattr(config, "vocab_size", None),
+    }
+    return {name: fact for name, fact in facts.items() if isinstance(fact, (int, str))}
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"
+
+
+def _quoted(path: Path) -> str:
+    import shlex
+
+    return shlex.quote(visible(str(path)))

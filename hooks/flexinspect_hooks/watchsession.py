@@ -1,0 +1,358 @@
+"""A capture session around a loop that is not ours: generations and tokens are found by themselves.
+
+A step is reduced when its forward returns, and then waits for the next forward, which is fed what
+the step chose. Where nobody feeds it, nobody saw it, and the record says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records import EventRecord, TokenRecord
+from flexinspect_hooks.attention import UNSEEN
+from flexinspect_hooks.buffer import StepBuffer
+from flexinspect_hooks.clock import StepContext, cached_length, query_length
+from flexinspect_hooks.fedrows import ArgumentNames, FedRows
+from flexinspect_hooks.hook import Hook
+from flexinspect_hooks.logits import reduce_chosen
+from flexinspect_hooks.recorder import FinishedStep, Sink
+from flexinspect_hooks.sequence import SEVERAL_ROWS, UNKNOWN_CACHE, Fed, Place, Sequences
+from flexinspect_hooks.session import CaptureSession
+from flexinspect_hooks.story import Story, Wishes
+
+_NOTES = {
+    SEVERAL_ROWS: "{n} rows were fed onto {cached} cached keys: a prompt in chunks, a further "
+    "turn, or proposals of an assistant. They are recorded as given; which of them the model "
+    "chose is not followed.",
+    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not where the generation before stood: "
+    "a new generation begins, and what its first {cached} tokens are is not known.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A step whose forward is over and whose token is not known yet."""
+
+    step: StepContext
+    buffer: StepBuffer
+    kept: list[tuple[Hook, Any]]
+    row: Tensor | None
+    given: Callable[[], tuple[TokenRecord, ...]]
+    ended: float
+
+
+class WatchSession(CaptureSession):
+    """While entered, records every root forward of `model`, whoever calls it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sink: Sink,
+        wishes: Wishes,
+        *,
+        level: str,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        text_of = wishes.words.text_of
+        super().__init__(model, sink, level=level, layers=layers, text_of=text_of)
+        self._wishes = wishes
+        self._names = ArgumentNames(model)
+        self._sequences = Sequences()
+        self._story: Story | None = None
+        self._given: Callable[[], tuple[TokenRecord, ...]] = tuple
+        self._waiting: _Waiting | None = None
+        self._told: set[str] = set()
+        self._told_error: BaseException | None = None
+        self._is_broken = self._is_followed = False
+        self._calls = self._n_arrived = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchSession:
+        """Copies of the model carry its hooks along, and they must not carry this."""
+        return self
+
+    # -- a forward -------------------------------------------------------------------------------
+
+    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or module is not self._model:
+            return  # of a graph as a whole nothing is seen; and a copy is another model
+        started = time.perf_counter()
+        try:
+            if self._step is not None:
+                self._lose(self._step)
+            self._remove_switched_off()
+            step = self._arrive(args, self._names(args, kwargs), started)
+        except Exception as error:
+            # Whatever was passed, the user's forward goes on; this step is not recorded.
+            self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
+            self._abandon()
+            return
+        self._begin_step(step)
+        step.capture_s += time.perf_counter() - started
+
+    def _arrive(
+        self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
+    ) -> StepContext:
+        """Find out where a forward belongs, and let go of the step before."""
+        self._n_arrived += 1
+        n_rows = query_length(args, arguments)
+        cached = cached_length(arguments.get("past_key_values"))
+        rows = FedRows(arguments, n_rows, with_mask=not cached, stream=self._stream)
+        place = self._sequences.place(Fed(n_rows, cached, rows.token_ids))
+        if place.begins:
+            self._end()
+            self._begin(place, rows)
+        else:
+            self._settle(rows if place.chosen else None, place.pos, started)
+        self._clock.move(place.generation, place.step)
+        step = self._clock.open(args, arguments, self.level)
+        step.is_scored = False  # what a loop does with the logits before it chooses is not seen
+        self._note(step, place, rows)
+        is_given = not (place.begins or place.chosen) and place.n_new > 0
+        story = self._story
+        assert story is not None
+        self._given = (lambda: story.given(rows, place)) if is_given else tuple
+        return step
+
+    def _note(self, step: StepContext, place: Place, rows: FedRows) -> None:
+        say = step.events.append
+        if place.note:
+            text = _NOTES[place.note].format(n=step.q_len, cached=step.kv_before)
+            say((place.note, text))
+        if not place.begins:
+            return
+        if rows.batch > 1:
+            text = (
+                f"{rows.batch} sequences are fed at once; what is recorded is row 0 of the batch."
+            )
+            say(("batch", text))
+        if rows.ids is None:
+            say(("no-ids", "No token ids were fed, so there are no tokens to show."))
+        if self._calls and not self._is_followed:
+            text = "Beams and assisted generation are not followed: steps are recorded, and no "
+            say(("not-followed", text + "token is said to be chosen by one of them."))
+        assert self._story is not None
+        for trouble in self._story.troubles:
+            say(("segments", trouble))
+            self._tell(trouble)
+
+    def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or module is not self._model:
+            return
+        started = time.perf_counter()
+        self.context.is_open, step = False, self._step
+        if step is None:
+            return
+        try:
+            row = step.logits = _newest_row(output, self._model)
+            buffer = StepBuffer(self._device, self._stream)
+            kept = self._reduce(step, buffer)
+            step.drop_references()
+        except Exception as error:
+            self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
+            self._abandon()
+            return
+        self._step, self._is_broken = None, False
+        on_device = row if row is not None and row.device.type != "cpu" else None
+        ended = time.perf_counter()
+        step.capture_s += ended - started
+        self._waiting = _Waiting(step, buffer, kept, on_device, self._given, ended)
+
+    def _settle(self, rows: FedRows | None, pos: int, now: float | None = None) -> None:
+        """Hand the waiting step to the writer thread; `rows` end with the token that it chose."""
+        waiting, self._waiting = self._waiting, None
+        story = self._story
+        if waiting is None or story is None:
+            return
+        started = time.perf_counter()
+        step, buffer, given = waiting.step, waiting.buffer, waiting.given
+        ended = waiting.ended if now is None else now
+        step.wall_ms = (ended - step.started) * 1e3
+        if rows is not None and rows.ids is not None and waiting.row is not None:
+            reduce_chosen(waiting.row, rows.ids[-1:], buffer)
+        kept = self._ship(step, buffer, waiting.kept)
+
+        def tokens() -> tuple[TokenRecord, ...]:
+            return (*given(), *(story.chosen(rows, pos, step.step) if rows is not None else ()))
+
+        step.capture_s += time.perf_counter() - started
+        self.recorder.put(FinishedStep(step, buffer, tuple(kept), tokens))
+        self.capture_s += step.capture_s
+        self.total_s += ended - step.started
+
+    # -- a generation ----------------------------------------------------------------------------
+
+    def _begin(self, place: Place, rows: FedRows) -> None:
+        story = self._story = Story.begin(self._wishes, place, rows)
+        self.begin_generation(story.record)
+
+    def _end(self, state: str = "finished", reason: str = "") -> None:
+        """End the open generation with what is known of it."""
+        waiting, story = self._waiting, self._story
+        if story is None:
+            return
+        if self._is_broken and state == "finished":
+            state, reason = "failed", "A forward did not return."
+        if waiting is not None and not reason:
+            reason = "what the last step chose was not fed, so it is not known"
+        self._settle(None, 0)
+        self._story, self._is_broken, at = None, False, time.time()
+        self.recorder.put(lambda: story.end(state, reason, at))
+
+    def _lose(self, step: StepContext) -> None:
+        """Say that a forward never returned; it may be tried again."""
+        self._event("forward-failed", f"The forward of step {step.step} did not return.", step)
+        self._abandon()
+        self._sequences.undo()
+        self._is_broken = True
+
+    def finish(self, state: str, error: BaseException | None) -> None:
+        """End what is open; an exception that goes through is told, at the step it left."""
+        reason = _in_words(error) if error is not None else ""
+        if error is not None and state != "finished":
+            self._tell_error(error)
+        self._abandon()
+        self._end(state, reason)
+        self._sequences.end()
+
+    def close(self, state: str, error: BaseException | None) -> None:
+        """Finish, and say so when nothing was seen at all."""
+        self.finish(state, error)
+        if not self._n_arrived:
+            text = (
+                "No forward of this model was seen: it was not called, or only through a part of "
+                "it, or inside a compiled graph."
+            )
+            self._event(UNSEEN, text)
+            self._tell(text)
+
+    def _tell_error(self, error: BaseException) -> None:
+        if error is self._told_error:
+            return
+        self._told_error, step = error, self._step
+        story, waiting = self._story, self._waiting
+        generation = story.number if story is not None else None
+        last = step or (waiting.step if waiting is not None else None)
+        where = last.step if last is not None else None
+        text, data = _in_words(error), {"traceback": "".join(traceback.format_exception(error))}
+        self.recorder.put(EventRecord("error", text, time.time(), generation, where, data))
+
+    def _tell(self, sentence: str) -> None:
+        """Say something on stderr, once."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            print(f"flexinspect: {sentence}", file=sys.stderr)
+
+    # -- a call of generate ----------------------------------------------------------------------
+
+    def watch_generate(self) -> None:
+        """Put a wrapper around the model's `generate`, which shows where it begins and its result.
+
+        It is removed with the hooks.
+        """
+        model, original = self._model, getattr(self._model, "generate", None)
+        if not callable(original):
+            return
+        own = vars(model).get("generate")
+
+        @functools.wraps(getattr(original, "__func__", original))
+        def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this is not model:
+                return type(this).generate(this, *args, **kwargs)
+            self._enter_call(args, kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                self._leave_call(None, error)
+                raise
+            self._leave_call(result, None)
+            return result
+
+        def remove() -> None:
+            vars(model).pop("generate", None)
+            if own is not None:
+                vars(model)["generate"] = own
+
+        # A method, so that a copy of the model calls itself and not this one.
+        vars(model)["generate"] = MethodType(generate, model)
+        self._removes.append((None, remove))
+
+    def _enter_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._calls += 1
+        if self._calls > 1:
+            return
+        self._end()
+        self._is_followed = _is_followed(self._model, kwargs)
+        prompt = next((v for v in (*args[:1], *map(kwargs.get, _PROMPTS)) if v is not None), None)
+        n_prompt = int(prompt.shape[1]) if isinstance(prompt, Tensor) and prompt.dim() > 1 else 0
+        self._sequences.begin_call(n_prompt, followed=self._is_followed)
+
+    def _leave_call(self, result: Any, error: BaseException | None) -> None:
+        self._calls -= 1
+        if self._calls:
+            return
+        if error is not None:
+            is_stop = isinstance(error, KeyboardInterrupt)
+            self.finish("interrupted" if is_stop else "failed", error)
+            return
+        try:
+            self._take_last(result)
+        except Exception as failure:
+            what = f"{type(failure).__name__}: {failure}"
+            self._event("step-unread", f"What generate returned was not read: {what}")
+        self._end()
+        self._sequences.end()
+
+    def _take_last(self, result: Any) -> None:
+        """Settle the last step with the token at the end of what `generate` returned."""
+        sequences, pos = getattr(result, "sequences", result), self._sequences.length
+        if not self._is_followed or not isinstance(sequences, Tensor) or sequences.dim() != 2:
+            return
+        if self._story is not None and sequences.shape[1] > pos + 1 > 1:
+            text = f"generate returned {sequences.shape[1]} tokens, and the forwards seen end at "
+            self._event(UNSEEN, f"{text}{pos}: the others ran inside a compiled graph.")
+        if sequences.shape[1] == pos + 1:
+            last = {"input_ids": sequences[:1, pos:]}
+            self._settle(FedRows(last, 1, with_mask=False, stream=self._stream), pos)
+
+
+_PROMPTS = ("inputs", "input_ids")
+_UNFOLLOWED = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "penalty_alpha")
+
+
+def _is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Say whether a call of generate feeds row 0 what row 0 chose, one token at a time."""
+    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
+
+    def asked(name: str) -> Any:
+        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+        return next((value for value in values if value is not None), None)
+
+    return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED)
+
+
+def _newest_row(output: Any, model: nn.Module) -> Tensor | None:
+    """Return a copy of the newest row of logits (V,) of batch 0, None when there are none."""
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        size = getattr(getattr(model, "config", None), "vocab_size", None)
+        parts = output if isinstance(output, tuple) else (output,)
+        whole = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
+        logits = next((part for part in whole if part.shape[2] == size), None)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
+        return None
+    return logits[0, -1].detach().clone()
+
+
+def _in_words(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
