@@ -105,7 +105,7 @@ def note(data: MaskData) -> str:
     where = f"layer {layer} · " + ("all heads" if one else f"head {sheet.head} of {sheet.heads}")
     scale = f"zoom {scale_words(data.frame)}"
     if data.frame.width < NARROW:
-        where = f"L{layer} H{'all' if one else f'{sheet.head}/{sheet.heads}'}"
+        where = f"L{layer} " + ("all" if one else f"H{sheet.head}/{sheet.heads}")
         scale = scale_words(data.frame)
     parts = [
         data.view,
