@@ -265,6 +265,7 @@ class CaptureProcess:
             "job": {k: v for k, v in asdict(job).items() if k not in ("argv", "out")},
             "model": {"name": source.name, "place": source.place},
             "level": job.level,
+            "graphs_counted": True,
             "seed": job.seed,
             "versions": _versions(),
             "host": {"platform": platform.platform(), "cpus": os.cpu_count()},

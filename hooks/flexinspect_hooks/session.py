@@ -29,6 +29,7 @@ from flexinspect.rules.base import Rule
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.cores import available_cores
+from flexinspect_hooks.graphs import GraphCount
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
@@ -94,6 +95,7 @@ class CaptureSession:
         self._use_built_in = hooks is None
         self._removes: list[tuple[Hook | None, Remove]] = []
         self._clock = StepClock()
+        self._graphs = GraphCount()
         self._step: StepContext | None = None
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
@@ -224,6 +226,8 @@ class CaptureSession:
 
     def _reduce(self, step: StepContext, buffer: StepBuffer) -> list[tuple[Hook, Any]]:
         kept = []
+        if (told := self._graphs.look(step.phase)) is not None:
+            step.events.append(told)
         with torch.no_grad():
             for hook in list(self._hooks):
                 buffer.owner = hook

@@ -46,6 +46,7 @@ class Now:
     masks: Mapping[str, MaskRecord] = field(default_factory=dict)
     n_new: int = 0
     compiled: tuple[str, ...] = ()
+    graphs_counted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ def _now(reader: TraceReader, place: Place, near: Iterable[StepPath]) -> Now:
         masks=masks,
         n_new=len(reader.fingerprints(*key)),
         compiled=tuple(f"{row.event.kind}: {row.event.text}" for row in events),
+        graphs_counted=bool(reader.run().get("graphs_counted")),
     )
 
 

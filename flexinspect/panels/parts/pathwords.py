@@ -147,11 +147,11 @@ def _rules(names: Iterable[str], known: Mapping[str, MaskRecord]) -> set[str]:
 
 
 def _compiling(now: Now) -> list[str]:
-    """Say what was compiled, and that recompiles are unknown unless an event speaks of one."""
+    """Say what was compiled, and what is known of recompiles."""
     told = [f"During this step: {'; '.join(map(visible, now.compiled))}."] if now.compiled else []
     if any("recompil" in text.lower() for text in now.compiled):
         return told
-    return [*told, "Recompiles: not recorded."]
+    return [*told, f"Recompiles: {'none in this step' if now.graphs_counted else 'not recorded'}."]
 
 
 def _gate_line(now: Now) -> str:
