@@ -23,6 +23,7 @@ from flexinspect.panels.base import Place
 from flexinspect.screens.broken import BrokenScreen
 from flexinspect.screens.start import JobOf, StartScreen
 from flexinspect.screens.trace import TraceScreen
+from flexinspect.trace.salvage import is_copy
 from flexinspect.widgets.canvas import Canvas
 
 
@@ -91,7 +92,7 @@ class InspectorApp(App[None]):
             self.push_screen(BrokenScreen(path, error, self._begin))
             return
         self.trouble = None
-        if not _is_copy(path):
+        if not is_copy(path):
             state.opened(path)
         self.push_screen(TraceScreen(self.feed, place))
 
@@ -145,11 +146,6 @@ def _spare_the_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-def _is_copy(path: Path) -> bool:
-    """Tell whether a trace is the temporary copy of a broken one."""
-    return path.parent.name.startswith("flexinspect-left-")
 
 
 def _no_jobs(words: Sequence[str]) -> Job:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.errors import UsageError
+from flexinspect.text import visible
 
 if TYPE_CHECKING:
     from flexinspect.app import InspectorApp
@@ -124,6 +125,8 @@ def _finish(app: InspectorApp) -> int:
             app.feed.interrupt()
     if process is None:
         return code
+    for text in app.feed.prints if app.feed is not None else ():
+        print(visible(text), file=sys.stderr)  # what the user's own code printed meanwhile
     from flexinspect.commands.live import conclude_run
 
     return conclude_run(process, code, stopping=app.feed is not None and app.feed.stopping)

@@ -13,12 +13,12 @@ from textual.reactive import reactive
 from flexinspect import state
 from flexinspect.errors import FlexInspectError
 from flexinspect.feed import Feed
+from flexinspect.keys import N_DIGITS
 from flexinspect.panels.base import Place
 from flexinspect.panels.registry import load_panel, panel_names
 from flexinspect.screens.panelview import PanelView
 
 MOST = 4
-N_DIGITS = 9
 
 
 def n_slots(width: int, height: int) -> int:
@@ -54,6 +54,15 @@ def _title(name: str) -> Content:
     panel = load_panel(name)
     number = panel_names().index(name) + 1
     return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
+
+
+def panel_offer(name: str) -> str:
+    """Return the line of a panel in a list to choose from."""
+    try:
+        panel = load_panel(name)
+    except FlexInspectError as error:
+        return f"{name}: {error.message}"
+    return f"{panel.title:<10} {panel.help.shows}"
 
 
 def _loads(name: str) -> bool:

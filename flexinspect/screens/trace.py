@@ -21,7 +21,7 @@ from flexinspect.feed import Feed, Status
 from flexinspect.keys import all_keys
 from flexinspect.panels.base import Go, Place
 from flexinspect.panels.findings import next_finding, place_of
-from flexinspect.panels.registry import load_panel, panel_names
+from flexinspect.panels.registry import panel_names
 from flexinspect.screens import shots
 from flexinspect.screens.ask import Ask, Choose, HelpScreen
 from flexinspect.screens.commands import KeyCommands, bindings
@@ -31,7 +31,7 @@ from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
 from flexinspect.screens.search import step_number, token_with
-from flexinspect.screens.slots import Slots
+from flexinspect.screens.slots import Slots, panel_offer
 from flexinspect.screens.strip import TokenStrip
 from flexinspect.text import visible
 from flexinspect.trace.rows import FindingRow
@@ -223,9 +223,6 @@ class TraceScreen(Screen[None]):
 
     def _follow(self) -> None:
         self.following = True
-        self._by_newest()
-
-    def _by_newest(self) -> None:
         newest = self.status.generations - 1
         if self.status.live and newest > self.place.generation:
             self.place = Place(newest, layer=self.place.layer, head=self.place.head)
@@ -289,7 +286,7 @@ class TraceScreen(Screen[None]):
 
     @work
     async def _choose_panel(self) -> None:
-        options = [(name, _offer(name)) for name in panel_names()]
+        options = [(name, panel_offer(name)) for name in panel_names()]
         answer = await self.app.push_screen_wait(Choose("Show here", options))
         if answer:
             self.slots.show_panel(answer)
@@ -396,11 +393,3 @@ class TraceScreen(Screen[None]):
 
 def _within(value: int, count: object) -> int:
     return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)
-
-
-def _offer(name: str) -> str:
-    try:
-        panel = load_panel(name)
-    except FlexInspectError as error:
-        return f"{name}: {error.message}"
-    return f"{panel.title:<10} {panel.help.shows}"

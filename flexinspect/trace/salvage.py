@@ -18,6 +18,8 @@ MOST_COPIED = 2 << 30
 LONGEST_S = 2.0
 """Seconds that are spent on counting what a file still holds."""
 
+_PREFIX = "flexinspect-left-"
+
 _PIECE = 8 << 20
 """Bytes that are copied at once."""
 
@@ -28,6 +30,11 @@ _OFTEN = 10_000
 def can_be_mended(path: Path) -> bool:
     """Tell whether a file is a trace that was cut short, and small enough to copy. Quick."""
     return _missing_bytes(path) > 0
+
+
+def is_copy(path: Path) -> bool:
+    """Tell whether a trace is a copy that `mended` made."""
+    return path.parent.name.startswith(_PREFIX)
 
 
 def mended(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
@@ -41,7 +48,7 @@ def mended(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
         return None
     folder = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix="flexinspect-left-"))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         copy = folder / path.name
         with path.open("rb") as source, copy.open("wb") as target:
             wanted = _promised(source.read(100))

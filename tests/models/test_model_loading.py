@@ -36,7 +36,7 @@ def load_cpu(source: ModelSource, **options: Any) -> LoadedModel:
     return load(source, device="cpu", **options)
 
 
-def refused(source: ModelSource, **options: Any) -> ModelError:
+def assert_refused(source: ModelSource, **options: Any) -> ModelError:
     with pytest.raises(ModelError) as raised:
         load(source, **options)
     assert raised.value.exit_code == 2
@@ -96,7 +96,7 @@ def test_the_libraries_are_as_talkative_afterwards_as_before(tiny_llama: Path) -
 
     before = (logging.get_verbosity(), logging.is_progress_bar_enabled())
     load_cpu(resolve(str(tiny_llama)))
-    refused(resolve("llama3.2_1b"), device="cpu", dtype="int4", weights="random")
+    assert_refused(resolve("llama3.2_1b"), device="cpu", dtype="int4", weights="random")
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
     assert logging.set_tqdm_hook(None) is None
 
@@ -205,7 +205,7 @@ def test_too_little_memory_is_refused_with_the_figures_before_anything_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placement, "available_ram", lambda: 3_000_000_000)
-    error = refused(resolve("llama3.2_3b_it"), weights="random", device="cpu")
+    error = assert_refused(resolve("llama3.2_3b_it"), weights="random", device="cpu")
     for words in ("12.9 GB weights", "float32", "3.0 GB of RAM are free", "2048 tokens"):
         assert words in error.message
     assert "--dtype bfloat16" in str(error.hint)
@@ -219,19 +219,19 @@ def test_memory_that_runs_out_while_loading_is_a_sentence(
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate …")
 
     monkeypatch.setattr(loading, "_pretrained", full)
-    assert "memory of cpu ran out" in refused(resolve(str(tiny_llama)), device="cpu").message
+    assert "memory of cpu ran out" in assert_refused(resolve(str(tiny_llama)), device="cpu").message
 
 
 def test_a_cut_weight_file_is_damaged(copy: Path) -> None:
     shard = sorted(copy.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert f"{shard} is damaged" in refused(resolve(str(copy))).message
+    assert f"{shard} is damaged" in assert_refused(resolve(str(copy))).message
 
 
 def test_a_missing_shard_is_named(copy: Path) -> None:
     shard = sorted(copy.glob("*.safetensors"))[1]
     shard.unlink()
-    error = refused(resolve(str(copy)))
+    error = assert_refused(resolve(str(copy)))
     assert "weight files are missing" in error.message
     assert shard.name in error.message
 
@@ -240,7 +240,7 @@ def test_pickled_weights_are_never_loaded(copy: Path) -> None:
     for file in copy.glob("model*"):
         file.unlink()
     (copy / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    error = refused(resolve(str(copy)))
+    error = assert_refused(resolve(str(copy)))
     assert "pytorch_model.bin is a pickle" in error.message
     assert "safe_serialization" in str(error.hint)
 
@@ -248,19 +248,19 @@ def test_pickled_weights_are_never_loaded(copy: Path) -> None:
 def test_weights_that_leave_parameters_without_values_are_refused(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    assert "have no values for 9 parameters" in refused(resolve(str(copy))).message
+    assert "have no values for 9 parameters" in assert_refused(resolve(str(copy))).message
 
 
 def test_weights_of_another_shape_are_refused(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-    refused(resolve(str(copy)))
+    assert_refused(resolve(str(copy)))
 
 
 def test_a_missing_tokenizer_is_a_sentence(copy: Path) -> None:
     for file in copy.glob("tokenizer*"):
         file.unlink()
-    error = refused(resolve(str(copy)))
+    error = assert_refused(resolve(str(copy)))
     assert "has no tokenizer" in error.message
     assert "--weights random" in str(error.hint)
 
@@ -277,24 +277,24 @@ def test_a_cached_model_without_its_tokenizer_is_completed(
 
 def test_a_damaged_tokenizer_is_a_sentence(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{")
-    assert "tokenizer in" in refused(resolve(str(copy))).message
+    assert "tokenizer in" in assert_refused(resolve(str(copy))).message
 
 
 def test_an_architecture_that_transformers_does_not_know(tmp_path: Path) -> None:
-    error = refused(folder_of(tmp_path, {"model_type": "llama9"}))
+    error = assert_refused(folder_of(tmp_path, {"model_type": "llama9"}))
     assert "'llama9'" in error.message
     assert "pip install -U transformers" in str(error.hint)
 
 
 def test_a_configuration_without_a_type(tmp_path: Path) -> None:
-    assert "model_type" in refused(folder_of(tmp_path, {"hidden_size": 3})).message
+    assert "model_type" in assert_refused(folder_of(tmp_path, {"hidden_size": 3})).message
 
 
 def test_remote_code_is_never_run_unless_asked(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text("raise SystemExit('ran')\n")
     auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     source = folder_of(tmp_path, {"model_type": "own", "auto_map": auto})
-    error = refused(source, weights="random")
+    error = assert_refused(source, weights="random")
     assert "runs no remote code unless asked" in error.message
     assert "--trust-remote-code" in str(error.hint)
 
@@ -330,55 +330,57 @@ def test_remote_code_runs_when_it_is_trusted(
 def test_a_model_that_does_not_generate_is_refused(
     tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
-    error = refused(folder_of(tmp_path, config), weights="random")
+    error = assert_refused(folder_of(tmp_path, config), weights="random")
     assert "is not a causal language model" in error.message
     assert named in error.message
 
 
 def test_a_broken_configuration_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    assert "cannot be read" in refused(resolve(str(tmp_path))).message
+    assert "cannot be read" in assert_refused(resolve(str(tmp_path))).message
 
 
 def test_an_impossible_configuration_is_a_sentence(tmp_path: Path) -> None:
     source = folder_of(tmp_path, {"model_type": "llama", **TINY, "hidden_size": "wide"})
-    assert "cannot be loaded" in refused(source, weights="random").message
+    assert "cannot be loaded" in assert_refused(source, weights="random").message
 
 
 @pytest.mark.parametrize("weights", ["none", "Random"])
 def test_unknown_weights_are_refused(weights: str) -> None:
-    assert "pretrained or random" in str(refused(resolve("llama3.2_1b"), weights=weights).hint)
+    assert "pretrained or random" in str(
+        assert_refused(resolve("llama3.2_1b"), weights=weights).hint
+    )
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "cpu:0", "tpu"])
 def test_an_unknown_device_is_refused(device: str) -> None:
-    error = refused(resolve("llama3.2_1b"), weights="random", device=device)
+    error = assert_refused(resolve("llama3.2_1b"), weights="random", device=device)
     assert f"{device!r} is unknown" in error.message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_absent_gpu_is_refused_and_auto_goes_on_without(tmp_path: Path) -> None:
     source = folder_of(tmp_path, {"model_type": "llama", **TINY})
-    error = refused(source, weights="random", device="cuda")
+    error = assert_refused(source, weights="random", device="cuda")
     assert "cuda is not available" in error.message
     assert "--device cpu" in str(error.hint)
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is an MPS device")
 def test_absent_mps_is_refused() -> None:
-    error = refused(resolve("llama3.2_1b"), weights="random", device="mps")
+    error = assert_refused(resolve("llama3.2_1b"), weights="random", device="mps")
     assert "mps is not available" in error.message
 
 
 @pytest.mark.parametrize("dtype", ["int4", "float64", ""])
 def test_an_unknown_dtype_is_refused(dtype: str) -> None:
-    error = refused(resolve("llama3.2_1b"), weights="random", device="cpu", dtype=dtype)
+    error = assert_refused(resolve("llama3.2_1b"), weights="random", device="cpu", dtype=dtype)
     assert "is unknown" in error.message
     assert "auto" in str(error.hint)
 
 
 def test_float16_on_a_cpu_is_refused_with_the_way_out() -> None:
-    error = refused(resolve("llama3.2_1b"), weights="random", device="cpu", dtype="fp16")
+    error = assert_refused(resolve("llama3.2_1b"), weights="random", device="cpu", dtype="fp16")
     assert "float16 is not for the CPU" in error.message
     assert "bfloat16" in str(error.hint)
 

@@ -47,7 +47,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(finished, tmp_path / "copy.flextrace"))
 
 
-def refused(path: Path, sentence: str) -> None:
+def assert_refused(path: Path, sentence: str) -> None:
     before = sorted(path.parent.iterdir()) if path.parent.exists() else None
     with pytest.raises(TraceError, match=sentence) as caught:
         read_all(path)
@@ -58,23 +58,23 @@ def refused(path: Path, sentence: str) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    refused(tmp_path / "no.flextrace", "There is no trace at")
-    refused(tmp_path / "no" / "no.flextrace", "There is no trace at")
+    assert_refused(tmp_path / "no.flextrace", "There is no trace at")
+    assert_refused(tmp_path / "no" / "no.flextrace", "There is no trace at")
 
 
 def test_a_folder(tmp_path: Path) -> None:
-    refused(tmp_path, "is a folder")
+    assert_refused(tmp_path, "is a folder")
 
 
 def test_an_empty_file(copy: Path) -> None:
     copy.write_bytes(b"")
-    refused(copy, "is empty")
+    assert_refused(copy, "is empty")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", "is not a regular file")
+    assert_refused(tmp_path / "pipe", "is not a regular file")
 
 
 def test_a_name_with_a_null_byte(tmp_path: Path) -> None:
@@ -85,37 +85,37 @@ def test_a_name_with_a_null_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"\x80\x04.", b"x", b"PK\x03\x04" * 100, b"\0" * 5000])
 def test_a_file_of_another_kind(copy: Path, content: bytes) -> None:
     copy.write_bytes(content)
-    refused(copy, "is not a trace: it is no SQLite file")
+    assert_refused(copy, "is not a trace: it is no SQLite file")
 
 
 def test_a_database_of_another_program(tmp_path: Path) -> None:
     change(tmp_path / "a.db", "CREATE TABLE steps (x)")
-    refused(tmp_path / "a.db", "of another program")
+    assert_refused(tmp_path / "a.db", "of another program")
 
 
 def test_a_future_version(copy: Path) -> None:
     change(copy, "PRAGMA user_version = 2")
-    refused(copy, "is a trace of version 2; this program reads up to 1")
+    assert_refused(copy, "is a trace of version 2; this program reads up to 1")
 
 
 def test_a_version_that_is_no_longer_read(copy: Path) -> None:
     change(copy, "PRAGMA user_version = 0")
-    refused(copy, "of version 0, which this program no longer reads")
+    assert_refused(copy, "of version 0, which this program no longer reads")
 
 
 def test_a_header_alone(copy: Path) -> None:
     copy.write_bytes(copy.read_bytes()[:60])
-    refused(copy, "cut short at 60 bytes")
+    assert_refused(copy, "cut short at 60 bytes")
 
 
 def test_a_file_that_lost_its_last_page(copy: Path) -> None:
     os.truncate(copy, copy.stat().st_size - 4096)
-    refused(copy, "cut short")
+    assert_refused(copy, "cut short")
 
 
 def test_a_trace_without_a_table(copy: Path) -> None:
     change(copy, "DROP TABLE calls")
-    refused(copy, "is damaged: no such table: calls")
+    assert_refused(copy, "is damaged: no such table: calls")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_trace_without_a_table(copy: Path) -> None:
 )
 def test_a_changed_value_is_noticed(copy: Path, sql: str, sentence: str) -> None:
     change(copy, sql)
-    refused(copy, sentence)
+    assert_refused(copy, sentence)
 
 
 def test_squeezed_bytes_that_do_not_unpack(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_squeezed_bytes_that_do_not_unpack(tmp_path: Path) -> None:
         causal = ArrayRecord("causal", np.tri(512, dtype=bool))
         writer.write_step(step(0, arrays=(causal,), masks=()))
     change(path, "UPDATE arrays SET data = ?, checksum = ?", b"junk", zlib.crc32(b"junk"))
-    refused(path, "do not unpack|does not unpack")
+    assert_refused(path, "do not unpack|does not unpack")
 
 
 def test_damage_of_one_array_leaves_the_others_readable(copy: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_locked_file(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             open_trace(copy)
 
 
-def survives(path: Path) -> None:
+def assert_survives(path: Path) -> None:
     """Anything but success and a `TraceError`, or a long wait, fails the test."""
     started = time.monotonic()
     with suppress(TraceError):
@@ -192,7 +192,7 @@ def test_any_flipped_bits_are_read_or_refused(finished: Path, tmp_path: Path) ->
             data[offset] ^= 1 << dice.randrange(8)
         path = tmp_path / f"flip{number}"
         path.write_bytes(data)
-        survives(path)
+        assert_survives(path)
         path.unlink()
 
 
@@ -203,7 +203,7 @@ def test_any_truncation_is_read_or_refused(finished: Path, tmp_path: Path) -> No
     for number in range(80):
         size = dice.randrange(len(whole))
         path.write_bytes(whole[: size if number % 2 else size // 4096 * 4096])
-        survives(path)
+        assert_survives(path)
 
 
 def test_any_damage_of_a_wal_is_read_or_refused(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_any_damage_of_a_wal_is_read_or_refused(tmp_path: Path) -> None:
         for _ in range(4 if data else 0):
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
         copy.with_name(copy.name + "-wal").write_bytes(data)
-        survives(copy)
+        assert_survives(copy)
     writer.close()
 
 

@@ -20,7 +20,7 @@ from flexinspect.trace.settle import settle
 from flexinspect.trace.writer import TraceWriter
 
 
-def refused(path: Path, sentence: str, *, overwrite: bool = False) -> None:
+def assert_refused(path: Path, sentence: str, *, overwrite: bool = False) -> None:
     with pytest.raises(TraceWriteError, match=sentence) as caught:
         TraceWriter.create(path, {}, overwrite=overwrite)
     assert caught.value.hint
@@ -30,7 +30,7 @@ def refused(path: Path, sentence: str, *, overwrite: bool = False) -> None:
 def test_an_existing_trace_is_not_overwritten_unasked(tmp_path: Path) -> None:
     path = write(tmp_path / "a.flextrace")
     before = path.read_bytes()
-    refused(path, "the file exists already")
+    assert_refused(path, "the file exists already")
     assert path.read_bytes() == before
 
 
@@ -48,7 +48,7 @@ def test_an_existing_trace_is_replaced_when_asked(tmp_path: Path) -> None:
 def test_a_file_that_is_no_trace_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     path.write_bytes(b"years of work")
-    refused(path, "is not a trace, so it is not overwritten", overwrite=True)
+    assert_refused(path, "is not a trace, so it is not overwritten", overwrite=True)
     assert path.read_bytes() == b"years of work"
 
 
@@ -60,22 +60,22 @@ def test_an_empty_file_may_be_replaced(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:
-    refused(tmp_path / "no" / "a.flextrace", "there is no folder")
+    assert_refused(tmp_path / "no" / "a.flextrace", "there is no folder")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
-    refused(tmp_path, "that is a folder")
-    refused(tmp_path, "that is a folder", overwrite=True)
+    assert_refused(tmp_path, "that is a folder")
+    assert_refused(tmp_path, "that is a folder", overwrite=True)
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    refused(tmp_path / "file" / "a.flextrace", "there is no folder")
+    assert_refused(tmp_path / "file" / "a.flextrace", "there is no folder")
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
-    refused(tmp_path / ("x" * 300), "cannot be written to")
+    assert_refused(tmp_path / ("x" * 300), "cannot be written to")
 
 
 CREATE = """
@@ -205,7 +205,7 @@ def test_a_trace_that_cannot_be_moved_home_is_whole_where_it_is(on_nfs: Path) ->
 
 def test_a_network_target_that_exists_is_refused_at_once(on_nfs: Path) -> None:
     (on_nfs / "a.flextrace").write_bytes(b"")
-    refused(on_nfs / "a.flextrace", "the file exists already")
+    assert_refused(on_nfs / "a.flextrace", "the file exists already")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_trace_that_somebody_records_at_this_moment_is_not_overwritten(tmp_pat
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         writer = TraceWriter.create(path, {"pid": other.pid, "started_at": time.time()})
-        refused(path, f"is being recorded by process {other.pid}", overwrite=True)
+        assert_refused(path, f"is being recorded by process {other.pid}", overwrite=True)
     finally:
         other.kill()
         other.wait()

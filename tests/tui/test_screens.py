@@ -36,6 +36,16 @@ async def press(pilot: Any, *keys: str) -> None:
     await settle(pilot)
 
 
+async def answer(pilot: Any, key: str, text: str) -> None:
+    """Press a key that asks for a text, and give it."""
+    await settle(pilot)
+    await pilot.press(key)
+    await pilot.pause()
+    assert isinstance(pilot.app.screen, Ask)
+    await pilot.press(*text, "enter")
+    await settle(pilot)
+
+
 async def test_a_trace_opens_at_its_first_step(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
@@ -90,23 +100,14 @@ async def test_generations_are_walked_like_steps(trace: Path) -> None:
 async def test_go_to_takes_a_number_or_a_word(trace: Path, typed: str, step: int) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
-        await settle(pilot)
-        await pilot.press("g")
-        await pilot.pause()
-        assert isinstance(app.screen, Ask)
-        await pilot.press(*typed, "enter")
-        await settle(pilot)
+        await answer(pilot, "g", typed)
         assert place(app).step == step
 
 
 async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
-        await settle(pilot)
-        await pilot.press("/")
-        await pilot.pause()
-        await pilot.press(*"emma", "enter")
-        await settle(pilot)
+        await answer(pilot, "/", "emma")
         assert place(app) == Place(0, 0, 0, pos=3)
         await press(pilot, "*")
         assert place(app).pos == 6
@@ -119,11 +120,7 @@ async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace
 async def test_a_word_that_is_nowhere_is_said(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
-        await settle(pilot)
-        await pilot.press("/")
-        await pilot.pause()
-        await pilot.press(*"[red]", "enter")
-        await settle(pilot)
+        await answer(pilot, "/", "[red]")
         assert [note.message for note in app._notifications] == ["No token holds “[red]”."]
 
 
