@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 from textual import events
 from textual.reactive import reactive
@@ -14,8 +13,8 @@ from flexinspect.feed import Feed, Status
 from flexinspect.findings import Finding, Severity
 from flexinspect.panels.base import Place
 from flexinspect.panels.findings import FindingSummary, summary_line
-from flexinspect.screens.loader import Loader
 from flexinspect.screens.panelview import look_of
+from flexinspect.screens.placed import PlacedLines
 from flexinspect.text import visible
 from flexinspect.trace.rows import StepRow
 from flexinspect.widgets.canvas import Canvas
@@ -88,47 +87,30 @@ def finding_text(found: FindingSummary | None) -> tuple[str, str]:
 _STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "text"}
 
 
-class FactLines(Canvas):
+class FactLines(PlacedLines[Facts]):
     """Loads what both lines need, once; shows the header and hands the findings to their line."""
 
     DEFAULT_CSS = "FactLines { height: 1; }"
-    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
     following: reactive[bool] = reactive(True, repaint=False, init=False)
 
     def __init__(self, feed: Feed, pool: Executor, findings: FindingLine) -> None:
-        super().__init__(id="header")
-        self._feed, self._findings = feed, findings
-        self._loader = Loader(pool, lambda: self.place, self._load, self._take)
+        super().__init__(feed, pool, id="header")
+        self._findings = findings
         self._facts = Facts()
         self.status = Status()
 
-    @property
-    def loader(self) -> Loader[Any, Any]:
-        """What loads it; at rest when all that is wanted is on the screen."""
-        return self._loader
-
-    def on_mount(self) -> None:
-        """Begin to load."""
-        self.run_worker(self._loader.run(), exclusive=True)
-        self._loader.want()
-
     def watch_place(self) -> None:
-        """The screen went elsewhere."""
-        self._loader.want()
+        """Name the new step at once: nothing has to be loaded for that."""
+        super().watch_place()
         self.repaint()
 
     def watch_version(self) -> None:
-        """The trace grew."""
-        self._loader.want()
+        """Name the newest step at once."""
+        super().watch_version()
         self.repaint()
 
     def watch_following(self) -> None:
         """Say so."""
-        self.repaint()
-
-    def on_resize(self, event: events.Resize) -> None:
-        """Draw in the new width."""
         self.repaint()
 
     def _load(self, place: Place) -> Facts:
@@ -141,10 +123,10 @@ class FactLines(Canvas):
         except FlexInspectError:
             return Facts()  # the panels say why
 
-    def _take(self, place: Place, facts: Facts) -> None:
-        self._facts = facts
+    def _take(self, found: Facts) -> None:
+        self._facts = found
         self.repaint()
-        self._findings.say(facts.summary)
+        self._findings.say(found.summary)
 
     def repaint(self) -> None:
         """Draw the header."""

@@ -14,13 +14,21 @@ from flexinspect.screens.loader import Loader
 FRAME_S = 0.03
 """How long a frame waits for slow panels. Textual paints 60 times a second, on a grid; a frame that
 is painted in two parts takes two places on it."""
+N_TURNS = 5
+"""Turns of the event loop until the screen knows of everything that was painted: a widget tells
+itself, then the screen, and each reads its mail in a turn of its own. More do no harm."""
 
 
 class Frame:
-    """Holds the painting back until all loaders are at rest, or until that takes too long."""
+    """Holds the painting back until all loaders are at rest, or until that takes too long.
 
-    def __init__(self, loaders: Callable[[], Sequence[Loader[Any, Any]]]) -> None:
-        self._loaders = loaders
+    `after` is called when the frame was painted, if all were at rest by then.
+    """
+
+    def __init__(
+        self, loaders: Callable[[], Sequence[Loader[Any, Any]]], after: Callable[[], None]
+    ) -> None:
+        self._loaders, self._after = loaders, after
         self._open = False
 
     def begin(self, screen: Screen[Any]) -> None:
@@ -30,15 +38,19 @@ class Frame:
         self._open = True
         batch = screen.app.batch_update()
         batch.__enter__()
-        screen.run_worker(self._finish(batch), group="frame")
+        screen.run_worker(self._finish(screen, batch), group="frame")
 
-    async def _finish(self, batch: AbstractContextManager[None]) -> None:
+    async def _finish(self, screen: Screen[Any], batch: AbstractContextManager[None]) -> None:
         try:
             async with asyncio.timeout(FRAME_S):
                 for loader in self._loaders():
                     await loader.rest()
+                for _ in range(N_TURNS):
+                    await asyncio.sleep(0)
         except TimeoutError:
             pass  # what is late is painted when it comes
+        else:
+            screen.call_after_refresh(self._after)
         finally:
             batch.__exit__(None, None, None)
             self._open = False

@@ -21,7 +21,8 @@ from flexinspect.widgets.canvas import Canvas
 from flexinspect.widgets.lines import paragraph
 from flexinspect.widgets.look import Look
 
-Wish = tuple[Panel[Any, Any], Request[Any]]
+Wish = tuple[Panel[Any, Any], Request[Any], int]
+"""A panel, what it is to show, and the version of the trace that it is to show it of."""
 
 Loaded = tuple[Any, tuple[list[str], str] | None]
 """What a panel loaded; or nothing, with the lines that say why and their style."""
@@ -97,9 +98,15 @@ class PanelView(Canvas, can_focus=True):
             self._request = self._wish()
             self.repaint()
 
-    def _wish(self) -> Request[Any]:
+    def expect(self, place: Place) -> None:
+        """Load what this place will need, if it is where the user goes next."""
+        if not self._unseen():
+            self._loader.expect((self.panel, self._wish(place), self.version))
+
+    def _wish(self, place: Place | None = None) -> Request[Any]:
         size: Size = self.size
-        return Request(self.place, self._options, max(size.width, 1), max(size.height, 1))
+        width, height = max(size.width, 1), max(size.height, 1)
+        return Request(place or self.place, self._options, width, height)
 
     def show_panel(self, panel: Panel[Any, Any]) -> None:
         """Show another panel from now on."""
@@ -108,12 +115,15 @@ class PanelView(Canvas, can_focus=True):
         self.show(())
         self.want()
 
-    def _wish_if_seen(self) -> Wish | None:
+    def _unseen(self) -> bool:
         hidden = self.parent is not None and not getattr(self.parent, "display", True)
-        return None if hidden or self.size.area == 0 else (self.panel, self._wish())
+        return hidden or self.size.area == 0
+
+    def _wish_if_seen(self) -> Wish | None:
+        return None if self._unseen() else (self.panel, self._wish(), self.version)
 
     def _load_wish(self, wish: Wish) -> Loaded:
-        panel, request = wish
+        panel, request, _ = wish
         source = self._feed.source
         if source is None or self._feed.withdrawn:
             return None, (["Nothing is recorded yet."], "muted")
@@ -128,7 +138,7 @@ class PanelView(Canvas, can_focus=True):
             return None, (_fault(panel, error), "bad")
 
     def _take(self, wish: Wish, loaded: Loaded) -> None:
-        panel, request = wish
+        panel, request, _ = wish
         if panel is not self.panel:
             return  # it was exchanged meanwhile
         self._request = request

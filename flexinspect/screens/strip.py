@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
 
 from textual import events
 from textual.message import Message
-from textual.reactive import reactive
 from textual.strip import Strip
 
 from flexinspect.errors import FlexInspectError
 from flexinspect.feed import Feed
 from flexinspect.panels.base import Go, Missing, Place
 from flexinspect.panels.parts.sequence import Window, load_window, segment_at, words
-from flexinspect.screens.loader import Loader
 from flexinspect.screens.panelview import look_of
+from flexinspect.screens.placed import PlacedLines
 from flexinspect.text import visible
-from flexinspect.widgets.canvas import Canvas
 from flexinspect.widgets.lines import Span, line
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.tokencells import Row, around
@@ -76,12 +73,10 @@ def _marks(row: Row, window: Window) -> list[tuple[int, str, bool]]:
     return marks
 
 
-class TokenStrip(Canvas):
+class TokenStrip(PlacedLines[Window | None]):
     """Two lines that follow the screen's place."""
 
     DEFAULT_CSS = "TokenStrip { height: 2; }"
-    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
-    version: reactive[int] = reactive(0, repaint=False, init=False)
 
     @dataclass
     class Went(Message):
@@ -90,33 +85,9 @@ class TokenStrip(Canvas):
         go: Go
 
     def __init__(self, feed: Feed, pool: Executor) -> None:
-        super().__init__(id="strip")
-        self._feed = feed
-        self._loader = Loader(pool, lambda: self.place, self._load, self._take)
+        super().__init__(feed, pool, id="strip")
         self._window: Window | None = None
         self._row: Row | None = None
-
-    @property
-    def loader(self) -> Loader[Any, Any]:
-        """What loads it; at rest when all that is wanted is on the screen."""
-        return self._loader
-
-    def on_mount(self) -> None:
-        """Begin to load."""
-        self.run_worker(self._loader.run(), exclusive=True)
-        self._loader.want()
-
-    def watch_place(self) -> None:
-        """The screen went elsewhere."""
-        self._loader.want()
-
-    def watch_version(self) -> None:
-        """The trace grew."""
-        self._loader.want()
-
-    def on_resize(self, event: events.Resize) -> None:
-        """Draw in the new size."""
-        self.repaint()
 
     def _load(self, place: Place) -> Window | None:
         source = self._feed.source
@@ -125,8 +96,8 @@ class TokenStrip(Canvas):
         except (Missing, FlexInspectError):
             return None  # the panels say why
 
-    def _take(self, place: Place, window: Window | None) -> None:
-        self._window = window
+    def _take(self, found: Window | None) -> None:
+        self._window = found
         self.repaint()
 
     def repaint(self) -> None:

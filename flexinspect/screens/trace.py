@@ -59,7 +59,8 @@ class TraceScreen(Screen[None]):
         self._complaint = ""
         self._finding: FindingRow | None = None
         self.status = Status()
-        self._frame = Frame(self._loaders)
+        self._frame = Frame(self._loaders, self._look_ahead)
+        self._next: Place | None = None
         if place is not None:
             self.set_reactive(TraceScreen.place, place)
             self.set_reactive(TraceScreen.following, False)
@@ -161,10 +162,22 @@ class TraceScreen(Screen[None]):
             head=_within(place.head, model.get("heads")),
         )
 
-    def watch_place(self) -> None:
+    def watch_place(self, old: Place, new: Place) -> None:
         """Show the new place in one frame, not panel by panel."""
+        self._next = None if self.status.live else onward(old, new)
         if self.is_mounted:
             self._frame.begin(self)
+
+    def _look_ahead(self) -> None:
+        """Load what the same key would need next: nobody waits for that then."""
+        if self._next is None:
+            return
+        place = self.validate_place(self._next)
+        if place != self.place:
+            self.query_one(FactLines).expect(place)
+            self.query_one(TokenStrip).expect(place)
+            for view in self.slots.views():
+                view.expect(place)
 
     def _loaders(self) -> list[Loader[Any, Any]]:
         own = [self.query_one(FactLines).loader, self.query_one(TokenStrip).loader]
@@ -389,6 +402,18 @@ class TraceScreen(Screen[None]):
             "run.stop": self._stop,
             "app.quit": self._quit,
         }
+
+
+def onward(old: Place, new: Place) -> Place | None:
+    """Return the place after `new` if the user goes on as from `old`; None if that is unknown."""
+    if (old.generation, old.branch) != (new.generation, new.branch):
+        return None
+    return replace(
+        new,
+        step=2 * new.step - old.step,
+        layer=2 * new.layer - old.layer,
+        head=2 * new.head - old.head,
+    )
 
 
 def _within(value: int, count: object) -> int:
