@@ -22,7 +22,7 @@ from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.received import ReceivedMask
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.attention import CallRef
+    from flexinspect_hooks.callrefs import CallRef
 
 
 class MassReducer:
@@ -47,14 +47,17 @@ class MassReducer:
     ) -> tuple[str, ...]:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
-        Returns how each call was gated: "lse", "output", or "" when its mask was not evaluated.
+        Returns how each call was gated: "lse", "output", or "" when its row cannot be recomputed.
         """
-        if any(mask.cells is None for mask in masks):
+        kinds = [_gate_kind(ref, masks[number]) for ref, number in zip(refs, numbers, strict=True)]
+        if not any(kinds):
             return ()
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ref in enumerate(refs):
-            key = (numbers[index], *ref.key.shape[1:], ref.query.shape[1], ref.lse is not None)
-            groups.setdefault(key, []).append(index)
+            shape = (*ref.key.shape[1:], ref.query.shape[1])
+            key = (numbers[index], *shape, ref.lse is not None, ref.scale)
+            if kinds[index]:
+                groups.setdefault(key, []).append(index)
         for key, members in groups.items():
             cells = masks[key[0]].cells
             assert cells is not None
@@ -64,10 +67,16 @@ class MassReducer:
                 masks[key[0]].bias,
                 # A static cache has more keys than the sequence, a sliding one fewer.
                 self._borders - max(kv_after - key[2], 0),
-                members if len(groups) > 1 else None,
+                members if len(members) < len(refs) else None,
                 buffer,
             )
-        return tuple("output" if ref.lse is None else "lse" for ref in refs)
+        return tuple(kinds)
+
+
+def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
+    if mask.cells is None or ref.unknown_scores:
+        return ""
+    return "output" if ref.lse is None else "lse"
 
 
 def gathered(values: Values, n_calls: int) -> dict[str, Array]:
@@ -80,7 +89,7 @@ def gathered(values: Values, n_calls: int) -> dict[str, Array]:
         if not members:
             out[name] = part
             continue
-        whole = out.setdefault(name, np.zeros((n_calls, *part.shape[1:]), part.dtype))
+        whole = out.setdefault(name, np.full((n_calls, *part.shape[1:]), np.nan, part.dtype))
         whole[[int(member) for member in members.split(",")]] = part
     return out
 
