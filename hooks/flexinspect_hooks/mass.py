@@ -116,13 +116,12 @@ def _reduce_group(
         lse = lse[:: refs[0].query.shape[0]]  # batch 0 of each layer
         buffer.later(partial(_mass, suffix), scores, lse, closed, borders)
         return
-    lse = torch.logsumexp(scores.masked_fill(closed, -torch.inf), -1)
-    results = _mass(suffix, torch, scores, lse, closed, borders)
-    weights = torch.exp(scores - lse[..., None]).masked_fill(closed, 0.0)
-    pairs = zip(refs, torch.nan_to_num(weights), strict=True)
-    results[f"{_PREFIX}gate{suffix}"] = torch.stack([_output_gate(ref, w) for ref, w in pairs])
-    for name, tensor in results.items():
-        buffer.put(name, tensor)
+    seen = scores.masked_fill(closed, -torch.inf)
+    # A row that sees nothing gives NaN here, and 0 in every kernel.
+    weights = torch.softmax(seen, -1).nan_to_num()
+    buffer.later(partial(_mass, suffix), scores, torch.logsumexp(seen, -1), closed, borders)
+    output = torch.stack([ref.output[0, -1] for ref in refs]).float()
+    buffer.later(partial(_output_gate, suffix), _outputs(refs, weights), output)
 
 
 def _mass(suffix: str, xp: Any, scores: Any, lse: Any, closed: Any, borders: Any) -> dict[str, Any]:
@@ -172,9 +171,21 @@ def _scores(refs: Sequence[CallRef]) -> Tensor:
     return first.softcap * torch.tanh(flat / first.softcap) if first.softcap else flat
 
 
-def _output_gate(ref: CallRef, weights: Tensor) -> Tensor:
-    """Return the largest relative error of the row's output recomputed from `weights`."""
-    value, output = ref.value[0].float(), ref.output[0, -1].float()
-    grouped = weights.view(value.shape[0], -1, weights.shape[-1])
-    mine = torch.matmul(grouped, value).view(output.shape)
-    return (mine - output).abs().amax() / torch.clamp(output.abs().amax(), min=1e-6)
+def _outputs(refs: Sequence[CallRef], weights: Tensor) -> Tensor:
+    """Return the newest rows' outputs from their weights, float32 (layers, q heads, head width)."""
+    n_layers, n_heads, kv_len = weights.shape
+    kv_heads, width = refs[0].value.shape[1], refs[0].value.shape[3]
+    grouped = weights.view(n_layers, kv_heads, -1, kv_len)
+    outputs = grouped.new_empty(n_layers, kv_heads, grouped.shape[2], width)
+    for ref, mine, out in zip(refs, grouped.unbind(), outputs.unbind(), strict=True):
+        value = ref.value[0]
+        torch.bmm(mine, value if value.dtype is torch.float32 else value.float(), out=out)
+    return outputs.view(n_layers, n_heads, width)
+
+
+def _output_gate(suffix: str, xp: Any, mine: Any, output: Any) -> dict[str, Any]:
+    """Return the gate (layers): the largest error of a row's output, relative to its largest."""
+    shape = (len(mine), -1)
+    largest = xp.amax(xp.abs(output).reshape(shape), -1)
+    error = xp.amax(xp.abs(mine - output.reshape(mine.shape)).reshape(shape), -1)
+    return {f"{_PREFIX}gate{suffix}": error / xp.clip(largest, 1e-6, None)}
