@@ -54,15 +54,10 @@ class AttentionHook:
         """Shadow the look-up of attention functions on transformers' shared registry."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
-        self._context = context
-        self._refs: list[CallRef] = []
-        self._n_seen = 0
-        self._book = MaskBook(context.device)
-        self._mass = MassReducer(context.device)
-        self._kernels = KernelCalls(context) if context.sees_kernels else None
+        self.prepare(context)
         before = REGISTRY.__dict__.get("get_interface")
         original = REGISTRY.get_interface
-        watched = self._watched = {}
+        watched = self._watched
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
@@ -83,6 +78,20 @@ class AttentionHook:
         REGISTRY.get_interface = get_interface
         kernels = self._kernels
         return [remove, *(kernels.install(self._keep_direct) if kernels is not None else ())]
+
+    def prepare(self, context: CaptureContext) -> None:
+        """Begin without installing anything."""
+        self._context = context
+        self._refs: list[CallRef] = []
+        self._n_seen = 0
+        self._book = MaskBook(context.device)
+        self._mass = MassReducer(context.device)
+        self._kernels = KernelCalls(context) if context.sees_kernels else None
+        self._watched = {}
+
+    def keep(self, calls: Iterable[Done], layer: int, module: nn.Module) -> None:
+        """Keep kernels that were called without asking for an attention function."""
+        self._refs += _kernel_calls(calls, layer, "direct", module)
 
     def _watch(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
         context, layer_of, keep = self._context, self._context.layer_of, self._refs.append
@@ -130,9 +139,7 @@ class AttentionHook:
         return attention
 
     def _keep_direct(self, module: nn.Module, calls: list[Done]) -> None:
-        """Keep the kernels that a layer called without asking for an attention function."""
-        layer = self._context.layer_of[id(module)]
-        self._refs += _kernel_calls(calls, layer, "direct", module)
+        self.keep(calls, self._context.layer_of[id(module)], module)
 
     def begin(self, context: CaptureContext) -> None:
         """Take the generation's segments; masks already stored stay known.
@@ -183,7 +190,7 @@ class AttentionHook:
             )
         else:
             for layer, call in enumerate(calls):
-                self._refs += _kernel_calls([call], layer, "direct", self._context.model)
+                self.keep([call], layer, self._context.model)
         return builds
 
     def _count(self, n_seen: int, step: StepContext) -> None:

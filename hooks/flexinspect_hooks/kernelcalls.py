@@ -41,7 +41,9 @@ class _Place:
     failed: str | None = None
 
 
-class _Note(NamedTuple):
+class Note(NamedTuple):
+    """A call under way: what it makes up for, when it began, the peak memory before it."""
+
     call: KernelCall
     swallowed: str | None
     started: float
@@ -102,14 +104,16 @@ class KernelCalls:
 
     # -- the observer ----------------------------------------------------------------------------
 
-    def before(self, call: KernelCall) -> _Note | None:
+    def before(self, call: KernelCall) -> Note | None:
         """Take the calls of an open step, and every mask that is built."""
-        if not (self.context.is_open or call.name == BUILD):
-            return None
-        peak = peak_bytes(self.context.device) if call.name == BUILD else 0
-        return _Note(call, self._swallowed(), time.perf_counter(), peak)
+        return self.note(call) if self.context.is_open or call.name == BUILD else None
 
-    def after(self, note: _Note, output: Any) -> None:
+    def note(self, call: KernelCall) -> Note:
+        """Return what has to be known of a call before it is made."""
+        peak = peak_bytes(self.context.device) if call.name == BUILD else 0
+        return Note(call, self._swallowed(), time.perf_counter(), peak)
+
+    def after(self, note: Note, output: Any) -> None:
         """Keep what it was."""
         if note.call.name == BUILD:
             self.builds.append(self._build(note))
@@ -118,7 +122,7 @@ class KernelCalls:
         layer, handed = (place.layer, place.handed) if place is not None else (None, None)
         self.done.append(Done(layer, note.call, output, handed, note.swallowed))
 
-    def failed(self, note: _Note, error: BaseException) -> None:
+    def failed(self, note: Note, error: BaseException) -> None:
         """Say so at once, once for each layer and message: the step may never be recorded."""
         words = in_words(error)
         layer = None
@@ -140,7 +144,7 @@ class KernelCalls:
             return in_words(error)
         return self._places[-1].failed if self._places else None
 
-    def _build(self, note: _Note) -> BuildRecord:
+    def _build(self, note: Note) -> BuildRecord:
         given = note.call.given
         grown = max(peak_bytes(self.context.device) - note.peak, 0)
         return BuildRecord(
