@@ -246,6 +246,7 @@ def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "started_at": time.time(),
         "watch": True,
+        "graphs_counted": True,
         "model": _model_facts(model),
         "level": level,
         "threads": torch.get_num_threads(),
