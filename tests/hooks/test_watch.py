@@ -662,16 +662,3 @@ def test_what_was_not_seen_is_not_shown_as_chosen(llama: Any, out: Path) -> None
     assert "What step 0 chose was not seen: it was never fed." in shown
     assert "Whether processors changed these logits before the choice was not seen." in shown
     assert "*" not in shown
-
-
-def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "docs" / "examples" / "watch_generate.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Nairobi" in done.stdout
-    (path,) = tmp_path.glob("watch-*.flextrace")
-    assert f"flexinspect open {path}" in done.stdout
-    assert "1 generation, " in done.stdout
-    assert "Declared is segment-isolation, and what was executed differs" in show(path, "mask")
