@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -95,7 +94,13 @@ def _table(name: str) -> Table:
 
 def _module(name: str) -> Any:
     try:
-        return import_module(name)
+        if name == "pandas":
+            import pandas
+
+            return pandas
+        import polars
+
+        return polars
     except ModuleNotFoundError as error:
         if error.name == name:
             return None

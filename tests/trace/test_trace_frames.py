@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from support.traces import HEADS, LAYERS, sample_trace
 
 from flexinspect.errors import FlexInspectError, TraceError, UsageError
 from flexinspect.records import CallRecord, GenerationRecord, StepRecord
-from flexinspect.trace import frames, schema
+from flexinspect.trace import schema
 from flexinspect.trace.frames import Library
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
@@ -160,12 +159,8 @@ def test_pandas_is_the_first_choice(reader: TraceReader) -> None:
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    def load(name: str) -> Any:
-        if name in names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return import_module(name)
-
-    monkeypatch.setattr(frames, "import_module", load)
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
 
 
 def test_without_pandas_it_is_polars(reader: TraceReader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,13 +185,12 @@ def test_without_either_one_sentence_says_what_to_install(
 
 
 def test_a_broken_pandas_is_not_taken_for_an_absent_one(
-    reader: TraceReader, monkeypatch: pytest.MonkeyPatch
+    reader: TraceReader, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def load(name: str) -> Any:
-        raise ModuleNotFoundError("No module named 'dateutil'", name="dateutil")
-
-    monkeypatch.setattr(frames, "import_module", load)
-    with pytest.raises(ModuleNotFoundError, match="dateutil"):
+    (tmp_path / "pandas.py").write_text("import something_it_needs\n")
+    monkeypatch.delitem(sys.modules, "pandas")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="something_it_needs"):
         reader.frame("steps")
 
 
