@@ -228,6 +228,7 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         logits=draft.logits,
         tokens=tokens,
         calls=tuple(draft.calls),
+        builds=tuple(draft.builds),
         layer_stats=tuple(draft.layer_stats),
         memory=draft.memory,
         masks=tuple(draft.masks),
