@@ -90,10 +90,19 @@ def test_its_trace_holds_what_was_generated_and_meant(ran: Any, case: str) -> No
         assert trace.generation(0).declared["preset"] == "segment-isolation"
 
 
-@pytest.mark.parametrize("case", ["registered name", "masks for generate"])
+@pytest.mark.parametrize("case", ["patched forward", "registered name", "masks for generate"])
 def test_the_mask_that_ran_is_the_one_that_was_meant(ran: Any, case: str) -> None:
     shown = show(ran(case).path, "mask")
     assert "Declared is segment-isolation; what was executed is what was declared." in shown
+
+
+@pytest.mark.parametrize("case", ["patched forward", "registered name"])
+def test_every_layer_ran_flex_attention_and_its_gate_holds(ran: Any, case: str) -> None:
+    with open_trace(ran(case).path) as trace:
+        calls = [call for step in trace.steps(0) for call in trace.calls(0, step.step)]
+    assert {call.path for call in calls} == {"flex uncompiled"}
+    assert [call.layer for call in calls] == [0, 1, 2, 3] * 3
+    assert all(call.gate is not None and call.gate < 1e-4 for call in calls)
 
 
 def test_the_page_tells_of_the_odd_answer_what_is_shown(ran: Any) -> None:
