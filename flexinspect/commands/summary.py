@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from rich.text import Text
 
 from flexinspect.answers import matches
 from flexinspect.commands.progress import question_of
-from flexinspect.findings import Finding, Severity
+from flexinspect.findings import Finding, Severity, worst_first
 from flexinspect.sizes import human_bytes
 from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.rows import FindingRow, GenerationRow
+from flexinspect.trace.rows import GenerationRow
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
@@ -84,15 +84,8 @@ def summarise(path: Path, code: int) -> Summary:
                 for row in reader.events()
                 if row.event.kind not in ("phase", "error")
             ),
-            findings=_worst_first(reader.finding_rows(limit=_MOST_FINDINGS)),
+            findings=worst_first(row.finding for row in reader.finding_rows(limit=_MOST_FINDINGS)),
         )
-
-
-def _worst_first(rows: Sequence[FindingRow]) -> tuple[Finding, ...]:
-    order = list(Severity)
-    return tuple(
-        sorted((row.finding for row in rows), key=lambda finding: order.index(finding.severity))
-    )
 
 
 def _finding_facts(finding: Finding) -> dict[str, Any]:

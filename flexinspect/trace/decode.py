@@ -65,6 +65,18 @@ def clean_as(kinds: Sequence[str], row: Row, name: str) -> list[Any]:
         raise Damage(f"a row of {name} holds what it cannot hold ({error})") from None
 
 
+def column(kind: str, values: Row, name: str) -> list[Any]:
+    """Return the values of a column of the table `name`, NaN restored, JSON as the text it is.
+
+    Raises `Damage` for a wrong type.
+    """
+    read = _READERS[kind.replace("json", "text")]
+    try:
+        return [read(value) for value in values]
+    except (ValueError, TypeError) as error:
+        raise Damage(f"a row of {name} holds what it cannot hold ({error})") from None
+
+
 def _typed(*types: type) -> Callable[[Any], Any]:
     def read(value: Any) -> Any:
         if type(value) not in types:

@@ -31,8 +31,9 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.trace import arrays, decode, schema
+from flexinspect.trace import arrays, decode, frames, schema
 from flexinspect.trace.connections import in_wal_mode
+from flexinspect.trace.frames import Library
 from flexinspect.trace.queries import BRANCH, STEP, Queries, place
 from flexinspect.trace.rows import (
     ArrayInfo,
@@ -75,6 +76,9 @@ class TraceReader(Queries):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"TraceReader({str(self.path)!r})"
 
     def close(self) -> None:
         """Close all connections; a later call opens new ones."""
@@ -364,6 +368,25 @@ class TraceReader(Queries):
             findings=tuple(self.findings(*key)),
             events=tuple(row.event for row in happened if row.branch in (branch, None)),
         )
+
+    def frame(
+        self,
+        table: str,
+        *,
+        library: Library | None = None,
+        generation: int | None = None,
+        branch: int | None = None,
+        step: int | None = None,
+    ) -> Any:
+        """Return a table of the trace as a DataFrame: all rows, or those of the place given.
+
+        Tables and columns are those of `docs/trace-format.md`, blobs left out; JSON stays text.
+        Without `library` it is of pandas if that is installed, of polars otherwise. Raises
+        `UsageError` for an unknown table, and when neither is installed.
+        """
+        asked = frames.ask(table, generation=generation, branch=branch, step=step)
+        make = frames.maker(library)
+        return make(self._guard(asked.values, self._query(asked.sql, asked.params)))
 
     def _arrays(self, key: Sequence[int], rest: str, params: Sequence[Any]) -> list[ArrayRecord]:
         rows = self._query(f"{schema.READ_ARRAYS} {rest} ORDER BY number, chunk", (*key, *params))

@@ -539,7 +539,27 @@ def test_the_handle_tells_what_is_known_and_how_to_open_it(out: Path) -> None:
         assert reader.array(1, 0, "attention.mass") is None
     assert f"2 generations, {2 * NEW} steps" in str(trace)
     assert str(trace).endswith(f"flexinspect open {out}")
-    assert trace._repr_html_().startswith("<pre>own.flextrace (finished)")
+    assert f"<code>flexinspect open {out}</code>" in trace._repr_html_()
+    assert ">error</span>" in trace._repr_html_()
+
+
+def test_a_handle_that_was_not_entered_says_so(llama: Any, tmp_path: Path) -> None:
+    trace = flexinspect.watch(llama, out=tmp_path / "a&b.flextrace")
+    assert str(trace) == f"Nothing is recorded yet; the trace will be {tmp_path}/a&b.flextrace."
+    assert trace._repr_html_().endswith("/a&amp;b.flextrace.")
+    assert not (tmp_path / "a&b.flextrace").exists()
+
+
+def test_ipython_shows_the_summary_and_repr_reads_no_file(
+    llama: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from IPython.lib.pretty import pretty
+
+    with flexinspect.watch(llama, out=out) as trace:
+        llama(prompt_of())
+    assert pretty(trace) == str(trace)
+    monkeypatch.setattr(type(trace), "reader", lambda self: pytest.fail("the trace was opened"))
+    assert "Watch object" in repr(trace)
 
 
 # -- segments and declared masks ------------------------------------------------------------------
@@ -642,16 +662,3 @@ def test_what_was_not_seen_is_not_shown_as_chosen(llama: Any, out: Path) -> None
     assert "What step 0 chose was not seen: it was never fed." in shown
     assert "Whether processors changed these logits before the choice was not seen." in shown
     assert "*" not in shown
-
-
-def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "docs" / "examples" / "watch_generate.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Nairobi" in done.stdout
-    (path,) = tmp_path.glob("watch-*.flextrace")
-    assert f"flexinspect open {path}" in done.stdout
-    assert "1 generation, " in done.stdout
-    assert "Declared is segment-isolation, and what was executed differs" in show(path, "mask")
