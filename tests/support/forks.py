@@ -109,7 +109,7 @@ def _run(argv: Sequence[str]) -> int:
     """Run the program in this process, and return the exit code Python would give it."""
     try:
         if argv[0] == "-m":
-            sys.argv, sys.path[0] = list(argv[1:]), os.getcwd()
+            sys.argv, sys.path[0] = list(argv[1:]), str(Path.cwd())
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = list(argv), str(Path(argv[0]).parent)
