@@ -145,8 +145,8 @@ CANDIDATES = table(
 INPUTS = table(
     "inputs",
     "generation branch step",
-    "What a step was fed beside its tokens, and what the cache held around it. Lists per layer have "
-    "-1 for a layer that counts no keys, and are empty without a cache.",
+    "What a step was fed beside its tokens, and what the cache held around it: a number per layer, "
+    "-1 for one that counts no keys; none without a cache.",
     """
     generation     int   the generation
     branch         int   the branch

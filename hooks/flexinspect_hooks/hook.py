@@ -24,6 +24,7 @@ from flexinspect.records import (
     ArrayRecord,
     CallRecord,
     EventRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -41,6 +42,7 @@ class StepDraft:
 
     logits: LogitsRecord | None = None
     memory: MemoryRecord | None = None
+    inputs: InputsRecord | None = None
     calls: list[CallRecord] = field(default_factory=list)
     layer_stats: list[LayerStatRecord] = field(default_factory=list)
     masks: list[MaskRecord] = field(default_factory=list)

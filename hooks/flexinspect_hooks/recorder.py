@@ -227,6 +227,7 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         capture_ms=step.capture_s * 1e3,
         logits=draft.logits,
         tokens=tokens,
+        inputs=draft.inputs,
         calls=tuple(draft.calls),
         layer_stats=tuple(draft.layer_stats),
         memory=draft.memory,
