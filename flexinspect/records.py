@@ -91,7 +91,9 @@ class CallRecord:
     fingerprint of the mask received (None when the layer got no mask). `gate` is the largest
     deviation from 1 of the newest row's attention mass over the executed mask, over heads (None
     when it was not computed); `gate_kind` says how: "lse" or "output". A `softcap` c makes
-    c * tanh(score / c) of each scaled score, before the mask.
+    c * tanh(score / c) of each scaled score, before the mask. Of own code more is known: `handed`
+    is the mask that the layer was given, in words (None when its kernel got the same), and
+    `swallowed` the exception that the call made up for (None when there was none).
     """
 
     layer: int
@@ -109,6 +111,26 @@ class CallRecord:
     gate: float | None = None
     gate_kind: str | None = None
     softcap: float | None = None
+    handed: str | None = None
+    swallowed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRecord:
+    """A block mask that was built: in which layer (None: outside of them), and at what cost.
+
+    `batch` and `heads` are None where one serves all. `peak_growth` is by how many bytes the peak
+    memory grew, of the process or on the GPU; what fits under an earlier peak is not seen.
+    """
+
+    layer: int | None
+    batch: int | None
+    heads: int | None
+    q_len: int
+    kv_len: int
+    rule: str
+    wall_ms: float
+    peak_growth: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +266,7 @@ class StepRecord:
     tokens: tuple[TokenRecord, ...] = ()
     inputs: InputsRecord | None = None
     calls: tuple[CallRecord, ...] = ()
+    builds: tuple[BuildRecord, ...] = ()
     layer_stats: tuple[LayerStatRecord, ...] = ()
     memory: MemoryRecord | None = None
     masks: tuple[MaskRecord, ...] = ()

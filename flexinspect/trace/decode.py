@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
+    BuildRecord,
     CallRecord,
     Candidate,
     EventRecord,
@@ -178,6 +179,11 @@ def inputs(values: Row) -> InputsRecord:
 def call(values: Row) -> CallRecord:
     """Return a call from the cleaned columns after its number."""
     return CallRecord(*values)
+
+
+def build(values: Row) -> BuildRecord:
+    """Return a built mask from the cleaned columns after its number."""
+    return BuildRecord(*values)
 
 
 def layer_stat(values: Row) -> LayerStatRecord:

@@ -207,6 +207,7 @@ def _step(reader: TraceReader, row: StepRow) -> dict[str, Any]:
         "candidates": [_fields(each) for each in logits.candidates] if logits else [],
         "inputs": inputs and _fields(inputs),
         "calls": [_fields(each) for each in reader.calls(*key)],
+        "builds": [_fields(each) for each in reader.builds(*key)],
         "layer_stats": [_fields(each) for each in reader.layer_stats(*key)],
         "memory": memory and _fields(memory),
         "arrays": [_fields(each) for each in reader.arrays(*key)],

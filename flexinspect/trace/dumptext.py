@@ -9,6 +9,7 @@ from typing import Any
 
 from flexinspect.findings import Finding
 from flexinspect.records import (
+    BuildRecord,
     CallRecord,
     InputsRecord,
     LayerStatRecord,
@@ -29,8 +30,9 @@ _TOKENS = ("pos", "id", "position id", "segment", "step", "special", "token", "t
 _CANDIDATES = ("rank", "id", "logit", "logprob", "score", "score logprob", "text")
 _CALLS = (
     *("layer", "path", "backend", "mask", "batch", "heads", "kv heads", "q", "kv", "head dim"),
-    *("dtype", "scale", "gate", "gate kind"),
+    *("dtype", "scale", "gate", "gate kind", "handed", "swallowed"),
 )
+_BUILDS = ("layer", "batch", "heads", "q", "kv", "ms", "peak growth", "rule")
 _STATS = ("layer", "module", "nan", "inf", "bad row", "min", "max", "mean", "std", "norm")
 _ARRAYS = ("#", "stream", "layer", "dtype", "shape", "codec", "bytes")
 
@@ -121,6 +123,7 @@ def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
     if inputs is not None:
         yield from _inputs(inputs)
     yield from _block("calls", _CALLS, map(_call, reader.calls(*key)), indent=6)
+    yield from _block("builds", _BUILDS, map(_build, reader.builds(*key)), indent=6)
     yield from _block("layer_stats", _STATS, map(_stat, reader.layer_stats(*key)), indent=6)
     yield from _block("arrays", _ARRAYS, map(_array, reader.arrays(*key)), indent=6)
 
@@ -138,7 +141,13 @@ def _inputs(row: InputsRecord) -> Iterator[str]:
 
 def _call(c: CallRecord) -> Sequence[Any]:
     about = (c.layer, c.path, c.backend, c.mask, c.batch, c.q_heads, c.kv_heads, c.q_len, c.kv_len)
-    return [*map(_safe, (*about, c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind))]
+    last = (c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind, c.handed, c.swallowed)
+    return [*map(_safe, (*about, *last))]
+
+
+def _build(b: BuildRecord) -> Sequence[Any]:
+    about = (b.layer, b.batch, b.heads, b.q_len, b.kv_len, b.wall_ms, b.peak_growth, b.rule)
+    return [*map(_safe, about)]
 
 
 def _stat(s: LayerStatRecord) -> Sequence[Any]:

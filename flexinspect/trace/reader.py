@@ -21,6 +21,7 @@ from flexinspect.prompts import Segment
 from flexinspect.records import (
     Array,
     ArrayRecord,
+    BuildRecord,
     CallRecord,
     Candidate,
     InputsRecord,
@@ -207,6 +208,11 @@ class TraceReader(Queries):
         key = (generation, branch, step)
         return self._records(decode.call, schema.CALLS, f"{STEP} ORDER BY call", key, skip=4)
 
+    def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
+        """Return the block masks that were built for a step, in order; own code only."""
+        key = (generation, branch, step)
+        return self._records(decode.build, schema.BUILDS, f"{STEP} ORDER BY build", key, skip=4)
+
     def layer_stats(self, generation: int, step: int, branch: int = 0) -> list[LayerStatRecord]:
         """Return the statistics of a step's modules, in the order captured."""
         key = (generation, branch, step)
@@ -341,6 +347,7 @@ class TraceReader(Queries):
             tokens=tuple(self.step_tokens(*key)),
             inputs=self.inputs(*key),
             calls=tuple(self.calls(*key)),
+            builds=tuple(self.builds(*key)),
             layer_stats=tuple(self.layer_stats(*key)),
             memory=self.memory(*key),
             masks=tuple(mask for mask in map(self.mask, new_masks) if mask is not None),

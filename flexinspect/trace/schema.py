@@ -182,6 +182,28 @@ CALLS = table(
     gate        real?  largest deviation from 1 of the newest row's mass, NULL if not computed
     gate_kind   text?  how the gate was computed: lse or output
     softcap     real?  cap on the scores, NULL when there is none
+    handed      text?  mask that the layer was given, NULL when its kernel got the same
+    swallowed   text?  exception that the call made up for, NULL when there was none
+    """,
+)
+
+BUILDS = table(
+    "builds",
+    "generation branch step build",
+    "Block masks that were built for a step, in the order they were; own code only.",
+    """
+    generation   int    the generation
+    branch       int    the branch
+    step         int    the step
+    build        int    number within the step, from 0
+    layer        int?   the layer in whose forward it was built, NULL outside of them
+    batch        int?   sequences of the grid, NULL when one serves all
+    heads        int?   heads of the grid, NULL when one serves all
+    q_len        int    rows
+    kv_len       int    keys
+    rule         text   module and qualified name of the rule
+    wall_ms      real   how long it took
+    peak_growth  int    bytes by which it raised the peak memory of the process or the GPU
     """,
 )
 
@@ -335,6 +357,7 @@ TABLES = (
     CANDIDATES,
     INPUTS,
     CALLS,
+    BUILDS,
     LAYER_STATS,
     MEMORY,
     GRADS,

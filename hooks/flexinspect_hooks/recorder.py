@@ -229,6 +229,7 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         tokens=tokens,
         inputs=draft.inputs,
         calls=tuple(draft.calls),
+        builds=tuple(draft.builds),
         layer_stats=tuple(draft.layer_stats),
         memory=draft.memory,
         masks=tuple(draft.masks),

@@ -65,6 +65,7 @@ class WatchSession(CaptureSession):
     ) -> None:
         text_of = wishes.words.text_of
         super().__init__(model, sink, level=level, layers=layers, text_of=text_of)
+        self.context.sees_kernels = True
         self._wishes = wishes
         self._names = ArgumentNames(model)
         self._sequences = Sequences()

@@ -70,7 +70,7 @@ def test_the_interface_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None:
-    path = sample_trace(tmp_path / "a.flextrace")
+    path = sample_trace(tmp_path / "a.flextrace", generations=20)
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4])
     with pytest.raises(TraceError, match="cut short"):

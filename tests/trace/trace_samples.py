@@ -12,6 +12,7 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
     ArrayRecord,
+    BuildRecord,
     CallRecord,
     Candidate,
     EventRecord,
@@ -115,6 +116,14 @@ def step(number: int = 0, generation: int = 0, **changes: Any) -> StepRecord:
             ),
             CallRecord(1, "sdpa", "sdpa", None, 1, 8, 4, 1, 5, 64, "float32", None),
             CallRecord(1, "sdpa", "sdpa", None, 1, 8, 4, 1, 5, 64, "float32", NAN, NAN, None, NAN),
+            CallRecord(
+                *(2, "sdpa", "own", None, 1, 8, 4, 1, 5, 64, "float32", None, None, None, None),
+                *("bool (1, 1, 1, 5)", "RuntimeError: \u202eno"),
+            ),
+        ),
+        "builds": (
+            BuildRecord(None, None, 8, 1, 5, "user.masks:rule", 1.5, 4096),
+            BuildRecord(1, 2, None, 1, 5, "user.masks:rule", NAN, 0),
         ),
         "layer_stats": (
             LayerStatRecord(0, "self_attn", 0, 0, -1.5, 2.5, 0.25, 1.0, 33.0),
