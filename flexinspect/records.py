@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.findings import Finding
 from flexinspect.prompts import Segment
 
-Array = npt.NDArray[Any]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+else:
+    # Whoever runs the user's program must not load numpy first: it reads its environment once.
+    Array = Any
 
 LEVELS = ("basic", "advanced", "extreme")
 UNKNOWN = -1
@@ -245,6 +249,21 @@ class EventRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputRecord:
+    """A piece of what the program printed, as it came: `stream` is "stdout" or "stderr".
+
+    `generation` and `step` are those of the last step that had begun when it was read (None before
+    the first). Bytes that are not UTF-8 are replaced in `text`.
+    """
+
+    stream: str
+    text: str
+    at: float
+    generation: int | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """Everything that one forward of a generation left: one transaction of the trace.
 
@@ -277,7 +296,10 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRecord:
-    """One prompt to its end. `declared` describes the mask that was meant (a preset's rule)."""
+    """One prompt to its end. `declared` describes the mask that was meant (a preset's rule).
+
+    `model` names one of the manifest's `models`; it is empty where there is one model alone.
+    """
 
     generation: int
     sample_id: str
@@ -288,6 +310,7 @@ class GenerationRecord:
     expected: tuple[str, ...] = ()
     declared: Mapping[str, Any] = field(default_factory=dict)
     started_at: float = 0.0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True)

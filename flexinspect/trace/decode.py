@@ -19,6 +19,7 @@ from flexinspect.records import (
     LogitsRecord,
     MaskRecord,
     MemoryRecord,
+    OutputRecord,
     TokenRecord,
 )
 from flexinspect.trace.arrays import Chunk
@@ -29,6 +30,7 @@ from flexinspect.trace.rows import (
     EventRow,
     FindingRow,
     GenerationRow,
+    OutputRow,
     StepRow,
 )
 from flexinspect.trace.values import from_json
@@ -128,13 +130,14 @@ def segment(values: Row) -> Segment:
 
 def generation(values: Row) -> GenerationRow:
     """Return a generation from the cleaned columns of it, then all of its first branch."""
-    number, sample_id, mask_name, positions, expected, declared, started_at = values[:7]
-    first = branch(values[7:])
+    number, sample_id, mask_name, positions, expected, declared, started_at, model = values[:8]
+    first = branch(values[8:])
     return GenerationRow(
         *(number, sample_id, mask_name, positions),
         expected=tuple(_list(expected, str)),
         declared=_dict(declared),
         started_at=started_at,
+        model=model,
         state=first.state,
         answer=first.answer,
         stop_reason=first.stop_reason,
@@ -219,6 +222,12 @@ def event(values: Row) -> EventRow:
     number, generation_number, branch_number, step_number, kind, text, at, data = values
     record = EventRecord(kind, text, at, generation_number, step_number, _dict(data))
     return EventRow(number, branch_number, record)
+
+
+def output(values: Row) -> OutputRow:
+    """Return a piece of output from all its cleaned columns."""
+    number, generation_number, step_number, stream, at, text = values
+    return OutputRow(number, OutputRecord(stream, text, at, generation_number, step_number))
 
 
 def array_info(values: Row) -> ArrayInfo:

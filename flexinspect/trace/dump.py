@@ -10,7 +10,14 @@ from flexinspect.errors import TraceError, UsageError
 from flexinspect.findings import Finding
 from flexinspect.records import MaskRecord, TokenRecord
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import BranchRow, EventRow, FindingRow, GenerationRow, StepRow
+from flexinspect.trace.rows import (
+    BranchRow,
+    EventRow,
+    FindingRow,
+    GenerationRow,
+    OutputRow,
+    StepRow,
+)
 from flexinspect.trace.values import plain_json
 
 T = TypeVar("T")
@@ -127,6 +134,18 @@ class Selection:
 
         yield from self._pages(fetch, lambda row: row.id)
 
+    def output(self) -> Iterator[OutputRow]:
+        """Yield what the program printed: all of it, or what came with the selected steps."""
+
+        def fetch(start: int) -> list[OutputRow]:
+            return self.reader.output(start - 1, limit=WINDOW)
+
+        for row in self._pages(fetch, lambda row: row.id):
+            place = (row.output.generation, row.output.step)
+            wanted = (self.generation, self.step)
+            if all(want in (None, have) for want, have in zip(wanted, place, strict=True)):
+                yield row
+
     def _pages(self, fetch: Callable[[int], list[T]], key: Callable[[T], int]) -> Iterator[T]:
         """Yield all rows, a window at a time, each from after the last key of the one before."""
         start = 0
@@ -156,6 +175,7 @@ def dump_json(what: Selection) -> Iterator[str]:
     yield from _section("masks", (_mask(mask) for mask in what.masks()))
     yield from _section("findings", (_fields(row) for row in what.findings()))
     yield from _section("events", (_event(row) for row in what.events()))
+    yield from _section("output", ({"id": r.id, **_fields(r.output)} for r in what.output()))
     yield "}\n"
 
 

@@ -20,7 +20,14 @@ from flexinspect.records import (
 from flexinspect.text import visible
 from flexinspect.trace.dump import WINDOW, Selection, mask_facts
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import ArrayInfo, BranchRow, EventRow, GenerationRow, StepRow
+from flexinspect.trace.rows import (
+    ArrayInfo,
+    BranchRow,
+    EventRow,
+    GenerationRow,
+    OutputRow,
+    StepRow,
+)
 from flexinspect.trace.schema import VERSION
 from flexinspect.trace.values import plain_json
 
@@ -67,6 +74,7 @@ def _lines(what: Selection) -> Iterator[str]:
     yield from _titled("masks", (line for mask in what.masks() for line in _mask(mask)))
     yield from _titled("findings", (line for found in what.findings() for line in _finding(found)))
     yield from _titled("events", (_event(row) for row in what.events()))
+    yield from _titled("output", (_output(row) for row in what.output()))
 
 
 def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -79,6 +87,7 @@ def _titled(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _generation(row: GenerationRow) -> Iterator[str]:
     about = f"sample {visible(row.sample_id)}  mask {visible(row.mask)}"
+    about += f"  model {visible(row.model)}" if row.model else ""
     yield f"generation {row.generation}  {about}  positions {visible(row.positions)}"
     yield f"  started   {_time(row.started_at)}"
     yield f"  expected  {' | '.join(quoted(answer) for answer in row.expected)}"
@@ -205,10 +214,19 @@ def _finding(found: Finding) -> Iterator[str]:
     yield f"  positions {list(found.positions)}  evidence {plain_json(dict(found.evidence))}"
 
 
+def _where(**places: int | None) -> str:
+    return "".join(f"  {name} {value}" for name, value in places.items() if value is not None)
+
+
+def _output(row: OutputRow) -> str:
+    out = row.output
+    where = _where(generation=out.generation, step=out.step)
+    return f"{row.id}  {_time(out.at)}{where}  {visible(out.stream)}  {quoted(out.text)}"
+
+
 def _event(row: EventRow) -> str:
     event = row.event
-    places = {"generation": event.generation, "branch": row.branch, "step": event.step}
-    where = "".join(f"  {name} {value}" for name, value in places.items() if value is not None)
+    where = _where(generation=event.generation, branch=row.branch, step=event.step)
     data = plain_json(dict(event.data))
     return (
         f"{row.id}  {_time(event.at)}{where}  {visible(event.kind)}  {visible(event.text)}  {data}"

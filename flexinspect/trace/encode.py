@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexinspect.findings import Finding
 from flexinspect.prompts import Segment
@@ -23,13 +23,16 @@ from flexinspect.records import (
     InputsRecord,
     LogitsRecord,
     MaskRecord,
+    OutputRecord,
     StepRecord,
     TokenRecord,
 )
 from flexinspect.trace import schema
-from flexinspect.trace.arrays import Stored, encode
 from flexinspect.trace.columns import Table, insert_sql
 from flexinspect.trace.values import to_json
+
+if TYPE_CHECKING:
+    from flexinspect.trace.arrays import Stored
 
 Statement = tuple[str, Sequence[Any]]
 """SQL and its parameters."""
@@ -86,7 +89,8 @@ def generation_begin(record: GenerationRecord) -> list[Statement]:
     declared, expected = to_json(dict(record.declared)), to_json(list(record.expected))
     about = (record.generation, record.sample_id, record.mask, record.positions)
     out: list[Statement] = []
-    _add(out, schema.GENERATIONS, [*about, expected, declared, record.started_at], 1)
+    rest = (expected, declared, record.started_at, record.model)
+    _add(out, schema.GENERATIONS, [*about, *rest], 1)
     out += branch_begin(record.generation, 0, None, None, record.started_at)
     segments(out, (record.generation, 0), record.segments)
     tokens(out, (record.generation, 0), record.tokens)
@@ -164,6 +168,13 @@ def events(out: list[Statement], records: Iterable[EventRecord], key: Key | None
         out.append((insert_sql(schema.EVENTS, 1, skip=1), row))
 
 
+def output(out: list[Statement], records: Iterable[OutputRecord]) -> None:
+    """Add the statements of what was printed."""
+    for record in records:
+        row = [record.generation, record.step, record.stream, record.at, record.text]
+        out.append((insert_sql(schema.OUTPUT, 1, skip=1), row))
+
+
 def _step_row(out: list[Statement], record: StepRecord) -> None:
     logits = record.logits
     row = [*_step(record), *_bounds(record.tokens)]
@@ -225,6 +236,8 @@ def _layer_stats(out: list[Statement], key: Key, record: StepRecord) -> None:
 
 
 def _wide(out: list[Statement], key: Key, masks: Sequence[MaskRecord], record: StepRecord) -> None:
+    from flexinspect.trace.arrays import encode
+
     flat: list[Any] = []
     about: list[Any] = []
     number = 0
@@ -247,6 +260,8 @@ def _new_masks(record: StepRecord, known: Collection[str]) -> list[MaskRecord]:
 
 
 def _mask_arrays(mask: MaskRecord) -> Iterable[tuple[str, Stored]]:
+    from flexinspect.trace.arrays import encode
+
     for name in ("cells", "partial", "full"):
         array = getattr(mask, name)
         if array is not None:

@@ -41,6 +41,7 @@ from flexinspect.trace.rows import (
     EventRow,
     FindingRow,
     GenerationRow,
+    OutputRow,
     StepRow,
 )
 
@@ -104,6 +105,17 @@ class TraceReader(Queries):
     def run(self) -> dict[str, Any]:
         """Return the manifest."""
         return dict(self._select(schema.RUN, "ORDER BY key"))
+
+    def model(self, generation: int) -> dict[str, Any]:
+        """Return what the manifest says of a generation's model, empty when it says nothing."""
+        run = self.run()
+        rows = self._query("SELECT model FROM generations WHERE generation = ?", (generation,))
+        listed = run.get("models")
+        for facts in listed if isinstance(listed, list) and rows else ():
+            if isinstance(facts, dict) and facts.get("name") == rows[0][0]:
+                return facts
+        model = run.get("model")
+        return model if isinstance(model, dict) else {}
 
     def generations(self) -> list[GenerationRow]:
         """Return all generations, in order."""
@@ -328,6 +340,11 @@ class TraceReader(Queries):
         params = [*(value for _, value in used), limit]
         rest = f"WHERE {tests} ORDER BY event LIMIT ?"
         return self._records(decode.event, schema.EVENTS, rest, params)
+
+    def output(self, after_id: int = 0, *, limit: int = -1) -> list[OutputRow]:
+        """Return what the program printed, pieces with numbers above `after_id`, in order."""
+        rest = "WHERE number > ? ORDER BY number LIMIT ?"
+        return self._records(decode.output, schema.OUTPUT, rest, (after_id, limit))
 
     def record(self, generation: int, step: int, branch: int = 0) -> StepRecord | None:
         """Return all that is known of a step as one record, None when it is not recorded.

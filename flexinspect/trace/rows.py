@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexinspect.findings import Finding
-from flexinspect.records import EventRecord
+from flexinspect.records import EventRecord, OutputRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class GenerationRow:
     expected: tuple[str, ...]
     declared: Mapping[str, Any]
     started_at: float
+    model: str
     state: str
     answer: str
     stop_reason: str
@@ -95,6 +96,14 @@ class EventRow:
     id: int
     branch: int | None
     event: EventRecord
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRow:
+    """A piece of what the program printed with its number, for asking only for later ones."""
+
+    id: int
+    output: OutputRecord
 
 
 @dataclass(frozen=True, slots=True)

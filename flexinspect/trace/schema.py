@@ -39,6 +39,7 @@ GENERATIONS = table(
     expected    json  the answers that count as right, a list of strings
     declared    json  the mask that was meant, an object
     started_at  real  seconds since the epoch
+    model       text  its model, by name in the manifest's list `models`; empty for the only one
     """,
 )
 
@@ -324,6 +325,21 @@ EVENTS = table(
     clustered=False,
 )
 
+OUTPUT = table(
+    "output",
+    "number",
+    "What the program printed, in the order it came; of very much, the beginning and the end.",
+    """
+    number      int   number, in order of coming, from 1
+    generation  int?  generation of the last step begun by then, NULL before the first
+    step        int?  that step
+    stream      text  stdout or stderr
+    at          real  seconds since the epoch
+    text        text  what was printed, bytes that are not UTF-8 replaced
+    """,
+    clustered=False,
+)
+
 ARRAYS = table(
     "arrays",
     "generation branch step number chunk",
@@ -365,6 +381,7 @@ TABLES = (
     ARRAYS,
     FINDINGS,
     EVENTS,
+    OUTPUT,
 )
 
 INDEXES = (

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 _FLOAT = "$float"
 _DEPTH = 40
@@ -54,7 +53,7 @@ def simplify(value: Any, on_float: Callable[[float], Any], depth: int = 0) -> An
     """Return `value` as dicts, lists, strings and numbers, with `on_float` of non-finite floats."""
     if depth > _DEPTH:
         return repr(type(value))
-    if isinstance(value, np.ndarray | np.generic):
+    if _is_numpy(value):
         value = value.tolist()
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else on_float(value)
@@ -63,6 +62,14 @@ def simplify(value: Any, on_float: Callable[[float], Any], depth: int = 0) -> An
     if isinstance(value, list | tuple | set | frozenset):
         return [simplify(item, on_float, depth + 1) for item in value]
     return value if isinstance(value, str | int | None) else str(value)
+
+
+def _is_numpy(value: Any, *, scalar: bool = False) -> bool:
+    """Tell without loading numpy: a value of it is there only when it is loaded."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    return isinstance(value, numpy.generic) or (not scalar and isinstance(value, numpy.ndarray))
 
 
 def bindable(params: Iterable[Any]) -> list[Any]:
@@ -75,7 +82,7 @@ def bindable(params: Iterable[Any]) -> list[Any]:
 
 
 def _bindable(value: Any) -> Any:
-    if isinstance(value, np.generic):
+    if _is_numpy(value, scalar=True):
         value = value.item()
     if value is None or isinstance(value, float | bytes | bytearray | memoryview):
         return value
@@ -85,7 +92,7 @@ def _bindable(value: Any) -> Any:
 
 
 def _simple(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
+    if _is_numpy(value):
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)

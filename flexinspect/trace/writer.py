@@ -19,7 +19,13 @@ from typing import Any, Self
 
 from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding
-from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, StepRecord
+from flexinspect.records import (
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    OutputRecord,
+    StepRecord,
+)
 from flexinspect.trace import encode, places, schema
 from flexinspect.trace.encode import Statement
 from flexinspect.trace.values import bindable
@@ -98,6 +104,13 @@ class TraceWriter:
         encode.events(statements, (event,))
         with self._lock:
             self._commit(statements, f"an event ({event.kind})")
+
+    def write_output(self, records: Iterable[OutputRecord]) -> None:
+        """Record what the program printed, in order. Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        encode.output(statements, records)
+        with self._lock:
+            self._commit(statements, "the program's output")
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """Record findings that were made outside of a step. Raises `TraceWriteError`."""

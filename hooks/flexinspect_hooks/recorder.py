@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flexinspect.errors import TraceWriteError
 from flexinspect.records import (
@@ -17,7 +17,7 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.rules.base import Rule, RuleBook
+from flexinspect.rules.base import RuleBook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import Hook, StepDraft
@@ -72,12 +72,23 @@ class FinishedStep:
 Item = GenerationRecord | GenerationEnd | EventRecord
 
 
+class _Begun(NamedTuple):
+    """A generation that begins, and the rules that are to look at its steps."""
+
+    record: GenerationRecord
+    rules: RuleBook
+
+
 class Recorder:
-    """Owns the writer thread. A full disk stops the recording; it never stops the model."""
+    """Owns the writer thread. A full disk stops the recording; it never stops the model.
+
+    Several sessions may share one. Each function in `hook_errors` is told of every hook that failed
+    while a step was written, and knows its own.
+    """
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._rules = RuleBook()
+        self._rules: dict[int, RuleBook] = {}
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
@@ -89,14 +100,17 @@ class Recorder:
         self.refused: list[str] = []
         self.writer_s = 0.0
         self.n_steps = 0
-        self.on_hook_error: Callable[[Hook, BaseException, StepContext], None] | None = None
+        self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
 
-    def start(self, rules: Sequence[Rule] = ()) -> None:
-        """Start the thread; `rules` look at every step before it is written."""
-        self._rules = RuleBook(rules)
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
-    def put(self, item: FinishedStep | Item | Callable[[], Item]) -> None:
+    def begin(self, record: GenerationRecord, rules: RuleBook) -> None:
+        """Queue a generation; `rules` look at each of its steps before that is written."""
+        self.put(_Begun(record, rules))
+
+    def put(self, item: FinishedStep | Item | _Begun | Callable[[], Item]) -> None:
         """Queue something to be written, in order. Called from the model's thread.
 
         A callable is asked for it in the writer thread, when everything before it is written.
@@ -174,11 +188,13 @@ class Recorder:
             return
         if callable(item):
             item = item()
-        if isinstance(item, GenerationRecord):
-            self._sink.begin_generation(item)
-            for event in self._rules.begin(item):
+        if isinstance(item, _Begun):
+            self._rules[item.record.generation] = item.rules
+            self._sink.begin_generation(item.record)
+            for event in item.rules.begin(item.record):
                 self._sink.write_event(event)
         elif isinstance(item, GenerationEnd):
+            self._rules.pop(item.generation, None)
             self._sink.end_generation(item)
         else:
             self._sink.write_event(item)
@@ -195,8 +211,8 @@ class Recorder:
 
         def failed(hook: Hook, error: Exception) -> None:
             sick.append(hook)
-            if self.on_hook_error is not None:
-                self.on_hook_error(hook, error, step)
+            for tell in tuple(self.hook_errors):
+                tell(hook, error, step)
 
         tokens = item.take_tokens()
         values = item.buffer.values(failed)
@@ -207,7 +223,8 @@ class Recorder:
                 hook.record(step, kept, values, draft)
             except Exception as error:
                 failed(hook, error)
-        return self._rules.look(_assemble(step, tokens, draft))
+        record, rules = _assemble(step, tokens, draft), self._rules.get(step.generation)
+        return rules.look(record) if rules is not None else record
 
 
 def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDraft) -> StepRecord:

@@ -7,8 +7,9 @@ forward whose cache is as long as the sequence so far goes on with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 SEVERAL_ROWS = "several-rows"
 UNKNOWN_CACHE = "unknown-cache"
@@ -63,10 +64,13 @@ class _Call:
 
 
 class Sequences:
-    """Follows one model's forwards, in order."""
+    """Follows one model's forwards, in order.
 
-    def __init__(self) -> None:
-        self._n_begun = 0
+    `numbers` gives each generation its number; models that are recorded together share it.
+    """
+
+    def __init__(self, numbers: Iterator[int] | None = None) -> None:
+        self._numbers = count() if numbers is None else numbers
         self._state = self._before = _State()
         self._call: _Call | None = None
 
@@ -100,7 +104,6 @@ class Sequences:
         place = self._going_on(fed, whole) if state.is_open else None
         if place is None:
             place = self._beginning(fed)
-            self._n_begun += 1
         goes_whole = place.begins or state.whole is not None
         self._before = state
         self._state = _State(
@@ -114,7 +117,7 @@ class Sequences:
 
     def _beginning(self, fed: Fed) -> Place:
         note = UNKNOWN_CACHE if fed.cached else ""
-        return Place(self._n_begun, 0, True, fed.cached, fed.n_rows, note=note)
+        return Place(next(self._numbers), 0, True, fed.cached, fed.n_rows, note=note)
 
     def _going_on(self, fed: Fed, whole: tuple[int, ...] | None) -> Place | None:
         """Return the place in the open generation, None for a forward that does not continue it."""

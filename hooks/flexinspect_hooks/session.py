@@ -8,9 +8,10 @@ on. Leaving the session leaves no handle, patch or thread behind.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from flexinspect.records import (
     GenerationRecord,
     TokenRecord,
 )
-from flexinspect.rules.base import Rule
+from flexinspect.rules.base import Rule, RuleBook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.cores import available_cores
@@ -61,6 +62,10 @@ def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
     return rules, failed
 
 
+_entered: list[CaptureSession] = []
+"""Sessions that have hooks somewhere, in the order in which they were entered."""
+
+
 class CaptureSession:
     """While entered, records every root forward of `model` into `sink`.
 
@@ -68,7 +73,8 @@ class CaptureSession:
     layers whose activations are stored at extreme (None: all). `text_of` decodes one token id.
     `copy_logits` copies each step's row of logits, as loops may divide it in place before it is
     recorded; a loop that never does so need not pay for it. `hooks` and `rules` are the registered
-    ones unless given.
+    ones unless given. A `recorder` that is given has been started and serves other sessions too.
+    The session never keeps its model alive.
 
     Raises `UsageError` for an unknown level.
     """
@@ -84,13 +90,16 @@ class CaptureSession:
         hooks: Sequence[Hook] | None = None,
         rules: Sequence[Rule] | None = None,
         copy_logits: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
         self._copy_logits = copy_logits
         self.level = check_level(level)
-        self.recorder = Recorder(sink)
-        self._rules = rules
-        self.recorder.on_hook_error = self._hook_failed
-        self._model = model
+        self.recorder = Recorder(sink) if recorder is None else recorder
+        self._shares = recorder is not None
+        self._rules, self._book = rules, RuleBook()
+        self.recorder.hook_errors.append(self._hook_failed)
+        self._model_ref = weakref.ref(model)
+        self._is_over = False
         self._hooks: list[Hook] = list(hooks) if hooks is not None else []
         self._use_built_in = hooks is None
         self._removes: list[tuple[Hook | None, Remove]] = []
@@ -114,6 +123,12 @@ class CaptureSession:
         self.capture_s = 0.0
         self.total_s = 0.0
 
+    @property
+    def _model(self) -> nn.Module:
+        model = self._model_ref()
+        assert model is not None, "the model is gone"
+        return model
+
     # -- life ------------------------------------------------------------------------------------
 
     def __enter__(self) -> CaptureSession:
@@ -121,19 +136,32 @@ class CaptureSession:
         if self._use_built_in:
             self._hooks, failed = built_in_hooks()
         rules, off = built_in_rules() if self._rules is None else (self._rules, {})
-        self.recorder.start(rules)
+        self._book = RuleBook(rules)
+        if not self._shares:
+            self.recorder.start()
         for name, sentence in failed.items():
             self._event("hook-off", f"{name}: {sentence}")
         for name, sentence in off.items():
             self._event("rule-off", f"{name}: {sentence}")
         model = self._model
+        _entered.append(self)
         for hook in list(self._hooks):
             self._guard(hook, self._install, hook)
         self._removes += [
             (None, model.register_forward_pre_hook(self._open, with_kwargs=True).remove),
             (None, model.register_forward_hook(self._forward_done).remove),
         ]
+        self._let_go()
         return self
+
+    def _let_go(self) -> None:
+        """Hold the model loosely from here on: what was installed may outlive it."""
+        context, loose = self.context, weakref.proxy
+        context.model = cast(nn.Module, loose(context.model))
+        context.blocks = {
+            layer: (name, cast(nn.Module, loose(block)))
+            for layer, (name, block) in context.blocks.items()
+        }
 
     def _install(self, hook: Hook) -> None:
         for remove in hook.install(self.context):
@@ -147,9 +175,28 @@ class CaptureSession:
     ) -> None:
         self._abandon()
         # The writer thread first: what it still has to record may use what a hook holds open.
-        self.recorder.stop()
-        while self._removes:
-            self._removes.pop()[1]()
+        if self._shares:
+            self.recorder.drain()
+        else:
+            self.recorder.stop()
+        self.recorder.hook_errors.remove(self._hook_failed)
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Take out what was installed.
+
+        Hooks of several sessions lie over each other in one place, so they go in reverse order:
+        those of a session that ends before a later one wait for it, and see no step any more.
+        """
+        own = [remove for owner, remove in self._removes if owner is None]
+        self._removes = [pair for pair in self._removes if pair[0] is not None]
+        while own:
+            own.pop()()
+        self._is_over = True
+        while _entered and _entered[-1]._is_over:
+            last = _entered.pop()
+            while last._removes:
+                last._removes.pop()[1]()
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -160,7 +207,7 @@ class CaptureSession:
         """
         self._clock.begin(record.generation)
         self.context.segments = self._segments = record.segments
-        self.recorder.put(record)
+        self.recorder.begin(record, self._book)
         for hook in list(self._hooks):
             self._guard(hook, hook.begin, self.context)
         self.recorder.drain()
@@ -260,17 +307,10 @@ class CaptureSession:
         `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
         writer counts in the ratio where torch uses every core: then it runs at the model's expense.
         """
-        writer_s = self.recorder.writer_s
-        spent = self.capture_s + (writer_s if self._cores_are_taken() else 0.0)
-        return {
-            "capture_s": round(self.capture_s, 6),
-            "writer_s": round(writer_s, 6),
-            "total_s": round(self.total_s, 6),
-            "ratio": round(spent / max(self.total_s - spent, 1e-9), 5),
-            "steps": self.recorder.n_steps,
-        }
+        return cost_of([self], self.recorder)
 
-    def _cores_are_taken(self) -> bool:
+    def cores_are_taken(self) -> bool:
+        """Say whether the model runs on every core, so that the writer takes its time."""
         return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
 
     # -- trouble ---------------------------------------------------------------------------------
@@ -315,6 +355,21 @@ class CaptureSession:
         number = step.step if step is not None else None
         at = time.time()
         self.recorder.put(EventRecord(kind, text, at, generation, number, facts or {}))
+
+
+def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:
+    """Return what sessions that share a recorder took, as `CaptureSession.cost` says it."""
+    capture_s = sum(session.capture_s for session in sessions)
+    total_s = sum(session.total_s for session in sessions)
+    counts = any(session.cores_are_taken() for session in sessions)
+    spent = capture_s + (recorder.writer_s if counts else 0.0)
+    return {
+        "capture_s": round(capture_s, 6),
+        "writer_s": round(recorder.writer_s, 6),
+        "total_s": round(total_s, 6),
+        "ratio": round(spent / max(total_s - spent, 1e-9), 5),
+        "steps": recorder.n_steps,
+    }
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream | None:

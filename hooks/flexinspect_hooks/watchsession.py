@@ -10,8 +10,8 @@ import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -25,7 +25,7 @@ from flexinspect_hooks.clock import StepContext, cached_length, query_length
 from flexinspect_hooks.fedrows import ArgumentNames, FedRows
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.logits import reduce_chosen
-from flexinspect_hooks.recorder import FinishedStep, Sink
+from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.sequence import SEVERAL_ROWS, UNKNOWN_CACHE, Fed, Place, Sequences
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.story import Story, Wishes
@@ -51,6 +51,15 @@ class _Waiting:
     ended: float
 
 
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What models that are recorded into one trace share, and the `name` of one of them."""
+
+    recorder: Recorder
+    numbers: Iterator[int]
+    name: str
+
+
 class WatchSession(CaptureSession):
     """While entered, records every root forward of `model`, whoever calls it."""
 
@@ -62,13 +71,21 @@ class WatchSession(CaptureSession):
         *,
         level: str,
         layers: Sequence[int] | None = None,
+        company: Company | None = None,
     ) -> None:
-        text_of = wishes.words.text_of
-        super().__init__(model, sink, level=level, layers=layers, text_of=text_of)
+        super().__init__(
+            model,
+            sink,
+            level=level,
+            layers=layers,
+            text_of=wishes.words.text_of,
+            recorder=company.recorder if company else None,
+        )
         self.context.sees_kernels = True
         self._wishes = wishes
         self._names = ArgumentNames(model)
-        self._sequences = Sequences()
+        self._sequences = Sequences(company.numbers if company else None)
+        self._name = company.name if company else ""
         self._story: Story | None = None
         self._given: Callable[[], tuple[TokenRecord, ...]] = tuple
         self._waiting: _Waiting | None = None
@@ -194,6 +211,7 @@ class WatchSession(CaptureSession):
 
     def _begin(self, place: Place, rows: FedRows) -> None:
         story = self._story = Story.begin(self._wishes, place, rows)
+        story.record = replace(story.record, model=self._name)
         self.begin_generation(story.record)
 
     def _end(self, state: str = "finished", reason: str = "") -> None:
@@ -273,14 +291,7 @@ class WatchSession(CaptureSession):
         def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
             if this is not model:
                 return type(this).generate(this, *args, **kwargs)
-            self._enter_call(args, kwargs)
-            try:
-                result = original(*args, **kwargs)
-            except BaseException as error:
-                self._leave_call(None, error)
-                raise
-            self._leave_call(result, None)
-            return result
+            return self.call_generate(original, args, kwargs)
 
         def remove() -> None:
             vars(model).pop("generate", None)
@@ -290,6 +301,19 @@ class WatchSession(CaptureSession):
         # A method, so that a copy of the model calls itself and not this one.
         vars(model)["generate"] = MethodType(generate, model)
         self._removes.append((None, remove))
+
+    def call_generate(
+        self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the model's `generate` (bound), telling where it begins and its result."""
+        self._enter_call(args, kwargs)
+        try:
+            result = generate(*args, **kwargs)
+        except BaseException as error:
+            self._leave_call(None, error)
+            raise
+        self._leave_call(result, None)
+        return result
 
     def _enter_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._calls += 1

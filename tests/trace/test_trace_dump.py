@@ -65,7 +65,7 @@ def test_json_has_every_key_and_every_row_its_place(
     out = strict(dumped(capsys, finished, "--json"))
     assert {*out} == {
         *("run", "generations", "branches", "segments", "tokens", "steps"),
-        *("masks", "findings", "events"),
+        *("masks", "findings", "events", "output"),
     }
     for name in ("segments", "tokens", "steps"):
         assert {(row["generation"], row["branch"]) for row in out[name]} == {(0, 0), (1, 0)}
@@ -83,6 +83,10 @@ def test_json_has_every_key_and_every_row_its_place(
     assert out["masks"][0]["cells"]["shape"] == [1, 3, 13]
     assert out["findings"][0]["evidence"]["worst"] == "Infinity"
     assert out["events"][-1]["kind"] == "done"
+    assert [(row["stream"], row["step"]) for row in out["output"]] == [
+        ("stdout", None),
+        ("stderr", 0),
+    ]
     assert out["generations"][1]["answer"] == " Paris\n"
 
 

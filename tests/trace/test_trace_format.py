@@ -101,6 +101,7 @@ def test_every_query_about_a_step_is_a_search_not_a_scan(
     reader.branches(1)
     reader.findings(1)
     reader.events(after_id=3)
+    reader.output(after_id=1)
     assert len({sql for sql, _ in spy.queries}) > 15
     for sql, params in spy.queries:
         plan = client.execute(f"EXPLAIN QUERY PLAN {sql}", params).fetchall()  # type: ignore[arg-type]

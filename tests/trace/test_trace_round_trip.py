@@ -11,7 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from trace_samples import INF, NAN, end, generation, mask, same, segments, small_step, step, write
+from trace_samples import (
+    INF,
+    NAN,
+    end,
+    generation,
+    mask,
+    printed,
+    same,
+    segments,
+    small_step,
+    step,
+    write,
+)
 
 from flexinspect.errors import TraceError, TraceWriteError
 from flexinspect.findings import Finding, Severity
@@ -65,7 +77,7 @@ def test_a_step_with_nothing_captured_comes_back_empty(tmp_path: Path) -> None:
 def test_a_generation_comes_back_with_how_it_ended(reader: TraceReader) -> None:
     for number, row in enumerate(reader.generations()):
         asked, ended = generation(number), end(number, 3)
-        names = ("generation", "sample_id", "mask", "positions", "expected", "declared")
+        names = ("generation", "sample_id", "mask", "positions", "expected", "declared", "model")
         assert same([getattr(row, n) for n in names], [getattr(asked, n) for n in names])
         assert row.started_at == asked.started_at
         assert (row.state, row.answer) == (ended.state, ended.answer)
@@ -111,6 +123,24 @@ def test_events_come_in_order_and_after_a_number(reader: TraceReader) -> None:
     assert [row.id for row in reader.events(after_id=5)] == [6, 7]
     assert [row.id for row in reader.events(generation=1, step=2)] == [6]
     assert [row.id for row in reader.events(limit=2)] == [1, 2]
+
+
+def test_what_was_printed_comes_in_order_and_after_a_number(reader: TraceReader) -> None:
+    rows = reader.output()
+    assert [row.id for row in rows] == [1, 2]
+    assert tuple(row.output for row in rows) == printed()
+    assert [row.id for row in reader.output(after_id=1)] == [2]
+    assert [row.id for row in reader.output(limit=1)] == [1]
+
+
+def test_a_generation_knows_its_model_among_several(tmp_path: Path) -> None:
+    first, second = {"name": "tiny", "layers": 2}, {"name": "tiny (2)", "layers": 3}
+    with TraceWriter.create(tmp_path / "a.flextrace", {"model": first}) as writer:
+        writer.begin_generation(generation(0, model="tiny (2)"))
+        writer.begin_generation(generation(1, model=""))
+        writer.update_run(models=[first, second])
+    reader = open_trace(tmp_path / "a.flextrace")
+    assert (reader.model(0), reader.model(1), reader.model(7)) == (second, first, first)
 
 
 def test_an_event_of_a_step_takes_its_place_from_it(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from flexinspect.records import (
     LogitsRecord,
     MaskRecord,
     MemoryRecord,
+    OutputRecord,
     StepRecord,
     TokenRecord,
 )
@@ -57,6 +58,7 @@ def generation(number: int = 0, **changes: Any) -> GenerationRecord:
         "expected": ("Paris", "パリ"),
         "declared": {"name": "segment-isolation", "low": [0, 1], "ratio": NAN},
         "started_at": 1000.25,
+        "model": "tiny (2)",
     }
     return GenerationRecord(**(values | changes))
 
@@ -157,6 +159,14 @@ def end(number: int = 0, n_steps: int = 2) -> GenerationEnd:
     return GenerationEnd(number, "finished", " Paris\n", segments(4 + n_steps), "eos", 1010.5)
 
 
+def printed() -> tuple[OutputRecord, ...]:
+    """What a program printed before its first step and after."""
+    return (
+        OutputRecord("stdout", "loading\n", 1000.5),
+        OutputRecord("stderr", "\x1b[31mred\ufffd\x07", 1001.5, 1, 0),
+    )
+
+
 def write(path: Path, n_generations: int = 1, n_steps: int = 2) -> Path:
     """Write a whole trace."""
     with TraceWriter.create(path, {"model": "demo", "seed": 2**63, "started_at": 1000.0}) as writer:
@@ -166,6 +176,7 @@ def write(path: Path, n_generations: int = 1, n_steps: int = 2) -> Path:
                 writer.write_step(step(step_number, number))
             writer.end_generation(end(number, n_steps))
         writer.write_event(EventRecord("done", "all is written", 1011.0, data={"n": 1}))
+        writer.write_output(printed())
     return path
 
 
