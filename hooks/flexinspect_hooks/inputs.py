@@ -57,17 +57,20 @@ class InputsHook:
         self._arguments: dict[str, Any] = {}
         self._fed = _Fed()
 
-        # Functions, since a copy of the model copies bound methods, and this hook with them.
+        # Functions, since a copy of the model copies bound methods, and this hook with them; and
+        # numbers, since functions that lie in a model must not keep it alive.
+        root, top = id(model), id(first)
+
         def arrive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is model and not torch.compiler.is_compiling():
+            if id(module) == root and not torch.compiler.is_compiling():
                 self._arguments = self._names(args, kwargs)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if module is model and not torch.compiler.is_compiling() and self._fed.cache is None:
+            if id(module) == root and not torch.compiler.is_compiling() and self._fed.cache is None:
                 self._fed.cache = _reference(getattr(output, "past_key_values", None))
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is first and context.is_open and not torch.compiler.is_compiling():
+            if id(module) == top and context.is_open and not torch.compiler.is_compiling():
                 self._fed.positions = kwargs.get("position_ids", self._fed.positions)
 
         yield model.register_forward_pre_hook(arrive, with_kwargs=True).remove

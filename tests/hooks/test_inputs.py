@@ -217,6 +217,18 @@ class Steps:
         self.steps += records
 
 
+def test_no_model_is_kept_alive() -> None:
+    model = make_model("llama")
+    gone = weakref.ref(model)
+    with CaptureSession(model, Steps(), hooks=[InputsHook()]):
+        gc.disable()
+        try:
+            del model
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
 def test_a_generation_of_ours_is_recorded_too(llama: Any, prompt: Prompt) -> None:
     rule, n = masks.preset("segment-isolation", prompt.segments), len(prompt.ids)
     source = RuleMask(rule, length=128, device=torch.device("cpu"), compiled=False)
