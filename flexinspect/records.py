@@ -138,8 +138,31 @@ class BuildRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class InputsRecord:
+    """What a step was fed beside its tokens, and what the cache held around it.
+
+    `positions` are the position ids of batch row 0 as runs (first, how many) of ids that rise by
+    one; empty when the layers were handed none. `cached_before` and `cached_after` count the keys
+    that the cache held per layer, -1 for a layer that counts none; empty without a cache.
+    """
+
+    batch: int
+    positions: tuple[tuple[int, int], ...] = ()
+    cached_before: tuple[int, ...] = ()
+    cached_after: tuple[int, ...] = ()
+
+    @property
+    def position_ids(self) -> list[int]:
+        """The position ids one by one."""
+        return [id_ for first, n in self.positions for id_ in range(first, first + n)]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerStatRecord:
-    """Statistics of one module's output in one step, over the rows of that step."""
+    """Statistics of one module's output in one step, over the rows of that step.
+
+    `bad_row` is the first of these rows with a NaN or infinity, None when there is none.
+    """
 
     layer: int
     module: str
@@ -150,6 +173,7 @@ class LayerStatRecord:
     mean: float
     std: float
     norm: float
+    bad_row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +283,7 @@ class StepRecord:
     branch: int = 0
     logits: LogitsRecord | None = None
     tokens: tuple[TokenRecord, ...] = ()
+    inputs: InputsRecord | None = None
     calls: tuple[CallRecord, ...] = ()
     builds: tuple[BuildRecord, ...] = ()
     layer_stats: tuple[LayerStatRecord, ...] = ()

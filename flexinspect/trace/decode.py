@@ -14,6 +14,7 @@ from flexinspect.records import (
     CallRecord,
     Candidate,
     EventRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -179,6 +180,15 @@ def logits(values: Row, candidates: tuple[Candidate, ...]) -> LogitsRecord:
 def candidate(values: Row) -> Candidate:
     """Return a candidate from the cleaned columns after the step."""
     return Candidate(*values)
+
+
+def inputs(values: Row) -> InputsRecord:
+    """Return what a step was fed from the cleaned columns after the step."""
+    batch, positions, before, after = values
+    runs = [tuple(_list(run, int)) for run in _list(positions, list)]
+    if any(len(run) != 2 for run in runs):
+        raise Damage("a run of position ids is no pair")
+    return InputsRecord(batch, tuple(runs), tuple(_list(before, int)), tuple(_list(after, int)))
 
 
 def call(values: Row) -> CallRecord:

@@ -11,6 +11,7 @@ from flexinspect.findings import Finding
 from flexinspect.records import (
     BuildRecord,
     CallRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -39,7 +40,7 @@ _CALLS = (
     *("dtype", "scale", "gate", "gate kind", "handed", "swallowed"),
 )
 _BUILDS = ("layer", "batch", "heads", "q", "kv", "ms", "peak growth", "rule")
-_STATS = ("layer", "module", "nan", "inf", "min", "max", "mean", "std", "norm")
+_STATS = ("layer", "module", "nan", "inf", "bad row", "min", "max", "mean", "std", "norm")
 _ARRAYS = ("#", "stream", "layer", "dtype", "shape", "codec", "bytes")
 
 
@@ -127,10 +128,24 @@ def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
     memory = reader.memory(*key)
     if memory is not None:
         yield "      " + _memory(memory)
+    inputs = reader.inputs(*key)
+    if inputs is not None:
+        yield from _inputs(inputs)
     yield from _block("calls", _CALLS, map(_call, reader.calls(*key)), indent=6)
     yield from _block("builds", _BUILDS, map(_build, reader.builds(*key)), indent=6)
     yield from _block("layer_stats", _STATS, map(_stat, reader.layer_stats(*key)), indent=6)
     yield from _block("arrays", _ARRAYS, map(_array, reader.arrays(*key)), indent=6)
+
+
+def _inputs(row: InputsRecord) -> Iterator[str]:
+    runs = " ".join(
+        f"{first}-{first + n - 1}" if n > 1 else str(first) for first, n in row.positions
+    )
+    yield f"      inputs   batch {row.batch}  positions {runs or '-'}"
+    before, after = (
+        " ".join(map(str, held)) or "-" for held in (row.cached_before, row.cached_after)
+    )
+    yield f"      cached   before {before}  after {after}"
 
 
 def _call(c: CallRecord) -> Sequence[Any]:
@@ -145,7 +160,8 @@ def _build(b: BuildRecord) -> Sequence[Any]:
 
 
 def _stat(s: LayerStatRecord) -> Sequence[Any]:
-    return s.layer, visible(s.module), s.n_nan, s.n_inf, s.min, s.max, s.mean, s.std, s.norm
+    counts = (s.n_nan, s.n_inf, s.bad_row)
+    return s.layer, visible(s.module), *counts, s.min, s.max, s.mean, s.std, s.norm
 
 
 def _array(a: ArrayInfo) -> Sequence[Any]:

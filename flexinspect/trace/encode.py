@@ -20,6 +20,7 @@ from flexinspect.records import (
     EventRecord,
     GenerationEnd,
     GenerationRecord,
+    InputsRecord,
     LogitsRecord,
     MaskRecord,
     OutputRecord,
@@ -69,6 +70,8 @@ def step(record: StepRecord, known: Collection[str]) -> list[Statement]:
         tokens(out, key[:2], record.tokens)
     if record.logits is not None:
         _candidates(out, key, record.logits)
+    if record.inputs is not None:
+        _add(out, schema.INPUTS, [*key, *_inputs(record.inputs)], 1)
     _calls(out, key, record.calls)
     _builds(out, key, record.builds)
     _layer_stats(out, key, record)
@@ -196,6 +199,12 @@ def _candidates(out: list[Statement], key: Key, logits: LogitsRecord) -> None:
         flat += key
         flat += _candidate(record)
     _add(out, schema.CANDIDATES, flat, len(logits.candidates))
+
+
+def _inputs(record: InputsRecord) -> tuple[Any, ...]:
+    # The text of lists of ints is JSON already.
+    lists = ([*map(list, record.positions)], [*record.cached_before], [*record.cached_after])
+    return record.batch, *map(str, lists)
 
 
 def _calls(out: list[Statement], key: Key, records: Sequence[CallRecord]) -> None:

@@ -24,6 +24,7 @@ from flexinspect.records import (
     BuildRecord,
     CallRecord,
     Candidate,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -212,6 +213,12 @@ class TraceReader(Queries):
         found = tuple(self.candidates(generation, step, branch))
         return self._guard(lambda row: decode.logits(row, found), rows[0])
 
+    def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
+        """Return what a step was fed and what the cache held, None when not captured."""
+        key = (generation, branch, step)
+        rows = self._records(decode.inputs, schema.INPUTS, STEP, key, skip=3)
+        return rows[0] if rows else None
+
     def calls(self, generation: int, step: int, branch: int = 0) -> list[CallRecord]:
         """Return the attention calls of a step, in the order they ran."""
         key = (generation, branch, step)
@@ -359,6 +366,7 @@ class TraceReader(Queries):
             *(about.started_at, about.wall_ms, about.capture_ms, branch),
             logits=self.logits(*key),
             tokens=tuple(self.step_tokens(*key)),
+            inputs=self.inputs(*key),
             calls=tuple(self.calls(*key)),
             builds=tuple(self.builds(*key)),
             layer_stats=tuple(self.layer_stats(*key)),

@@ -143,6 +143,22 @@ CANDIDATES = table(
     """,
 )
 
+INPUTS = table(
+    "inputs",
+    "generation branch step",
+    "What a step was fed beside its tokens, and what the cache held around it: a number per layer, "
+    "-1 for one that counts no keys; none without a cache.",
+    """
+    generation     int   the generation
+    branch         int   the branch
+    step           int   the step
+    batch          int   sequences fed
+    positions      json  position ids of row 0, runs [first, how many]; empty if none were handed on
+    cached_before  json  keys in each layer's cache before, a list of integers
+    cached_after   json  keys in each layer's cache after, a list of integers
+    """,
+)
+
 CALLS = table(
     "calls",
     "generation branch step call",
@@ -210,6 +226,7 @@ LAYER_STATS = table(
     mean        real  mean
     std         real  standard deviation
     norm        real  Euclidean norm
+    bad_row     int?  first row of the step with a NaN or infinity, NULL when there is none
     """,
 )
 
@@ -354,6 +371,7 @@ TABLES = (
     TOKENS,
     STEPS,
     CANDIDATES,
+    INPUTS,
     CALLS,
     BUILDS,
     LAYER_STATS,
@@ -383,6 +401,9 @@ STREAMS = {
     "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",
     "attention.lse": "float (layers, heads): log-sum-exp of the newest row's scores, natural",
     "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",
+    "inputs.ids": "int (sequences, rows): token ids fed, of a batch of several",
+    "inputs.positions": "int (sequences, rows): position ids, of a batch where they may differ",
+    "inputs.mask": "bool (sequences, keys): the 2D attention mask fed to an empty cache",
     "q": "(heads, rows, head width): queries of one layer, after rotation, rows of this step",
     "k": "(key heads, rows, head width): keys of one layer, after rotation, rows of this step",
     "v": "(key heads, rows, head width): values of one layer, rows of this step",

@@ -48,7 +48,7 @@ class AttentionHook:
     """Sees each attention call of the watched model, whatever the backend."""
 
     name = "attention"
-    _watched: dict[tuple[str, Any], Callable[..., Any]]
+    _watched: dict[tuple[str, int], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Shadow the look-up of attention functions on transformers' shared registry."""
@@ -63,7 +63,8 @@ class AttentionHook:
             function = original(attn_implementation, default)
             if torch.compiler.is_compiling():  # a graph must not hold anything of ours
                 return function
-            key = (attn_implementation, function)
+            # By identity, since a user's function need not be hashable; its watch keeps it alive.
+            key = (attn_implementation, id(function))
             if key not in watched:
                 watch = self._watch if self._kernels is None else self._watch_own
                 watched[key] = watch(attn_implementation, function)

@@ -25,6 +25,7 @@ from flexinspect.records import (
     BuildRecord,
     CallRecord,
     EventRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -42,6 +43,7 @@ class StepDraft:
 
     logits: LogitsRecord | None = None
     memory: MemoryRecord | None = None
+    inputs: InputsRecord | None = None
     calls: list[CallRecord] = field(default_factory=list)
     builds: list[BuildRecord] = field(default_factory=list)
     layer_stats: list[LayerStatRecord] = field(default_factory=list)

@@ -244,6 +244,7 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         capture_ms=step.capture_s * 1e3,
         logits=draft.logits,
         tokens=tokens,
+        inputs=draft.inputs,
         calls=tuple(draft.calls),
         builds=tuple(draft.builds),
         layer_stats=tuple(draft.layer_stats),

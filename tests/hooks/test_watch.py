@@ -235,6 +235,42 @@ def test_every_backend_that_transformers_dispatches_is_seen(
         assert [call.backend for call in reader.calls(0, 0)] == [backend] * 3
 
 
+def test_an_attention_function_that_cannot_be_hashed_is_seen(out: Path) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("unhashable", Unhashable())
+    try:
+        model = make_model("llama")
+        model.set_attn_implementation("unhashable")
+        with flexinspect.watch(model, out=out) as trace:
+            model(prompt_of())
+    finally:
+        AttentionInterface._global_mapping.pop("unhashable")
+    with trace.reader() as reader:
+        assert [call.backend for call in reader.calls(0, 0)] == ["unhashable"] * 3
+
+
+def test_the_last_forward_is_said_to_have_failed_when_its_exception_was_caught(out: Path) -> None:
+    model = make_model("llama")
+    cache = DynamicCache(config=model.config)
+    with flexinspect.watch(model, out=out) as trace:
+        model(prompt_of(), past_key_values=cache)
+        model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt_of(1), past_key_values=cache)
+    with trace.reader() as reader:
+        (said,) = events(reader, "forward-failed")
+        assert said == "The forward of step 1 did not return (rows fed: 1, keys cached: 9)."
+        assert (reader.n_steps(0), reader.generation(0).state) == (1, "failed")
+
+
 def test_a_replaced_forward_is_counted_as_unseen(out: Path) -> None:
     model = make_model("llama")
     inner = model.model.layers[1].self_attn

@@ -18,6 +18,7 @@ from flexinspect.records import (
     EventRecord,
     GenerationEnd,
     GenerationRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -109,6 +110,7 @@ def step(number: int = 0, generation: int = 0, **changes: Any) -> StepRecord:
         "capture_ms": 0.125,
         "logits": logits(),
         "tokens": (TokenRecord(4 + number, 5, "ĠParis", " Paris", 4 + number, 3, False, number),),
+        "inputs": InputsRecord(2, ((0, 3), (7, 1)), (5, 0), (6, -1)),
         "calls": (
             CallRecord(
                 *(0, "flex uncompiled", "flexinspect-1", fingerprint, 1, 8, 4, 1, 5, 64, "float32"),
@@ -127,7 +129,7 @@ def step(number: int = 0, generation: int = 0, **changes: Any) -> StepRecord:
         ),
         "layer_stats": (
             LayerStatRecord(0, "self_attn", 0, 0, -1.5, 2.5, 0.25, 1.0, 33.0),
-            LayerStatRecord(0, "mlp", 3, 1, -INF, INF, NAN, NAN, INF),
+            LayerStatRecord(0, "mlp", 3, 1, -INF, INF, NAN, NAN, INF, 2),
         ),
         "memory": MemoryRecord(10**9, 5 * 10**12, 10**6, 11, 12, 13),
         "masks": (mask(fingerprint),),
