@@ -53,7 +53,7 @@ async def test_a_trace_opens_at_its_first_step(trace: Path) -> None:
         assert place(app) == Place(0, 0, 0)
         lines = screen_lines(app)
         assert lines[0].startswith(
-            "sample · cpu float32 · advanced · generation 1/2 · step 0/5 pre"
+            "sample · cpu float32 · advanced · generation 0/1 · step 0/5 pre"
         )
         assert "Jane" in lines[1]
         assert "▲13" in lines[2]
@@ -96,12 +96,24 @@ async def test_generations_are_walked_like_steps(trace: Path) -> None:
         assert place(app).generation == 0
 
 
-@pytest.mark.parametrize(("typed", "step"), [("4", 4), ("ten", 2), ("999", 5)])
-async def test_go_to_takes_a_number_or_a_word(trace: Path, typed: str, step: int) -> None:
-    app = InspectorApp(trace)
+@pytest.mark.parametrize(
+    ("typed", "step"),
+    [("4", 4), ("ten", 2), ("last", 5), (" First ", 0), ("prefill", 0), ("Jane", 0), ("-1", 1)],
+)
+async def test_go_to_takes_a_number_a_name_or_a_word(trace: Path, typed: str, step: int) -> None:
+    app = InspectorApp(trace, place=Place(0, 0, 1))
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "g", typed)
         assert place(app).step == step
+
+
+async def test_a_step_that_is_not_there_is_said(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await answer(pilot, "g", "999")
+        assert place(app).step == 5
+        said = [note.message for note in app._notifications]
+        assert said == ["There is no step 999; this is the nearest one."]
 
 
 async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace: Path) -> None:
@@ -168,6 +180,23 @@ async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
         assert place(app).step == 1
         await press(pilot, "x")
         assert len(slots.views()) == 2
+
+
+async def test_the_panel_that_stands_alone_is_remembered(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        await press(pilot, "tab", "tab", "x", "7")
+    again = InspectorApp(trace)
+    async with again.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        slots = again.screen.query_one(Slots)
+        (alone,) = slots.views()
+        assert alone.panel.name == "path"
+        assert again.screen.focused is alone
+        await press(pilot, "x")
+        assert [view.panel.name for view in slots.views()] == ["mask", "logits", "path", "findings"]
+    assert recall().alone == ""
 
 
 async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> None:
