@@ -12,7 +12,9 @@ from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
-from flexinspect.panels.base import Place
+from flexinspect.panels.base import Missing, Place, Request
+from flexinspect.panels.registry import load_panel
+from flexinspect.panels.source import Source
 from flexinspect.records import EventRecord
 from flexinspect.screens.ask import Ask, Choose, HelpScreen
 from flexinspect.screens.broken import BrokenScreen
@@ -20,9 +22,11 @@ from flexinspect.screens.slots import Slots, n_columns, n_slots
 from flexinspect.screens.start import StartScreen
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.state import recall
+from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
 
 WIDE, SMALL = (130, 40), (80, 24)
+PANELS = ("tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run")
 
 
 def place(app: InspectorApp) -> Place:
@@ -231,10 +235,7 @@ def test_the_layout_follows_the_width() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run"],
-)
+@pytest.mark.parametrize("name", PANELS)
 async def test_every_panel_shows_the_sample(trace: Path, name: str) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
@@ -414,6 +415,22 @@ async def test_an_empty_trace_says_that_it_holds_no_step(tmp_path: Path) -> None
         assert "This trace holds no step" in screen_text(app)
         await press(pilot, "right", "n", "x")
         assert isinstance(app.screen, TraceScreen)
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
+    name: str, tmp_path: Path
+) -> None:
+    path = sample_trace(tmp_path / "none.flextrace", generations=0)
+    panel = load_panel(name)
+    request = Request(Place(), panel.options(), 80, 20)
+    with open_trace(path) as reader:
+        try:
+            said = panel.describe(panel.load(Source(reader), request))
+        except Missing as missing:
+            said = missing.lines()
+    assert said
+    assert str(path) not in said[0]
 
 
 async def test_a_panel_that_fails_says_so_and_ends_nothing(
