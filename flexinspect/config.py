@@ -252,7 +252,7 @@ def _dtype(file: Path, text: str, alias: str, dtype: object) -> str:
 
 def _bad(file: Path, text: str, key: str, message: str, hint: str | None = None) -> UsageError:
     return UsageError(
-        f"{file}:{_line_of(text, key)}: {message}.",
+        f"{file}:{_line_of(text, key)}: {message}{'' if message.endswith('?') else '.'}",
         hint=hint or "See `flexinspect models --help` for the form.",
     )
 

@@ -112,18 +112,18 @@ def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
     ("line", "said"),
     [
         ('"step.nxt" = "w"', "no action is called 'step.nxt'; did you mean 'step.next'?"),
-        ('"step.next" = 3', "the action 'step.next' needs a key, or a list of keys"),
-        ('"step.next" = []', "the action 'step.next' needs a key, or a list of keys"),
-        ('"step.next" = "spcae"', "the action 'step.next' is given 'spcae', which is no key"),
-        ('"step.next" = ["w", ""]', "the action 'step.next' is given '', which is no key"),
-        ('"step.next" = "strg+a"', "the action 'step.next' is given 'strg+a', which is no key"),
+        ('"step.next" = 3', "the action 'step.next' needs a key, or a list of keys."),
+        ('"step.next" = []', "the action 'step.next' needs a key, or a list of keys."),
+        ('"step.next" = "spcae"', "the action 'step.next' is given 'spcae', which is no key."),
+        ('"step.next" = ["w", ""]', "the action 'step.next' is given '', which is no key."),
+        ('"step.next" = "strg+a"', "the action 'step.next' is given 'strg+a', which is no key."),
         (
             '"step.next" = "n"',
-            "the action 'step.next' is given 'n', which 'finding.next' has already",
+            "the action 'step.next' is given 'n', which 'finding.next' has already.",
         ),
         (
             '"step.next" = "ctrl+q"',
-            "the action 'step.next' is given 'ctrl+q', which 'app.quit' has already",
+            "the action 'step.next' is given 'ctrl+q', which 'app.quit' has already.",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, said: st
     file.write_text(f"[keys]\n{line}\n")
     with pytest.raises(UsageError) as caught:
         load_config()
-    assert caught.value.message == f"{file}:2: {said}."
+    assert caught.value.message == f"{file}:2: {said}"
     assert caught.value.hint
 
 
