@@ -154,7 +154,7 @@ class LiveRun:
             sys.stdout.write("\n")
         elif summary is not None:
             print_summary(summary)
-        self._explain(code, console)
+        self._explain(code, console, kept=path is not None)
         return self._exit_code(code)
 
     def _exit_code(self, code: int) -> int:
@@ -162,13 +162,15 @@ class LiveRun:
             return INTERRUPTED
         return code if code >= 0 else 1
 
-    def _explain(self, code: int, console: Console) -> None:
+    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
         state = self._process.state
         lines = [f"flexinspect: {state.note}"] if state.note else []
         if state.error:
             lines += [f"flexinspect: {state.error}", state.hint or ""]
         elif code not in (0, INTERRUPTED) and not self._stops:
             lines.append(f"flexinspect: {self._process.how_it_ended(code)}")
+        elif not kept:
+            lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
         if not state.error:
             # Warnings of a good run, or the last words of one that died without a sentence.
             lines += self._process.last_words() if code != INTERRUPTED else []

@@ -70,7 +70,7 @@ class Progress:
         """A generation began."""
         self.text, self.n_tokens, self.wall_ms, self.capture_ms = "", 0, 0.0, 0.0
         question = question_of(generation, reader)
-        self.say(f"[{generation.generation + 1}] {question}")
+        self.say(f"generation {generation.generation}: {question}")
 
     def step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
         """A step is in the trace."""

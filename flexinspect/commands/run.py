@@ -61,9 +61,9 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
     group.add_argument(
         "--dataset",
-        default="demo",
         metavar="NAME",
-        help="demo, webqa, myriadlama, FILE.jsonl or package.module:Class",
+        help="demo, webqa, myriadlama, FILE.jsonl or package.module:Class "
+        "(default: demo, unless --prompt is given)",
     )
     group.add_argument(
         "--prompt", action="append", default=[], help="a paraphrase; repeat it for each one"
@@ -181,7 +181,7 @@ def job_of(args: argparse.Namespace) -> Job:
     return Job(
         out=default_name(args.model, args.mask, Path.cwd()) if args.out is None else args.out,
         model=args.model,
-        dataset=args.dataset,
+        dataset=_dataset(args),
         prompts=tuple(args.prompt),
         max_samples=args.max_samples,
         num_paraphrases=args.num_paraphrases,
@@ -205,6 +205,15 @@ def job_of(args: argparse.Namespace) -> Job:
         sampling=_sampling(args),
         argv=tuple(sys.argv),
     )
+
+
+def _dataset(args: argparse.Namespace) -> str:
+    if args.dataset is not None and args.prompt:
+        raise UsageError(
+            "--prompt and --dataset exclude each other: both name what is asked.",
+            hint="Leave one of them out.",
+        )
+    return "demo" if args.dataset is None else str(args.dataset)
 
 
 def _sampling(args: argparse.Namespace) -> SamplingOptions:

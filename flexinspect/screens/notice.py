@@ -19,7 +19,7 @@ def notice_text(status: Status, seconds: int = 0) -> tuple[str, str]:
     `seconds` is how long the phase has lasted.
     """
     if status.words:
-        return "\n".join((_TITLES.get(status.state, "The run went wrong."), *status.words)), "bad"
+        return "\n".join((_title(status), *status.words)), "bad"
     if status.live and status.last_step is None:
         lasted = f" ({seconds} s)" if seconds else ""
         lines = [(visible(status.phase) or "waiting") + lasted]
@@ -37,9 +37,18 @@ def notice_text(status: Status, seconds: int = 0) -> tuple[str, str]:
 _TITLES = {
     "dead": "The trace was never ended.",
     "damaged": "This trace cannot be read from its beginning; what can be read is shown.",
-    "failed": "The run failed. What was recorded before is here.",
-    "interrupted": "The run was interrupted. What was recorded before is here.",
+    "failed": "The run failed",
+    "interrupted": "The run was interrupted",
 }
+
+
+def _title(status: Status) -> str:
+    title = _TITLES.get(status.state, "The run went wrong.")
+    if status.state not in ("failed", "interrupted"):
+        return title
+    if status.last_step is None and status.generations < 2:
+        return f"{title} before its first token."
+    return f"{title}. What was recorded before is here."
 
 
 class Notice(Static):

@@ -30,7 +30,7 @@ from flexinspect.screens.frame import Frame
 from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
-from flexinspect.screens.search import step_number, token_with
+from flexinspect.screens.search import named_step, token_with
 from flexinspect.screens.slots import Slots, panel_offer
 from flexinspect.screens.strip import TokenStrip
 from flexinspect.text import visible
@@ -245,15 +245,20 @@ class TraceScreen(Screen[None]):
 
     @work
     async def _ask_step(self) -> None:
-        last = self.status.last_step or 0
-        question = f"Go to a step ({self.status.first_step} to {last}), or to the token that holds"
-        answer = await self.app.push_screen_wait(Ask(question, placeholder="12, or a word"))
+        first, last = self.status.first_step, self.status.last_step or 0
+        question = f"Go to a step ({first} to {last}), or to the token that holds"
+        example = "12, first, last, prefill, or a word"
+        answer = await self.app.push_screen_wait(Ask(question, placeholder=example))
         if not answer:
             return
-        if (step := step_number(answer)) is not None:
-            self.go(Go(step=step))
+        step = named_step(answer, self.status.first_step, self.status.last_step or 0)
+        if step is None:
+            self._find(answer, only_generated=True)
             return
-        self._find(answer, only_generated=True)
+        self.go(Go(step=step))
+        if self.place.step != step:
+            there = f"There is no step {step}; this is the nearest one."
+            self.notify(there, severity="warning", markup=False)
 
     @work
     async def _ask_search(self) -> None:

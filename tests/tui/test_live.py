@@ -97,6 +97,7 @@ async def test_a_run_that_cannot_begin_says_why(tmp_path: Path) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: not screen(app).status.live)
         await settle(pilot)
+        assert "The run failed before its first token." in screen_text(app)
         assert "cuda" in screen_text(app)
         await pilot.press("right", "n", "x")
     assert not list(tmp_path.glob("*.flextrace*"))
