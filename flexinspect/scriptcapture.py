@@ -39,7 +39,7 @@ LINGER_S = 0.3
 started may hold them open for ever."""
 
 _PIECE = 1 << 16
-_CLOSE = 0.002
+_CLOSE = 0.005
 """Seconds between two pieces of one stream that are stored as one."""
 
 Item = tuple[float, str, str]

@@ -77,6 +77,10 @@ class FoundSession(WatchSession):
     def _tell(self, sentence: str) -> None:
         """Say nothing: it is in the trace, and stderr is the program's."""
 
+    def has_told(self, error: BaseException) -> bool:
+        """Say whether this exception is in the trace already."""
+        return error is self._told_error
+
     @property
     def last_moved(self) -> float:
         """When its newest step began, or the waiting one; 0.0 when there is neither."""
@@ -260,6 +264,8 @@ class ModelFinder:
     def failed(self, error: BaseException) -> None:
         """The program ends with this exception: mark the step that it left."""
         without_us(error)
+        if any(session.has_told(error) for session in self._sessions):
+            return
         with self._lock:
             state = state_of(error)
             last = max(self._sessions, key=_liveliest, default=None)
@@ -316,4 +322,5 @@ def _not_compiled(function: Any) -> None:
     """
     with suppress(ImportError, AttributeError):
         frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
-        frames.skip_code(function.__code__)
+        skip, as_usual = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, as_usual))
