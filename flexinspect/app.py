@@ -17,7 +17,7 @@ from textual.screen import Screen
 from flexinspect import state
 from flexinspect.errors import TraceError, UsageError
 from flexinspect.feed import Feed
-from flexinspect.job import Job
+from flexinspect.job import Job, ScriptJob
 from flexinspect.keys import all_keys
 from flexinspect.panels.base import Place
 from flexinspect.screens.broken import BrokenScreen
@@ -43,7 +43,7 @@ class InspectorApp(App[None]):
     def __init__(
         self,
         trace: Path | None = None,
-        job: Job | None = None,
+        job: Job | ScriptJob | None = None,
         *,
         place: Place | None = None,
         keymap: Mapping[str, str] | None = None,
@@ -78,7 +78,7 @@ class InspectorApp(App[None]):
         if self.feed is not None:
             self.feed.close()
 
-    def inspect_run(self, job: Job) -> None:
+    def inspect_run(self, job: Job | ScriptJob) -> None:
         """Start a job and follow it."""
         self.feed = Feed.run(job)
         self.push_screen(TraceScreen(self.feed))
@@ -96,8 +96,8 @@ class InspectorApp(App[None]):
             state.opened(path)
         self.push_screen(TraceScreen(self.feed, place))
 
-    def _begin(self, what: Path | Job) -> None:
-        if isinstance(what, Job):
+    def _begin(self, what: Path | Job | ScriptJob) -> None:
+        if not isinstance(what, Path):
             self.inspect_run(what)
         else:
             self.inspect_trace(what)
@@ -148,5 +148,5 @@ def _spare_the_collector() -> None:
     gc.freeze()
 
 
-def _no_jobs(words: Sequence[str]) -> Job:
+def _no_jobs(words: Sequence[str]) -> Job | ScriptJob:
     raise UsageError("No run can be started from here.", hint=f"Type: flexinspect {words[0]} …")

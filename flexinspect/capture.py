@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, ClassVar
 
 from flexinspect import protocol
-from flexinspect.job import Job
+from flexinspect.job import Job, ScriptJob
 
 LAST_WORDS = 40
 """Lines of the process's stderr that are kept."""
@@ -32,16 +33,99 @@ class CaptureState:
     prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
 
-class CaptureProcess:
-    """One running capture, in a process and a process group of its own.
+class Capture:
+    """A process that captures, in a process group of its own; `CaptureProcess` is one.
 
     Ctrl-C in the terminal reaches us alone; `interrupt` hands it on, so that the process can end
     its trace, and `kill` ends it whatever it does.
     """
 
-    def __init__(self, job: Job) -> None:
+    called: ClassVar[str]
+    """What it is in a sentence."""
+
+    has_own_streams: ClassVar[bool] = False
+    """Whether stdout, signals and exit code are a user's program's own."""
+
+    _process: subprocess.Popen[Any]
+
+    def __init__(self) -> None:
         self.state = CaptureState()
         self._stderr: deque[str] = deque(maxlen=LAST_WORDS)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the capture."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code once the process has ended and all it said has been heard."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Ask the process to end its generation and its trace."""
+        self.signal(signal.SIGINT)
+
+    def signal(self, number: int) -> None:
+        """Send the process a signal."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the process at once; its trace holds every finished step."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def show_output(self) -> None:
+        """The interface is closed: print what was printed meanwhile, and go on with it."""
+
+    def last_words(self) -> list[str]:
+        """Return the last lines of the process's stderr."""
+        return list(self._stderr)
+
+    def how_it_ended(self, code: int) -> str:
+        """Say in words how the process ended, for an exit that nobody explained."""
+        if code >= 0:
+            return f"{self.called} ended with exit code {code}."
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        extra = " (out of memory, or ended by hand)" if name == "SIGKILL" else ""
+        return f"{self.called} was ended by {name}{extra}."
+
+    def _take(self, facts: Mapping[str, Any]) -> None:
+        """Take in what the process says of its trace."""
+        if facts["kind"] == protocol.TRACE:
+            self.state.path = Path(facts["path"])
+            self.state.note = facts["note"]
+            self.state.recording = Path(facts["recording"])
+        elif facts["kind"] == protocol.ERROR:
+            self.state.error, self.state.hint = facts["message"], facts["hint"]
+        elif facts["kind"] == protocol.KEPT:
+            self.state.path = Path(facts["path"]) if facts["path"] else None
+            self.state.note = facts["note"] or self.state.note
+            self.state.over = True
+
+
+def start(job: Job | ScriptJob) -> Capture:
+    """Start a job in a process of its own, for an interface that has the terminal to itself.
+
+    What a user's program prints is held until `show_output`, and its stdin is empty.
+    """
+    if isinstance(job, Job):
+        return CaptureProcess(job)
+    from flexinspect.scriptcapture import Echo, ScriptProcess
+
+    return ScriptProcess(job, Echo(held=True), stdin=subprocess.DEVNULL)
+
+
+class CaptureProcess(Capture):
+    """One running capture of our own generation."""
+
+    called: ClassVar[str] = "The capture process"
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "flexinspect_hooks.process"],  # -P: nothing from here
             stdin=subprocess.PIPE,
@@ -69,11 +153,6 @@ class CaptureProcess:
         except BrokenPipeError:
             pass  # it died at once; its exit code and last words tell why
 
-    @property
-    def pid(self) -> int:
-        """Process id of the capture."""
-        return self._process.pid
-
     def poll(self) -> int | None:
         """Return the exit code once the process has ended, all it said has been heard."""
         code = self._process.poll()
@@ -82,46 +161,13 @@ class CaptureProcess:
                 reader.join(timeout=0.5)  # a grandchild may hold them open for ever
         return code
 
-    def interrupt(self) -> None:
-        """Ask the process to end its generation and its trace."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-
-    def kill(self) -> None:
-        """End the process at once; its trace holds every finished step."""
-        if self._process.poll() is None:
-            self._process.kill()
-
-    def last_words(self) -> list[str]:
-        """Return the last lines of the process's stderr."""
-        return list(self._stderr)
-
-    def how_it_ended(self, code: int) -> str:
-        """Say in words how the process ended, for an exit that nobody explained."""
-        if code >= 0:
-            return f"The capture process ended with exit code {code}."
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        extra = " (out of memory, or ended by hand)" if name == "SIGKILL" else ""
-        return f"The capture process was ended by {name}{extra}."
-
     def _listen(self, stream: IO[str]) -> None:
         for line in stream:
             facts = protocol.parse(line)
             if facts is None:
                 self.state.prints.put(line.rstrip("\n"))
-            elif facts["kind"] == protocol.TRACE:
-                self.state.path = Path(facts["path"])
-                self.state.note = facts["note"]
-                self.state.recording = Path(facts["recording"])
-            elif facts["kind"] == protocol.ERROR:
-                self.state.error, self.state.hint = facts["message"], facts["hint"]
-            elif facts["kind"] == protocol.KEPT:
-                self.state.path = Path(facts["path"]) if facts["path"] else None
-                self.state.note = facts["note"] or self.state.note
-                self.state.over = True
+            else:
+                self._take(facts)
 
     def _hear(self, stream: IO[str]) -> None:
         for line in stream:

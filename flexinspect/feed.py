@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexinspect.capture import CaptureProcess
+from flexinspect.capture import Capture, start
 from flexinspect.errors import TraceError
-from flexinspect.job import Job
+from flexinspect.job import Job, ScriptJob
 from flexinspect.panels.source import Source
 from flexinspect.text import visible
 from flexinspect.trace.owner import recorder_lives
@@ -66,7 +66,7 @@ class Feed:
     `look` is called from one thread at a time. Raises `TraceError` for a trace that cannot be read.
     """
 
-    def __init__(self, path: Path | None = None, process: CaptureProcess | None = None) -> None:
+    def __init__(self, path: Path | None = None, process: Capture | None = None) -> None:
         self.path = path
         self.process = process
         self.reader: TraceReader | None = None
@@ -82,9 +82,9 @@ class Feed:
             self._attach(path)
 
     @classmethod
-    def run(cls, job: Job) -> Feed:
+    def run(cls, job: Job | ScriptJob) -> Feed:
         """Start a job in a process of its own."""
-        return cls(process=CaptureProcess(job))
+        return cls(process=start(job))
 
     def _attach(self, path: Path) -> None:
         if self.reader is not None:
@@ -139,7 +139,7 @@ class Feed:
         self._conclude(process)
         return True
 
-    def _conclude(self, process: CaptureProcess) -> None:
+    def _conclude(self, process: Capture) -> None:
         """The process has ended: settle its trace if it could not, find where it lies now."""
         said = process.state
         if self.reader is not None:
@@ -175,7 +175,7 @@ class Feed:
                 phase=phase,
                 fraction=fraction,
                 detail=detail,
-                run=reader.run(),
+                run={**reader.run(), "model": reader.model(generation)},
                 generations=n_generations(reader),
                 first_step=first,
                 last_step=last,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -85,6 +86,53 @@ class Job:
                 values[name] = tuple(values.get(name, ()))
             return cls(**values)
         except (ValueError, TypeError) as error:
+            raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What the user said of a program's prompts: `segments` as `flexinspect.watch` takes them."""
+
+    segments: tuple[tuple[int, int, str] | tuple[str, str] | str, ...] = ()
+    mask: str | None = None
+    separators: str = "attached"
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptJob:
+    """A program of the user's to be run under capture.
+
+    `program` is a file, or the name of a module when `is_module`; `args` are its arguments.
+    `threads` is None to leave torch's own number. `git` is the state of the current folder.
+    """
+
+    out: str
+    program: str
+    is_module: bool = False
+    args: tuple[str, ...] = ()
+    level: str = "advanced"
+    layers: str | None = None
+    threads: int | None = None
+    overwrite: bool = False
+    declaration: Declaration = field(default_factory=Declaration)
+    argv: tuple[str, ...] = ()
+    git: Mapping[str, Any] | None = None
+
+    def to_json(self) -> str:
+        """Return the job as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ScriptJob:
+        """Read a job back. Raises `UsageError` when it is not one."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+            said = values.pop("declaration")
+            wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
+            for name in ("args", "argv"):
+                values[name] = tuple(values[name])
+            return cls(**values, declaration=Declaration(tuple(wishes), **said))
+        except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
 
 

@@ -1,7 +1,8 @@
 """What the capture process says on its standard output: a few marked lines, and nothing else.
 
 Everything about the run itself goes through the trace. These lines only say where the trace is and,
-when there is none to read, why. Lines without the mark are the user's own prints.
+when there is none to read, why. Lines without the mark are the user's own prints. A user's program
+has its standard streams to itself: for it, the lines go both ways through a socket of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,15 @@ ERROR = "error"
 
 KEPT = "kept"
 """The run is over and the trace is at `path` (None when nothing was recorded)."""
+
+DRAIN = "drain"
+"""A user's program has ended, and what it printed is wanted to its end (see below)."""
+
+OUTPUT = "output"
+"""The other way, for a user's program: `items` that it printed, each [at, stream, text]."""
+
+DRAINED = "drained"
+"""The other way: all that was printed by now has been sent."""
 
 
 def line(kind: str, **facts: Any) -> str:

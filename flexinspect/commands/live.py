@@ -10,12 +10,13 @@ from types import FrameType
 
 from rich.console import Console
 
-from flexinspect.capture import CaptureProcess
+from flexinspect.capture import Capture, start
 from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgress
-from flexinspect.commands.summary import print_summary, summarise
+from flexinspect.commands.summary import Summary, print_summary, summarise
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
-from flexinspect.job import Job
+from flexinspect.job import Job, ScriptJob
+from flexinspect.scriptcapture import Echo, ScriptProcess
 from flexinspect.text import visible
 from flexinspect.trace.places import discard
 from flexinspect.trace.reader import TraceReader
@@ -34,13 +35,13 @@ def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
     console = Console(stderr=True, highlight=False, markup=False)
     progress = _progress(console, quiet=as_json, verbose=verbose)
     _end_like_ctrl_c()
-    run = LiveRun(CaptureProcess(job), progress)
+    run = LiveRun(start(job), progress)
     with progress:
         code = run.watch()
     return run.conclude(code, console, as_json=as_json)
 
 
-def conclude_run(process: CaptureProcess, code: int, *, stopping: bool) -> int:
+def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
     """Wait for a run whose interface was closed, and print its result as `show_run` does.
 
     `stopping` says that it was asked to end already, so that one Ctrl-C ends it at once.
@@ -49,7 +50,8 @@ def conclude_run(process: CaptureProcess, code: int, *, stopping: bool) -> int:
     if process.poll() is None:
         console.print("finishing the trace (Ctrl-C ends it at once) …")
     _end_like_ctrl_c()
-    run = LiveRun(process, PlainProgress(console, quiet=True), stops=int(stopping))
+    kind = ScriptRun if process.has_own_streams else LiveRun
+    run = kind(process, PlainProgress(console, quiet=True), stops=int(stopping))
     ended = run.watch()
     return run.conclude(ended, console, as_json=False) or code
 
@@ -74,7 +76,7 @@ def _progress(console: Console, *, quiet: bool, verbose: bool) -> Progress:
 class LiveRun:
     """One capture process and what is shown of it."""
 
-    def __init__(self, process: CaptureProcess, progress: Progress, *, stops: int = 0) -> None:
+    def __init__(self, process: Capture, progress: Progress, *, stops: int = 0) -> None:
         self._process = process
         self._progress = progress
         self._follower: TraceFollower | None = None
@@ -153,9 +155,12 @@ class LiveRun:
             json.dump(facts, sys.stdout, ensure_ascii=False, indent=2)
             sys.stdout.write("\n")
         elif summary is not None:
-            print_summary(summary)
+            self._print(summary, console)
         self._explain(code, console, kept=path is not None)
         return self._exit_code(code)
+
+    def _print(self, summary: Summary, console: Console) -> None:
+        print_summary(summary)
 
     def _exit_code(self, code: int) -> int:
         if self._stops and code != 0:
@@ -176,3 +181,64 @@ class LiveRun:
             lines += self._process.last_words() if code != INTERRUPTED else []
         for line in filter(None, lines):
             console.print(visible(line), soft_wrap=True)
+
+
+KILLED_AT = 4
+"""Which Ctrl-C ends a program that takes no notice of those before it."""
+
+MOST_NOTES = 8
+
+
+class ScriptRun(LiveRun):
+    """A program of the user's: signals are its own, stdout too, and so is its exit code."""
+
+    def _stop(self) -> None:
+        """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""
+        self._stops += 1
+        if self._stops < KILLED_AT:
+            self._process.interrupt()
+        else:
+            self._process.kill()
+
+    def _exit_code(self, code: int) -> int:
+        """Return the program's own, as a shell would see it."""
+        return code if code >= 0 else 128 - code
+
+    def _print(self, summary: Summary, console: Console) -> None:
+        print_summary(summary, console)
+        notes = list(dict.fromkeys(summary.notes))
+        for note in notes[:MOST_NOTES]:
+            console.print(f"note  {visible(note)}", soft_wrap=True)
+        if len(notes) > MOST_NOTES:
+            console.print(f"note  and {len(notes) - MOST_NOTES} more events in the trace")
+
+    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
+        """Say what is ours to say: what the program said of its end, it has said already."""
+        state = self._process.state
+        lines = [f"flexinspect: {state.note}"] if state.note else []
+        if state.error:
+            lines += [f"flexinspect: {state.error}", state.hint or ""]
+        elif code < 0:
+            lines.append(f"flexinspect: {self._process.how_it_ended(code)}")
+        for line in filter(None, lines):
+            console.print(visible(line), soft_wrap=True)
+
+
+def show_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
+    """Run a user's program with its own streams, and say on stderr what its trace holds.
+
+    With `as_json` our summary has stdout for itself, and what the program prints there goes to
+    stderr. Returns the program's exit code.
+    """
+    console = Console(stderr=True, highlight=False, markup=False)
+    process = ScriptProcess(job, Echo(held=False, stdout=2 if as_json else 1))
+    _hand_on_signals(process)
+    run = ScriptRun(process, PlainProgress(console, verbose=verbose, quiet=not verbose))
+    return run.conclude(run.watch(), console, as_json=as_json)
+
+
+def _hand_on_signals(process: Capture) -> None:
+    """Let the program have the signals that are sent to us in its place."""
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda number, _: process.signal(number))

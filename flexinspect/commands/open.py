@@ -13,7 +13,7 @@ from flexinspect.text import visible
 
 if TYPE_CHECKING:
     from flexinspect.app import InspectorApp
-    from flexinspect.job import Job
+    from flexinspect.job import Job, ScriptJob
 
 EXAMPLES = """\
 examples:
@@ -85,7 +85,7 @@ def start() -> int:
     return _finish(InspectorApp(keymap=_keymap(), job_of=job_from_words))
 
 
-def inspect_run(job: Job) -> int:
+def inspect_run(job: Job | ScriptJob) -> int:
     """Run a job under the interface, then print its result."""
     from flexinspect.app import InspectorApp
 
@@ -127,6 +127,7 @@ def _finish(app: InspectorApp) -> int:
         return code
     for text in app.feed.prints if app.feed is not None else ():
         print(visible(text), file=sys.stderr)  # what the user's own code printed meanwhile
+    process.show_output()
     from flexinspect.commands.live import conclude_run
 
     return conclude_run(process, code, stopping=app.feed is not None and app.feed.stopping)

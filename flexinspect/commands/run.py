@@ -1,4 +1,4 @@
-"""`flexinspect run`: a paraphrase-ensemble generation, captured in a process of its own."""
+"""`flexinspect run`: our own generation or a program of the user's, captured in its own process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
+from typing import Any
 
 from flexinspect.errors import FlexInspectError, UsageError
-from flexinspect.job import Job, SamplingOptions, Texts
+from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts
 
 EXAMPLES = """\
 examples:
@@ -21,19 +22,35 @@ examples:
   flexinspect run --model llama3.2_3b_it --mask shared-prefix --instruction "Answer briefly."
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
+
+  flexinspect run train_or_generate.py                 # your own program, unchanged
+  flexinspect run script.py -- --its-own flags         # what follows the script is for it
+  flexinspect run --no-ui --out t.flextrace script.py < questions.txt > answers.txt
+  flexinspect run --declare prompt.toml -m package.module 3
 """
+
+SCRIPT_FLAGS = (
+    *("--declare", "--level", "--layers", "--out", "--overwrite"),
+    *("--no-ui", "--json", "--verbose", "--threads"),
+)
+"""Flags that go with a program of the user's."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "run",
-        help="run a generation under FlexAttention and record every step",
-        description="Run a paraphrase-ensemble generation under FlexAttention, in a process of its "
-        "own, and record every step in a trace.",
+        help="run a generation under FlexAttention, or your own program, and record every step",
+        usage="%(prog)s [options]\n       %(prog)s [options] SCRIPT.py [--] [its arguments]\n"
+        "       %(prog)s [options] -m MODULE [--] [its arguments]",
+        description="Run a paraphrase-ensemble generation under FlexAttention, or a program of "
+        "your own as Python would run it, in a process of its own, and record every step of every "
+        "model in a trace. The exit code of a program is passed on.",
+        argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_program_flags(parser)
     _add_model_flags(parser)
     _add_data_flags(parser)
     _add_attention_flags(parser)
@@ -42,16 +59,32 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def _add_program_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "a program of your own", "with it go only the flags of this group and of the last one"
+    )
+    # A positional of this kind takes whatever follows it, flags too; but it is not required.
+    program = group.add_argument(
+        "program", nargs=argparse.PARSER, metavar="SCRIPT.py", help="run this file, unchanged"
+    )
+    program.required = False
+    group.add_argument(
+        "-m", dest="module", nargs=argparse.PARSER, metavar="MODULE", help="run this module"
+    )
+    group.add_argument(
+        "--declare",
+        metavar="FILE",
+        help="TOML or JSON: the segments of its prompts and the mask that is meant",
+    )
+
+
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", default="demo", help="demo, an alias, a hub id or a folder (default: demo)"
-    )
-    group.add_argument("--weights", default="pretrained", choices=("pretrained", "random"))
-    group.add_argument("--device", default="auto", help="auto, cuda, cuda:N, cpu or mps")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    group.add_argument("--seed", type=int, default=0, help="of random weights and of sampling")
-    group.add_argument("--threads", type=_positive, help="CPU threads (default: cores less one)")
+    group.add_argument("--model", help="demo, an alias, a hub id or a folder (default: demo)")
+    group.add_argument("--weights", choices=("pretrained", "random"))
+    group.add_argument("--device", help="auto, cuda, cuda:N, cpu or mps")
+    group.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    group.add_argument("--seed", type=int, help="of random weights and of sampling")
     group.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model"
     )
@@ -65,10 +98,8 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         help="demo, webqa, myriadlama, FILE.jsonl or package.module:Class "
         "(default: demo, unless --prompt is given)",
     )
-    group.add_argument(
-        "--prompt", action="append", default=[], help="a paraphrase; repeat it for each one"
-    )
-    group.add_argument("--max-samples", type=_positive, default=1, help="default: 1")
+    group.add_argument("--prompt", action="append", help="a paraphrase; repeat it for each one")
+    group.add_argument("--max-samples", type=_positive, help="default: 1")
     group.add_argument(
         *("--num-paraphrases", "--num_paraphrases"),
         type=_positive,
@@ -77,9 +108,9 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--indices", "--indexs", metavar="0,1,2", help="which paraphrases of each sample"
     )
-    group.add_argument("--instruction", default="", help="shared text before the paraphrases")
-    group.add_argument("--separator", default="\\n", help="after each paraphrase (default: \\n)")
-    group.add_argument("--cue", default="Answer:", help="before the answer (default: Answer:)")
+    group.add_argument("--instruction", help="shared text before the paraphrases")
+    group.add_argument("--separator", help="after each paraphrase (default: \\n)")
+    group.add_argument("--cue", help="before the answer (default: Answer:)")
 
 
 def _add_attention_flags(parser: argparse.ArgumentParser) -> None:
@@ -89,26 +120,22 @@ def _add_attention_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("attention")
     group.add_argument(
         "--mask",
-        default="segment-isolation",
         metavar="MASK",
         help=f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)",
     )
-    group.add_argument("--separators", default="attached", choices=SEPARATORS)
-    group.add_argument("--positions", default="contiguous", choices=POSITIONS)
+    group.add_argument("--separators", choices=SEPARATORS)
+    group.add_argument("--positions", choices=POSITIONS)
     group.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        default=None,
         help="compile FlexAttention (default: on CUDA only)",
     )
 
 
 def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding (greedy unless a sampling flag is given)")
-    group.add_argument("--max-new-tokens", type=_positive, default=32, help="default: 32")
-    group.add_argument(
-        "--stop", default="newline", choices=("newline", "eos"), help="where an answer ends"
-    )
+    group.add_argument("--max-new-tokens", type=_positive, help="default: 32")
+    group.add_argument("--stop", choices=("newline", "eos"), help="where an answer ends")
     group.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
     group.add_argument("--temperature", type=float)
     group.add_argument("--top-k", type=int)
@@ -119,19 +146,28 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("capture and output")
     group.add_argument("--level", default="advanced", choices=("basic", "advanced", "extreme"))
     group.add_argument(
-        "--layers", metavar="0,3,5-7", help="whose activations level extreme stores (default: all)"
+        "--layers",
+        default=None,
+        metavar="0,3,5-7",
+        help="whose activations level extreme stores (default: all)",
     )
     group.add_argument(
-        "--out", metavar="FILE", help="the trace (default: a name made from the run)"
+        "--out", default=None, metavar="FILE", help="the trace (default: a name made from the run)"
     )
-    group.add_argument("--overwrite", action="store_true", help="replace an existing trace")
-    group.add_argument("--no-ui", action="store_true", help="plain output, no interface")
-    group.add_argument("--json", action="store_true", help="print a summary as JSON on stdout")
     group.add_argument(
-        "--verbose",
-        action="store_true",
-        help="no interface; print lengths, path and candidates of each step",
+        "--threads",
+        default=None,
+        type=_positive,
+        help="CPU threads (default: cores less one; of your own program: as it sets them)",
     )
+    switches = {
+        "--overwrite": "replace an existing trace",
+        "--no-ui": "plain output, no interface",
+        "--json": "print a summary as JSON on stdout",
+        "--verbose": "no interface; print lengths, path and candidates of each step",
+    }
+    for name, text in switches.items():
+        group.add_argument(name, default=False, action="store_true", help=text)
 
 
 def _positive(text: str) -> int:
@@ -146,11 +182,10 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe."""
-    from flexinspect.commands.live import show_run
+    from flexinspect.commands.live import show_run, show_script
 
     try:
-        job = job_of(args)
-        _check_early(job)
+        job = checked_job(args)
     except FlexInspectError as error:
         if args.json:
             said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
@@ -160,6 +195,8 @@ def run(args: argparse.Namespace) -> int:
         from flexinspect.commands.open import inspect_run
 
         return inspect_run(job)
+    if isinstance(job, ScriptJob):
+        return show_script(job, as_json=args.json, verbose=args.verbose)
     return show_run(job, as_json=args.json, verbose=args.verbose)
 
 
@@ -167,65 +204,80 @@ def _on_a_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
 
 
-def job_from_words(words: Sequence[str]) -> Job:
+def job_from_words(words: Sequence[str]) -> Job | ScriptJob:
     """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
     from flexinspect.commands import build_parser
 
-    job = job_of(build_parser().parse_args(words))
+    return replace(checked_job(build_parser().parse_args(words)), argv=("flexinspect", *words))
+
+
+def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
+    """Return the job that parsed flags describe, with all that can be seen wrong now refused."""
+    if hasattr(args, "program") or hasattr(args, "module"):
+        from flexinspect.commands.script import script_job
+
+        return script_job(args, _given(args))
+    if hasattr(args, "declare"):
+        raise UsageError(
+            "--declare goes with a program of your own.",
+            hint="Name a script, or use --mask and --prompt.",
+        )
+    job = job_of(args)
     _check_early(job)
-    return replace(job, argv=("flexinspect", *words))
+    return job
+
+
+_OWN = (
+    *("model", "weights", "device", "dtype", "seed", "trust_remote_code", "dataset"),
+    *("max_samples", "num_paraphrases", "indices", "mask", "separators", "positions", "compile"),
+    *("max_new_tokens", "stop"),
+)
+_TEXTS = ("instruction", "separator", "cue")
+_SAMPLING = ("sample", "temperature", "top_k", "top_p")
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    """Return the flags of our own generation that were given, as they are written."""
+    names = [name for name in (*_OWN, "prompt", *_TEXTS, *_SAMPLING) if hasattr(args, name)]
+    return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def job_of(args: argparse.Namespace) -> Job:
     """Return the job that parsed flags describe. Raises `UsageError`."""
-    return Job(
-        out=default_name(args.model, args.mask, Path.cwd()) if args.out is None else args.out,
-        model=args.model,
-        dataset=_dataset(args),
-        prompts=tuple(args.prompt),
-        max_samples=args.max_samples,
-        num_paraphrases=args.num_paraphrases,
-        indices=args.indices,
-        device=args.device,
-        dtype=args.dtype,
-        weights=args.weights,
-        seed=args.seed,
-        mask=args.mask,
-        separators=args.separators,
-        positions=args.positions,
-        max_new_tokens=args.max_new_tokens,
-        stop=args.stop,
+    said = vars(args)
+    texts = {name: _unescaped(said[name]) for name in _TEXTS if name in said}
+    _check_question(said)
+    job = Job(
+        out=args.out or "",
+        **{name: said[name] for name in _OWN if name in said},
+        prompts=tuple(said.get("prompt", ())),
         level=args.level,
         layers=args.layers,
-        compile=args.compile,
         threads=args.threads,
-        trust_remote_code=args.trust_remote_code,
         overwrite=args.overwrite,
-        texts=Texts(*map(_unescaped, (args.instruction, args.separator, args.cue))),
-        sampling=_sampling(args),
+        texts=Texts(**texts),
+        sampling=_sampling({name: said[name] for name in _SAMPLING if name in said}),
         argv=tuple(sys.argv),
     )
+    if args.out is None:
+        return replace(job, out=default_name(f"{Path(job.model).name}-{job.mask}", Path.cwd()))
+    return job
 
 
-def _dataset(args: argparse.Namespace) -> str:
-    if args.dataset is not None and args.prompt:
+def _check_question(said: dict[str, Any]) -> None:
+    if "dataset" in said and "prompt" in said:
         raise UsageError(
             "--prompt and --dataset exclude each other: both name what is asked.",
             hint="Leave one of them out.",
         )
-    return "demo" if args.dataset is None else str(args.dataset)
 
 
-def _sampling(args: argparse.Namespace) -> SamplingOptions:
-    given = (args.temperature, args.top_k, args.top_p)
-    if not args.sample and given == (None, None, None):
+def _sampling(given: dict[str, Any]) -> SamplingOptions:
+    """Return how tokens are chosen; any flag of sampling asks for it."""
+    if not given:
         return SamplingOptions()
-    options = SamplingOptions(
-        do_sample=True,
-        temperature=1.0 if args.temperature is None else args.temperature,
-        top_k=args.top_k or 0,
-        top_p=1.0 if args.top_p is None else args.top_p,
-    )
+    given.pop("sample", None)
+    options = SamplingOptions(do_sample=True, **given)
     options.check()
     return options
 
@@ -235,9 +287,9 @@ def _unescaped(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def default_name(model: str, mask: str, folder: Path) -> str:
-    """Return a readable name for a trace that does not exist yet in `folder`."""
-    stem = re.sub(r"[^\w.-]+", "-", f"{Path(model).name}-{mask}").strip("-")
+def default_name(stem: str, folder: Path) -> str:
+    """Return a readable name, from `stem` and the time, for a trace that is not in `folder` yet."""
+    stem = re.sub(r"[^\w.-]+", "-", stem).strip("-")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     number = 1
     while (path := folder / f"{name}{f'-{number}' if number > 1 else ''}.flextrace").exists():
@@ -252,17 +304,22 @@ def _check_early(job: Job) -> None:
 
     if not 0 <= job.seed < 1 << 63:
         raise UsageError("--seed must lie between 0 and 2^63 - 1.")
-    if job.layers and job.level != "extreme":
-        raise UsageError(
-            "--layers chooses whose activations are stored, which only level extreme does.",
-            hint="Add --level extreme, or leave --layers out.",
-        )
     for text in (*job.prompts, *astuple(job.texts)):
         if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
             raise UsageError(f"The text {text!a} is not valid UTF-8.")
     models.resolve(job.model, load_config())
     if ":" not in job.mask:
         masks.check_preset(job.mask)
+    check_trace(job)
+
+
+def check_trace(job: Job | ScriptJob) -> None:
+    """Refuse flags of the trace that cannot be: layers that are not stored, a file in the way."""
+    if job.layers and job.level != "extreme":
+        raise UsageError(
+            "--layers chooses whose activations are stored, which only level extreme does.",
+            hint="Add --level extreme, or leave --layers out.",
+        )
     if not job.out:
         raise UsageError("--out is empty.", hint="Give a file name, or leave --out out.")
     if Path(job.out).exists() and not job.overwrite:

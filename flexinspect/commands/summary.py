@@ -118,9 +118,12 @@ def _so_far(row: GenerationRow, reader: TraceReader) -> str:
     return "".join(token.text for token in tokens if not token.special).strip()
 
 
-def print_summary(summary: Summary) -> None:
-    """Print the answers beside those expected, what capture cost, and the next commands."""
-    console = Console(highlight=False, markup=False)
+def print_summary(summary: Summary, console: Console | None = None) -> None:
+    """Print the answers beside those expected, what capture cost, and the next commands.
+
+    On stdout, unless another `console` is given.
+    """
+    console = console or Console(highlight=False, markup=False)
     for answer in summary.answers:
         console.print(_answer_text(answer), soft_wrap=True)
     console.print(_cost_line(summary), soft_wrap=True)

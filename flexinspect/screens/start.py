@@ -18,15 +18,15 @@ from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from flexinspect.errors import FlexInspectError
-from flexinspect.job import Job
+from flexinspect.job import Job, ScriptJob
 from flexinspect.screens.ask import Ask
 from flexinspect.state import known_traces
 from flexinspect.text import visible
 
-Begin = Callable[["Path | Job"], None]
+Begin = Callable[["Path | Job | ScriptJob"], None]
 """Opens a trace or starts a job."""
 
-JobOf = Callable[[Sequence[str]], Job]
+JobOf = Callable[[Sequence[str]], Job | ScriptJob]
 """Makes the job of a command line; raises `FlexInspectError`."""
 
 DEMO = ("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2")

@@ -91,6 +91,7 @@ class Wishes:
     words: Words
     segments: tuple[Wanted, ...] = ()
     mask: str | MaskRule | None = None
+    separators: str = "attached"
 
     @property
     def mask_name(self) -> str:
@@ -103,10 +104,12 @@ class Wishes:
         """Return the declared mask of these segments, empty when none was declared."""
         if self.mask is None:
             return {}
-        is_name = isinstance(self.mask, str)
-        rule = masks.preset(self.mask, segments) if isinstance(self.mask, str) else self.mask
+        rule, said = self.mask, {}
+        if isinstance(rule, str):
+            rule = masks.preset(rule, segments, separators=self.separators)
+            said = {"separators": self.separators}
         facts = {"starts": rule.starts, "head": rule.head, "low": rule.low}
-        return {"preset": rule.name, **({"separators": "attached"} if is_name else {}), **facts}
+        return {"preset": rule.name, **said, **facts}
 
 
 @dataclass(slots=True)

@@ -25,6 +25,8 @@ from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks.layers import attention_layers
+from flexinspect_hooks.modelfacts import model_facts
+from flexinspect_hooks.program import state_of
 from flexinspect_hooks.session import check_level
 from flexinspect_hooks.spans import Wish, read_wishes
 from flexinspect_hooks.story import IdWords, TokenizerWords, Wishes, Words
@@ -122,7 +124,7 @@ class Watch:
         assert session is not None
         assert writer is not None
         _watched.discard(id(self._model))
-        self._session, state = None, _state_of(error)
+        self._session, state = None, state_of(error)
         # Whatever fails here must not take the place of the user's own exception.
         for step in (
             lambda: session.close(state, error),
@@ -197,13 +199,6 @@ def _quietly(call: Callable[[], object]) -> None:
         print(f"flexinspect: the trace could not be ended properly: {what}", file=sys.stderr)
 
 
-def _state_of(error: BaseException | None) -> str:
-    """Return how a trace ends that this exception leaves."""
-    if error is None or (isinstance(error, SystemExit) and not error.code):
-        return "finished"
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-
-
 def _words(tokenizer: Any) -> Words:
     if tokenizer is None:
         return IdWords()
@@ -248,7 +243,7 @@ def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
         "started_at": time.time(),
         "watch": True,
         "graphs_counted": True,
-        "model": _model_facts(model),
+        "model": model_facts(model),
         "level": level,
         "threads": torch.get_num_threads(),
         "versions": {
@@ -260,25 +255,3 @@ def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
         "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
         "git": git_state(Path.cwd()),
     }
-
-
-def _model_facts(model: nn.Module) -> dict[str, Any]:
-    """Return what a model says of itself, without what it does not say."""
-    config = getattr(model, "config", None)
-    config = getattr(config, "text_config", None) or config
-    first = next(model.parameters(), None)
-    layers = set(attention_layers(model).values())
-    heads = getattr(config, "num_attention_heads", None)
-    facts = {
-        "name": getattr(model, "name_or_path", "") or type(model).__name__,
-        "class": type(model).__name__,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "device": str(first.device) if first is not None else "cpu",
-        "dtype": str(first.dtype).removeprefix("torch.") if first is not None else "",
-        "layers": len(layers) or getattr(config, "num_hidden_layers", None),
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "hidden": getattr(config, "hidden_size", None),
-        "vocabulary": getattr(config, "vocab_size", None),
-    }
-    return {name: fact for name, fact in facts.items() if isinstance(fact, (int, str))}

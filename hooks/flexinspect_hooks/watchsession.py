@@ -25,6 +25,7 @@ from flexinspect_hooks.clock import StepContext, cached_length, query_length
 from flexinspect_hooks.fedrows import ArgumentNames, FedRows
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.logits import reduce_chosen
+from flexinspect_hooks.program import without_us
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.sequence import SEVERAL_ROWS, UNKNOWN_CACHE, Fed, Place, Sequences
 from flexinspect_hooks.session import CaptureSession
@@ -262,6 +263,7 @@ class WatchSession(CaptureSession):
         if error is self._told_error:
             return
         self._told_error, step = error, self._step
+        without_us(error)
         story, waiting = self._story, self._waiting
         generation = story.number if story is not None else None
         last = step or (waiting.step if waiting is not None else None)

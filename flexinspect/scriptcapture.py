@@ -1,0 +1,277 @@
+"""A user's program under capture, seen from outside: its streams pass through here.
+
+We read what it prints, pass it on byte for byte, and send a copy back through the socket for the
+trace. Not the process itself: code that prints while it holds the interpreter would wait for ever
+for a reader of its own.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib.util
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+from flexinspect import protocol
+from flexinspect.capture import Capture
+from flexinspect.errors import FlexInspectError
+from flexinspect.job import ScriptJob
+
+KEEP = 4 << 20
+"""Characters of a program's output that its trace keeps from the beginning."""
+
+TAIL = 256 << 10
+"""Characters that it keeps from the end, of what is longer."""
+
+SEND_EVERY_S = 0.05
+LINGER_S = 0.3
+"""How long streams may be silent, once the program has ended, before we stop listening: what it
+started may hold them open for ever."""
+
+_PIECE = 1 << 16
+_CLOSE = 0.005
+"""Seconds between two pieces of one stream that are stored as one."""
+
+Item = tuple[float, str, str]
+
+
+class Echo:
+    """Where a program's output goes: out as it comes, or, while `held`, out when it is released."""
+
+    def __init__(self, *, held: bool, stdout: int = 1, stderr: int = 2) -> None:
+        self._targets = {"stdout": stdout, "stderr": stderr}
+        self._held: deque[tuple[str, bytes]] | None = deque() if held else None
+        self._n_held = self._n_dropped = 0
+        self._lock = threading.Lock()
+
+    def write(self, stream: str, piece: bytes) -> bool:
+        """Pass a piece on; False when nobody reads that stream any more."""
+        with self._lock:
+            if self._held is None:
+                return self._write(stream, piece)
+            self._held.append((stream, piece))
+            self._n_held += len(piece)
+            while self._n_held > KEEP:
+                dropped = len(self._held.popleft()[1])
+                self._n_held, self._n_dropped = self._n_held - dropped, self._n_dropped + dropped
+            return True
+
+    def release(self) -> None:
+        """Print what was held, and hold nothing from here on."""
+        with self._lock:
+            held, self._held = self._held, None
+            if self._n_dropped:
+                print(f"flexinspect: {self._n_dropped} bytes before this are not shown", flush=True)
+            for stream, piece in held or ():
+                self._write(stream, piece)
+
+    def _write(self, stream: str, piece: bytes) -> bool:
+        left = memoryview(piece)
+        try:
+            while left:
+                left = left[os.write(self._targets[stream], left) :]
+        except OSError:
+            return False
+        return True
+
+
+class Copy:
+    """The copy of a program's output that is sent back for its trace, in a thread of its own."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        make = codecs.getincrementaldecoder("utf-8")
+        self._decoders = {name: make("replace") for name in ("stdout", "stderr")}
+        self._waiting: list[Item] = []
+        self._tail: deque[Item] = deque()
+        self._n_kept = self._n_tail = self._n_left_out = 0
+        self._wake, self._lock = threading.Event(), threading.Lock()
+        self._is_last = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def add(self, stream: str, piece: bytes, *, final: bool = False) -> None:
+        """Take a piece as it was read."""
+        text = self._decoders[stream].decode(piece, final)
+        if not text:
+            return
+        item = (time.time(), stream, text)
+        with self._lock:
+            if self._n_kept < KEEP:
+                self._n_kept += len(text)
+                _join(self._waiting, item)
+            else:
+                self._add_to_tail(item)
+        self._wake.set()
+
+    def _add_to_tail(self, item: Item) -> None:
+        self._tail.append(item)
+        self._n_tail += len(item[2])
+        while self._n_tail > TAIL and len(self._tail) > 1:
+            n = len(self._tail.popleft()[2])
+            self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
+
+    def finish(self) -> None:
+        """Send the rest, with what had to be left out, and say that this is all."""
+        for stream in self._decoders:
+            self.add(stream, b"", final=True)
+        self._is_last = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._is_last:
+            self._wake.wait()
+            if not self._is_last:
+                time.sleep(SEND_EVERY_S)
+            self._wake.clear()
+            if not self._send(self._take()):
+                return
+        self._send(self._take(last=True))
+        self._say(protocol.DRAINED)
+
+    def _take(self, *, last: bool = False) -> list[Item]:
+        with self._lock:
+            items, self._waiting = self._waiting, []
+            if last and self._n_left_out:
+                text = f"… {self._n_left_out} characters are left out here …\n"
+                items.append((self._tail[0][0], self._tail[0][1], text))
+            return [*items, *self._tail] if last else items
+
+    def _send(self, items: list[Item]) -> bool:
+        return not items or self._say(protocol.OUTPUT, items=items)
+
+    def _say(self, kind: str, **facts: Any) -> bool:
+        try:
+            self._control.sendall((protocol.line(kind, **facts) + "\n").encode())
+        except OSError:
+            return False
+        return True
+
+
+def _join(items: list[Item], item: Item) -> None:
+    """Add a piece, to the one before it if both came of one stream at one time."""
+    if items and items[-1][1] == item[1] and item[0] - items[-1][0] < _CLOSE:
+        at, stream, text = items[-1]
+        items[-1] = (at, stream, text + item[2])
+    else:
+        items.append(item)
+
+
+class ScriptProcess(Capture):
+    """A user's program in the capture process; its standard streams are its own.
+
+    `stdin` is that of this process when it is None.
+    """
+
+    called: ClassVar[str] = "The program"
+    has_own_streams: ClassVar[bool] = True
+
+    def __init__(self, job: ScriptJob, echo: Echo, *, stdin: int | None = None) -> None:
+        super().__init__()
+        self._echo = echo
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, _entry(), str(theirs.fileno())],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                bufsize=0,
+            )
+        ours.sendall((job.to_json() + "\n").encode())
+        self._control, self._rest = ours, b""
+        self._copy = Copy(ours)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def poll(self) -> int | None:
+        """Return the exit code once the program has ended and all it printed was passed on."""
+        code = self._process.poll()
+        return None if self._reader.is_alive() else code
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program; Ctrl-C to all processes of it, as a terminal does."""
+        if self._process.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            if number == signal.SIGINT:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    def show_output(self) -> None:
+        """Print what was held while the interface was open."""
+        self._echo.release()
+
+    def _read(self) -> None:
+        """Pass everything on until the program has ended and nothing more comes."""
+        with selectors.DefaultSelector() as ready:
+            for name in ("stdout", "stderr"):
+                ready.register(getattr(self._process, name), selectors.EVENT_READ, name)
+            ready.register(self._control, selectors.EVENT_READ, "control")
+            while ready.get_map():
+                found = ready.select(LINGER_S)
+                if not found and self._process.poll() is not None:
+                    return
+                # The streams before the control: what was printed before a word came before it.
+                for key, _ in sorted(found, key=lambda pair: pair[0].data == "control"):
+                    self._heard(ready, key.fileobj, key.data)
+        self._process.wait()
+
+    def _heard(self, ready: selectors.BaseSelector, source: Any, name: str) -> None:
+        is_open = self._listen(ready) if name == "control" else self._pass_on(source, name)
+        if not is_open:
+            ready.unregister(source)
+            source.close()
+
+    def _pass_on(self, source: IO[bytes], name: str) -> bool:
+        piece = os.read(source.fileno(), _PIECE)
+        self._copy.add(name, piece)
+        if name == "stderr":
+            self._stderr.extend(piece.decode(errors="backslashreplace").splitlines())
+        return bool(piece) and self._echo.write(name, piece)
+
+    def _listen(self, ready: selectors.BaseSelector) -> bool:
+        try:
+            piece = self._control.recv(_PIECE)
+        except OSError:
+            piece = b""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            facts = protocol.parse(line.decode())
+            if facts is None:
+                continue
+            if facts["kind"] == protocol.DRAIN:
+                self._drain(ready)
+            self._take(facts)
+        return bool(piece)
+
+    def _drain(self, ready: selectors.BaseSelector) -> None:
+        """Take what lies in the streams by now, then tell the trace that this was all."""
+        while found := [key for key, _ in ready.select(0) if key.data != "control"]:
+            for key in found:
+                self._heard(ready, key.fileobj, key.data)
+        self._copy.finish()
+
+
+def _entry() -> str:
+    """Return the file that runs a program under capture, without loading anything of it."""
+    spec = importlib.util.find_spec("flexinspect_hooks")
+    if spec is None or not spec.submodule_search_locations:
+        raise FlexInspectError(
+            "The package flexinspect_hooks, which captures, is not there.",
+            hint="flexinspect is not installed whole in this Python: install it again.",
+        )
+    return str(Path(spec.submodule_search_locations[0]) / "scriptprocess.py")

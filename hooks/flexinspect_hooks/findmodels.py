@@ -1,0 +1,326 @@
+"""Finding the models of a program by themselves: the root forward of any transformers model.
+
+Two methods are wrapped on transformers' own classes, `PreTrainedModel.__call__` and
+`GenerationMixin.generate`, until `close`. A model that is called for the first time gets a session
+of its own on the spot; everything else is that session's work.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+import time
+import traceback
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from flexinspect.errors import TraceWriteError
+from flexinspect.job import ScriptJob, parse_layers
+from flexinspect.records import EventRecord
+from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.fedrows import FedRows
+from flexinspect_hooks.foundwords import FoundWords, Tokenizers
+from flexinspect_hooks.layers import attention_layers
+from flexinspect_hooks.modelfacts import model_facts
+from flexinspect_hooks.program import state_of, without_us
+from flexinspect_hooks.recorder import Recorder
+from flexinspect_hooks.sequence import Place
+from flexinspect_hooks.session import cost_of
+from flexinspect_hooks.spans import read_wishes
+from flexinspect_hooks.story import Wishes
+from flexinspect_hooks.watchsession import Company, WatchSession
+
+MOST_PLACES = 4096
+"""Steps whose beginnings are remembered, to say during which of them something was printed."""
+
+_MANY = 1 << 20
+
+
+class FoundSession(WatchSession):
+    """The session of a model that was found. Nothing of it is said on the program's stderr."""
+
+    def __init__(
+        self, model: nn.Module, finder: ModelFinder, company: Company, words: FoundWords
+    ) -> None:
+        self._finder, self._words = finder, words
+        super().__init__(
+            model,
+            finder.writer,
+            finder.wishes(words),
+            level=finder.job.level,
+            layers=finder.layers_of(model),
+            company=company,
+        )
+
+    def _begin(self, place: Place, rows: FedRows) -> None:
+        self._words.become(self._finder.tokenizers.words_of(self._model))
+        if not self._words.has_text and any(one.text for one in self._wishes.segments):
+            text = "No tokenizer was found in the program, so texts that were declared cannot be "
+            self._event("segments", text + "looked for; spans of positions can.")
+        super()._begin(place, rows)
+
+    def _begin_step(self, step: StepContext) -> None:
+        super()._begin_step(step)
+        self._finder.entered(step)
+
+    def _tell(self, sentence: str) -> None:
+        """Say nothing: it is in the trace, and stderr is the program's."""
+
+    def has_told(self, error: BaseException) -> bool:
+        """Say whether this exception is in the trace already."""
+        return error is self._told_error
+
+    @property
+    def last_moved(self) -> float:
+        """When its newest step began, or the waiting one; 0.0 when there is neither."""
+        step = self._step or (self._waiting.step if self._waiting is not None else None)
+        return step.started if step is not None else 0.0
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward has begun and not returned."""
+        return self._step is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    model: weakref.ref[nn.Module]
+    session: FoundSession | None
+    """None for a model that could not be watched."""
+
+
+class ModelFinder:
+    """Records every transformers model that the program runs into one trace."""
+
+    def __init__(self, job: ScriptJob, writer: TraceWriter) -> None:
+        self.job, self.writer = job, writer
+        self.tokenizers = Tokenizers()
+        self._segments = read_wishes(job.declaration.segments)
+        self._recorder = Recorder(writer)
+        self._numbers = count()
+        self._found: dict[int, _Found] = {}
+        self._dead: deque[int] = deque()
+        self._sessions: list[FoundSession] = []
+        self._facts: list[dict[str, Any]] = []
+        self._places: deque[tuple[float, int, int]] = deque(maxlen=MOST_PLACES)
+        self._here = threading.local()
+        self._lock = threading.RLock()
+        self._removes: list[Callable[[], None]] = []
+        self._is_over = False
+        self._recorder.start()
+
+    # -- where models are met --------------------------------------------------------------------
+
+    def watch_models(self) -> None:
+        """Wrap the call of every `PreTrainedModel`; transformers' modeling_utils is loaded."""
+        from transformers.modeling_utils import PreTrainedModel
+
+        here, find = self._here, self._find
+
+        @functools.wraps(nn.Module.__call__)
+        def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+            # Within another model's forward it is a part of that one; a graph must not hold us.
+            if torch.compiler.is_compiling() or getattr(here, "is_open", False):
+                return nn.Module.__call__(model, *args, **kwargs)
+            here.is_open = True
+            try:
+                find(model)
+                return nn.Module.__call__(model, *args, **kwargs)
+            except BaseException as error:
+                without_us(error)
+                raise
+            finally:
+                here.is_open = False
+
+        _not_compiled(call)
+        PreTrainedModel.__call__ = call
+        self._removes.append(lambda: delattr(PreTrainedModel, "__call__"))
+
+    def watch_generate(self) -> None:
+        """Wrap `GenerationMixin.generate`; transformers' generation utils are loaded."""
+        from transformers.generation.utils import GenerationMixin
+
+        original, here = GenerationMixin.generate, self._here
+
+        @functools.wraps(original)
+        def generate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+            is_inner = torch.compiler.is_compiling() or getattr(here, "is_open", False)
+            session = None if is_inner else self._find(model)
+            if session is None:
+                return original(model, *args, **kwargs)
+            try:
+                return session.call_generate(functools.partial(original, model), args, kwargs)
+            except BaseException as error:
+                without_us(error)
+                raise
+
+        GenerationMixin.generate = generate
+
+        def remove() -> None:
+            GenerationMixin.generate = original
+
+        self._removes.append(remove)
+
+    def watch_tokenizers(self) -> None:
+        """Note the tokenizers that are made; their base class is loaded."""
+        self._removes.append(self.tokenizers.watch())
+
+    # -- a model ---------------------------------------------------------------------------------
+
+    def _find(self, model: nn.Module) -> FoundSession | None:
+        """Return the session of a model, made on its first call; None where there is none."""
+        known = self._found.get(id(model))
+        if known is not None and known.model() is model:
+            return known.session
+        if self._is_over:
+            return None
+        with self._lock:
+            self._bury()
+            session = self._begin_session(model)
+            self._found[id(model)] = _Found(weakref.ref(model), session)
+            # What is called when a model goes may interrupt anything: it only leaves a note.
+            weakref.finalize(model, self._dead.append, id(model)).atexit = False
+        return session
+
+    def _begin_session(self, model: nn.Module) -> FoundSession | None:
+        try:
+            company = Company(self._recorder, self._numbers, self._name(model))
+            session = FoundSession(model, self, company, FoundWords())
+            session.__enter__()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self.event("unseen", f"A {type(model).__name__} cannot be watched: {what}")
+            return None
+        self._sessions.append(session)
+        self._tell_model({**model_facts(model), "name": company.name})
+        return session
+
+    def _name(self, model: nn.Module) -> str:
+        """Return a name that no other model of this program has."""
+        name = str(model_facts(model)["name"])
+        taken = {facts["name"] for facts in self._facts}
+        tries = (f"{name} ({n})" if n > 1 else name for n in count(1))
+        return next(each for each in tries if each not in taken)
+
+    def _tell_model(self, facts: dict[str, Any]) -> None:
+        self._facts.append(facts)
+        with suppress(TraceWriteError):
+            self.writer.update_run(model=self._facts[0], models=self._facts)
+
+    def _bury(self) -> None:
+        """End the sessions of models that are gone."""
+        while self._dead:
+            gone = self._found.pop(self._dead.popleft(), None)
+            if gone is not None and gone.session is not None:
+                self._end_session(gone.session, "finished", None)
+
+    def _end_session(self, session: FoundSession, state: str, error: BaseException | None) -> None:
+        try:
+            session.finish(state, error)
+            session.__exit__(None, None, None)
+        except Exception as failure:
+            self.event("unseen", f"A model's recording ended badly: {failure!r}")
+
+    def layers_of(self, model: nn.Module) -> tuple[int, ...] | None:
+        """Return those of the layers asked for that this model has, None for all of them."""
+        asked = parse_layers(self.job.layers, _MANY)
+        known = set(attention_layers(model).values())
+        return None if asked is None else tuple(layer for layer in asked if layer in known)
+
+    def wishes(self, words: FoundWords) -> Wishes:
+        """Return what was declared, in these words."""
+        said = self.job.declaration
+        return Wishes(words, self._segments, said.mask, said.separators)
+
+    # -- where we are ----------------------------------------------------------------------------
+
+    def entered(self, step: StepContext) -> None:
+        """Remember when a step began."""
+        self._places.append((step.started_at, step.generation, step.step))
+
+    def place_at(self, at: float) -> tuple[int | None, int | None]:
+        """Return generation and step of the last step that had begun at a time."""
+        places = list(self._places)
+        index = bisect_right(places, at, key=lambda place: place[0])
+        return places[index - 1][1:] if index else (None, None)
+
+    def event(self, kind: str, text: str, **data: Any) -> None:
+        """Record an event, in order with the steps."""
+        self._recorder.put(EventRecord(kind, text, time.time(), data=data))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def failed(self, error: BaseException) -> None:
+        """The program ends with this exception: mark the step that it left."""
+        without_us(error)
+        if any(session.has_told(error) for session in self._sessions):
+            return
+        with self._lock:
+            state = state_of(error)
+            last = max(self._sessions, key=_liveliest, default=None)
+            is_exit = isinstance(error, SystemExit)
+            if last is not None and last.last_moved and (last.is_in_forward or not is_exit):
+                last.finish(state, error)
+            elif not is_exit:
+                text = "".join(traceback.format_exception(error))
+                self.event("error", f"{type(error).__name__}: {error}", traceback=text)
+
+    def close(self) -> dict[str, float | int] | None:
+        """End every session, take everything out, write what waits; returns the cost."""
+        self._is_over = True
+        with self._lock:
+            self._bury()
+            for found in reversed(list(self._found.values())):
+                if found.session is not None:
+                    self._end_session(found.session, "finished", None)
+            self._take_out()
+            cost = cost_of(self._sessions, self._recorder) if self._sessions else None
+            self._recorder.stop()
+        return cost
+
+    def forget(self) -> None:
+        """Take everything out, and write nothing: this is a forked child."""
+        self._is_over = True
+        for session in reversed(self._sessions):
+            session.remove_hooks()
+        self._take_out()
+
+    def _take_out(self) -> None:
+        while self._removes:
+            self._removes.pop()()
+
+    @property
+    def n_models(self) -> int:
+        """Models that were found."""
+        return len(self._facts)
+
+    @property
+    def failure(self) -> TraceWriteError | None:
+        """Why recording had to stop, None if it did not."""
+        return self._recorder.failure
+
+
+def _liveliest(session: FoundSession) -> tuple[bool, float]:
+    return session.is_in_forward, session.last_moved
+
+
+def _not_compiled(function: Any) -> None:
+    """Let torch.compile pass over a function's own frame, and compile what it calls.
+
+    `torch.compiler.disable(recursive=False)` does the same, but loads all of dynamo.
+    """
+    with suppress(ImportError, AttributeError):
+        frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+        skip, as_usual = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, as_usual))

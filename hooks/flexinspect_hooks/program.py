@@ -1,0 +1,104 @@
+"""Running a user's program as Python itself would: its arguments, its `__main__`, its traceback.
+
+Torch-free, like all that is loaded before the program is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+_OURS = str(Path(__file__).parent) + os.sep
+
+
+def run_program(program: str, args: tuple[str, ...], *, is_module: bool) -> None:
+    """Run a file as `python FILE ARGS` does, or a module as `python -m MODULE ARGS`.
+
+    Returns when its last line has run, and raises what it raises.
+    """
+    sys.orig_argv[1:] = ["-m", program, *args] if is_module else [program, *args]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
+    if is_module:
+        sys.argv[:] = ["-m", *args]
+        _put_first(str(Path.cwd()))
+        # What `python -m` calls itself: its frames, its words for what cannot be found, `__spec__`.
+        runpy._run_module_as_main(program)  # type: ignore[attr-defined]
+        return
+    sys.argv[:] = [program, *args]
+    _put_first(os.path.dirname(os.path.realpath(program)))  # noqa: PTH120
+    path = os.path.abspath(program)  # noqa: PTH100 (a symbolic link keeps its name)
+    loader = SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    with io.open_code(path) as file:
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), vars(main))
+
+
+def _put_first(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def without_us(error: BaseException) -> None:
+    """Take our own frames out of an exception's traceback, and out of those it stands on."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _trimmed(one.__traceback__)
+        waiting += [one.__cause__, one.__context__]
+
+
+def _trimmed(trace: TracebackType | None) -> TracebackType | None:
+    first = last = None
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            if last is not None:
+                last.tb_next = trace
+            first, last = first or trace, trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
+    return first
+
+
+def show_without_us(error: BaseException) -> None:
+    """Let Python print this exception, whose end this process is, as if we were not there."""
+    hook: Callable[..., Any] = sys.excepthook
+
+    def show(kind: type[BaseException], one: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = hook
+        if one is error:
+            without_us(one)
+            trace = one.__traceback__
+        hook(kind, one, trace)
+
+    sys.excepthook = show
+
+
+def exit_code_of(error: BaseException | None) -> int:
+    """Return the exit code that a program's last exception gives it."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        code = error.code
+        return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def state_of(error: BaseException | None) -> str:
+    """Return how a trace ends that this exception leaves."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "finished"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

@@ -1,0 +1,326 @@
+"""A user's program under capture: its trace, what it prints, its models, its end.
+
+Nothing here loads torch, transformers or numpy: the program does, late or never, and then
+`on_torch` and the `ModelFinder` begin.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+from flexinspect import __version__, protocol
+from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.job import ScriptJob
+from flexinspect.records import EventRecord, OutputRecord
+from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.arrivals import Arrivals
+from flexinspect_hooks.children import ChildCount
+from flexinspect_hooks.program import (
+    exit_code_of,
+    run_program,
+    show_without_us,
+    state_of,
+    without_us,
+)
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.findmodels import ModelFinder
+
+DRAIN_S = 5.0
+"""How long the end waits for the last of what was printed."""
+
+_RUNNING = "running the program"
+_PHASES = {"torch": "importing torch", "transformers.modeling_utils": "importing transformers"}
+
+
+def on_torch(run: ScriptRun) -> None:
+    """Called once, when the program has imported torch and before its own code goes on.
+
+    The place for whatever has to be installed before anybody calls torch. What is raised here is
+    recorded as an event.
+    """
+    import torch
+
+    if run.job.threads is not None:
+        torch.set_num_threads(run.job.threads)
+    run.tell(versions={**_versions(), "torch": torch.__version__}, threads=torch.get_num_threads())
+
+
+class ScriptRun:
+    """One program from its first line to its closed trace."""
+
+    def __init__(self, job: ScriptJob, control: Control) -> None:
+        self.job = job
+        self._control = control
+        self._pid = os.getpid()
+        self._error: BaseException | None = None
+        self._drained = threading.Event()
+        self._is_closing = False
+        self._finder: ModelFinder | None = None
+        self._finding = threading.Lock()
+        self.writer = _open_trace(job)
+        control.say(
+            protocol.TRACE,
+            path=str(self.writer.path),
+            recording=str(self.writer.recording_path),
+            note=self.writer.note,
+        )
+
+    def run(self) -> None:
+        """Run the program; raises what it raises. The trace is closed at the interpreter's exit.
+
+        Not earlier: threads of the program and its own functions at exit may still use models.
+        """
+        self._children = ChildCount(self._forked)
+        self._arrivals = Arrivals(
+            {
+                "torch": lambda: on_torch(self),
+                "transformers.modeling_utils": self._on_transformers,
+                "transformers.generation.utils": lambda: self.finder().watch_generate(),
+                "transformers.tokenization_utils_base": lambda: self.finder().watch_tokenizers(),
+                "multiprocessing.process": self._children.watch_multiprocessing,
+            },
+            coming=self._coming,
+            failed=self._not_installed,
+        )
+        atexit.register(self._close)
+        threading.Thread(target=self._listen, name="flexinspect-control", daemon=True).start()
+        self._phase(_RUNNING)
+        self._arrivals.install()
+        _flush_lines()
+        try:
+            run_program(self.job.program, self.job.args, is_module=self.job.is_module)
+        except BaseException as error:
+            self._ended_by(error)
+            show_without_us(error)
+            raise
+
+    def finder(self) -> ModelFinder:
+        """Return what finds the program's models; torch is loaded."""
+        with self._finding:
+            if self._finder is None:
+                from flexinspect_hooks.findmodels import ModelFinder
+
+                self._finder = ModelFinder(self.job, self.writer)
+            return self._finder
+
+    def _on_transformers(self) -> None:
+        import torch
+        import transformers
+
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.tell(versions={**_versions(), **versions})
+        self.finder().watch_models()
+        self._phase(_RUNNING)
+
+    def _coming(self, name: str) -> None:
+        if name in _PHASES:
+            self._phase(_PHASES[name])
+
+    def _not_installed(self, name: str, error: Exception) -> None:
+        what = f"{type(error).__name__}: {error}"
+        self.event("unseen", f"What the program does with {name} is not seen: {what}")
+
+    # -- what is recorded ------------------------------------------------------------------------
+
+    def tell(self, **facts: Any) -> None:
+        """Set facts of the manifest."""
+        with suppress(TraceWriteError):
+            self.writer.update_run(**facts)
+
+    def event(self, kind: str, text: str, /, **data: Any) -> None:
+        """Record something that happened outside of a step."""
+        with suppress(TraceWriteError):
+            self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
+
+    def _phase(self, name: str) -> None:
+        self.event("phase", name)
+
+    def _listen(self) -> None:
+        """Take in what the program printed; when whoever started us is gone, end the program."""
+        for facts in self._control.heard():
+            if facts["kind"] == protocol.OUTPUT:
+                self._keep(facts["items"])
+            elif facts["kind"] == protocol.DRAINED:
+                self._drained.set()
+        if not self._is_closing:
+            os.kill(os.getpid(), signal.SIGINT)
+        self._drained.set()
+
+    def _keep(self, items: list[tuple[float, str, str]]) -> None:
+        finder = self._finder
+        records = []
+        for at, stream, text in items:
+            place = finder.place_at(at) if finder is not None else (None, None)
+            records.append(OutputRecord(stream, text, at, *place))
+        with suppress(TraceWriteError):
+            self.writer.write_output(records)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _ended_by(self, error: BaseException) -> None:
+        self._error = error
+        without_us(error)
+        if self._finder is not None:
+            self._finder.failed(error)
+        elif not isinstance(error, SystemExit):
+            import traceback
+
+            text = "".join(traceback.format_exception(error))
+            self.event("error", f"{type(error).__name__}: {error}", traceback=text)
+
+    def _close(self) -> None:
+        """Close the trace, at the very end of the process."""
+        if os.getpid() != self._pid:
+            return
+        self._is_closing = True
+        cost = self._finder.close() if self._finder is not None else None
+        self._arrivals.remove()
+        self._children.end()
+        self._take_last_words()
+        self._tell_unseen()
+        if cost is not None:
+            self.tell(cost=cost)
+        self.tell(exit_code=exit_code_of(self._error))
+        with suppress(TraceWriteError):
+            self.writer.close(state_of(self._error))
+        self._control.say(protocol.KEPT, path=str(self.writer.path), note=self._note())
+
+    def _take_last_words(self) -> None:
+        """Wait until all that was printed is in the trace."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        self._control.say(protocol.DRAIN)
+        self._drained.wait(DRAIN_S)
+
+    def _tell_unseen(self) -> None:
+        if n := self._children.n:
+            were = "child process was" if n == 1 else "child processes were"
+            self.event("unseen", f"{n} {were} started; what they run is not recorded.", n=n)
+        if self._finder is None or not self._finder.n_models:
+            self.event("unseen", _nothing_seen())
+
+    def _note(self) -> str | None:
+        failure = self._finder.failure if self._finder is not None else None
+        return failure.sentence() if failure is not None else self.writer.note
+
+    def _forked(self) -> None:
+        """Become invisible: this is a forked child, and the trace is its parent's."""
+        self._arrivals.remove()
+        self._children.end()
+        if self._finder is not None:
+            self._finder.forget()
+
+
+def _nothing_seen() -> str:
+    """Say that no model was found, and what would help."""
+    if "transformers.modeling_utils" not in sys.modules:
+        why = "the program did not use transformers' models"
+    else:
+        why = "none was called in this process, or only inside a graph that torch.compile made"
+    return (
+        f"No transformers model was found: {why}. "
+        "flexinspect.watch(module) in the code records any torch module."
+    )
+
+
+def _open_trace(job: ScriptJob) -> TraceWriter:
+    try:
+        return TraceWriter.create(job.out, _manifest(job), overwrite=job.overwrite)
+    except TraceWriteError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+
+
+def _manifest(job: ScriptJob) -> dict[str, Any]:
+    said = job.declaration
+    return {
+        "flexinspect": __version__,
+        "argv": list(job.argv),
+        "cwd": str(Path.cwd()),
+        "pid": os.getpid(),
+        "started_at": time.time(),
+        "program": {"name": job.program, "is_module": job.is_module, "args": list(job.args)},
+        "declared": {
+            "segments": [one if isinstance(one, str) else list(one) for one in said.segments],
+            "mask": said.mask,
+            "separators": said.separators,
+        },
+        "level": job.level,
+        "graphs_counted": True,
+        "versions": _versions(),
+        "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
+        "git": job.git,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "flexinspect": __version__}
+
+
+def _flush_lines() -> None:
+    """Let a printed line go out when it ends, as on a terminal, so that the order is true."""
+    with suppress(AttributeError, ValueError, OSError):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class Control:
+    """The socket to whoever started us. Lines of the protocol, both ways."""
+
+    def __init__(self, number: int) -> None:
+        os.set_inheritable(number, False)
+        self._socket = socket(fileno=number)
+        self._saying = threading.Lock()
+        self._rest = b""
+
+    def first_line(self) -> str:
+        """Return the first line, the job."""
+        return next(self._lines(), b"").decode()
+
+    def heard(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the facts of each line until the other side is gone."""
+        for line in self._lines():
+            facts = protocol.parse(line.decode())
+            if facts is not None:
+                yield facts
+
+    def _lines(self) -> Iterator[bytes]:
+        """Read without Python's buffer, whose lock no daemon thread may hold at the end."""
+        parts = [self._rest]
+        with suppress(OSError):
+            while piece := self._socket.recv(1 << 16):
+                *lines, piece = piece.split(b"\n")
+                for line in lines:
+                    yield b"".join([*parts, line])
+                    parts.clear()
+                parts.append(piece)
+                self._rest = b"".join(parts)
+
+    def say(self, kind: str, **facts: Any) -> None:
+        """Send a line."""
+        with suppress(OSError), self._saying:
+            self._socket.sendall((protocol.line(kind, **facts) + "\n").encode())
+
+
+def main(number: int) -> int:
+    """Run the job that comes through the socket of this number; the program's end is ours."""
+    control = Control(number)
+    try:
+        run = ScriptRun(ScriptJob.from_json(control.first_line()), control)
+    except FlexInspectError as error:
+        facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        control.say(protocol.ERROR, **facts)
+        return error.exit_code
+    run.run()
+    return 0

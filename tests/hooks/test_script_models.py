@@ -1,0 +1,249 @@
+"""Models of an unchanged program: found by themselves, told apart, and the same in every bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flexinspect
+from flexinspect.trace.reader import TraceReader, open_trace
+
+DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
+TESTS = Path(__file__).parents[1]
+PATIENCE_S = 120
+
+HEAD = f"""
+import gc, json, sys, warnings
+sys.path.insert(0, {str(TESTS)!r})
+import torch
+from support.tiny import ids, make_model
+torch.set_num_threads(2)
+def tell(**facts): print(json.dumps(facts), flush=True)
+def prompt(n=7): return torch.tensor([ids(n, 3)])
+def greedy(model, fed=None, n=4, **options):
+    fed = prompt() if fed is None else fed
+    return model.generate(fed, max_new_tokens=n, do_sample=False, **options)
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A program that ran under capture, beside the same without."""
+
+    mine: subprocess.CompletedProcess[str]
+    plain: subprocess.CompletedProcess[str]
+    path: Path
+
+    def trace(self) -> TraceReader:
+        return open_trace(self.path)
+
+    def events(self, kind: str) -> list[Any]:
+        with self.trace() as reader:
+            return [row.event for row in reader.events() if row.event.kind == kind]
+
+
+def ran(folder: Path, script: str, *flags: str) -> Ran:
+    (folder / "script.py").write_text(HEAD + textwrap.dedent(script), "utf-8")
+    command = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    plain = begun(folder / "plain", sys.executable, str(folder / "script.py"))
+    mine = begun(folder, *command, *flags, str(folder / "script.py"))
+    return Ran(done(mine), done(plain), folder / "t.flextrace")
+
+
+def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+
+
+def done(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    out, err = process.communicate(timeout=PATIENCE_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+SEVERAL = """
+first, second = make_model("llama"), make_model("qwen2", num_hidden_layers=2)
+state = lambda m: (sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks))
+before = [state(first), state(second)]
+for model in (first, second, first):
+    out = greedy(model, output_logits=True, return_dict_in_generate=True)
+    tell(tokens=out.sequences[0].tolist(), sums=[float(row.double().sum()) for row in out.logits])
+torch.manual_seed(3)
+tell(sampled=second.generate(prompt(), max_new_tokens=3, do_sample=True)[0].tolist())
+fed = prompt()
+for _ in range(3):  # a loop of one's own, without a cache, on the base model and a head
+    hidden = first.model(fed, use_cache=False).last_hidden_state[:, -1]
+    fed = torch.cat((fed, first.lm_head(hidden).argmax(-1, keepdim=True)), 1)
+tell(own=fed[0].tolist())
+warnings.warn("still heard")
+try:
+    first(torch.tensor([[10_000]]))
+except IndexError as error:
+    import traceback
+    frames = traceback.extract_tb(error.__traceback__)
+    tell(error=str(error), files=[f.filename for f in frames if "flexinspect_hooks" in f.filename])
+whole = torch.compile(make_model("llama"), backend="eager")
+best = lambda model, fed: model(fed).logits.argmax(-1)
+part = torch.compile(best, backend="eager", fullgraph=True)
+tell(whole=whole(prompt()).logits[0, -1].argmax().item(), part=part(second, prompt())[0].tolist())
+import weakref
+def use():
+    model = make_model("phi3")
+    greedy(model)
+    return weakref.ref(model)
+gc.disable()
+gone = use()
+tell(gone=gone() is None)
+import threading
+def work():
+    tell(threads=torch.get_num_threads())
+    tell(last=greedy(second, n=2)[0].tolist())
+threading.Thread(target=work).start()
+sys.exit(9)  # the thread goes on
+"""
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return ran(tmp_path_factory.mktemp("several"), SEVERAL)
+
+
+def test_output_is_the_same_in_every_bit_and_warnings_are_heard(several: Ran) -> None:
+    assert several.plain.returncode == 9, several.plain.stderr
+    assert several.mine.stdout == several.plain.stdout
+    assert several.mine.returncode == 9
+    assert several.mine.stderr.startswith(several.plain.stderr)
+    assert "UserWarning: still heard" in several.mine.stderr
+
+
+def test_our_frames_are_in_no_traceback_of_theirs(several: Ran) -> None:
+    assert '"files": []' in several.mine.stdout
+
+
+def test_models_are_told_apart(several: Ran) -> None:
+    with several.trace() as reader:
+        run = reader.run()
+        names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "LlamaModel", "LlamaForCausalLM (2)"]
+        assert [facts["name"] for facts in run["models"]][:4] == names
+        assert run["model"] == run["models"][0]
+        assert [facts["layers"] for facts in run["models"]][:2] == [3, 2]
+        rows = reader.generations()
+        assert [row.generation for row in rows] == list(range(len(rows)))
+        assert [row.model for row in rows][:5] == [*names[:2], names[0], names[1], names[2]]
+        assert reader.model(1)["class"] == "Qwen2ForCausalLM"
+        assert [len(reader.calls(n, 0)) for n in range(3)] == [3, 2, 3]
+
+
+def test_every_token_and_step_is_recorded(several: Ran) -> None:
+    said = [json.loads(line) for line in several.plain.stdout.splitlines()]
+    with several.trace() as reader:
+        for number in range(3):
+            tokens = [token.token_id for token in reader.tokens(number)]
+            assert tokens == said[number]["tokens"]
+            assert [step.phase for step in reader.steps(number)] == ["prefill"] + ["decode"] * 3
+        assert [token.token_id for token in reader.tokens(3)] == said[3]["sampled"]
+        assert [token.token_id for token in reader.tokens(4)] == said[4]["own"][:-1]
+        assert reader.n_steps(4) == 3
+        last = reader.generations()[-1]  # of a thread that outlived the main one
+        assert [t.token_id for t in reader.tokens(last.generation)] == said[-1]["last"]
+        assert {row.state for row in reader.generations()} <= {"finished", "failed"}
+        assert (reader.state, reader.run()["exit_code"]) == ("failed", 9)
+        counted = sum(reader.n_steps(row.generation) for row in reader.generations())
+        assert reader.run()["cost"]["steps"] == counted
+
+
+def test_a_model_that_is_gone_lets_its_session_go(several: Ran) -> None:
+    assert '"gone": true' in several.plain.stdout
+    assert '"gone": true' in several.mine.stdout
+    assert not several.events("hook-off")
+
+
+def test_output_is_put_beside_the_step_it_came_with(several: Ran) -> None:
+    with several.trace() as reader:
+        rows = [row.output for row in reader.output() if '"tokens"' in row.output.text]
+    assert [(row.generation, row.step) for row in rows] == [(0, 3), (1, 3), (2, 3)]
+
+
+FAILS = """
+from transformers import AutoTokenizer
+model = make_model("llama", vocab_size=2560)
+tokenizer = AutoTokenizer.from_pretrained({demo!r})
+fed = tokenizer(["What is the capital of France? And of Peru?"], return_tensors="pt").input_ids
+import flexinspect
+with flexinspect.watch(model, out="inner.flextrace"):
+    greedy(model, fed, n=2)
+calls = 0
+def hook(module, args):
+    global calls
+    calls += 1
+    if calls == 3: raise RuntimeError("the user's own")
+model.model.layers[1].register_forward_pre_hook(hook)
+greedy(model, fed, n=8)
+"""
+
+DECLARED = """
+mask = "segment-isolation"
+[[segments]]
+text = "What is the capital of France?"
+[[segments]]
+text = " And of Peru?"
+label = "second"
+kind = "cue"
+"""
+
+
+@pytest.fixture(scope="module")
+def fails(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("fails")
+    (folder / "declared.toml").write_text(DECLARED, "utf-8")
+    flags = ("--declare", "declared.toml", "--level", "extreme", "--layers", "1,9")
+    return ran(folder, FAILS.format(demo=str(DEMO)), *flags)
+
+
+def test_an_exception_arrives_unchanged_and_marks_its_step(fails: Ran) -> None:
+    assert fails.mine.returncode == fails.plain.returncode == 1
+    last = "RuntimeError: the user's own\n"
+    assert last in fails.mine.stderr
+    theirs = fails.mine.stderr.split(last)[0]
+    assert "flexinspect_hooks" not in theirs
+    assert theirs.count("Traceback") == 1
+    with fails.trace() as reader:
+        assert reader.state == "failed"
+        generation = reader.generations()[-1]
+        assert (generation.generation, generation.state) == (1, "failed")
+        assert reader.n_steps(1) == 2
+    (error,) = fails.events("error")
+    assert (error.generation, error.step) == (1, 2)
+    assert error.text == "RuntimeError: the user's own"
+    assert "flexinspect_hooks" not in error.data["traceback"]
+
+
+def test_a_declaration_is_found_in_the_words_of_the_programs_tokenizer(fails: Ran) -> None:
+    with fails.trace() as reader:
+        generation = reader.generation(0)
+        assert generation.mask == "segment-isolation"
+        assert generation.declared["preset"] == "segment-isolation"
+        labels = [(segment.label, str(segment.kind)) for segment in reader.segments(0)]
+        assert ("What is the capital of …", "paraphrase") in [(t[:23] + "…", k) for t, k in labels]
+        assert ("cue second", "cue") in labels
+        text = "".join(token.text for token in reader.tokens(0) if token.step is None)
+        assert "capital of France" in text
+        assert {info.layer for info in reader.arrays(0, 0) if info.stream == "q"} == {1}
+
+
+def test_watch_within_a_program_records_into_its_own_trace_too(fails: Ran) -> None:
+    with open_trace(fails.path.with_name("inner.flextrace")) as inner, fails.trace() as outer:
+        assert inner.state == "finished"
+        assert len(inner.generations()) == 1
+        for reader in (inner, outer):
+            assert reader.n_steps(0) == 2
+            assert [len(reader.calls(0, step)) for step in range(2)] == [3, 3]
+        ids = [[token.token_id for token in reader.tokens(0)] for reader in (inner, outer)]
+        assert ids[0] == ids[1]
