@@ -181,7 +181,9 @@ def plan_line(event: EventRecord) -> str:
 def question_of(generation: GenerationRow, reader: TraceReader) -> str:
     """Return the first paraphrase of a prompt, as its tokens spell it."""
     segments = reader.segments(generation.generation)
-    first = next((s for s in segments if s.kind == "paraphrase"), segments[0])
+    first = next((s for s in segments if s.kind == "paraphrase"), next(iter(segments), None))
+    if first is None:
+        return ""
     tokens = reader.tokens(generation.generation, start=first.start, stop=first.stop)
     return "".join(token.text for token in tokens).strip()
 

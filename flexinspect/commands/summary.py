@@ -113,8 +113,8 @@ def _answer(row: GenerationRow, reader: TraceReader) -> Answer:
 
 def _so_far(row: GenerationRow, reader: TraceReader) -> str:
     """Return what a generation that never ended had said."""
-    segments = reader.segments(row.generation)
-    tokens = reader.tokens(row.generation, start=segments[-1].start)
+    last = next(iter(reader.segments(row.generation)[::-1]), None)
+    tokens = [] if last is None else reader.tokens(row.generation, start=last.start)
     return "".join(token.text for token in tokens if not token.special).strip()
 
 
@@ -124,8 +124,11 @@ def print_summary(summary: Summary, console: Console | None = None) -> None:
     On stdout, unless another `console` is given.
     """
     console = console or Console(highlight=False, markup=False)
-    for answer in summary.answers:
+    spoken = [answer for answer in summary.answers if answer.question or answer.answer]
+    for answer in spoken:
         console.print(_answer_text(answer), soft_wrap=True)
+    if silent := len(summary.answers) - len(spoken):
+        console.print(f"{silent} generation{'s' if silent > 1 else ''} without tokens")
     console.print(_cost_line(summary), soft_wrap=True)
     for finding in summary.findings[:_SHOWN_FINDINGS]:
         console.print(_finding_text(finding), soft_wrap=True)

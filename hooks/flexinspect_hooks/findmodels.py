@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ from flexinspect_hooks.session import cost_of
 from flexinspect_hooks.spans import read_wishes
 from flexinspect_hooks.story import Wishes
 from flexinspect_hooks.watchsession import Company, WatchSession
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.loosecalls import LooseCalls
 
 MOST_PLACES = 4096
 """Steps whose beginnings are remembered, to say during which of them something was printed."""
@@ -118,6 +121,7 @@ class ModelFinder:
         self._lock = threading.RLock()
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
+        self._loose: LooseCalls | None = None
         self._recorder.start()
 
     # -- where models are met --------------------------------------------------------------------
@@ -175,6 +179,14 @@ class ModelFinder:
     def watch_tokenizers(self) -> None:
         """Note the tokenizers that are made; their base class is loaded."""
         self._removes.append(self.tokenizers.watch())
+
+    def watch_loose_calls(self) -> None:
+        """Record FlexAttention that no model calls; its module is loaded."""
+        from flexinspect_hooks.loosecalls import LooseCalls
+
+        loose = LooseCalls(self.writer, self._recorder, self._numbers, level=self.job.level)
+        loose.__enter__()
+        self._loose = loose
 
     # -- a model ---------------------------------------------------------------------------------
 
@@ -284,8 +296,11 @@ class ModelFinder:
             for found in reversed(list(self._found.values())):
                 if found.session is not None:
                     self._end_session(found.session, "finished", None)
+            if self._loose is not None:
+                self._loose.__exit__(None, None, None)
             self._take_out()
-            cost = cost_of(self._sessions, self._recorder) if self._sessions else None
+            sessions = [*self._sessions, *([self._loose] if self._loose is not None else [])]
+            cost = cost_of(sessions, self._recorder) if sessions else None
             self._recorder.stop()
         return cost
 
@@ -294,6 +309,8 @@ class ModelFinder:
         self._is_over = True
         for session in reversed(self._sessions):
             session.remove_hooks()
+        if self._loose is not None:
+            self._loose.remove_hooks()
         self._take_out()
 
     def _take_out(self) -> None:
@@ -304,6 +321,11 @@ class ModelFinder:
     def n_models(self) -> int:
         """Models that were found."""
         return len(self._facts)
+
+    @property
+    def has_loose_calls(self) -> bool:
+        """Whether FlexAttention was called outside of any model."""
+        return self._loose is not None and self._loose.n_calls > 0
 
     @property
     def failure(self) -> TraceWriteError | None:

@@ -1,4 +1,4 @@
-"""FlexAttention called by a program itself, outside of any model: each call is a step of its own.
+"""FlexAttention called by a program itself, outside of any model: each call stands alone.
 
 For a program that tries masks out on tensors, as most questions about FlexAttention begin.
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationEnd, GenerationRecord
 from flexinspect_hooks.attention import UNSEEN, AttentionHook
 from flexinspect_hooks.buffer import StepBuffer
@@ -22,7 +23,7 @@ from flexinspect_hooks.memory import MemoryHook
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.session import CaptureSession
 
-LIMIT = 2000
+LIMIT = 500
 """Calls that are recorded; a program that makes more is no trial any more."""
 
 SAMPLE = "calls outside of a model"
@@ -66,8 +67,9 @@ class LooseAttention(AttentionHook):
 class LooseCalls(CaptureSession):
     """While entered, records the calls of `flex_attention` that no model's session takes.
 
-    They make one generation, which begins with the first of them; its number comes from `numbers`.
-    A call's keys before its rows count as cached, so that a call of one row is a decode step.
+    Each is a generation of one step, as nothing says that two calls belong together; its number
+    comes from `numbers`. Keys before the newest rows count as cached, so that a call of one row is
+    a decode step.
     """
 
     def __init__(
@@ -84,48 +86,36 @@ class LooseCalls(CaptureSession):
             recorder=recorder,
         )
         self._numbers = numbers
-        self._number: int | None = None
-        self._n_calls = 0
-
-    def finish(self, state: str) -> None:
-        """End the generation, if there was a call."""
-        if self._number is not None:
-            number, self._number = self._number, None
-            self.end_generation(GenerationEnd(number, state, "", (), ended_at=time.time()))
+        self.n_calls = 0
 
     def _take(self, call: Done, started: float) -> None:
-        """Record one call as a step."""
-        if self._n_calls >= LIMIT:
+        """Record one call, or why it could not be."""
+        self.n_calls += 1
+        if self.n_calls > LIMIT:
             return
-        if self._number is None:
-            self._number = next(self._numbers)
-            record = GenerationRecord(self._number, SAMPLE, "not declared", "not known", (), ())
-            self.begin_generation(record)
-        step = self._step_of(call, started)
-        self._n_calls += 1
-        if self._n_calls == LIMIT:
+        try:
+            self._record_call(call, started, time.perf_counter())
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            self._event("step-unread", f"A call outside of a model was not recorded: {what}")
+
+    def _record_call(self, call: Done, started: float, returned: float) -> None:
+        number = next(self._numbers)
+        step = _step_of(call, number, started, self.level)
+        step.wall_ms = (returned - started) * 1e3
+        segments = (Segment(0, step.kv_after, "keys", SegmentKind.SHARED, 0),)
+        about = (f"{SAMPLE}, {self.n_calls}", "not declared", "not known", segments, ())
+        self.context.segments = segments
+        self._attention.begin(self.context)
+        self.recorder.begin(GenerationRecord(number, *about, started_at=time.time()), self._book)
+        self._record(step, call, returned)
+        end = GenerationEnd(number, "finished", "", segments, ended_at=time.time())
+        self.recorder.put(end)
+
+    def _record(self, step: StepContext, call: Done, returned: float) -> None:
+        if self.n_calls == LIMIT:
             text = f"{LIMIT} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN, text))
-        self._record(step, call)
-
-    def _step_of(self, call: Done, started: float) -> StepContext:
-        query, key = call.call.given["query"], call.call.given["key"]
-        q_len, kv_len = int(query.shape[-2]), int(key.shape[-2])
-        before = max(kv_len - q_len, 0)
-        return StepContext(
-            generation=self._number or 0,
-            step=self._n_calls,
-            phase="decode" if before else "prefill",
-            q_len=q_len,
-            kv_before=before,
-            level=self.level,
-            started_at=time.time(),
-            started=started,
-        )
-
-    def _record(self, step: StepContext, call: Done) -> None:
-        returned = time.perf_counter()
-        step.wall_ms = (returned - step.started) * 1e3
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         self._attention.calls.done.append(call)
@@ -135,3 +125,19 @@ class LooseCalls(CaptureSession):
         self.recorder.put(FinishedStep(step, buffer, tuple(kept)))
         self.capture_s += step.capture_s
         self.total_s += step.wall_ms / 1e3 + step.capture_s
+
+
+def _step_of(call: Done, generation: int, started: float, level: str) -> StepContext:
+    query, key = call.call.given["query"], call.call.given["key"]
+    q_len, kv_len = int(query.shape[-2]), int(key.shape[-2])
+    before = max(kv_len - q_len, 0)
+    return StepContext(
+        generation=generation,
+        step=0,
+        phase="decode" if before else "prefill",
+        q_len=q_len,
+        kv_before=before,
+        level=level,
+        started_at=time.time(),
+        started=started,
+    )

@@ -86,6 +86,7 @@ class ScriptRun:
         self._arrivals = Arrivals(
             {
                 "torch": lambda: on_torch(self),
+                "torch.nn.attention.flex_attention": lambda: self.finder().watch_loose_calls(),
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self.finder().watch_generate(),
                 "transformers.tokenization_utils_base": lambda: self.finder().watch_tokenizers(),
@@ -209,7 +210,7 @@ class ScriptRun:
         if n := self._children.n:
             were = "child process was" if n == 1 else "child processes were"
             self.event("unseen", f"{n} {were} started; what they run is not recorded.", n=n)
-        if self._finder is None or not self._finder.n_models:
+        if self._finder is None or not (self._finder.n_models or self._finder.has_loose_calls):
             self.event("unseen", _nothing_seen())
 
     def _note(self) -> str | None:

@@ -1,4 +1,4 @@
-"""FlexAttention on tensors, with no model around it: every call is a step."""
+"""FlexAttention on tensors, with no model around it: every call stands alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class Bench:
         self.session.__enter__()
 
     def close(self, state: str = "finished") -> TraceReader:
-        self.session.finish(state)
         self.session.__exit__(None, None, None)
         self.recorder.stop()
         self.writer.close(state)
@@ -67,13 +66,14 @@ def test_a_decode_row_without_its_offset_shows_one_key_of_nine(bench: Bench) -> 
         made = mask(lambda b, h, i, j, rule=causal: rule(b, h, i, j), 1, 9)
         flex_attention(*qkv(1, 9), block_mask=made, enable_gqa=True)
     reader = bench.close()
-    (generation,) = reader.generations()
-    assert (generation.sample_id, generation.state) == (loosecalls.SAMPLE, "finished")
-    steps = reader.steps(0)
-    assert [(s.phase, s.q_len, s.kv_before, s.kv_after) for s in steps] == [("decode", 1, 8, 9)] * 2
+    found = [(g.sample_id, g.state) for g in reader.generations()]
+    assert found == [(f"{loosecalls.SAMPLE}, {n}", "finished") for n in (1, 2)]
+    steps = [reader.step(number, 0) for number in range(2)]
+    lengths = [(s.phase, s.q_len, s.kv_before, s.kv_after) for s in steps if s is not None]
+    assert lengths == [("decode", 1, 8, 9)] * 2
     seen = []
     for number in range(2):
-        (call,) = reader.calls(0, number)
+        (call,) = reader.calls(number, 0)
         assert (call.layer, call.path, call.q_heads, call.kv_heads) == (0, "flex uncompiled", 4, 2)
         assert call.gate is not None
         assert call.gate < 1e-5
@@ -81,7 +81,7 @@ def test_a_decode_row_without_its_offset_shows_one_key_of_nine(bench: Bench) -> 
         assert found is not None
         assert found.cells is not None
         seen.append(int(found.cells.sum()))
-        assert len(reader.builds(0, number)) == 1
+        assert len(reader.builds(number, 0)) == 1
     assert seen == [1, 9]
 
 
@@ -102,7 +102,7 @@ def test_a_compiled_call_is_recorded_by_its_tables_and_an_uncompiled_one_by_its_
     reader = bench.close()
     open_cells = []
     for number, path in enumerate(("flex uncompiled", "flex compiled")):
-        (call,) = reader.calls(0, number)
+        (call,) = reader.calls(number, 0)
         assert call.path == path
         found = reader.mask(str(call.mask))
         assert found is not None
@@ -134,6 +134,6 @@ def test_past_the_limit_nothing_is_recorded_and_that_is_said(
     outputs = [flex_attention(*qkv(2, 2), enable_gqa=True) for _ in range(4)]
     assert all(torch.equal(outputs[0], other) for other in outputs)
     reader = bench.close()
-    assert reader.n_steps(0) == 2
+    assert len(reader.generations()) == 2
     (event,) = [row.event for row in reader.events() if row.event.kind == "unseen"]
     assert "2 calls outside of a model are recorded" in event.text
