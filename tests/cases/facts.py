@@ -244,11 +244,21 @@ def facts_n02(trace: TraceReader) -> None:
     assert all(step.margin is not None and step.margin > 0 for step in steps(trace))
 
 
+def facts_l01_build(trace: TraceReader) -> None:
+    (failed,) = events(trace, "kernel-failed")
+    assert (failed.step, failed.data["layer"], failed.data["q_len"]) == (1, 0, 1)
+    assert "InductorError" in failed.text
+    assert trace.n_steps(0) == 1
+    assert np.array_equal(trace.array(0, 0, "inputs.mask"), [[0] * 3 + [1] * 5, [1] * 8])
+
+
 def facts_o01(trace: TraceReader) -> None:
     check_masks(trace, "eager", [causal(14)])
     mass = trace.array(0, 0, "attention.mass")
     assert mass is not None
     assert np.allclose(mass.sum(-1), 1, atol=1e-4)
+    (told,) = events(trace, "no-weights")
+    assert (told.step, told.data) == (0, {"layer": 0, "shape": [1, 14, 32]})
 
 
 def facts_o04(trace: TraceReader) -> None:
@@ -320,6 +330,7 @@ FACTS: dict[str, Callable[[TraceReader], None]] = {
     "k07_lost_cache": facts_k07,
     "k09_no_cache": facts_k09,
     "n02_bfloat16": facts_n02,
+    "l01_compiled_does_not_build": facts_l01_build,
     "o01_not_weights": facts_o01,
     "o04_drawn_mask_nobody_applied": facts_o04,
     "origin_wrapper": facts_origin,

@@ -285,7 +285,7 @@ def test_under_capture_a_case_prints_and_ends_the_same(
         assert trace.state == ("finished" if ran.code == 0 else "failed")
 
 
-@pytest.mark.parametrize("captured_name", FACTS)
+@pytest.mark.parametrize("captured_name", cases([*FACTS]))
 def test_the_trace_of_a_case_holds_its_facts(
     captured_name: str, captured: Callable[[str], tuple[Ran, Path]]
 ) -> None:
