@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from facts import FACTS
 from support.forks import Forks, Ran, run_alone
+
+from flexinspect.trace.reader import open_trace
 
 HERE = Path(__file__).parent
 ALL = range(12)
@@ -236,3 +240,57 @@ def test_a_captured_tensor_indexed_link_by_link_kills_the_process(
     ran = plain("l01_compiled_crash")
     assert ran.code < 0, ran
     check_prints("l01_compiled_crash", ran)
+
+
+AT_ONCE = 2
+"""Programs that are captured at the same time: most of each is importing."""
+
+
+def captured_alone(name: str, out: Path) -> Ran:
+    words = ("-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(HERE / f"{name}.py"))
+    return run_alone(words)
+
+
+@pytest.fixture(scope="module")
+def captured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], tuple[Ran, Path]]]:
+    """Return how a script went under capture, and its trace; those asked for run side by side."""
+    folder = tmp_path_factory.mktemp("captured")
+    asked = {
+        item.callspec.params["captured_name"]: None
+        for item in request.session.items
+        if item.path == request.path and "captured_name" in getattr(item, "fixturenames", ())
+    }
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running: dict[str, Future[Ran]] = {
+            name: pool.submit(captured_alone, name, folder / f"{name}.flextrace") for name in asked
+        }
+        yield lambda name: (running[name].result(), folder / f"{name}.flextrace")
+        for future in running.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("captured_name", cases([*PRINTS]))
+def test_under_capture_a_case_prints_and_ends_the_same(
+    captured_name: str,
+    plain: Callable[[str], Ran],
+    captured: Callable[[str], tuple[Ran, Path]],
+) -> None:
+    alone, (ran, path) = plain(captured_name), captured(captured_name)
+    assert ran.out == alone.out, ran
+    # A shell says of a program killed by a signal 128 and its number.
+    assert ran.code == (alone.code if alone.code >= 0 else 128 - alone.code)
+    with open_trace(path) as trace:
+        assert trace.state == ("finished" if ran.code == 0 else "failed")
+
+
+@pytest.mark.parametrize("captured_name", cases([*FACTS]))
+def test_the_trace_of_a_case_holds_its_facts(
+    captured_name: str, captured: Callable[[str], tuple[Ran, Path]]
+) -> None:
+    ran, path = captured(captured_name)
+    assert ran.code == 0, ran
+    with open_trace(path) as trace:
+        assert [row.event.text for row in trace.events() if row.event.kind == "hook-off"] == []
+        FACTS[captured_name](trace)
