@@ -67,12 +67,13 @@ KEYS: tuple[Key, ...] = (
     Key("app.quit", ("q",), "quit", label="quit"),
 )
 
-N_DIGITS = 9
+N_DIGITS = 10
 
 
 def all_keys() -> tuple[Key, ...]:
-    """Return the table with the digits, which show a panel by its number."""
+    """Return the table with the digits, which show a panel by its number; 0 stands for 10."""
     digits = tuple(
-        Key(f"panel.show-{n}", (str(n),), f"show panel {n} here") for n in range(1, N_DIGITS + 1)
+        Key(f"panel.show-{n}", (str(n % 10),), f"show panel {n} here")
+        for n in range(1, N_DIGITS + 1)
     )
     return KEYS + digits

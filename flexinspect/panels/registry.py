@@ -24,6 +24,7 @@ ORDER = (
     "path",
     "findings",
     "run",
+    "output",
 )
 """The built-in panels, in the order in which they are listed."""
 

@@ -52,3 +52,8 @@ def newest_events(trace: Queries, kind: str, after_id: int, limit: int) -> list[
     """Return the newest events of a kind whose number is above `after_id`, in order."""
     rest = "WHERE kind = ? AND event > ? ORDER BY event DESC LIMIT ?"
     return trace._records(decode.event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
+
+
+def last_output(trace: Queries) -> int | None:
+    """Return the number of the newest piece of output, None when the program printed nothing."""
+    return trace._number("SELECT number FROM output ORDER BY number DESC LIMIT 1")
