@@ -1,8 +1,12 @@
-"""Keys as users write them in the settings, and which actions would claim the same one."""
+"""Keys as users write them in the settings, and which actions would claim the same one.
+
+The settings are read in the capture process, too: Textual's names stand here, not its code.
+"""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,25 +49,43 @@ def key_named(text: str) -> str | None:
 
 
 def _base_named(text: str) -> str | None:
-    from textual.keys import KEY_DISPLAY_ALIASES, REPLACED_KEYS, key_to_character
-
-    shown = {display: name for name, display in KEY_DISPLAY_ALIASES.items()}
     name = text.lower()
-    if name in NAMED_KEYS or shown.get(name) in NAMED_KEYS:
-        return name if name in NAMED_KEYS else shown[name]
-    character = text if len(text) == 1 else key_to_character(REPLACED_KEYS.get(name, name))
-    return _character_named(character) if character and character.isprintable() else None
+    if name in NAMED_KEYS or name in _ASCII:
+        return name
+    if name in _SHOWN:
+        return _SHOWN[name]
+    return _character_named(text) if len(text) == 1 and text.isprintable() else None
 
 
 def _character_named(character: str) -> str:
     """Return Textual's name of a character: itself, or what Unicode calls it."""
-    import unicodedata
-
-    from textual.keys import KEY_NAME_REPLACEMENTS
-
     name = unicodedata.name(character, "").lower().replace("-", "_").replace(" ", "_")
     name = character if character.isalnum() or not name else name
-    return KEY_NAME_REPLACEMENTS.get(name, name)
+    return _SHORTER.get(name, name)
+
+
+_SHORTER = {
+    "solidus": "slash",
+    "reverse_solidus": "backslash",
+    "commercial_at": "at",
+    "hyphen_minus": "minus",
+    "plus_sign": "plus",
+    "low_line": "underscore",
+}
+_ASCII = {_character_named(chr(code)) for code in range(33, 127) if not chr(code).isalnum()}
+_SHOWN = {
+    "↑": "up",
+    "↓": "down",
+    "←": "left",
+    "→": "right",
+    "⌫": "backspace",
+    "esc": "escape",
+    "⏎": "enter",
+    "pgdn": "pagedown",
+    "pgup": "pageup",
+    "del": "delete",
+}
+"""How the help of the interface shows keys."""
 
 
 class Clash(NamedTuple):

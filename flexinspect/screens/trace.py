@@ -30,6 +30,7 @@ from flexinspect.screens.frame import Frame
 from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
+from flexinspect.screens.places import onward, within
 from flexinspect.screens.search import named_step, token_with
 from flexinspect.screens.slots import Slots, panel_offer
 from flexinspect.screens.strip import TokenStrip
@@ -151,16 +152,7 @@ class TraceScreen(Screen[None]):
 
     def validate_place(self, place: Place) -> Place:
         """Keep the place within the trace."""
-        status, model = self.status, self.status.run.get("model")
-        model = model if isinstance(model, dict) else {}
-        last = status.last_step
-        step = place.step if last is None else min(max(place.step, status.first_step), last)
-        return replace(
-            place,
-            step=step,
-            layer=_within(place.layer, model.get("layers")),
-            head=_within(place.head, model.get("heads")),
-        )
+        return within(place, self.status)
 
     def watch_place(self, old: Place, new: Place) -> None:
         """Show the new place in one frame, not panel by panel."""
@@ -203,9 +195,6 @@ class TraceScreen(Screen[None]):
     def _by(self, n: int) -> None:
         self.following = False
         self._to_step(self.place.step + n)
-
-    def _to_generation(self, number: int) -> None:
-        self._to_branch(number, 0)
 
     def _to_branch(self, generation: int | None, branch: int | None) -> None:
         """Stand at the first step of another generation or branch; nothing for the present one."""
@@ -387,8 +376,8 @@ class TraceScreen(Screen[None]):
             "tokens.match": self._next_match,
             "finding.next": lambda: self._to_finding(1),
             "finding.previous": lambda: self._to_finding(-1),
-            "generation.next": lambda: self._to_generation(self.place.generation + 1),
-            "generation.previous": lambda: self._to_generation(self.place.generation - 1),
+            "generation.next": lambda: self._to_branch(self.place.generation + 1, 0),
+            "generation.previous": lambda: self._to_branch(self.place.generation - 1, 0),
             "layer.next": lambda: self.go(Go(layer=self.place.layer + 1)),
             "layer.previous": lambda: self.go(Go(layer=self.place.layer - 1)),
             "head.next": lambda: self.go(Go(head=self.place.head + 1)),
@@ -407,19 +396,3 @@ class TraceScreen(Screen[None]):
             "run.stop": self._stop,
             "app.quit": self._quit,
         }
-
-
-def onward(old: Place, new: Place) -> Place | None:
-    """Return the place after `new` if the user goes on as from `old`; None if that is unknown."""
-    if (old.generation, old.branch) != (new.generation, new.branch):
-        return None
-    return replace(
-        new,
-        step=2 * new.step - old.step,
-        layer=2 * new.layer - old.layer,
-        head=2 * new.head - old.head,
-    )
-
-
-def _within(value: int, count: object) -> int:
-    return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)
