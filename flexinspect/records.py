@@ -199,9 +199,11 @@ class MaskRecord:
     the mask was made for; the rule of one made for 1 may still tell heads apart. `cells` is the
     executed mask of batch 0, bool of shape (heads, n_q, n_kv), the heads being the query heads, or
     1 when all share it, or None when it was not evaluated. A bool mask that was added to the scores
-    (eager attention) closes nothing. `partial` and `full` are the block tables of batch 0, bool
-    (heads, row blocks, key blocks); `full` is None when no block is full, both are None at level
-    basic for a decode row.
+    (eager attention) closes nothing. `averaged` says which rows of a float mask are at its lowest
+    float in every cell, bool (1 or heads, n_q), None when no row is: that is meant to close them,
+    but softmax gives all these keys the same weight, so that `cells` has them open. `partial` and
+    `full` are the block tables of batch 0, bool (heads, row blocks, key blocks); `full` is None
+    when no block is full, both are None at level basic for a decode row.
     """
 
     fingerprint: str
@@ -218,6 +220,7 @@ class MaskRecord:
     rule_source: str | None = None
     compiled: bool = False
     cells: npt.NDArray[np.bool_] | None = None
+    averaged: npt.NDArray[np.bool_] | None = None
     partial: npt.NDArray[np.bool_] | None = None
     full: npt.NDArray[np.bool_] | None = None
 

@@ -31,7 +31,8 @@ class EmptyRows:
 
     `mask` comes without its cells. `rows` counts from the mask's first row, ascending; `last` is
     the mask's last row. `readers` says for each of the rows how many other rows have it among their
-    keys, in any head; None where cells were not recorded.
+    keys, in any head; None where cells were not recorded. `averaged` says of each row whether
+    softmax gave all keys the same weight instead of none (None: of no row).
     """
 
     mask: MaskRecord
@@ -40,11 +41,13 @@ class EmptyRows:
     readers: npt.NDArray[np.int64] | None
     heads: tuple[int, ...] = ()
     n_heads: int = 1
+    averaged: BoolArray | None = None
 
     def only(self, keep: BoolArray) -> EmptyRows:
         """Return some of the rows."""
         readers = None if self.readers is None else self.readers[keep]
-        return EmptyRows(self.mask, self.rows[keep], self.last, readers, self.heads, self.n_heads)
+        averaged = None if self.averaged is None else self.averaged[keep]
+        return replace(self, rows=self.rows[keep], readers=readers, averaged=averaged)
 
     @property
     def has_newest(self) -> bool:
@@ -163,7 +166,7 @@ class RowsRule:
             sentence=(
                 f"{self._scene.rows(positions)} {'sees' if one else 'see'} no key"
                 f"{_in_heads(part)}{_in_layers(layers, n_layers)} ({self._scene.first(positions)})"
-                f"{asks}; {_outcome(calls[0], part.mask, one)}{_read(part, one)}."
+                f"{asks}; {_outcome(calls[0], part, one)}{_read(part, one)}."
             ),
             generation=step.generation,
             branch=step.branch,
@@ -179,9 +182,10 @@ class RowsRule:
         unread = np.array(sorted(self._unread))
         counts = np.zeros(len(unread), np.int64)
         for mask in step.masks:
-            if mask.cells is not None:
+            cells = asked_cells(mask)
+            if cells is not None:
                 offset = mask.q_offset - mask.kv_offset
-                counts += count_readers(mask.cells, unread - mask.kv_offset, offset)
+                counts += count_readers(cells, unread - mask.kv_offset, offset)
         read = unread[counts > 0]
         if not len(read):
             return []
@@ -209,11 +213,11 @@ RULE: type[Rule] = RowsRule
 
 def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     """Return the rows of a mask that see nothing in any head, and those that do so in some."""
-    if mask.cells is None:
+    cells, offset = asked_cells(mask), mask.q_offset - mask.kv_offset
+    if cells is None:
         return _empty_blocks(mask)
     if mask.kind.startswith("none"):
         return ()
-    cells, offset = mask.cells, mask.q_offset - mask.kv_offset
     if cells.shape[1] == 1 < mask.q_len:  # one row that is broadcast
         cells = np.broadcast_to(cells, (len(cells), mask.q_len, cells.shape[2]))
     empty = _empty_by_head(cells, offset)
@@ -227,9 +231,28 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     ):
         if len(rows):
             readers = count_readers(cells, rows + offset, offset)
-            last = cells.shape[1] - 1
-            parts.append(EmptyRows(_bare(mask), rows, last, readers, heads, len(cells)))
+            last, averaged = cells.shape[1] - 1, _averaged(mask, rows)
+            parts.append(EmptyRows(_bare(mask), rows, last, readers, heads, len(cells), averaged))
     return tuple(parts)
+
+
+def asked_cells(mask: MaskRecord) -> BoolArray | None:
+    """Return the cells without the rows that were meant to be closed and are averaged instead.
+
+    Such a row has all keys, but nobody asked for them, and what it makes of them is no attention:
+    it sees no key in any sense that matters, and whom it reads does not matter either.
+    """
+    if mask.cells is None or mask.averaged is None:
+        return mask.cells
+    asked: BoolArray = mask.cells & ~mask.averaged[..., None]
+    return asked
+
+
+def _averaged(mask: MaskRecord, rows: Positions) -> BoolArray | None:
+    if mask.averaged is None:
+        return None
+    averaged: BoolArray = np.any(mask.averaged, axis=0)
+    return averaged.repeat(len(rows)) if len(averaged) == 1 else averaged[rows]
 
 
 def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
@@ -283,7 +306,7 @@ def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
 
 def _bare(mask: MaskRecord) -> MaskRecord:
     """Return the mask without what is large, as it is remembered for the whole run."""
-    return replace(mask, cells=None, partial=None, full=None)
+    return replace(mask, cells=None, averaged=None, partial=None, full=None)
 
 
 def _heads_of(empty: BoolArray) -> tuple[int, ...]:
@@ -326,18 +349,27 @@ def _in_layers(layers: Sequence[int], n_layers: int) -> str:
     return f" in {len(layers)} of {n_layers} layers"
 
 
-def _outcome(call: CallRecord, mask: MaskRecord, one: bool) -> str:
+def _outcome(call: CallRecord, part: EmptyRows, one: bool) -> str:
     """Say what such a row gets; checked for each path on torch 2.13 (CPU)."""
     them = "it" if one else "them"
+    gets = "it gets" if one else "they get"
+    if part.averaged is not None and part.averaged.any():
+        if part.averaged.all():
+            return f"{gets} the mean of all values, as closed means the lowest float"
+        low = "where closed means the lowest float"
+        return f"{gets} the mean of all values {low}, {_nothing(call)} if -Inf"
     if call.path.startswith("flex"):
         return f"FlexAttention gives {them} zeros (a dense softmax would give NaN)"
-    if mask.kind == "float":
-        zeros = "zeros" if call.path == "sdpa" else "NaN"
-        gets = "it gets" if one else "they get"
-        return f"{gets} the mean of all values where closed means the lowest float, {zeros} if -Inf"
+    if part.mask.kind == "float":
+        return f"{gets} {_nothing(call)}, as closed means -Inf"
     if call.path == "sdpa":
         return f"SDPA gives {them} zeros"
     return f"what {call.backend} gives {them} is not known"
+
+
+def _nothing(call: CallRecord) -> str:
+    """Return what a row of -Inf gets where a mask is added to the scores."""
+    return "NaN" if call.path == "eager" else "zeros"
 
 
 def _read(part: EmptyRows, one: bool) -> str:

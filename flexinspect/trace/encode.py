@@ -262,7 +262,7 @@ def _new_masks(record: StepRecord, known: Collection[str]) -> list[MaskRecord]:
 def _mask_arrays(mask: MaskRecord) -> Iterable[tuple[str, Stored]]:
     from flexinspect.trace.arrays import encode
 
-    for name in ("cells", "partial", "full"):
+    for name in ("cells", "averaged", "partial", "full"):
         array = getattr(mask, name)
         if array is not None:
             yield f"mask.{name}", encode(array)

@@ -280,6 +280,7 @@ class TraceReader(Queries):
         return replace(
             summary,
             cells=have.get("mask.cells"),
+            averaged=have.get("mask.averaged"),
             partial=have.get("mask.partial"),
             full=have.get("mask.full"),
         )

@@ -396,6 +396,7 @@ INDEXES = (
 
 STREAMS = {
     "mask.cells": "bool (heads, rows, keys): the executed mask; heads is 1 when all share it",
+    "mask.averaged": "bool (heads, rows): rows closed by the lowest float: averaged over all",
     "mask.partial": "bool (heads, row blocks, key blocks): blocks where the rule is applied",
     "mask.full": "bool (heads, row blocks, key blocks): blocks taken whole, without the rule",
     "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",

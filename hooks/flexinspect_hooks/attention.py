@@ -174,7 +174,7 @@ class AttentionHook:
         if step.level == "extreme":
             self._store(refs, buffer)
         for mask in masks:
-            mask.cells = mask.bias = None
+            mask.drop_tensors()
         return _Kept(tuple(map(shape_of, refs)), tuple(masks), tuple(numbers), kinds, builds)
 
     def _take_loose(self, kernels: KernelCalls, step: StepContext) -> tuple[BuildRecord, ...]:

@@ -73,6 +73,16 @@ class MassReducer:
         return tuple(kinds)
 
 
+def _lifted(scores: Tensor, closed: Tensor) -> Tensor:
+    """Return scores with rows that lie at the lowest float moved to 0, where exp tells them apart.
+
+    Softmax gives the same for them; a row without any open key stays as it is.
+    """
+    top = scores.masked_fill(closed, -torch.inf).amax(-1, keepdim=True)
+    is_low = (top < torch.finfo(scores.dtype).min / 2) & (top > -torch.inf)
+    return torch.where(is_low, scores - top, scores)
+
+
 def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
     if mask.cells is None or ref.unknown_scores:
         return ""
@@ -107,9 +117,9 @@ def _reduce_group(
 ) -> None:
     """Reduce the newest rows of layers that share a mask and a shape; the keys are not kept."""
     scores = _scores(refs)
-    if bias is not None:
-        scores = scores + bias
     closed = ~(newest if newest.shape[0] in (1, scores.shape[1]) else newest[:1])
+    if bias is not None:
+        scores = _lifted(scores + bias, closed)
     suffix = "" if members is None else "/" + ",".join(map(str, members))
     if refs[0].lse is not None:
         lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()

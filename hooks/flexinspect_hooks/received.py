@@ -7,24 +7,30 @@ query head, and for batch 0: what it does for other batches is not recorded.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect import masks as algebra
-from flexinspect.records import MaskRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.maskmods import head_groups
-from flexinspect_hooks.ruleidentity import rule_name, rule_parameters, rule_source
+from flexinspect_hooks.maskrecords import (
+    Executed,
+    Tables,
+    block_grid,
+    fingerprint_of,
+    mask_record,
+    shared,
+    told,
+)
+from flexinspect_hooks.ruleidentity import rule_parameters
 
 if TYPE_CHECKING:
     from flexinspect_hooks.callrefs import CallRef
@@ -41,8 +47,10 @@ class ReceivedMask:
 
     `heads` is what the mask was made for. `cells` is what the path that ran executed for each query
     head, bool (1 or q heads, q_len, kv_len), 1 where all share it; None at level basic and for
-    masks that are too large. `bias` (1 or heads, kv_len) is what a dense mask adds to the scores of
-    the newest row, 0 where closed. Both are dropped before the writer thread gets the mask.
+    masks that are too large. `averaged`, bool (1 or heads, q_len), says of a float mask which rows
+    are at its lowest float throughout. `bias` (1 or heads, kv_len) is what a dense mask adds to the
+    scores of the newest row, 0 where closed. All are dropped before the writer thread gets the
+    mask.
     """
 
     number: int
@@ -58,7 +66,12 @@ class ReceivedMask:
     block: tuple[int, int] | None = None
     rule: Any = None
     cells: Tensor | None = None
+    averaged: Tensor | None = None
     bias: Tensor | None = None
+
+    def drop_tensors(self) -> None:
+        """Let go of what is on its way to the writer thread."""
+        self.cells = self.averaged = self.bias = None
 
 
 class MaskBook:
@@ -68,7 +81,7 @@ class MaskBook:
         self._indices = _Indices(device)
         self._stored: set[str] = set()
         self._last_key: tuple[Any, ...] = (None, None, None, None)
-        self._last_tables = _Tables()
+        self._last_tables = Tables()
 
     def collect(
         self, refs: Sequence[CallRef], step: StepContext, buffer: StepBuffer
@@ -111,37 +124,32 @@ class MaskBook:
         mask.cells = _executed(ref, mask, self._indices)
         if mask.cells is not None:
             buffer.put(f"mask.{number}.cells", mask.cells)
+        if mask.averaged is not None:
+            buffer.put(f"mask.{number}.averaged", mask.averaged)
         return mask
 
     def record(self, mask: ReceivedMask, values: Values, draft: StepDraft) -> str:
         """Store the mask if it is new; return its fingerprint (writer thread)."""
         prefix = f"mask.{mask.number}."
         tables = self._tables_of([values.get(prefix + name) for name in _TABLES])
-        cells = _shared(values.get(prefix + "cells"))
-        fingerprint = _fingerprint(mask, tables, cells)
+        cells, averaged = (values.get(prefix + name) for name in ("cells", "averaged"))
+        executed = Executed(shared(cells), told(averaged))
+        fingerprint = fingerprint_of(mask, tables, executed)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
-            draft.masks.append(_mask_record(mask, fingerprint, tables, cells))
+            draft.masks.append(mask_record(mask, fingerprint, tables, executed))
         return fingerprint
 
-    def _tables_of(self, raw: Sequence[npt.NDArray[Any] | None]) -> _Tables:
+    def _tables_of(self, raw: Sequence[npt.NDArray[Any] | None]) -> Tables:
         """Return the block lists as grids; the same as last time while they are the same."""
         key = tuple(None if table is None else (table.shape, table.tobytes()) for table in raw)
         if key != self._last_key:
             self._last_key = key
-            full = _block_grid(raw[2], raw[3])
+            full = block_grid(raw[2], raw[3])
             if full is not None and not full.any():
                 full = None
-            self._last_tables = _Tables(_block_grid(raw[0], raw[1]), full)
+            self._last_tables = Tables(block_grid(raw[0], raw[1]), full)
         return self._last_tables
-
-
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """Block tables of batch 0, bool (heads, row blocks, key blocks); None where there are none."""
-
-    partial: npt.NDArray[np.bool_] | None = None
-    full: npt.NDArray[np.bool_] | None = None
 
 
 def _describe(ref: CallRef, number: int, step: StepContext) -> ReceivedMask:
@@ -224,10 +232,23 @@ def _tensor_cells(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
             return tensor
         mask.bias = tensor[:, -1].float()
         return _all_open(mask, tensor.device)
-    # transformers closes a cell with the lowest float; halving it leaves room for sums.
-    cells = tensor > torch.finfo(tensor.dtype).min / 2
+    cells = _float_cells(tensor, mask)
     mask.bias = tensor[:, -1].float().masked_fill(~cells[:, -1], 0.0)
     return cells
+
+
+def _float_cells(tensor: Tensor, mask: ReceivedMask) -> Tensor:
+    """Return the cells that a mask leaves open which is added to the scores; note averaged rows.
+
+    transformers closes a cell with the lowest float. Where a whole row is closed like that, adding
+    it leaves nothing of the scores, and softmax gives each key the same weight: all are open. Of
+    float16 scores something is left, and the keys are open all the same. A row of -Inf is closed.
+    """
+    top = tensor.amax(-1, keepdim=True)
+    closed = torch.finfo(tensor.dtype).min / 2  # halved, which leaves room for sums
+    lowest = (top <= closed) & (top > -torch.inf)
+    mask.averaged = lowest[..., 0]
+    return (tensor > closed) | (lowest & (tensor == top))
 
 
 class _Indices:
@@ -298,64 +319,3 @@ def _spread(
     size_q, size_kv = block_mask.BLOCK_SIZE
     spread = blocks.repeat_interleave(int(size_q), 1).repeat_interleave(int(size_kv), 2)
     return spread[:, :q_len, :kv_len]
-
-
-def _shared(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
-    """Return cells with one head where all heads are equal."""
-    if cells is None or len(cells) == 1:
-        return cells
-    return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
-
-
-def _fingerprint(mask: ReceivedMask, tables: _Tables, cells: npt.NDArray[Any] | None) -> str:
-    """Hash what tells masks apart: kind, lengths, rule with its values, tables and cells.
-
-    The cells count whenever they were evaluated: two rules of one name may have captured different
-    things, and what was executed is what a fingerprint stands for.
-    """
-    key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
-    name = "" if mask.rule is None else rule_name(mask.rule)
-    digest = hashlib.blake2b(f"{key}{name}{mask.parameters}".encode(), digest_size=8)
-    if cells is not None:
-        digest.update(np.packbits(cells).tobytes())
-    for grid in (tables.partial, tables.full):
-        if grid is not None:
-            digest.update(grid.tobytes())
-    return digest.hexdigest()
-
-
-def _mask_record(
-    mask: ReceivedMask, fingerprint: str, tables: _Tables, cells: npt.NDArray[Any] | None
-) -> MaskRecord:
-    return MaskRecord(
-        fingerprint=fingerprint,
-        kind=mask.kind,
-        batch=mask.batch,
-        heads=mask.heads,
-        q_len=mask.q_len,
-        kv_len=mask.kv_len,
-        q_offset=mask.q_offset,
-        kv_offset=mask.kv_offset,
-        block_q=mask.block[0] if mask.block else None,
-        block_kv=mask.block[1] if mask.block else None,
-        rule=None if mask.rule is None else rule_name(mask.rule),
-        rule_source=None if mask.rule is None else rule_source(mask.rule),
-        compiled=mask.compiled,
-        cells=cells,
-        partial=tables.partial,
-        full=tables.full,
-    )
-
-
-def _block_grid(
-    counts: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None
-) -> npt.NDArray[np.bool_] | None:
-    """Return a block list of batch 0 as bool (heads, row blocks, key blocks)."""
-    if counts is None or indices is None:
-        return None
-    n_columns = indices.shape[-1]
-    # Entries past a row's count are undefined, so they are sent to a column that is cut off.
-    listed = np.where(np.arange(n_columns) < counts[0, ..., None], indices[0], n_columns)
-    grid = np.zeros((*listed.shape[:-1], n_columns + 1), np.bool_)
-    np.put_along_axis(grid, listed.astype(np.intp), True, axis=-1)
-    return grid[..., :n_columns]

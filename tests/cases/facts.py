@@ -180,8 +180,16 @@ def facts_s03(trace: TraceReader) -> None:
 def facts_s04(trace: TraceReader) -> None:
     for step, path in zip(steps(trace), ("eager", "sdpa", FLEX), strict=True):
         for call in calls(trace, step):
+            cells, averaged = executed(trace, call), mask(trace, call).averaged
             assert call.path == path
-            assert (~executed(trace, call).any(1)).nonzero()[0].tolist() == [0, 1, 2]
+            if path == "eager":
+                assert averaged is not None
+                assert averaged[0].nonzero()[0].tolist() == [0, 1, 2]
+                assert cells[:3].all()
+            else:
+                assert averaged is None
+                assert not cells[:3].any()
+            assert np.array_equal(cells[3:], isolated([(3, 8)], 8, 8)[3:])
         real = trace.array(step.generation, 0, "inputs.mask")
         assert np.array_equal(real, [[False] * 3 + [True] * 5])
         assert trace.segments(step.generation)[0].label == "padding"

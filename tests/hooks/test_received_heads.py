@@ -489,6 +489,76 @@ def test_a_float_mask_with_a_bias_is_gated_with_it(
     assert np.isfinite(array_of(sink.steps[0], "attention.entropy")).all()
 
 
+def padded(prompt: Prompt, closed: slice) -> Tensor:
+    """A 2D mask that takes some tokens for padding."""
+    mask = torch.ones(1, len(prompt.ids), dtype=torch.long)
+    mask[:, closed] = 0
+    return mask
+
+
+@pytest.mark.parametrize("closed", [slice(0, 3), slice(-3, None)], ids=["left", "right"])
+def test_rows_of_padding_are_recorded_as_eager_attention_weighs_them(
+    llama: Any, prompt: Prompt, closed: slice
+) -> None:
+    mask = padded(prompt, closed)
+    sink, _ = forward(llama, prompt, mask, "eager")
+    with torch.no_grad():
+        fed = torch.tensor([prompt.ids])
+        weights = llama(fed, attention_mask=mask, output_attentions=True).attentions
+    rows = mask[0].numpy() == 0
+    first_row_sees = 0 if closed.start == 0 else 1
+    for call, own in zip(sink.steps[0].calls, weights, strict=True):
+        assert (sink.cells_of(call) == (own[0] > 0).numpy()).all()
+        told = sink.mask_of(call).averaged
+        assert (told is not None) == (first_row_sees == 0)
+        if told is not None:
+            assert (told[0] == rows).all()
+            assert np.allclose(own[0].numpy()[:, rows], 1 / len(prompt.ids))
+        assert call.gate is not None
+        assert call.gate < 1e-4
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_newest_row_at_the_lowest_float_is_weighed_evenly(
+    llama: Any, prompt: Prompt, backend: str
+) -> None:
+    n = len(prompt.ids)
+    mask = torch.zeros(1, 1, n, n).masked_fill(~dense(prompt), torch.finfo(torch.float32).min)
+    mask[..., -1, :] = torch.finfo(torch.float32).min
+    sink, _ = forward(llama, prompt, mask, backend)
+    shares = [segment.stop - segment.start for segment in prompt.segments]
+    shares[-1] = n - prompt.segments[-1].start
+    for call in sink.steps[0].calls:
+        assert sink.cells_of(call)[0, -1].all()
+        told = sink.mask_of(call).averaged
+        assert told is not None
+        assert told[0].nonzero()[0].tolist() == [n - 1]
+        assert call.gate is not None
+        assert call.gate < 1e-4
+    mass = array_of(sink.steps[0], "attention.mass")
+    np.testing.assert_allclose(mass, np.broadcast_to(np.array(shares) / n, mass.shape), atol=1e-5)
+    np.testing.assert_allclose(array_of(sink.steps[0], "attention.entropy"), np.log(n), atol=1e-4)
+
+
+def test_a_row_of_minus_infinity_stays_closed(llama: Any, prompt: Prompt) -> None:
+    n = len(prompt.ids)
+    mask = torch.zeros(1, 1, n, n).masked_fill(~dense(prompt), -torch.inf)
+    mask[..., 3, :] = -torch.inf
+    sink, _ = forward(llama, prompt, mask, "sdpa")
+    for call in sink.steps[0].calls:
+        assert not sink.cells_of(call)[0, 3].any()
+        assert sink.mask_of(call).averaged is None
+
+
+def test_an_open_row_and_an_averaged_one_are_two_masks(llama: Any, prompt: Prompt) -> None:
+    n = len(prompt.ids)
+    masks_ = (torch.zeros(1, 1, n, n), torch.full((1, 1, n, n), torch.finfo(torch.float32).min))
+    sinks = [forward(llama, prompt, mask, "eager")[0] for mask in masks_]
+    records = [sink.mask_of(sink.steps[0].calls[0]) for sink in sinks]
+    assert all(record.cells is not None and record.cells.all() for record in records)
+    assert records[0].fingerprint != records[1].fingerprint
+
+
 def test_transformers_flex_adds_the_first_head_of_a_dense_mask(prompt: Prompt) -> None:
     n = len(prompt.ids)
     closed = ~dense(prompt, HEADS)

@@ -191,6 +191,12 @@ def test_a_mask_is_stored_once_per_fingerprint(tmp_path: Path) -> None:
     assert reader.mask("unknown") is None
 
 
+def test_averaged_rows_of_a_mask_come_back(tmp_path: Path) -> None:
+    told = replace(mask("x"), averaged=np.array([[False, True, True]]))
+    reader = written(tmp_path / "a.flextrace", replace(step(0), masks=(told,)))
+    assert same(reader.mask("x"), told)
+
+
 def test_a_mask_that_was_not_evaluated_has_no_cells(tmp_path: Path) -> None:
     bare = MaskRecord("x", "bool", 1, 1, 1, 5, 0)
     reader = written(tmp_path / "a.flextrace", replace(step(0), masks=(bare,)))
@@ -387,7 +393,7 @@ def test_the_columns_of_a_table_are_the_fields_of_its_record() -> None:
         (schema.MEMORY, 3, MemoryRecord),
     ):
         assert list(table.names[skip:]) == names(kind)
-    assert list(schema.MASKS.names[3:]) == names(MaskRecord)[:-3]
+    assert list(schema.MASKS.names[3:]) == names(MaskRecord)[:-4]
     assert list(schema.STEPS.names[12:]) == names(LogitsRecord)[:-1]
 
 

@@ -491,8 +491,8 @@ def test_layers_are_named_when_not_all_got_the_mask() -> None:
     ("path", "kind", "said"),
     [
         ("sdpa", "bool", "SDPA gives it zeros"),
-        ("sdpa", "float", "mean of all values where closed means the lowest float, zeros if -Inf"),
-        ("eager", "float", "mean of all values where closed means the lowest float, NaN if -Inf"),
+        ("sdpa", "float", "it gets zeros, as closed means -Inf"),
+        ("eager", "float", "it gets NaN, as closed means -Inf"),
         ("flex compiled", "block", "FlexAttention gives it zeros"),
         ("other", "bool", "what b gives it is not known"),
     ],
@@ -500,6 +500,38 @@ def test_layers_are_named_when_not_all_got_the_mask() -> None:
 def test_what_an_empty_row_gets_depends_on_the_path(path: str, kind: str, said: str) -> None:
     record = step(0, cells=without(5), path=path, mask={"kind": kind})
     assert said in look(rows.RULE(), record)[0].sentence
+
+
+def averaged(*rows_: int, n: int = N) -> dict[str, Any]:
+    """Return what a float mask has whose rows are closed by the lowest float throughout."""
+    told = np.zeros((1, n), np.bool_)
+    told[:, rows_] = True
+    return {"kind": "float", "averaged": told, "cells": without(*rows_) | told[..., None]}
+
+
+@pytest.mark.parametrize("path", ["eager", "sdpa", "flex uncompiled"])
+def test_a_row_that_is_averaged_is_empty_and_says_what_it_gets(path: str) -> None:
+    (finding,) = look(rows.RULE(), step(0, path=path, mask=averaged(5, 6)))
+    (closed,) = look(rows.RULE(), step(0, path=path, cells=without(5, 6)))
+    assert (finding.severity, finding.positions) == (closed.severity, (5, 6))
+    readers = [found.evidence["readers"] for found in (finding, closed)]
+    assert readers[0] == readers[1] > 0
+    assert "they get the mean of all values, as closed means the lowest float" in finding.sentence
+
+
+def test_a_row_that_is_averaged_reads_nobody() -> None:
+    tell = averaged(0, 1, 2)
+    tell["cells"][:, 3:, :3] = False  # left padding that no other row sees
+    (finding,) = look(rows.RULE(), step(0, path="eager", mask=tell))
+    assert (finding.severity, finding.evidence["read"]) == (Severity.NOTE, 0)
+
+
+def test_rows_closed_in_two_ways_say_both() -> None:
+    tell = averaged(5)
+    tell["cells"][:, 6] = False
+    (finding,) = look(rows.RULE(), step(0, path="eager", mask=tell))
+    assert finding.positions == (5, 6)
+    assert "where closed means the lowest float, NaN if -Inf" in finding.sentence
 
 
 def test_rows_of_a_mask_are_positions_of_the_sequence() -> None:

@@ -14,7 +14,7 @@ from flexinspect.attention import Bools, Floats, Gate, Row, key_head, row_scores
 from flexinspect.panels.base import Missing, Place
 from flexinspect.panels.source import Source
 from flexinspect.records import Array, CallRecord
-from flexinspect.trace.bits import find_cells, packed_rows
+from flexinspect.trace.bits import find_cells, mask_arrays, packed_rows
 from flexinspect.trace.callranges import lineage
 from flexinspect.trace.ranges import holder
 from flexinspect.trace.reader import TraceReader
@@ -178,6 +178,20 @@ def _read_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
     return np.unpackbits(packed, axis=2, count=cells.n_keys).astype(np.bool_)
 
 
+def _is_averaged(view: StepView, call: CallRecord, head: int, row: int) -> bool:
+    """Say whether nothing of a row's scores is left under its mask (`MaskRecord.averaged`)."""
+
+    def read() -> Bools | None:
+        found = dict(mask_arrays(view.source.reader, [str(call.mask)], "mask.averaged"))
+        return found.get(str(call.mask))
+
+    averaged = view.source.keep(("attention.averaged", call.mask), read, _bytes)
+    if averaged is None:
+        return False
+    told = averaged[head if averaged.shape[0] == call.q_heads else 0]
+    return bool(told[row if len(told) > 1 else 0])
+
+
 @dataclass(frozen=True, slots=True)
 class Recomputed:
     """A row over the keys from position `first_pos` on; `visible` says which were open.
@@ -208,6 +222,8 @@ def recompute(view: StepView, index: int, head: int, q_idx: int) -> Recomputed:
     first_pos = max(about.kv_after - call.kv_len, 0)
     visible = _visible(mask_row(view, call, row_in_step), head, query.shape[0])
     visible = _fitted(visible, len(scores) - first_pos)
+    if _is_averaged(view, call, head, row_in_step):
+        scores = np.zeros_like(scores)
     newest = q_idx == about.kv_after - 1
     lse = _stored_lse(view, index, head) if newest else None
     row = row_weights(scores[first_pos:], visible, lse)
