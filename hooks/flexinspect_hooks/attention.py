@@ -182,8 +182,7 @@ class AttentionHook:
 
         In a model without known layers, the calls of a step are numbered as its layers.
         """
-        calls, builds = kernels.since(0), tuple(kernels.builds)
-        kernels.builds.clear()
+        calls, builds = kernels.since(0), kernels.take_builds()
         if calls and self._context.layer_of:
             n = f"{len(calls)} kernel call{'s' if len(calls) > 1 else ''}"
             step.events.append(

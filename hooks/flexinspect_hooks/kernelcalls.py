@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,16 +51,23 @@ class Note(NamedTuple):
     peak: int
 
 
-@dataclass(slots=True)
-class KernelCalls:
-    """Observes the kernels while the model's forward is open; builds are taken at any time.
+_watching: list[KernelCalls] = []
+"""Everyone who observes the kernels now."""
 
-    `done` and `builds` are what a step has seen so far; whoever reduces the step clears them.
+_unclaimed: deque[BuildRecord] = deque(maxlen=1000)
+"""Masks that were built in no step: the next step that is recorded, of whatever model, has them."""
+
+
+@dataclass(slots=True, eq=False)
+class KernelCalls:
+    """Observes the kernels while the model's forward is open, and what is built in no forward.
+
+    `done` is what a step has seen so far; whoever reduces the step clears it.
     """
 
     context: CaptureContext
     done: list[Done] = field(default_factory=list)
-    builds: list[BuildRecord] = field(default_factory=list)
+    _builds: list[BuildRecord] = field(default_factory=list)
     _places: list[_Place] = field(default_factory=list)
     _told: set[tuple[Any, ...]] = field(default_factory=set)
     _outer: BaseException | None = None
@@ -70,7 +78,7 @@ class KernelCalls:
         Hooks of a module run also where its `forward` was replaced on the instance.
         """
         layer_of = self.context.layer_of
-        removes = [observe_kernels(self)]
+        removes = [self.observe()]
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.context.is_open:
@@ -82,6 +90,11 @@ class KernelCalls:
                 if self.done:
                     take(module, self.since(0))
 
+        def close(module: nn.Module, args: Any, output: Any) -> None:
+            self.context.is_open = False  # also where the forward raised
+
+        # Copies of a model carry its hooks along: functions, as a method would be copied with us.
+        removes.append(self.context.model.register_forward_hook(close, always_call=True).remove)
         for module in self.context.model.modules():
             if id(module) in layer_of:
                 # First of the module's own, so that the user's see what they saw before.
@@ -90,9 +103,24 @@ class KernelCalls:
                 removes += [entered.remove, left.remove]
         return removes
 
+    def observe(self) -> Remove:
+        """Watch the kernels alone; returns what ends that."""
+        end = observe_kernels(self)
+        _watching.append(self)
+
+        def remove() -> None:
+            end()
+            if self in _watching:
+                _watching.remove(self)
+            if not _watching:
+                _unclaimed.clear()
+
+        return remove
+
     def open(self) -> None:
-        """A step begins; what was built before it was built for it."""
+        """A step begins."""
         self.done.clear()
+        self._builds.clear()
         self._places.clear()
         self._outer = sys.exception()
 
@@ -102,11 +130,23 @@ class KernelCalls:
         del self.done[mark:]
         return found
 
+    def unclaimed(self) -> tuple[BuildRecord, ...]:
+        """Return the masks that were built in no step, since the last one."""
+        return tuple(_unclaimed)
+
+    def take_builds(self) -> tuple[BuildRecord, ...]:
+        """Return the masks that were built for the step, before it and in it; once."""
+        found = (*self.unclaimed(), *self._builds)
+        _unclaimed.clear()
+        self._builds.clear()
+        return found
+
     # -- the observer ----------------------------------------------------------------------------
 
     def before(self, call: KernelCall) -> Note | None:
-        """Take the calls of an open step, and every mask that is built."""
-        return self.note(call) if self.context.is_open or call.name == BUILD else None
+        """Take the calls of an open step, and masks that are built in no step of anybody."""
+        is_loose = call.name == BUILD and not any(each.context.is_open for each in _watching)
+        return self.note(call) if self.context.is_open or is_loose else None
 
     def note(self, call: KernelCall) -> Note:
         """Return what has to be known of a call before it is made."""
@@ -116,7 +156,7 @@ class KernelCalls:
     def after(self, note: Note, output: Any) -> None:
         """Keep what it was."""
         if note.call.name == BUILD:
-            self.builds.append(self._build(note))
+            (self._builds if self.context.is_open else _unclaimed).append(self._build(note))
             return
         place = self._places[-1] if self._places else None
         layer, handed = (place.layer, place.handed) if place is not None else (None, None)
@@ -148,7 +188,7 @@ class KernelCalls:
         given = note.call.given
         grown = max(peak_bytes(self.context.device) - note.peak, 0)
         return BuildRecord(
-            layer=self._places[-1].layer if self._places else None,
+            layer=self._places[-1].layer if self._places and self.context.is_open else None,
             batch=given.get("B"),
             heads=given.get("H"),
             q_len=int(given["Q_LEN"]),
@@ -177,11 +217,15 @@ def _like_mask(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4
 
 
+_GRID = (("batch", "B"), ("heads", "H"))
+
+
 def _facts(call: KernelCall) -> dict[str, Any]:
     """Return the lengths that tell why a call may have failed."""
     given = call.given
     if call.name == BUILD:
-        return {"q_len": given.get("Q_LEN"), "kv_len": given.get("KV_LEN")}
+        sizes = {name: given[key] for name, key in _GRID if given.get(key) is not None}
+        return {"q_len": given.get("Q_LEN"), "kv_len": given.get("KV_LEN"), **sizes}
     facts: dict[str, Any] = {
         "q_len": _length(given.get("query")),
         "kv_len": _length(given.get("key")),

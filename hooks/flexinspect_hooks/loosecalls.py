@@ -6,19 +6,20 @@ For a program that tries masks out on tensors, as most questions about FlexAtten
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.records import GenerationEnd, GenerationRecord
+from flexinspect.records import BuildRecord, GenerationEnd, GenerationRecord
 from flexinspect_hooks.attention import UNSEEN, AttentionHook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove
 from flexinspect_hooks.kernelcalls import Done, KernelCalls, Note
-from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels
+from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall
 from flexinspect_hooks.memory import MemoryHook
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.session import CaptureSession
@@ -27,6 +28,8 @@ LIMIT = 500
 """Calls that are recorded; a program that makes more is no trial any more."""
 
 SAMPLE = "calls outside of a model"
+
+BUILT = "masks built, and no call after them"
 
 
 Take = Callable[[Done, float], None]
@@ -50,6 +53,11 @@ class _Calls(KernelCalls):
         for call in self.since(0):
             self._take(call, note.started)
 
+    def failed(self, note: Note, error: BaseException) -> None:
+        """Say so; the masks that were built for a call that failed are no other call's."""
+        super().failed(note, error)
+        self.take_builds()
+
 
 class LooseAttention(AttentionHook):
     """Describes the calls that are put before it; installs nothing but their observer."""
@@ -61,7 +69,7 @@ class LooseAttention(AttentionHook):
         """Observe the kernels."""
         self.prepare(context)
         self.calls = self._kernels = _Calls(context, self._take)
-        return [observe_kernels(self.calls)]
+        return [self.calls.observe()]
 
 
 class LooseCalls(CaptureSession):
@@ -69,7 +77,8 @@ class LooseCalls(CaptureSession):
 
     Each is a generation of one step, as nothing says that two calls belong together; its number
     comes from `numbers`. Keys before the newest rows count as cached, so that a call of one row is
-    a decode step.
+    a decode step. Masks that were built and that no call came after are a generation at the end:
+    building them may have been too much already.
     """
 
     def __init__(
@@ -88,37 +97,62 @@ class LooseCalls(CaptureSession):
         self._numbers = numbers
         self.n_calls = 0
 
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if builds := self._attention.calls.unclaimed():
+            self._try(lambda: self._record_builds(builds))
+        super().__exit__(kind, error, trace)
+
     def _take(self, call: Done, started: float) -> None:
         """Record one call, or why it could not be."""
         self.n_calls += 1
         if self.n_calls > LIMIT:
+            self._attention.calls.take_builds()
             return
+        self._try(lambda: self._record_call(call, started, time.perf_counter()))
+
+    def _try(self, record: Callable[[], None]) -> None:
         try:
-            self._record_call(call, started, time.perf_counter())
+            record()
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             self._event("step-unread", f"A call outside of a model was not recorded: {what}")
 
     def _record_call(self, call: Done, started: float, returned: float) -> None:
-        number = next(self._numbers)
-        step = _step_of(call, number, started, self.level)
+        q_len, kv_len = (int(call.call.given[name].shape[-2]) for name in ("query", "key"))
+        step = self._step_of(q_len, kv_len, started)
         step.wall_ms = (returned - started) * 1e3
-        segments = (Segment(0, step.kv_after, "keys", SegmentKind.SHARED, 0),)
-        about = (f"{SAMPLE}, {self.n_calls}", "not declared", "not known", segments, ())
-        self.context.segments = segments
-        self._attention.begin(self.context)
-        self.recorder.begin(GenerationRecord(number, *about, started_at=time.time()), self._book)
-        self._record(step, call, returned)
-        end = GenerationEnd(number, "finished", "", segments, ended_at=time.time())
-        self.recorder.put(end)
-
-    def _record(self, step: StepContext, call: Done, returned: float) -> None:
         if self.n_calls == LIMIT:
             text = f"{LIMIT} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN, text))
+        self._record(step, f"{SAMPLE}, {self.n_calls}", [call], returned)
+
+    def _record_builds(self, builds: Sequence[BuildRecord]) -> None:
+        now = time.perf_counter()
+        step = self._step_of(builds[-1].q_len, builds[-1].kv_len, now)
+        step.wall_ms = sum(build.wall_ms for build in builds)
+        self._record(step, BUILT, [], now)
+
+    def _record(self, step: StepContext, sample: str, calls: list[Done], returned: float) -> None:
+        """Record a step as a generation of its own."""
+        segments = (Segment(0, step.kv_after, "keys", SegmentKind.SHARED, 0),)
+        about = (sample, "not declared", "not known", segments, ())
+        self.context.segments = segments
+        self._attention.begin(self.context)
+        record = GenerationRecord(step.generation, *about, started_at=time.time())
+        self.recorder.begin(record, self._book)
+        self._record_step(step, calls, returned)
+        end = GenerationEnd(step.generation, "finished", "", segments, ended_at=time.time())
+        self.recorder.put(end)
+
+    def _record_step(self, step: StepContext, calls: list[Done], returned: float) -> None:
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
-        self._attention.calls.done.append(call)
+        self._attention.calls.done += calls
         buffer = StepBuffer(self._device, self._stream)
         kept = self._ship(step, buffer, self._reduce(step, buffer))
         step.capture_s = time.perf_counter() - returned
@@ -126,18 +160,15 @@ class LooseCalls(CaptureSession):
         self.capture_s += step.capture_s
         self.total_s += step.wall_ms / 1e3 + step.capture_s
 
-
-def _step_of(call: Done, generation: int, started: float, level: str) -> StepContext:
-    query, key = call.call.given["query"], call.call.given["key"]
-    q_len, kv_len = int(query.shape[-2]), int(key.shape[-2])
-    before = max(kv_len - q_len, 0)
-    return StepContext(
-        generation=generation,
-        step=0,
-        phase="decode" if before else "prefill",
-        q_len=q_len,
-        kv_before=before,
-        level=level,
-        started_at=time.time(),
-        started=started,
-    )
+    def _step_of(self, q_len: int, kv_len: int, started: float) -> StepContext:
+        before = max(kv_len - q_len, 0)
+        return StepContext(
+            generation=next(self._numbers),
+            step=0,
+            phase="decode" if before else "prefill",
+            q_len=q_len,
+            kv_before=before,
+            level=self.level,
+            started_at=time.time(),
+            started=started,
+        )

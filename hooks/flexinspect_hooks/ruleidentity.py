@@ -19,7 +19,9 @@ def rule_name(mask_mod: Any) -> str:
     """
     mask_mod = getattr(mask_mod, "flexinspect_rule", mask_mod)
     if isinstance(mask_mod, FunctionType):
-        return f"{mask_mod.__module__}.{mask_mod.__qualname__}"
+        # What `exec` makes of a bare dictionary has no module.
+        module = f"{mask_mod.__module__}." if mask_mod.__module__ else ""
+        return f"{module}{mask_mod.__qualname__}"
     return f"{type(mask_mod).__module__}.{type(mask_mod).__qualname__}"
 
 

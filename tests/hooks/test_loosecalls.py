@@ -127,11 +127,94 @@ def test_calls_of_a_model_that_is_watched_are_not_loose(bench: Bench, tmp_path: 
     assert bench.close().generations() == []
 
 
+def test_masks_that_no_call_came_after_are_recorded_at_the_end(bench: Bench) -> None:
+    flex_attention(*qkv(2, 2), block_mask=mask(lambda b, h, i, j: j <= i, 2, 2), enable_gqa=True)
+    mask(lambda b, h, i, j: j <= i, 300, 400)
+    create_block_mask(lambda b, h, i, j: j <= i, None, 8, 500, 600, device="cpu")
+    reader = bench.close()
+    samples = [row.sample_id for row in reader.generations()]
+    assert samples == [f"{loosecalls.SAMPLE}, 1", loosecalls.BUILT]
+    assert [build.q_len for build in reader.builds(0, 0)] == [2]
+    built = reader.builds(1, 0)
+    assert [(b.layer, b.heads, b.q_len, b.kv_len) for b in built] == [
+        (None, None, 300, 400),
+        (None, 8, 500, 600),
+    ]
+    step = reader.step(1, 0)
+    assert step is not None
+    assert (step.q_len, step.kv_after) == (500, 600)
+    assert step.wall_ms == sum(build.wall_ms for build in built)
+    assert reader.calls(1, 0) == []
+
+
+def test_a_mask_that_cannot_be_built_says_its_grid(bench: Bench) -> None:
+    def broken(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError):
+        create_block_mask(broken, None, 8, 500, 600, device="cpu")
+    reader = bench.close()
+    (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
+    assert event.data == {
+        "layer": None,
+        "kernel": "create_block_mask",
+        "error": "MemoryError: no more",
+        "q_len": 500,
+        "kv_len": 600,
+        "heads": 8,
+    }
+    assert reader.generations() == []
+
+
+def test_a_mask_built_before_a_model_runs_is_the_models(bench: Bench, tmp_path: Path) -> None:
+    model = make_model("llama")
+    mask(lambda b, h, i, j: j <= i, 5, 5)
+    with flexinspect.watch(model, out=tmp_path / "own.flextrace") as watched:
+        model(torch.tensor([ids(5, 1)]))
+    assert [build.q_len for build in watched.reader().builds(0, 0)] == [5]
+    assert bench.close().generations() == []
+
+
+def test_masks_built_in_a_models_layer_are_its_own_though_another_is_watched(
+    tmp_path: Path,
+) -> None:
+    first, second = make_model("llama"), make_model("llama")
+
+    def build(module: Any, args: Any) -> None:
+        mask(lambda b, h, i, j: j <= i, 7, 7)
+
+    first.model.layers[1].self_attn.register_forward_pre_hook(build)
+    with (
+        flexinspect.watch(first, out=tmp_path / "first.flextrace") as one,
+        flexinspect.watch(second, out=tmp_path / "second.flextrace") as other,
+    ):
+        first(torch.tensor([ids(5, 1)]))
+        second(torch.tensor([ids(5, 1)]))
+    assert [(b.layer, b.q_len) for b in one.reader().builds(0, 0)] == [(1, 7)]
+    assert other.reader().builds(0, 0) == []
+
+
+def test_a_call_after_a_models_forward_failed_is_loose(bench: Bench, tmp_path: Path) -> None:
+    model = make_model("llama")
+
+    def refuse(module: Any, args: Any) -> None:
+        raise ValueError("not today")
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(refuse)
+    with flexinspect.watch(model, out=tmp_path / "own.flextrace"):
+        with pytest.raises(ValueError, match="not today"):
+            model(torch.tensor([ids(5, 1)]))
+        flex_attention(*qkv(2, 2), enable_gqa=True)
+    assert [row.sample_id for row in bench.close().generations()] == [f"{loosecalls.SAMPLE}, 1"]
+
+
 def test_past_the_limit_nothing_is_recorded_and_that_is_said(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loosecalls, "LIMIT", 2)
-    outputs = [flex_attention(*qkv(2, 2), enable_gqa=True) for _ in range(4)]
+    outputs = [flex_attention(*qkv(2, 2), enable_gqa=True) for _ in range(3)]
+    mask(lambda b, h, i, j: j <= i, 2, 2)  # for a call that is not recorded
+    outputs.append(flex_attention(*qkv(2, 2), enable_gqa=True))
     assert all(torch.equal(outputs[0], other) for other in outputs)
     reader = bench.close()
     assert len(reader.generations()) == 2
