@@ -10,8 +10,10 @@ import pytest
 from rich.cells import cell_len
 from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
+from textual.command import CommandList, CommandPalette
 
 from flexinspect.app import InspectorApp
+from flexinspect.keys import all_keys
 from flexinspect.panels.base import Missing, Place, Request
 from flexinspect.panels.registry import load_panel
 from flexinspect.panels.source import Source
@@ -291,6 +293,20 @@ async def test_the_palette_offers_every_action_and_steps_by_number(trace: Path) 
         await pilot.pause(0.3)
         await settle(pilot)
         assert place(app).step == 4
+
+
+async def test_every_action_can_be_reached_by_mouse_through_the_menu(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        footer = screen_lines(app)[-1]
+        assert cell_len(footer.rstrip()) <= SMALL[0]
+        assert footer.rstrip().endswith("quit")
+        await pilot.click(offset=(cell_len(footer[: footer.index("menu")]), SMALL[1] - 1))
+        await pilot.pause(0.3)
+        assert isinstance(app.screen, CommandPalette)
+        offered = app.screen.query_one(CommandList)
+        assert offered.option_count == len(all_keys())
 
 
 async def test_keys_can_be_remapped(trace: Path) -> None:
