@@ -270,6 +270,11 @@ def _check_question(said: dict[str, Any]) -> None:
             "--prompt and --dataset exclude each other: both name what is asked.",
             hint="Leave one of them out.",
         )
+    if "max_samples" in said and "prompt" in said:
+        raise UsageError(
+            "--max-samples counts the samples of a dataset, and --prompt is one by itself.",
+            hint="Leave one of them out.",
+        )
 
 
 def _sampling(given: dict[str, Any]) -> SamplingOptions:
