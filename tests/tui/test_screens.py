@@ -13,6 +13,7 @@ from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
 from flexinspect.panels.base import Place
+from flexinspect.panels.registry import panel_names
 from flexinspect.records import EventRecord
 from flexinspect.screens.ask import Ask, Choose, HelpScreen
 from flexinspect.screens.broken import BrokenScreen
@@ -417,7 +418,7 @@ async def test_choosing_a_panel_from_the_list(trace: Path) -> None:
         assert isinstance(app.screen, Choose)
         await pilot.press("end", "enter")
         await settle(pilot)
-        assert app.screen.query_one(Slots).current().panel.name == "run"
+        assert app.screen.query_one(Slots).current().panel.name == panel_names()[-1]
 
 
 async def test_panels_may_be_exchanged_as_fast_as_keys_come(trace: Path) -> None:
