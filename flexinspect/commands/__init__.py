@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _make_output_safe()
     parser = build_parser()
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0].endswith(
-        ".flextrace"
-    ):  # no command ends so
+    if words and words[0].endswith(".flextrace"):  # no command ends so
         words.insert(0, "open")
     args = parser.parse_args(words)
     try:

@@ -182,8 +182,6 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe."""
-    from flexinspect.commands.live import show_run, show_script
-
     try:
         job = checked_job(args)
     except FlexInspectError as error:
@@ -196,8 +194,22 @@ def run(args: argparse.Namespace) -> int:
 
         return inspect_run(job)
     if isinstance(job, ScriptJob):
-        return show_script(job, as_json=args.json, verbose=args.verbose)
+        return _run_script(job, as_json=args.json, verbose=args.verbose)
+    from flexinspect.commands.live import show_run
+
     return show_run(job, as_json=args.json, verbose=args.verbose)
+
+
+def _run_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
+    """Run a program with our own streams; with `as_json` what it prints goes to stderr."""
+    from flexinspect.scriptcapture import Echo, ScriptProcess, hand_on_signals
+
+    process = ScriptProcess(job, Echo(held=False, stdout=2 if as_json else 1))
+    hand_on_signals(process)
+    # The program runs by now: what shows its end may load meanwhile.
+    from flexinspect.commands.live import show_script
+
+    return show_script(process, as_json=as_json, verbose=verbose)
 
 
 def _on_a_terminal() -> bool:
