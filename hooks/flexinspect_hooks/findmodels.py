@@ -184,6 +184,8 @@ class ModelFinder:
         """Record FlexAttention that no model calls; its module is loaded."""
         from flexinspect_hooks.loosecalls import LooseCalls
 
+        if self._loose is not None:
+            return
         loose = LooseCalls(self.writer, self._recorder, self._numbers, level=self.job.level)
         loose.__enter__()
         self._loose = loose

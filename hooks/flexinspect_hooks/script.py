@@ -68,6 +68,7 @@ class ScriptRun:
         self._drained = threading.Event()
         self._is_closing = False
         self._finder: ModelFinder | None = None
+        self._is_making = self._has_flex = False
         self._finding = threading.Lock()
         self.writer = _open_trace(job)
         control.say(
@@ -86,7 +87,7 @@ class ScriptRun:
         self._arrivals = Arrivals(
             {
                 "torch": lambda: on_torch(self),
-                "torch.nn.attention.flex_attention": lambda: self.finder().watch_loose_calls(),
+                "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self.finder().watch_generate(),
                 "transformers.tokenization_utils_base": lambda: self.finder().watch_tokenizers(),
@@ -111,10 +112,20 @@ class ScriptRun:
         """Return what finds the program's models; torch is loaded."""
         with self._finding:
             if self._finder is None:
+                self._is_making = True
                 from flexinspect_hooks.findmodels import ModelFinder
 
                 self._finder = ModelFinder(self.job, self.writer)
+                self._is_making = False
+                if self._has_flex:
+                    self._finder.watch_loose_calls()
             return self._finder
+
+    def _on_flex(self) -> None:
+        """FlexAttention is loaded: by the program, or by what makes the finder, which then sees."""
+        self._has_flex = True
+        if not self._is_making:
+            self.finder().watch_loose_calls()
 
     def _on_transformers(self) -> None:
         import torch
