@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 PATIENCE_S = 120
 
 HEAD = f"""
-import gc, json, sys, warnings
+import gc, json, sys, time, warnings
 sys.path.insert(0, {str(TESTS)!r})
 import torch
 from support.tiny import ids, make_model
@@ -75,6 +75,7 @@ before = [state(first), state(second)]
 for model in (first, second, first):
     out = greedy(model, output_logits=True, return_dict_in_generate=True)
     tell(tokens=out.sequences[0].tolist(), sums=[float(row.double().sum()) for row in out.logits])
+    time.sleep(0.2)  # what is printed is placed by the time at which it is read
 torch.manual_seed(3)
 tell(sampled=second.generate(prompt(), max_new_tokens=3, do_sample=True)[0].tolist())
 fed = prompt()
@@ -89,6 +90,13 @@ except IndexError as error:
     import traceback
     frames = traceback.extract_tb(error.__traceback__)
     tell(error=str(error), files=[f.filename for f in frames if "flexinspect_hooks" in f.filename])
+import copy, io, pickle
+saved = io.BytesIO()
+torch.save(second, saved)
+saved.seek(0)
+again = torch.load(saved, weights_only=False)
+tell(bytes=len(pickle.dumps(first)), hooks=len(again._forward_hooks))
+tell(copied=greedy(copy.deepcopy(first))[0].tolist(), loaded=greedy(again)[0].tolist())
 whole = torch.compile(make_model("llama"), backend="eager")
 best = lambda model, fed: model(fed).logits.argmax(-1)
 part = torch.compile(best, backend="eager", fullgraph=True)
@@ -120,6 +128,8 @@ def test_output_is_the_same_in_every_bit_and_warnings_are_heard(several: Ran) ->
     assert several.mine.stdout == several.plain.stdout
     assert several.mine.returncode == 9
     assert several.mine.stderr.startswith(several.plain.stderr)
+    ours = several.mine.stderr.removeprefix(several.plain.stderr)
+    assert "Warning" not in ours
     assert "UserWarning: still heard" in several.mine.stderr
 
 
@@ -163,6 +173,16 @@ def test_a_model_that_is_gone_lets_its_session_go(several: Ran) -> None:
     assert '"gone": true' in several.plain.stdout
     assert '"gone": true' in several.mine.stdout
     assert not several.events("hook-off")
+
+
+def test_an_exception_that_was_caught_is_not_what_the_program_ended_by(several: Ran) -> None:
+    assert not several.events("error")
+
+
+def test_a_model_compiled_as_a_whole_is_said_not_to_be_seen(several: Ran) -> None:
+    (event,) = several.events("unseen")
+    assert event.text.startswith("No forward of this model was seen")
+    assert "compiled graph" in event.text
 
 
 def test_output_is_put_beside_the_step_it_came_with(several: Ran) -> None:
