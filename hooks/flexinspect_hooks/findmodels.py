@@ -115,7 +115,7 @@ class ModelFinder:
         self.job, self.writer = job, writer
         self.tokenizers = Tokenizers()
         self._segments = read_wishes(job.declaration.segments)
-        self._recorder = Recorder(writer)
+        self.recorder = Recorder(writer)
         self._numbers = count()
         self._found: dict[int, _Found] = {}
         self._dead: deque[int] = deque()
@@ -126,7 +126,7 @@ class ModelFinder:
         self._lock = threading.RLock()
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
-        self._recorder.start()
+        self.recorder.start()
 
     # -- where models are met --------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class ModelFinder:
 
     def _begin_session(self, model: nn.Module) -> FoundSession | None:
         try:
-            company = Company(self._recorder, self._numbers, self._name(model))
+            company = Company(self.recorder, self._numbers, self._name(model))
             session = FoundSession(model, self, company, FoundWords())
             session.__enter__()
         except Exception as error:
@@ -272,7 +272,7 @@ class ModelFinder:
 
     def event(self, kind: str, text: str, **data: Any) -> None:
         """Record an event, in order with the steps."""
-        self._recorder.put(EventRecord(kind, text, time.time(), data=data))
+        self.recorder.put(EventRecord(kind, text, time.time(), data=data))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -302,8 +302,8 @@ class ModelFinder:
                 if found.session is not None:
                     self._end_session(found.session, "finished", None)
             self._take_out()
-            cost = cost_of(self._sessions, self._recorder) if self._sessions else None
-            self._recorder.stop()
+            cost = cost_of(self._sessions, self.recorder) if self._sessions else None
+            self.recorder.stop()
         return cost
 
     def forget(self) -> None:
@@ -325,7 +325,7 @@ class ModelFinder:
     @property
     def failure(self) -> TraceWriteError | None:
         """Why recording had to stop, None if it did not."""
-        return self._recorder.failure
+        return self.recorder.failure
 
 
 def _compiler_setter() -> Callable[[Any], Any]:
