@@ -208,7 +208,7 @@ class ScriptRun:
     def _tell_unseen(self) -> None:
         if n := self._children.n:
             were = "child process was" if n == 1 else "child processes were"
-            self.event("unseen", f"{n} {were} started; what they run is not recorded.", n=n)
+            self.event("unseen", f"{n} {were} started; what runs there is not recorded.", n=n)
         if self._finder is None or not self._finder.n_models:
             self.event("unseen", _nothing_seen())
 
