@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, engine, tui, writing
+from benchmarks import capture, engine, own, tui, writing
 from benchmarks.common import bench_model, machine, real_model, save
 
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
@@ -20,6 +20,7 @@ CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "naive": lambda model, rounds: engine.measure_naive(model),
     "capture": lambda model, rounds: capture.measure(model, rounds=rounds),
     "capture-compiled": lambda model, rounds: capture.measure(model, rounds=rounds, compiled=True),
+    "own": lambda model, rounds: own.measure(model, rounds=rounds),
     "writing": lambda model, rounds: writing.measure(model),
 }
 WITHOUT_MODEL: dict[str, Callable[[], Any]] = {"tui": tui.measure}

@@ -10,8 +10,8 @@ Two sections exist:
     big = { path = "org/name", dtype = "bfloat16" }    # with the dtype it should run in
 
     [keys]                                             # actions of the interface: see keys.py
-    "step.next" = "n"
-    "step.previous" = ["p", "left"]
+    "step.next" = "space"
+    "step.previous" = ["b", "left"]
 """
 
 from __future__ import annotations
@@ -75,10 +75,12 @@ class Config:
 def load_config(start: Path | None = None) -> Config:
     """Read the project's settings upwards from `start` (default: here) and the user's own.
 
-    Raises `UsageError` naming file and line for bad TOML, unknown sections and wrong types.
+    Raises `UsageError` naming file and line for bad TOML, unknown sections, wrong types, and keys
+    that do not exist or that two actions would share.
     """
     models: dict[str, ModelAlias] = {}
-    keys: dict[str, str] = {}
+    keys: dict[str, tuple[str, ...]] = {}
+    written: dict[str, tuple[Path, str]] = {}
     files = []
     for found in (_project_settings(start or Path.cwd()), _user_settings()):
         if found is None:
@@ -87,9 +89,11 @@ def load_config(start: Path | None = None) -> Config:
         files.append(file)
         for alias, entry in _model_aliases(file, text, settings).items():
             models.setdefault(alias, entry)
-        for action, pressed in _keys(file, text, settings.get("keys", {})).items():
-            keys.setdefault(action, pressed)
-    return Config(models, keys, tuple(files))
+        for action, names in _keys(file, text, settings.get("keys", {})).items():
+            keys.setdefault(action, names)
+            written.setdefault(action, (file, text))
+    _refuse_shared_keys(keys, written)
+    return Config(models, {name: ",".join(keys[name]) for name in keys}, tuple(files))
 
 
 _Found = tuple[Path, str, Mapping[str, Any]]
@@ -164,7 +168,7 @@ def _model_aliases(file: Path, text: str, settings: object) -> dict[str, ModelAl
     return {alias: _model_alias(file, text, alias, value) for alias, value in table.items()}
 
 
-def _keys(file: Path, text: str, table: object) -> dict[str, str]:
+def _keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
     from flexinspect.keys import all_keys
 
     if not isinstance(table, dict):
@@ -172,22 +176,53 @@ def _keys(file: Path, text: str, table: object) -> dict[str, str]:
             file, text, "keys", '[keys] must be a table of "action" = "key"', hint=_KEYS_HINT
         )
     known = {key.id for key in all_keys()}
-    found = {}
-    for action, given in table.items():
-        names = [given] if isinstance(given, str) else given
+    for action in table:
         if action not in known:
             near = difflib.get_close_matches(action, known, 1)
             ask = f"; did you mean {near[0]!r}?" if near else ""
             raise _bad(file, text, action, f"no action is called {action!r}{ask}", hint=_KEYS_HINT)
-        good = isinstance(names, list) and all(isinstance(n, str) and n.strip() for n in names)
-        if not good or not names:
-            what = f"the action {action!r} needs a key, or a list of keys"
-            raise _bad(file, text, action, what, hint=_KEYS_HINT)
-        found[action] = ",".join(names)
-    return found
+    return {action: _keys_of(file, text, action, given) for action, given in table.items()}
 
 
-_KEYS_HINT = 'For instance "step.next" = "n"; the actions stand in the help of the interface (?).'
+def _keys_of(file: Path, text: str, action: str, given: object) -> tuple[str, ...]:
+    """Return the keys of one action as Textual names them."""
+    from flexinspect.keynames import FORMS, key_named
+
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        what = f"the action {action!r} needs a key, or a list of keys"
+        raise _bad(file, text, action, what, hint=_KEYS_HINT)
+    found = []
+    for name in names:
+        key = key_named(name)
+        if key is None:
+            what = f"the action {action!r} is given {name!r}, which is no key"
+            raise _bad(file, text, action, what, hint=FORMS)
+        found.append(key)
+    return tuple(dict.fromkeys(found))
+
+
+def _refuse_shared_keys(
+    keys: Mapping[str, tuple[str, ...]], written: Mapping[str, tuple[Path, str]]
+) -> None:
+    """Let no key lose its action in silence: who takes one has to move the other action."""
+    if not keys:
+        return
+    from flexinspect.keynames import ALWAYS, first_clash
+
+    clash = first_clash(keys)
+    if clash is None:
+        return
+    what = f"the action {clash.given!r} is given {clash.key!r}, which {clash.other!r} has already"
+    hint = f"Choose another key, or give {clash.other!r} another one here too."
+    if ALWAYS.get(clash.other) == clash.key:
+        hint = f"{clash.key!r} cannot be taken from {clash.other!r}; choose another key."
+    raise _bad(*written[clash.given], clash.given, what, hint=hint)
+
+
+_KEYS_HINT = (
+    'For instance "step.next" = "space"; the palette of the interface (p) names every action.'
+)
 
 
 def _model_alias(file: Path, text: str, alias: str, value: object) -> ModelAlias:
@@ -217,7 +252,7 @@ def _dtype(file: Path, text: str, alias: str, dtype: object) -> str:
 
 def _bad(file: Path, text: str, key: str, message: str, hint: str | None = None) -> UsageError:
     return UsageError(
-        f"{file}:{_line_of(text, key)}: {message}.",
+        f"{file}:{_line_of(text, key)}: {message}{'' if message.endswith('?') else '.'}",
         hint=hint or "See `flexinspect models --help` for the form.",
     )
 

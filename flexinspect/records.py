@@ -95,7 +95,9 @@ class CallRecord:
     fingerprint of the mask received (None when the layer got no mask). `gate` is the largest
     deviation from 1 of the newest row's attention mass over the executed mask, over heads (None
     when it was not computed); `gate_kind` says how: "lse" or "output". A `softcap` c makes
-    c * tanh(score / c) of each scaled score, before the mask.
+    c * tanh(score / c) of each scaled score, before the mask. Of own code more is known: `handed`
+    is the mask that the layer was given, in words (None when its kernel got the same), and
+    `swallowed` the exception that the call made up for (None when there was none).
     """
 
     layer: int
@@ -113,11 +115,54 @@ class CallRecord:
     gate: float | None = None
     gate_kind: str | None = None
     softcap: float | None = None
+    handed: str | None = None
+    swallowed: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRecord:
+    """A block mask that was built: in which layer (None: outside of them), and at what cost.
+
+    `batch` and `heads` are None where one serves all. `peak_growth` is by how many bytes the peak
+    memory grew, of the process or on the GPU; what fits under an earlier peak is not seen.
+    """
+
+    layer: int | None
+    batch: int | None
+    heads: int | None
+    q_len: int
+    kv_len: int
+    rule: str
+    wall_ms: float
+    peak_growth: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputsRecord:
+    """What a step was fed beside its tokens, and what the cache held around it.
+
+    `positions` are the position ids of batch row 0 as runs (first, how many) of ids that rise by
+    one; empty when the layers were handed none. `cached_before` and `cached_after` count the keys
+    that the cache held per layer, -1 for a layer that counts none; empty without a cache.
+    """
+
+    batch: int
+    positions: tuple[tuple[int, int], ...] = ()
+    cached_before: tuple[int, ...] = ()
+    cached_after: tuple[int, ...] = ()
+
+    @property
+    def position_ids(self) -> list[int]:
+        """The position ids one by one."""
+        return [id_ for first, n in self.positions for id_ in range(first, first + n)]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStatRecord:
-    """Statistics of one module's output in one step, over the rows of that step."""
+    """Statistics of one module's output in one step, over the rows of that step.
+
+    `bad_row` is the first of these rows with a NaN or infinity, None when there is none.
+    """
 
     layer: int
     module: str
@@ -128,6 +173,7 @@ class LayerStatRecord:
     mean: float
     std: float
     norm: float
+    bad_row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +283,9 @@ class StepRecord:
     branch: int = 0
     logits: LogitsRecord | None = None
     tokens: tuple[TokenRecord, ...] = ()
+    inputs: InputsRecord | None = None
     calls: tuple[CallRecord, ...] = ()
+    builds: tuple[BuildRecord, ...] = ()
     layer_stats: tuple[LayerStatRecord, ...] = ()
     memory: MemoryRecord | None = None
     masks: tuple[MaskRecord, ...] = ()

@@ -22,12 +22,17 @@ DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """`panels` by slot, `slots` shown (0: as many as fit well), the theme, traces newest first."""
+    """What is remembered.
+
+    `panels` by slot, `slots` shown (0: as many as fit well), the theme, traces newest first, and
+    the panel that stands `alone` (empty: none does).
+    """
 
     panels: tuple[str, ...] = DEFAULT_PANELS
     slots: int = 0
     theme: str = ""
     recent: tuple[str, ...] = ()
+    alone: str = ""
 
 
 def state_file() -> Path | None:

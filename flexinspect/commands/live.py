@@ -156,7 +156,7 @@ class LiveRun:
             sys.stdout.write("\n")
         elif summary is not None:
             self._print(summary, console)
-        self._explain(code, console)
+        self._explain(code, console, kept=path is not None)
         return self._exit_code(code)
 
     def _print(self, summary: Summary, console: Console) -> None:
@@ -167,13 +167,15 @@ class LiveRun:
             return INTERRUPTED
         return code if code >= 0 else 1
 
-    def _explain(self, code: int, console: Console) -> None:
+    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
         state = self._process.state
         lines = [f"flexinspect: {state.note}"] if state.note else []
         if state.error:
             lines += [f"flexinspect: {state.error}", state.hint or ""]
         elif code not in (0, INTERRUPTED) and not self._stops:
             lines.append(f"flexinspect: {self._process.how_it_ended(code)}")
+        elif not kept:
+            lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
         if not state.error:
             # Warnings of a good run, or the last words of one that died without a sentence.
             lines += self._process.last_words() if code != INTERRUPTED else []
@@ -213,7 +215,7 @@ class ScriptRun(LiveRun):
         if len(notes) > MOST_NOTES:
             console.print(f"note  and {len(notes) - MOST_NOTES} more events in the trace")
 
-    def _explain(self, code: int, console: Console) -> None:
+    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
         """Say what is ours to say: what the program said of its end, it has said already."""
         state = self._process.state
         lines = [f"flexinspect: {state.note}"] if state.note else []

@@ -70,7 +70,7 @@ class Progress:
         """A generation began."""
         self.text, self.n_tokens, self.wall_ms, self.capture_ms = "", 0, 0.0, 0.0
         question = question_of(generation, reader)
-        self.say(f"[{generation.generation + 1}] {question}")
+        self.say(f"generation {generation.generation}: {question}")
 
     def step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
         """A step is in the trace."""
@@ -181,7 +181,9 @@ def plan_line(event: EventRecord) -> str:
 def question_of(generation: GenerationRow, reader: TraceReader) -> str:
     """Return the first paraphrase of a prompt, as its tokens spell it."""
     segments = reader.segments(generation.generation)
-    first = next((s for s in segments if s.kind == "paraphrase"), segments[0])
+    first = next((s for s in segments if s.kind == "paraphrase"), next(iter(segments), None))
+    if first is None:
+        return ""
     tokens = reader.tokens(generation.generation, start=first.start, stop=first.stop)
     return "".join(token.text for token in tokens).strip()
 

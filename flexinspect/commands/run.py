@@ -95,7 +95,8 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dataset",
         metavar="NAME",
-        help="demo, webqa, myriadlama, FILE.jsonl or package.module:Class",
+        help="demo, webqa, myriadlama, FILE.jsonl or package.module:Class "
+        "(default: demo, unless --prompt is given)",
     )
     group.add_argument("--prompt", action="append", help="a paraphrase; repeat it for each one")
     group.add_argument("--max-samples", type=_positive, help="default: 1")
@@ -257,6 +258,7 @@ def job_of(args: argparse.Namespace) -> Job:
     """Return the job that parsed flags describe. Raises `UsageError`."""
     said = vars(args)
     texts = {name: _unescaped(said[name]) for name in _TEXTS if name in said}
+    _check_question(said)
     job = Job(
         out=args.out or "",
         **{name: said[name] for name in _OWN if name in said},
@@ -272,6 +274,19 @@ def job_of(args: argparse.Namespace) -> Job:
     if args.out is None:
         return replace(job, out=default_name(f"{Path(job.model).name}-{job.mask}", Path.cwd()))
     return job
+
+
+def _check_question(said: dict[str, Any]) -> None:
+    if "dataset" in said and "prompt" in said:
+        raise UsageError(
+            "--prompt and --dataset exclude each other: both name what is asked.",
+            hint="Leave one of them out.",
+        )
+    if "max_samples" in said and "prompt" in said:
+        raise UsageError(
+            "--max-samples counts the samples of a dataset, and --prompt is one by itself.",
+            hint="Leave one of them out.",
+        )
 
 
 def _sampling(given: dict[str, Any]) -> SamplingOptions:

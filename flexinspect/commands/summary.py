@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from rich.text import Text
 
 from flexinspect.answers import matches
 from flexinspect.commands.progress import question_of
-from flexinspect.findings import Finding, Severity
+from flexinspect.findings import Finding, Severity, worst_first
 from flexinspect.sizes import human_bytes
 from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.rows import FindingRow, GenerationRow
+from flexinspect.trace.rows import GenerationRow
 
 _SHOWN_ANSWERS = 3
 _SHOWN_FINDINGS = 5
@@ -84,15 +84,8 @@ def summarise(path: Path, code: int) -> Summary:
                 for row in reader.events()
                 if row.event.kind not in ("phase", "error")
             ),
-            findings=_worst_first(reader.finding_rows(limit=_MOST_FINDINGS)),
+            findings=worst_first(row.finding for row in reader.finding_rows(limit=_MOST_FINDINGS)),
         )
-
-
-def _worst_first(rows: Sequence[FindingRow]) -> tuple[Finding, ...]:
-    order = list(Severity)
-    return tuple(
-        sorted((row.finding for row in rows), key=lambda finding: order.index(finding.severity))
-    )
 
 
 def _finding_facts(finding: Finding) -> dict[str, Any]:
@@ -120,8 +113,8 @@ def _answer(row: GenerationRow, reader: TraceReader) -> Answer:
 
 def _so_far(row: GenerationRow, reader: TraceReader) -> str:
     """Return what a generation that never ended had said."""
-    segments = reader.segments(row.generation)
-    tokens = reader.tokens(row.generation, start=segments[-1].start)
+    last = next(iter(reader.segments(row.generation)[::-1]), None)
+    tokens = [] if last is None else reader.tokens(row.generation, start=last.start)
     return "".join(token.text for token in tokens if not token.special).strip()
 
 
@@ -133,11 +126,14 @@ def print_summary(
     On stdout, unless another `console` is given; of more than `most` answers only the last.
     """
     console = console or Console(highlight=False, markup=False)
-    n_more = len(summary.answers) - most if most is not None else 0
+    spoken = [answer for answer in summary.answers if answer.question or answer.answer]
+    n_more = len(spoken) - most if most is not None else 0
     if n_more > 0:
         console.print(f"      {n_more} generations before these, in the interface", soft_wrap=True)
-    for answer in summary.answers[max(n_more, 0) :]:
+    for answer in spoken[max(n_more, 0) :]:
         console.print(_answer_text(answer), soft_wrap=True)
+    if silent := len(summary.answers) - len(spoken):
+        console.print(f"{silent} generation{'s' if silent > 1 else ''} without tokens")
     console.print(_cost_line(summary), soft_wrap=True)
     for finding in summary.findings[:_SHOWN_FINDINGS]:
         console.print(_finding_text(finding), soft_wrap=True)

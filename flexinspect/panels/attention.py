@@ -38,7 +38,8 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         "It shows how much of the newest row's attention each head of each layer gave to a part "
         "of the sequence, and what one head looked at.",
         "Layers go down, heads across, brighter is more; the bars are the weights of the chosen "
-        "head, and the gate says how far the picture is from what ran (0 is exact).",
+        "head, the gate says how far the picture is from what ran (0 is exact), v shows another "
+        "measure, and shift+left another row of a prefill at level extreme.",
         "Look for heads that ignore a paraphrase, put everything on BOS, or look where the mask "
         "should be closed; a gate above 0.01 means that this is not what ran.",
     )

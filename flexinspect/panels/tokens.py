@@ -63,9 +63,10 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
     help = Help(
         "The whole sequence that the model saw and made, a piece per token, a colour per segment.",
         "Generated tokens are coloured by how unsure the model was (v: probability, entropy, "
-        "segment); the white one is the token of this step; special tokens are italic.",
-        "A segment that begins one token early or late, a doubled BOS, a missing separator, "
-        "and the first token where the answer turns away from what was expected.",
+        "segment); the white one is the token of this step; special tokens are italic, ◌ is a part "
+        "of a character.",
+        "Look for a segment that begins one token early or late, a doubled BOS, a missing "
+        "separator, and the first token where the answer turns away from what was expected.",
     )
     sized = True
     actions = ("view.measure",)
@@ -235,8 +236,8 @@ def _generated_line(token: TokenRecord, data: TokensData) -> str:
         parts.append(f"probability {math.exp(min(step.chosen_logprob, 0)):.4f}")
     if step is not None and step.entropy is not None:
         parts.append(f"entropy {step.entropy:.3f}")
-    if step is not None and step.chosen_rank:
-        parts.append(f"rank {step.chosen_rank + 1}")
+    if step is not None and step.chosen_rank is not None and step.chosen_rank > 0:
+        parts.append(f"rank {step.chosen_rank}")
     return ", ".join(parts)
 
 

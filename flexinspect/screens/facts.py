@@ -43,7 +43,8 @@ def header_parts(
         (visible(str(status.run.get("level", ""))), "text", 5),
     ]
     if status.generations > 1:
-        parts.append((f"generation {place.generation + 1}/{status.generations}", "text", 3))
+        # Counted from 0 up to the last one, like steps, and as --generation and findings count.
+        parts.append((f"generation {place.generation}/{status.generations - 1}", "text", 3))
     parts.append((_steps(status, place, step), "strong", 1))
     parts.append((_cost(status, step), "muted", 7))
     behind = (status.last_step or 0) - place.step

@@ -14,6 +14,12 @@ def step_number(text: str) -> int | None:
     return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
 
 
+def named_step(text: str, first: int, last: int) -> int | None:
+    """Return the step that was typed: a number, `first`, `last` or `prefill`; None for a word."""
+    names = {"first": first, "last": last, "prefill": 0}
+    return names.get(text.strip().lower(), step_number(text))
+
+
 def token_with(reader: TraceReader, place: Place, text: str, *, only_generated: bool) -> Go | None:
     """Return the way to the next token after a place that holds `text`, round the end.
 

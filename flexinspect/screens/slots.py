@@ -126,12 +126,14 @@ class Slots(Container):
         remembered = state.recall()
         self._names = sensible(remembered.panels)
         self._wanted = remembered.slots
-        self._alone = False
+        known = remembered.alone in self._names
+        self._alone = self._names.index(remembered.alone) if known else None
 
     def compose(self) -> ComposeResult:
         """As many frames as there can be; `lay_out` shows those that fit."""
-        for name in self._names:
+        for index, name in enumerate(self._names):
             slot = Slot(name, self._feed, self._pool)
+            slot.display = self._alone in (None, index)
             slot.set_reactive(Slot.place, self.place)
             yield slot.data_bind(Slots.place, Slots.version)
 
@@ -172,18 +174,25 @@ class Slots(Container):
         frame.replace(name)
         if other is not None:
             other.replace(before)
-        state.remember(panels=tuple(slot.panel_name for slot in self._frames()))
+        self._remember()
+
+    def _remember(self) -> None:
+        names = tuple(slot.panel_name for slot in self._frames())
+        alone = "" if self._alone is None else names[self._alone]
+        state.remember(panels=names, slots=self._wanted, alone=alone)
 
     def maximise(self) -> None:
         """Show the focused panel alone, or all again."""
-        self._alone = not self._alone
+        current = self._frames().index(self._frame_of(self.current()))
+        self._alone = current if self._alone is None else None
+        self._remember()
         self.lay_out()
 
     def change(self, by: int) -> None:
         """Show more or fewer panels from now on."""
         self._wanted = min(max(len(self.views()) + by, 1), MOST)
-        state.remember(slots=self._wanted)
-        self._alone = False
+        self._alone = None
+        self._remember()
         self.lay_out()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -194,10 +203,9 @@ class Slots(Container):
         """Show as many frames as fit or as were asked for, in columns."""
         width, height = self.app.size
         wanted = self._wanted or n_slots(width, height)
-        alone = self._frame_of(self.current()) if self._alone else None
         for index, slot in enumerate(self._frames()):
-            slot.display = slot is alone if alone else index < wanted
-        n_shown = 1 if alone else wanted
+            slot.display = index < wanted if self._alone is None else index == self._alone
+        n_shown = wanted if self._alone is None else 1
         columns = n_columns(n_shown, width)
         self.styles.grid_size_columns = columns
         self.styles.grid_size_rows = -(-n_shown // columns)

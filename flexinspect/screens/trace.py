@@ -30,7 +30,8 @@ from flexinspect.screens.frame import Frame
 from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
-from flexinspect.screens.search import step_number, token_with
+from flexinspect.screens.places import onward, within
+from flexinspect.screens.search import named_step, token_with
 from flexinspect.screens.slots import Slots, panel_offer
 from flexinspect.screens.strip import TokenStrip
 from flexinspect.text import visible
@@ -151,16 +152,7 @@ class TraceScreen(Screen[None]):
 
     def validate_place(self, place: Place) -> Place:
         """Keep the place within the trace."""
-        status, model = self.status, self.status.run.get("model")
-        model = model if isinstance(model, dict) else {}
-        last = status.last_step
-        step = place.step if last is None else min(max(place.step, status.first_step), last)
-        return replace(
-            place,
-            step=step,
-            layer=_within(place.layer, model.get("layers")),
-            head=_within(place.head, model.get("heads")),
-        )
+        return within(place, self.status)
 
     def watch_place(self, old: Place, new: Place) -> None:
         """Show the new place in one frame, not panel by panel."""
@@ -204,9 +196,6 @@ class TraceScreen(Screen[None]):
         self.following = False
         self._to_step(self.place.step + n)
 
-    def _to_generation(self, number: int) -> None:
-        self._to_branch(number, 0)
-
     def _to_branch(self, generation: int | None, branch: int | None) -> None:
         """Stand at the first step of another generation or branch; nothing for the present one."""
         place = self.place
@@ -245,15 +234,20 @@ class TraceScreen(Screen[None]):
 
     @work
     async def _ask_step(self) -> None:
-        last = self.status.last_step or 0
-        question = f"Go to a step ({self.status.first_step} to {last}), or to the token that holds"
-        answer = await self.app.push_screen_wait(Ask(question, placeholder="12, or a word"))
+        first, last = self.status.first_step, self.status.last_step or 0
+        question = f"Go to a step ({first} to {last}), or to the token that holds"
+        example = "12, first, last, prefill, or a word"
+        answer = await self.app.push_screen_wait(Ask(question, placeholder=example))
         if not answer:
             return
-        if (step := step_number(answer)) is not None:
-            self.go(Go(step=step))
+        step = named_step(answer, self.status.first_step, self.status.last_step or 0)
+        if step is None:
+            self._find(answer, only_generated=True)
             return
-        self._find(answer, only_generated=True)
+        self.go(Go(step=step))
+        if self.place.step != step:
+            there = f"There is no step {step}; this is the nearest one."
+            self.notify(there, severity="warning", markup=False)
 
     @work
     async def _ask_search(self) -> None:
@@ -382,8 +376,8 @@ class TraceScreen(Screen[None]):
             "tokens.match": self._next_match,
             "finding.next": lambda: self._to_finding(1),
             "finding.previous": lambda: self._to_finding(-1),
-            "generation.next": lambda: self._to_generation(self.place.generation + 1),
-            "generation.previous": lambda: self._to_generation(self.place.generation - 1),
+            "generation.next": lambda: self._to_branch(self.place.generation + 1, 0),
+            "generation.previous": lambda: self._to_branch(self.place.generation - 1, 0),
             "layer.next": lambda: self.go(Go(layer=self.place.layer + 1)),
             "layer.previous": lambda: self.go(Go(layer=self.place.layer - 1)),
             "head.next": lambda: self.go(Go(head=self.place.head + 1)),
@@ -402,19 +396,3 @@ class TraceScreen(Screen[None]):
             "run.stop": self._stop,
             "app.quit": self._quit,
         }
-
-
-def onward(old: Place, new: Place) -> Place | None:
-    """Return the place after `new` if the user goes on as from `old`; None if that is unknown."""
-    if (old.generation, old.branch) != (new.generation, new.branch):
-        return None
-    return replace(
-        new,
-        step=2 * new.step - old.step,
-        layer=2 * new.layer - old.layer,
-        head=2 * new.head - old.head,
-    )
-
-
-def _within(value: int, count: object) -> int:
-    return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)

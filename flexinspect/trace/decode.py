@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
+    BuildRecord,
     CallRecord,
     Candidate,
     EventRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -60,6 +62,18 @@ def clean_as(kinds: Sequence[str], row: Row, name: str) -> list[Any]:
     """Return the values of a row of these kinds (or of the first ones). Raises `Damage`."""
     try:
         return [_READERS[kind](value) for kind, value in zip(kinds, row, strict=False)]
+    except (ValueError, TypeError) as error:
+        raise Damage(f"a row of {name} holds what it cannot hold ({error})") from None
+
+
+def column(kind: str, values: Row, name: str) -> list[Any]:
+    """Return the values of a column of the table `name`, NaN restored, JSON as the text it is.
+
+    Raises `Damage` for a wrong type.
+    """
+    read = _READERS[kind.replace("json", "text")]
+    try:
+        return [read(value) for value in values]
     except (ValueError, TypeError) as error:
         raise Damage(f"a row of {name} holds what it cannot hold ({error})") from None
 
@@ -168,9 +182,23 @@ def candidate(values: Row) -> Candidate:
     return Candidate(*values)
 
 
+def inputs(values: Row) -> InputsRecord:
+    """Return what a step was fed from the cleaned columns after the step."""
+    batch, positions, before, after = values
+    runs = [tuple(_list(run, int)) for run in _list(positions, list)]
+    if any(len(run) != 2 for run in runs):
+        raise Damage("a run of position ids is no pair")
+    return InputsRecord(batch, tuple(runs), tuple(_list(before, int)), tuple(_list(after, int)))
+
+
 def call(values: Row) -> CallRecord:
     """Return a call from the cleaned columns after its number."""
     return CallRecord(*values)
+
+
+def build(values: Row) -> BuildRecord:
+    """Return a built mask from the cleaned columns after its number."""
+    return BuildRecord(*values)
 
 
 def layer_stat(values: Row) -> LayerStatRecord:

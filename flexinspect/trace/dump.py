@@ -220,12 +220,14 @@ def _tokens(what: Selection, branch: BranchRow) -> Iterator[dict[str, Any]]:
 def _step(reader: TraceReader, row: StepRow) -> dict[str, Any]:
     key = (row.generation, row.step, row.branch)
     logits = reader.logits(*key)
-    memory = reader.memory(*key)
+    memory, inputs = reader.memory(*key), reader.inputs(*key)
     return {
         **_fields(row),
         "logits": logits and _fields(logits, without=("candidates",)),
         "candidates": [_fields(each) for each in logits.candidates] if logits else [],
+        "inputs": inputs and _fields(inputs),
         "calls": [_fields(each) for each in reader.calls(*key)],
+        "builds": [_fields(each) for each in reader.builds(*key)],
         "layer_stats": [_fields(each) for each in reader.layer_stats(*key)],
         "memory": memory and _fields(memory),
         "arrays": [_fields(each) for each in reader.arrays(*key)],

@@ -9,7 +9,9 @@ from typing import Any
 
 from flexinspect.findings import Finding
 from flexinspect.records import (
+    BuildRecord,
     CallRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -35,9 +37,10 @@ _TOKENS = ("pos", "id", "position id", "segment", "step", "special", "token", "t
 _CANDIDATES = ("rank", "id", "logit", "logprob", "score", "score logprob", "text")
 _CALLS = (
     *("layer", "path", "backend", "mask", "batch", "heads", "kv heads", "q", "kv", "head dim"),
-    *("dtype", "scale", "gate", "gate kind"),
+    *("dtype", "scale", "gate", "gate kind", "handed", "swallowed"),
 )
-_STATS = ("layer", "module", "nan", "inf", "min", "max", "mean", "std", "norm")
+_BUILDS = ("layer", "batch", "heads", "q", "kv", "ms", "peak growth", "rule")
+_STATS = ("layer", "module", "nan", "inf", "bad row", "min", "max", "mean", "std", "norm")
 _ARRAYS = ("#", "stream", "layer", "dtype", "shape", "codec", "bytes")
 
 
@@ -125,18 +128,40 @@ def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
     memory = reader.memory(*key)
     if memory is not None:
         yield "      " + _memory(memory)
+    inputs = reader.inputs(*key)
+    if inputs is not None:
+        yield from _inputs(inputs)
     yield from _block("calls", _CALLS, map(_call, reader.calls(*key)), indent=6)
+    yield from _block("builds", _BUILDS, map(_build, reader.builds(*key)), indent=6)
     yield from _block("layer_stats", _STATS, map(_stat, reader.layer_stats(*key)), indent=6)
     yield from _block("arrays", _ARRAYS, map(_array, reader.arrays(*key)), indent=6)
 
 
+def _inputs(row: InputsRecord) -> Iterator[str]:
+    runs = " ".join(
+        f"{first}-{first + n - 1}" if n > 1 else str(first) for first, n in row.positions
+    )
+    yield f"      inputs   batch {row.batch}  positions {runs or '-'}"
+    before, after = (
+        " ".join(map(str, held)) or "-" for held in (row.cached_before, row.cached_after)
+    )
+    yield f"      cached   before {before}  after {after}"
+
+
 def _call(c: CallRecord) -> Sequence[Any]:
     about = (c.layer, c.path, c.backend, c.mask, c.batch, c.q_heads, c.kv_heads, c.q_len, c.kv_len)
-    return [*map(_safe, (*about, c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind))]
+    last = (c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind, c.handed, c.swallowed)
+    return [*map(_safe, (*about, *last))]
+
+
+def _build(b: BuildRecord) -> Sequence[Any]:
+    about = (b.layer, b.batch, b.heads, b.q_len, b.kv_len, b.wall_ms, b.peak_growth, b.rule)
+    return [*map(_safe, about)]
 
 
 def _stat(s: LayerStatRecord) -> Sequence[Any]:
-    return s.layer, visible(s.module), s.n_nan, s.n_inf, s.min, s.max, s.mean, s.std, s.norm
+    counts = (s.n_nan, s.n_inf, s.bad_row)
+    return s.layer, visible(s.module), *counts, s.min, s.max, s.mean, s.std, s.norm
 
 
 def _array(a: ArrayInfo) -> Sequence[Any]:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from flexinspect.findings import Finding
 from flexinspect.prompts import Segment
 from flexinspect.records import (
+    BuildRecord,
     CallRecord,
     EventRecord,
     GenerationEnd,
     GenerationRecord,
+    InputsRecord,
     LogitsRecord,
     MaskRecord,
     OutputRecord,
@@ -44,6 +46,7 @@ BATCH = 128
 _ARRAY_BATCH = 8
 
 _call = attrgetter(*schema.CALLS.names[4:])
+_build = attrgetter(*schema.BUILDS.names[4:])
 _stat = attrgetter(*schema.LAYER_STATS.names[4:])
 _candidate = attrgetter(*schema.CANDIDATES.names[3:])
 _memory = attrgetter(*schema.MEMORY.names[3:])
@@ -67,7 +70,10 @@ def step(record: StepRecord, known: Collection[str]) -> list[Statement]:
         tokens(out, key[:2], record.tokens)
     if record.logits is not None:
         _candidates(out, key, record.logits)
+    if record.inputs is not None:
+        _add(out, schema.INPUTS, [*key, *_inputs(record.inputs)], 1)
     _calls(out, key, record.calls)
+    _builds(out, key, record.builds)
     _layer_stats(out, key, record)
     if record.memory is not None:
         _add(out, schema.MEMORY, [*key, *_memory(record.memory)], 1)
@@ -195,17 +201,30 @@ def _candidates(out: list[Statement], key: Key, logits: LogitsRecord) -> None:
     _add(out, schema.CANDIDATES, flat, len(logits.candidates))
 
 
+def _inputs(record: InputsRecord) -> tuple[Any, ...]:
+    # The text of lists of ints is JSON already.
+    lists = ([*map(list, record.positions)], [*record.cached_before], [*record.cached_after])
+    return record.batch, *map(str, lists)
+
+
 def _calls(out: list[Statement], key: Key, records: Sequence[CallRecord]) -> None:
     flat: list[Any] = []
     for number, record in enumerate(records):
         row = _call(record)
         scale, gate, cap = record.scale, record.gate, record.softcap
         if gate != gate or scale != scale or cap != cap:
-            last = (_optional(gate), record.gate_kind, _optional(cap))
-            row = (*row[:-4], _optional(scale), *last)
+            numbers = (_optional(scale), _optional(gate), record.gate_kind, _optional(cap))
+            row = (*row[:-6], *numbers, *row[-2:])
         flat += (*key, number)
         flat += row
     _add(out, schema.CALLS, flat, len(records))
+
+
+def _builds(out: list[Statement], key: Key, records: Sequence[BuildRecord]) -> None:
+    flat: list[Any] = []
+    for number, record in enumerate(records):
+        flat += (*key, number, *_build(record))
+    _add(out, schema.BUILDS, flat, len(records))
 
 
 def _layer_stats(out: list[Statement], key: Key, record: StepRecord) -> None:

@@ -21,8 +21,10 @@ from flexinspect.prompts import Segment
 from flexinspect.records import (
     Array,
     ArrayRecord,
+    BuildRecord,
     CallRecord,
     Candidate,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -30,8 +32,9 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.trace import arrays, decode, schema
+from flexinspect.trace import arrays, decode, frames, schema
 from flexinspect.trace.connections import in_wal_mode
+from flexinspect.trace.frames import Library
 from flexinspect.trace.queries import BRANCH, STEP, Queries, place
 from flexinspect.trace.rows import (
     ArrayInfo,
@@ -74,6 +77,9 @@ class TraceReader(Queries):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"TraceReader({str(self.path)!r})"
 
     def close(self) -> None:
         """Close all connections; a later call opens new ones."""
@@ -207,10 +213,21 @@ class TraceReader(Queries):
         found = tuple(self.candidates(generation, step, branch))
         return self._guard(lambda row: decode.logits(row, found), rows[0])
 
+    def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
+        """Return what a step was fed and what the cache held, None when not captured."""
+        key = (generation, branch, step)
+        rows = self._records(decode.inputs, schema.INPUTS, STEP, key, skip=3)
+        return rows[0] if rows else None
+
     def calls(self, generation: int, step: int, branch: int = 0) -> list[CallRecord]:
         """Return the attention calls of a step, in the order they ran."""
         key = (generation, branch, step)
         return self._records(decode.call, schema.CALLS, f"{STEP} ORDER BY call", key, skip=4)
+
+    def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
+        """Return the block masks that were built for a step, in order; own code only."""
+        key = (generation, branch, step)
+        return self._records(decode.build, schema.BUILDS, f"{STEP} ORDER BY build", key, skip=4)
 
     def layer_stats(self, generation: int, step: int, branch: int = 0) -> list[LayerStatRecord]:
         """Return the statistics of a step's modules, in the order captured."""
@@ -349,7 +366,9 @@ class TraceReader(Queries):
             *(about.started_at, about.wall_ms, about.capture_ms, branch),
             logits=self.logits(*key),
             tokens=tuple(self.step_tokens(*key)),
+            inputs=self.inputs(*key),
             calls=tuple(self.calls(*key)),
+            builds=tuple(self.builds(*key)),
             layer_stats=tuple(self.layer_stats(*key)),
             memory=self.memory(*key),
             masks=tuple(mask for mask in map(self.mask, new_masks) if mask is not None),
@@ -357,6 +376,25 @@ class TraceReader(Queries):
             findings=tuple(self.findings(*key)),
             events=tuple(row.event for row in happened if row.branch in (branch, None)),
         )
+
+    def frame(
+        self,
+        table: str,
+        *,
+        library: Library | None = None,
+        generation: int | None = None,
+        branch: int | None = None,
+        step: int | None = None,
+    ) -> Any:
+        """Return a table of the trace as a DataFrame: all rows, or those of the place given.
+
+        Tables and columns are those of `docs/trace-format.md`, blobs left out; JSON stays text.
+        Without `library` it is of pandas if that is installed, of polars otherwise. Raises
+        `UsageError` for an unknown table, and when neither is installed.
+        """
+        asked = frames.ask(table, generation=generation, branch=branch, step=step)
+        make = frames.maker(library)
+        return make(self._guard(asked.values, self._query(asked.sql, asked.params)))
 
     def _arrays(self, key: Sequence[int], rest: str, params: Sequence[Any]) -> list[ArrayRecord]:
         rows = self._query(f"{schema.READ_ARRAYS} {rest} ORDER BY number, chunk", (*key, *params))

@@ -143,6 +143,22 @@ CANDIDATES = table(
     """,
 )
 
+INPUTS = table(
+    "inputs",
+    "generation branch step",
+    "What a step was fed beside its tokens, and what the cache held around it: a number per layer, "
+    "-1 for one that counts no keys; none without a cache.",
+    """
+    generation     int   the generation
+    branch         int   the branch
+    step           int   the step
+    batch          int   sequences fed
+    positions      json  position ids of row 0, runs [first, how many]; empty if none were handed on
+    cached_before  json  keys in each layer's cache before, a list of integers
+    cached_after   json  keys in each layer's cache after, a list of integers
+    """,
+)
+
 CALLS = table(
     "calls",
     "generation branch step call",
@@ -167,6 +183,28 @@ CALLS = table(
     gate        real?  largest deviation from 1 of the newest row's mass, NULL if not computed
     gate_kind   text?  how the gate was computed: lse or output
     softcap     real?  cap on the scores, NULL when there is none
+    handed      text?  mask that the layer was given, NULL when its kernel got the same
+    swallowed   text?  exception that the call made up for, NULL when there was none
+    """,
+)
+
+BUILDS = table(
+    "builds",
+    "generation branch step build",
+    "Block masks that were built for a step, in the order they were; own code only.",
+    """
+    generation   int    the generation
+    branch       int    the branch
+    step         int    the step
+    build        int    number within the step, from 0
+    layer        int?   the layer in whose forward it was built, NULL outside of them
+    batch        int?   sequences of the grid, NULL when one serves all
+    heads        int?   heads of the grid, NULL when one serves all
+    q_len        int    rows
+    kv_len       int    keys
+    rule         text   module and qualified name of the rule
+    wall_ms      real   how long it took
+    peak_growth  int    bytes by which it raised the peak memory of the process or the GPU
     """,
 )
 
@@ -188,6 +226,7 @@ LAYER_STATS = table(
     mean        real  mean
     std         real  standard deviation
     norm        real  Euclidean norm
+    bad_row     int?  first row of the step with a NaN or infinity, NULL when there is none
     """,
 )
 
@@ -332,7 +371,9 @@ TABLES = (
     TOKENS,
     STEPS,
     CANDIDATES,
+    INPUTS,
     CALLS,
+    BUILDS,
     LAYER_STATS,
     MEMORY,
     GRADS,
@@ -360,6 +401,9 @@ STREAMS = {
     "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",
     "attention.lse": "float (layers, heads): log-sum-exp of the newest row's scores, natural",
     "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",
+    "inputs.ids": "int (sequences, rows): token ids fed, of a batch of several",
+    "inputs.positions": "int (sequences, rows): position ids, of a batch where they may differ",
+    "inputs.mask": "bool (sequences, keys): the 2D attention mask fed to an empty cache",
     "q": "(heads, rows, head width): queries of one layer, after rotation, rows of this step",
     "k": "(key heads, rows, head width): keys of one layer, after rotation, rows of this step",
     "v": "(key heads, rows, head width): values of one layer, rows of this step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,10 @@ from flexinspect.text import visible
 from flexinspect.widgets.lines import Span
 from flexinspect.widgets.look import BANDS, Look
 
+PART = "◌"
+"""Stands for a token that holds only some bytes of a character: a later one completes it."""
+_BYTES = re.compile("[!-~¡-\u0143]*[¡-\u0143][!-~¡-\u0143]*")
+"""Bytes, one letter each, as byte-level vocabularies write them; not all of them ASCII."""
 _PICTURES = {"\n": "↵", "\r": "␍", "\t": "→", " ": "·", "\u00a0": "⍽"}
 MAX_WORD = 32
 SEPARATOR = "#4a4d55"
@@ -41,12 +46,13 @@ def shown(token: str, text: str, *, special: bool) -> tuple[str, bool]:
     """Return what is drawn for a token, and whether it is something that has no ink.
 
     `token` is the vocabulary's string, `text` what the token adds to the text. A single leading
-    space stays a space: on a coloured band it is seen as the beginning of a word.
+    space stays a space: on a coloured band it is seen as the beginning of a word. Bytes that make
+    no character yet are not the letters that the vocabulary writes for them.
     """
     if special:
         return visible(token) or "<>", False
     if not text:
-        return (visible(token) or "∅")[:MAX_WORD], True
+        return PART if _BYTES.fullmatch(token) else (visible(token) or "∅")[:MAX_WORD], True
     if not text.strip() or not text.isprintable():
         return _pictured(text)[:MAX_WORD], not any(char.isalnum() for char in text)
     return text.replace("\\", "\\\\")[:MAX_WORD], False

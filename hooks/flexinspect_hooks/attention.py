@@ -2,22 +2,26 @@
 
 One spot sees every backend: models ask `ALL_ATTENTION_FUNCTIONS.get_interface(name, default)` for
 the function to call, at every call. While installed, that look-up returns a function that makes
-the same call and keeps references to what went in and out.
+the same call and keeps references to what went in and out. In code that is not ours the kernels are
+watched as well (`kernels`), since it may call them where nobody is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records import ArrayRecord, CallRecord
+from flexinspect.records import ArrayRecord, BuildRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
+from flexinspect_hooks.callrefs import CallRef, CallShape, kernel_path, of_kernel, shape_of
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
+from flexinspect_hooks.kernelcalls import Done, KernelCalls
 from flexinspect_hooks.mass import MassReducer, gathered
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
@@ -26,131 +30,44 @@ from flexinspect_hooks.store import put_activation, record_activations
 UNSEEN = "unseen"
 
 _PATHS = {"sdpa": "sdpa", "eager": "eager"}
-
-
-class CallRef(NamedTuple):
-    """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
-
-    A tuple, because one is made per layer inside the forward.
-    """
-
-    layer: int
-    backend: str
-    default_path: str
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Tensor
-    told_path: str
-    lse: Tensor | None
-    softcap: float | None
-
-    @property
-    def path(self) -> str:
-        """The path taken: what our backend told, else what the backend's name means."""
-        return self.told_path or self.default_path
-
-    @property
-    def mask(self) -> Any:
-        """The mask that the layer received."""
-        return self.args[0] if self.args else self.kwargs.get("attention_mask")
-
-    @property
-    def scale(self) -> float | None:
-        """The scale of the scores, None for the default."""
-        scale: float | None = self.kwargs.get("scaling")
-        return scale
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the module is causal when it gets no mask."""
-        return bool(getattr(self.module, "is_causal", True))
-
-
-class CallShape(NamedTuple):
-    """A call without its tensors: `q` is (B, heads, rows, D), `k` (B, kv heads, keys, D)."""
-
-    layer: int
-    path: str
-    backend: str
-    q: torch.Size
-    k: torch.Size
-    dtype: torch.dtype
-    scale: float | None
-    softcap: float | None
-
-    def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
-        """Return the call's record."""
-        batch, q_heads, q_len, head_dim = self.q
-        dtype = _DTYPES[self.dtype]
-        return CallRecord(
-            self.layer,
-            self.path,
-            self.backend,
-            mask,
-            batch,
-            q_heads,
-            self.k[1],
-            q_len,
-            self.k[2],
-            head_dim,
-            dtype,
-            self.scale,
-            gate,
-            gate_kind,
-            self.softcap,
-        )
-
-
-class _DTypeNames(dict[torch.dtype, str]):
-    """torch.float32 to "float32", each made once."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        self[dtype] = str(dtype).removeprefix("torch.")
-        return self[dtype]
-
-
-_DTYPES = _DTypeNames()
+_KNOWN = (*_PATHS, "flex_attention", BACKEND)
+"""Backends that do with the mask what is known; of others, the kernels that they call are kept."""
 
 
 class _Kept(NamedTuple):
     """What goes to the writer thread about a step's calls: no tensors."""
 
-    calls: tuple[CallShape, ...]
-    masks: tuple[ReceivedMask, ...]
-    mask_of_call: tuple[int, ...]
-    gate_kinds: tuple[str, ...]
+    calls: tuple[CallShape, ...] = ()
+    masks: tuple[ReceivedMask, ...] = ()
+    mask_of_call: tuple[int, ...] = ()
+    gate_kinds: tuple[str, ...] = ()
+    builds: tuple[BuildRecord, ...] = ()
 
 
 class AttentionHook:
     """Sees each attention call of the watched model, whatever the backend."""
 
     name = "attention"
-    _watched: dict[tuple[str, Any], Callable[..., Any]]
+    _watched: dict[tuple[str, int], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Shadow the look-up of attention functions on transformers' shared registry."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as REGISTRY
 
-        self._context = context
-        self._refs: list[CallRef] = []
-        self._n_seen = 0
-        self._book = MaskBook(context.device)
-        self._mass = MassReducer(context.device)
+        self.prepare(context)
         before = REGISTRY.__dict__.get("get_interface")
         original = REGISTRY.get_interface
-        watched = self._watched = {}
+        watched = self._watched
 
         def get_interface(attn_implementation: str, default: Callable[..., Any]) -> Any:
             function = original(attn_implementation, default)
             if torch.compiler.is_compiling():  # a graph must not hold anything of ours
                 return function
-            key = (attn_implementation, function)
+            # By identity, since a user's function need not be hashable; its watch keeps it alive.
+            key = (attn_implementation, id(function))
             if key not in watched:
-                watched[key] = self._watch(attn_implementation, function)
+                watch = self._watch if self._kernels is None else self._watch_own
+                watched[key] = watch(attn_implementation, function)
             return watched[key]
 
         def remove() -> None:
@@ -160,7 +77,22 @@ class AttentionHook:
                 REGISTRY.get_interface = before
 
         REGISTRY.get_interface = get_interface
-        return [remove]
+        kernels = self._kernels
+        return [remove, *(kernels.install(self._keep_direct) if kernels is not None else ())]
+
+    def prepare(self, context: CaptureContext) -> None:
+        """Begin without installing anything."""
+        self._context = context
+        self._refs: list[CallRef] = []
+        self._n_seen = 0
+        self._book = MaskBook(context.device)
+        self._mass = MassReducer(context.device)
+        self._kernels = KernelCalls(context) if context.sees_kernels else None
+        self._watched = {}
+
+    def keep(self, calls: Iterable[Done], layer: int, module: nn.Module) -> None:
+        """Keep kernels that were called without asking for an attention function."""
+        self._refs += _kernel_calls(calls, layer, "direct", module)
 
     def _watch(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
         context, layer_of, keep = self._context, self._context.layer_of, self._refs.append
@@ -185,6 +117,31 @@ class AttentionHook:
 
         return attention
 
+    def _watch_own(self, backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """As `_watch`, for own code: what its kernels were told goes before what its name says."""
+        context, layer_of, kernels = self._context, self._context.layer_of, self._kernels
+        assert kernels is not None
+        name = BACKEND if backend.startswith(BACKEND) else backend
+
+        def attention(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            layer = layer_of.get(id(module)) if context.is_open else None
+            if layer is None:
+                return function(module, query, key, value, *args, **kwargs)
+            LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
+            mark = len(kernels.done)
+            out = function(module, query, key, value, *args, **kwargs)
+            with suppress(Exception):  # the layer is not seen then, and the step says so
+                whole = (layer, name, _path(backend), module, query, key, value, args, kwargs)
+                self._refs += _own_calls(whole, out[0], kernels.since(mark))
+            return out
+
+        return attention
+
+    def _keep_direct(self, module: nn.Module, calls: list[Done]) -> None:
+        self.keep(calls, self._context.layer_of[id(module)], module)
+
     def begin(self, context: CaptureContext) -> None:
         """Take the generation's segments; masks already stored stay known.
 
@@ -197,14 +154,19 @@ class AttentionHook:
     def open(self, step: StepContext) -> None:
         """Forget what an aborted step may have left."""
         self._refs.clear()
+        if self._kernels is not None:
+            self._kernels.open()
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
+        builds: tuple[BuildRecord, ...] = ()
+        if self._kernels is not None:
+            builds = self._take_loose(self._kernels, step)
         refs = list(self._refs)
         self._refs.clear()
         self._count(len({ref.layer for ref in refs}), step)
         if not refs:
-            return None
+            return _Kept(builds=builds) if builds else None
         masks, numbers = self._book.collect(refs, step, buffer)
         kinds: tuple[str, ...] = ()
         if step.level != "basic":
@@ -213,7 +175,24 @@ class AttentionHook:
             self._store(refs, buffer)
         for mask in masks:
             mask.cells = mask.bias = None
-        return _Kept(tuple(map(_shape_of, refs)), tuple(masks), tuple(numbers), kinds)
+        return _Kept(tuple(map(shape_of, refs)), tuple(masks), tuple(numbers), kinds, builds)
+
+    def _take_loose(self, kernels: KernelCalls, step: StepContext) -> tuple[BuildRecord, ...]:
+        """Take kernel calls outside of the known layers, and return the masks that were built.
+
+        In a model without known layers, the calls of a step are numbered as its layers.
+        """
+        calls, builds = kernels.since(0), tuple(kernels.builds)
+        kernels.builds.clear()
+        if calls and self._context.layer_of:
+            n = f"{len(calls)} kernel call{'s' if len(calls) > 1 else ''}"
+            step.events.append(
+                (UNSEEN, f"{n} outside of the known attention layers: not recorded.")
+            )
+        else:
+            for layer, call in enumerate(calls):
+                self.keep([call], layer, self._context.model)
+        return builds
 
     def _count(self, n_seen: int, step: StepContext) -> None:
         """Say when fewer layers were seen than there are, each time that the number changes."""
@@ -239,6 +218,7 @@ class AttentionHook:
         """Write calls, new masks, attention mass and stored activations."""
         if kept is None:
             return
+        draft.builds += kept.builds
         fingerprints = [self._book.record(mask, values, draft) for mask in kept.masks]
         rows = gathered(values, len(kept.calls)) if kept.gate_kinds else {}
         gates = rows["gate"].tolist() if rows else []
@@ -246,7 +226,7 @@ class AttentionHook:
             mask = fingerprints[kept.mask_of_call[index]]
             gate = gates[index] if gates else None
             kind = kept.gate_kinds[index] if gates else None
-            draft.calls.append(call.record(mask, gate, kind))
+            draft.calls.append(call.record(mask, gate if kind else None, kind or None))
         for name in ("mass", "lse", "entropy"):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
@@ -255,10 +235,36 @@ class AttentionHook:
             record_activations(values, stream, draft)
 
 
+def _own_calls(whole: tuple[Any, ...], output: Tensor, inner: list[Done]) -> list[CallRef]:
+    """Return the call of an attention function; of one that is not known, the kernels it called."""
+    layer, name, path, module, query, key, value, args, kwargs = whole
+    if name not in _KNOWN and (found := _kernel_calls(inner, layer, name, module)):
+        return found
+    last = inner[-1] if inner else None
+    causal = bool(last.call.given.get("is_causal")) if last and path == "sdpa" else None
+    lse, cap = LAST_CALL.lse, LAST_CALL.softcap or kwargs.get("softcap")
+    told = LAST_CALL.path or (kernel_path(last) if last is not None else "")
+    LAST_CALL.lse = None
+    return [
+        CallRef(
+            *(layer, name, path, module, query, key, value, args, kwargs, output, told, lse, cap),
+            causal=causal,
+            swallowed=last.swallowed if last is not None else None,
+        )
+    ]
+
+
+def _kernel_calls(
+    calls: Iterable[Done], layer: int, backend: str, module: nn.Module
+) -> list[CallRef]:
+    found = (of_kernel(call, layer, backend, module) for call in calls)
+    return [ref for ref in found if ref is not None]
+
+
 def _unseen(n_seen: int, n_layers: int) -> str:
     return (
-        f"Attention was seen in {n_seen} of {n_layers} layers: the others did not ask transformers "
-        "for their attention function (a replaced forward, a direct call, or a compiled model)."
+        f"Attention was seen in {n_seen} of {n_layers} layers: the others called no kernel that is "
+        "watched (own arithmetic, another library's kernel, or a compiled model)."
     )
 
 
@@ -267,12 +273,3 @@ def _path(backend: str) -> str:
     if backend == "flex_attention":
         return "flex compiled"
     return _PATHS.get(backend, "other")
-
-
-def _shape_of(ref: CallRef) -> CallShape:
-    query = ref.query
-    path = ref.told_path or ref.default_path
-    scale = ref.kwargs.get("scaling")
-    cap = float(ref.softcap) if ref.softcap else None
-    shapes = (query.shape, ref.key.shape)
-    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap)

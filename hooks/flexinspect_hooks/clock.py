@@ -82,5 +82,14 @@ def query_length(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def cached_length(cache: Any) -> int:
-    """Return the keys that a cache holds, 0 without one."""
-    return int(cache.get_seq_length()) if cache is not None else 0
+    """Return the keys that a cache holds, 0 without one.
+
+    The first layer speaks for all, but for one that lost its keys: then any other does.
+    """
+    if cache is None:
+        return 0
+    held = int(cache.get_seq_length())
+    if held:
+        return held
+    asks = (getattr(layer, "get_seq_length", None) for layer in getattr(cache, "layers", ()))
+    return next((held for ask in asks if ask is not None and (held := int(ask()))), 0)

@@ -29,8 +29,8 @@ class FedRows:
         with_mask: bool,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.batch = _batch(arguments)
-        self.ids = _row(_fed_ids(arguments), n_rows)
+        self.batch = batch_of(arguments)
+        self.ids = _row(fed_ids(arguments), n_rows)
         parts = {
             "ids": self.ids,
             "positions": _row(arguments.get("position_ids"), n_rows),
@@ -91,7 +91,7 @@ class ArgumentNames:
         return {**dict(zip(self._names, args, strict=False)), **kwargs}
 
 
-def _fed_ids(arguments: Mapping[str, Any]) -> Tensor | None:
+def fed_ids(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the token ids (batch, rows): by name, else the first argument that looks like them."""
     if "input_ids" in arguments:
         return _tensor(arguments["input_ids"])
@@ -112,7 +112,8 @@ def _row(value: Any, n_rows: int) -> Tensor | None:
     return table[0].detach().clone()
 
 
-def _batch(arguments: Mapping[str, Any]) -> int:
+def batch_of(arguments: Mapping[str, Any]) -> int:
+    """Return the sequences that a forward with these arguments is fed."""
     for name in ("input_ids", "inputs_embeds"):
         value = arguments.get(name)
         if isinstance(value, Tensor) and value.dim() >= 2:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.fedrows import FedRows
 from flexinspect_hooks.foundwords import FoundWords, Tokenizers
 from flexinspect_hooks.layers import attention_layers
+from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.pickling import hide_hooks
 from flexinspect_hooks.program import chain_of, state_of, without_us
@@ -41,6 +42,9 @@ from flexinspect_hooks.session import cost_of
 from flexinspect_hooks.spans import read_wishes
 from flexinspect_hooks.story import Wishes
 from flexinspect_hooks.watchsession import Company, WatchSession
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.loosecalls import LooseCalls
 
 MOST_PLACES = 4096
 """Steps whose beginnings are remembered, to say during which of them something was printed."""
@@ -111,9 +115,9 @@ class _Found:
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(self, job: ScriptJob, writer: TraceWriter) -> None:
+    def __init__(self, job: ScriptJob, writer: TraceWriter, made: MadeTokenizers) -> None:
         self.job, self.writer = job, writer
-        self.tokenizers = Tokenizers()
+        self.tokenizers = Tokenizers(made)
         self._segments = read_wishes(job.declaration.segments)
         self.recorder = Recorder(writer)
         self._numbers = count()
@@ -126,6 +130,7 @@ class ModelFinder:
         self._lock = threading.RLock()
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
+        self._loose: LooseCalls | None = None
         self.recorder.start()
 
     # -- where models are met --------------------------------------------------------------------
@@ -187,9 +192,13 @@ class ModelFinder:
 
         self._removes.append(remove)
 
-    def watch_tokenizers(self) -> None:
-        """Note the tokenizers that are made; their base class is loaded."""
-        self._removes.append(self.tokenizers.watch())
+    def watch_loose_calls(self) -> None:
+        """Record FlexAttention that no model calls; its module is loaded."""
+        from flexinspect_hooks.loosecalls import LooseCalls
+
+        loose = LooseCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
+        loose.__enter__()
+        self._loose = loose
 
     # -- a model ---------------------------------------------------------------------------------
 
@@ -301,8 +310,11 @@ class ModelFinder:
             for found in reversed(list(self._found.values())):
                 if found.session is not None:
                     self._end_session(found.session, "finished", None)
+            if self._loose is not None:
+                self._loose.__exit__(None, None, None)
             self._take_out()
-            cost = cost_of(self._sessions, self.recorder) if self._sessions else None
+            sessions = [*self._sessions, *([self._loose] if self._loose is not None else [])]
+            cost = cost_of(sessions, self.recorder) if sessions else None
             self.recorder.stop()
         return cost
 
@@ -311,6 +323,8 @@ class ModelFinder:
         self._is_over = True
         for session in reversed(self._sessions):
             session.remove_hooks()
+        if self._loose is not None:
+            self._loose.remove_hooks()
         self._take_out()
 
     def _take_out(self) -> None:
@@ -321,6 +335,11 @@ class ModelFinder:
     def n_models(self) -> int:
         """Models that were found."""
         return len(self._facts)
+
+    @property
+    def has_loose_calls(self) -> bool:
+        """Whether FlexAttention was called outside of any model."""
+        return self._loose is not None and self._loose.n_calls > 0
 
     @property
     def failure(self) -> TraceWriteError | None:

@@ -22,8 +22,10 @@ from torch import nn
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     ArrayRecord,
+    BuildRecord,
     CallRecord,
     EventRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -41,14 +43,16 @@ class StepDraft:
 
     logits: LogitsRecord | None = None
     memory: MemoryRecord | None = None
+    inputs: InputsRecord | None = None
     calls: list[CallRecord] = field(default_factory=list)
+    builds: list[BuildRecord] = field(default_factory=list)
     layer_stats: list[LayerStatRecord] = field(default_factory=list)
     masks: list[MaskRecord] = field(default_factory=list)
     arrays: list[ArrayRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # its model may be gone, and then cannot be compared
 class CaptureContext:
     """What a hook may know of the run: the model, its layers, the segments of this generation."""
 
@@ -63,6 +67,10 @@ class CaptureContext:
     text_of: Callable[[int], str]
     segments: tuple[Segment, ...] = ()
     is_open: bool = False
+    sees_kernels: bool = False
+    """Whether kernels are watched where they are: for code that is not ours."""
+    tell: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
+    """Records an event (kind, text, facts) at once, at the step that is open."""
 
 
 class Hook(Protocol):

@@ -22,7 +22,7 @@ from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.received import ReceivedMask
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.attention import CallRef
+    from flexinspect_hooks.callrefs import CallRef
 
 
 class MassReducer:
@@ -47,14 +47,17 @@ class MassReducer:
     ) -> tuple[str, ...]:
         """Put mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
-        Returns how each call was gated: "lse", "output", or "" when its mask was not evaluated.
+        Returns how each call was gated: "lse", "output", or "" when its row cannot be recomputed.
         """
-        if any(mask.cells is None for mask in masks):
+        kinds = [_gate_kind(ref, masks[number]) for ref, number in zip(refs, numbers, strict=True)]
+        if not any(kinds):
             return ()
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ref in enumerate(refs):
-            key = (numbers[index], *ref.key.shape[1:], ref.query.shape[1], ref.lse is not None)
-            groups.setdefault(key, []).append(index)
+            shape = (*ref.key.shape[1:], ref.query.shape[1])
+            key = (numbers[index], *shape, ref.lse is not None, ref.scale)
+            if kinds[index]:
+                groups.setdefault(key, []).append(index)
         for key, members in groups.items():
             cells = masks[key[0]].cells
             assert cells is not None
@@ -64,10 +67,16 @@ class MassReducer:
                 masks[key[0]].bias,
                 # A static cache has more keys than the sequence, a sliding one fewer.
                 self._borders - max(kv_after - key[2], 0),
-                members if len(groups) > 1 else None,
+                members if len(members) < len(refs) else None,
                 buffer,
             )
-        return tuple("output" if ref.lse is None else "lse" for ref in refs)
+        return tuple(kinds)
+
+
+def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
+    if mask.cells is None or ref.unknown_scores:
+        return ""
+    return "output" if ref.lse is None else "lse"
 
 
 def gathered(values: Values, n_calls: int) -> dict[str, Array]:
@@ -80,7 +89,7 @@ def gathered(values: Values, n_calls: int) -> dict[str, Array]:
         if not members:
             out[name] = part
             continue
-        whole = out.setdefault(name, np.zeros((n_calls, *part.shape[1:]), part.dtype))
+        whole = out.setdefault(name, np.full((n_calls, *part.shape[1:]), np.nan, part.dtype))
         whole[[int(member) for member in members.split(",")]] = part
     return out
 
@@ -107,13 +116,12 @@ def _reduce_group(
         lse = lse[:: refs[0].query.shape[0]]  # batch 0 of each layer
         buffer.later(partial(_mass, suffix), scores, lse, closed, borders)
         return
-    lse = torch.logsumexp(scores.masked_fill(closed, -torch.inf), -1)
-    results = _mass(suffix, torch, scores, lse, closed, borders)
-    weights = torch.exp(scores - lse[..., None]).masked_fill(closed, 0.0)
-    pairs = zip(refs, torch.nan_to_num(weights), strict=True)
-    results[f"{_PREFIX}gate{suffix}"] = torch.stack([_output_gate(ref, w) for ref, w in pairs])
-    for name, tensor in results.items():
-        buffer.put(name, tensor)
+    seen = scores.masked_fill(closed, -torch.inf)
+    # A row that sees nothing gives NaN here, and 0 in every kernel.
+    weights = torch.softmax(seen, -1).nan_to_num()
+    buffer.later(partial(_mass, suffix), scores, torch.logsumexp(seen, -1), closed, borders)
+    output = torch.stack([ref.output[0, -1] for ref in refs]).float()
+    buffer.later(partial(_output_gate, suffix), _outputs(refs, weights), output)
 
 
 def _mass(suffix: str, xp: Any, scores: Any, lse: Any, closed: Any, borders: Any) -> dict[str, Any]:
@@ -163,9 +171,21 @@ def _scores(refs: Sequence[CallRef]) -> Tensor:
     return first.softcap * torch.tanh(flat / first.softcap) if first.softcap else flat
 
 
-def _output_gate(ref: CallRef, weights: Tensor) -> Tensor:
-    """Return the largest relative error of the row's output recomputed from `weights`."""
-    value, output = ref.value[0].float(), ref.output[0, -1].float()
-    grouped = weights.view(value.shape[0], -1, weights.shape[-1])
-    mine = torch.matmul(grouped, value).view(output.shape)
-    return (mine - output).abs().amax() / torch.clamp(output.abs().amax(), min=1e-6)
+def _outputs(refs: Sequence[CallRef], weights: Tensor) -> Tensor:
+    """Return the newest rows' outputs from their weights, float32 (layers, q heads, head width)."""
+    n_layers, n_heads, kv_len = weights.shape
+    kv_heads, width = refs[0].value.shape[1], refs[0].value.shape[3]
+    grouped = weights.view(n_layers, kv_heads, -1, kv_len)
+    outputs = grouped.new_empty(n_layers, kv_heads, grouped.shape[2], width)
+    for ref, mine, out in zip(refs, grouped.unbind(), outputs.unbind(), strict=True):
+        value = ref.value[0]
+        torch.bmm(mine, value if value.dtype is torch.float32 else value.float(), out=out)
+    return outputs.view(n_layers, n_heads, width)
+
+
+def _output_gate(suffix: str, xp: Any, mine: Any, output: Any) -> dict[str, Any]:
+    """Return the gate (layers): the largest error of a row's output, relative to its largest."""
+    shape = (len(mine), -1)
+    largest = xp.amax(xp.abs(output).reshape(shape), -1)
+    error = xp.amax(xp.abs(mine - output.reshape(mine.shape)).reshape(shape), -1)
+    return {f"{_PREFIX}gate{suffix}": error / xp.clip(largest, 1e-6, None)}

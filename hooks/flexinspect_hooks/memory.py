@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -58,6 +60,14 @@ class MemoryHook:
             for call in draft.calls
         )
         draft.memory = MemoryRecord(self._rss(), self._model, kv_cache, *cuda)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the peak memory so far: of the CUDA allocator, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _size(dtype: str) -> int:

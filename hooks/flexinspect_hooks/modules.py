@@ -65,10 +65,10 @@ class ModuleHook:
         rows = [output[0] for _, output in kept]
         if step.q_len == 1:
             stack = torch.stack(rows).flatten(1).float()
-            buffer.later(partial(_statistics, on_cpu), stack)
+            buffer.later(partial(_statistics, on_cpu, 1), stack)
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
-            each = [_statistics(on_cpu, torch, r.reshape(1, -1).float()) for r in rows]
+            each = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
             buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in each]))
         if step.level == "extreme":
             for layer, output in kept:
@@ -81,10 +81,10 @@ class ModuleHook:
         if not kept:
             return
         stats = values["modules.stats"]
-        if step.level == "basic" and not stats[:, 5:].any():
+        if step.level == "basic" and not stats[:, 6].any():
             return
         for layer, row in zip(kept, stats.tolist(), strict=True):
-            if step.level == "basic" and row[-1] == 0:
+            if step.level == "basic" and row[6] == 0:
                 continue
             draft.layer_stats.append(_record(layer, self._names[layer], row))
         record_activations(values, "hidden", draft)
@@ -103,28 +103,31 @@ def _looks_healthy(step: StepContext) -> bool:
     return math.isfinite(float(best))
 
 
-def _statistics(on_cpu: bool, xp: Any, rows: Any) -> dict[str, Any]:
-    """Return (layers, 7): min, max, mean, std, norm, NaN count, count of not finite.
+def _statistics(on_cpu: bool, n_rows: int, xp: Any, rows: Any) -> dict[str, Any]:
+    """Return (layers, 8): min, max, mean, std, norm, NaN count, count of not finite, first bad row.
 
-    `rows` is float32 (layers, values), `xp` torch or numpy. std is that of the population, from
-    norm and mean: fast reductions instead of a slow one, with an error of about 1e-7 * norm².
-    NaN and Inf show in min and max; they are counted when there are any, or always where looking
-    would wait for the device.
+    `rows` is float32 (layers, values), a layer's values those of `n_rows` rows; `xp` is torch or
+    numpy. std is that of the population, from norm and mean: fast reductions instead of a slow one,
+    with an error of about 1e-7 * norm². NaN and Inf show in min and max; they are looked for when
+    there are any, or always where looking would wait for the device.
     """
     n_values = rows.shape[1]
     low, high = xp.amin(rows, axis=1), xp.amax(rows, axis=1)
     mean, norm = xp.mean(rows, axis=1), xp.linalg.norm(rows, axis=1)
     std = xp.sqrt(xp.clip(norm * norm / n_values - mean * mean, 0, None))
-    n_nan = n_bad = xp.zeros_like(mean)
+    n_nan = n_bad = first = xp.zeros_like(mean)
     if not (on_cpu and bool(xp.isfinite(high - low).all())):
         one = xp.ones_like(mean)
         n_nan = xp.sum(xp.isnan(rows), axis=1) * one
-        n_bad = (n_values - xp.sum(xp.isfinite(rows), axis=1)) * one
-    return {"modules.stats": xp.stack((low, high, mean, std, norm, n_nan, n_bad), 1)}
+        finite = xp.isfinite(rows)
+        n_bad = (n_values - xp.sum(finite, axis=1)) * one
+        is_bad = ~finite.reshape(len(rows), n_rows, -1).all(-1)
+        first = xp.argmax(is_bad * 1, axis=1) * one
+    return {"modules.stats": xp.stack((low, high, mean, std, norm, n_nan, n_bad, first), 1)}
 
 
 def _record(layer: int, name: str, row: list[float]) -> LayerStatRecord:
-    low, high, mean, std, norm, n_nan, n_bad = row
+    low, high, mean, std, norm, n_nan, n_bad, first = row
     return LayerStatRecord(
         layer=layer,
         module=name,
@@ -135,4 +138,5 @@ def _record(layer: int, name: str, row: list[float]) -> LayerStatRecord:
         mean=mean,
         std=std,
         norm=norm,
+        bad_row=int(first) if n_bad else None,
     )

@@ -27,7 +27,7 @@ from flexinspect_hooks.maskmods import head_groups
 from flexinspect_hooks.ruleidentity import rule_name, rule_parameters, rule_source
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.attention import CallRef
+    from flexinspect_hooks.callrefs import CallRef
 
 MAX_CELLS = 1 << 26
 """Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
@@ -155,7 +155,8 @@ def _describe(ref: CallRef, number: int, step: StepContext) -> ReceivedMask:
         mask.kind, mask.block = "block", (int(size_q), int(size_kv))
         mask.batch, mask.heads = received.kv_num_blocks.shape[:2]
         mask.rule, mask.parameters = received.mask_mod, rule_parameters(received.mask_mod)
-    elif isinstance(received, Tensor) and received.dim() == 4:
+    elif isinstance(received, Tensor) and received.dim() >= 2:
+        received = _dense(received, q_len, kv_len)
         mask.kind = "bool" if received.dtype is torch.bool else "float"
         mask.batch, mask.heads = received.shape[:2]
         mask.parameters = f"{tuple(received.shape)}{received.dtype}"
@@ -165,8 +166,23 @@ def _describe(ref: CallRef, number: int, step: StepContext) -> ReceivedMask:
 
 
 def _implied_causal(ref: CallRef) -> bool:
-    """SDPA without a mask is causal over a prompt; every other call without a mask is open."""
+    """SDPA without a mask is causal over a prompt; every other call without a mask is open.
+
+    Told so itself, SDPA is causal from the upper left for any number of rows, so that a single row
+    sees one key.
+    """
+    if ref.causal is not None:
+        return ref.causal
     return ref.path == "sdpa" and ref.is_causal and ref.query.shape[2] > 1
+
+
+def _dense(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
+    """Return a view (batch, heads, rows, keys) of a dense mask that may leave out any of them."""
+    while mask.dim() < 4:
+        mask = mask[None]
+    rows = q_len if mask.shape[2] == 1 else mask.shape[2]
+    keys = kv_len if mask.shape[3] == 1 else mask.shape[3]
+    return mask.expand(-1, -1, rows, keys)
 
 
 def _executed(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | None:
@@ -181,7 +197,7 @@ def _executed(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | N
         if cells is None or not mask.compiled:
             return cells
         return _as_compiled(cells, received, heads)
-    if isinstance(received, Tensor) and received.dim() == 4:
+    if isinstance(received, Tensor) and received.dim() >= 2:
         return _tensor_cells(ref, mask)
     everything = _all_open(mask, indices.zero.device)
     return everything.tril() if mask.kind == "none, causal" else everything
@@ -197,7 +213,7 @@ def _tensor_cells(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
     Eager attention and transformers' flex add every mask, so one of bools closes nothing there: it
     adds 1 to the scores of its open cells. Transformers' flex reads it at head 0 for all heads.
     """
-    tensor: Tensor = ref.mask[0, :, :, : mask.kv_len]
+    tensor = _dense(ref.mask, mask.q_len, mask.kv_len)[0, :, :, : mask.kv_len]
     flex = ref.path.startswith("flex")
     if flex:
         tensor = tensor[:1, : mask.q_len]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -117,6 +117,7 @@ class CaptureSession:
             blocks=decoder_blocks(model, layer_of),
             layers=tuple(sorted(set(layer_of.values()))) if layers is None else tuple(layers),
             text_of=text_of,
+            tell=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
         self._segments: tuple[Segment, ...] = ()
         self.capture_s = 0.0
@@ -343,10 +344,17 @@ class CaptureSession:
                 self._removes.remove((owner, remove))
                 remove()
 
-    def _event(self, kind: str, text: str, step: StepContext | None = None) -> None:
+    def _event(
+        self,
+        kind: str,
+        text: str,
+        step: StepContext | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         generation = step.generation if step is not None else None
         number = step.step if step is not None else None
-        self.recorder.put(EventRecord(kind, text, time.time(), generation, number))
+        at = time.time()
+        self.recorder.put(EventRecord(kind, text, at, generation, number, facts or {}))
 
 
 def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from flexinspect import __version__, masks
 from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.findings import Finding
+from flexinspect.glance import Glance, glance
 from flexinspect.masks import MaskRule
 from flexinspect.provenance import git_state
 from flexinspect.text import visible
@@ -30,9 +31,6 @@ from flexinspect_hooks.session import check_level
 from flexinspect_hooks.spans import Wish, read_wishes
 from flexinspect_hooks.story import IdWords, TokenizerWords, Wishes, Words
 from flexinspect_hooks.watchsession import WatchSession
-
-MOST_FINDINGS = 5
-"""Findings that the summary shows."""
 
 _watched: set[int] = set()
 """Models that are being watched, by id."""
@@ -172,22 +170,25 @@ class Watch:
             return reader.findings()
 
     def __str__(self) -> str:
-        if self._writer is None:
-            return f"Nothing is recorded yet; the trace will be {self.path}."
-        with self.reader() as reader:
-            generations = [row.generation for row in reader.generations()]
-            n_steps = sum(reader.n_steps(number) for number in generations)
-            found, state = reader.findings(), reader.state
-        name = visible(self.path.name)
-        counts = ((len(generations), "generation"), (n_steps, "step"), (len(found), "finding"))
-        lines = [f"{name} ({state}): {', '.join(_count(n, what) for n, what in counts)}"]
-        lines += [f"  {one.severity}: {visible(one.sentence)}" for one in found[:MOST_FINDINGS]]
-        if len(found) > MOST_FINDINGS:
-            lines.append(f"  and {len(found) - MOST_FINDINGS} more")
-        return "\n".join([*lines, f"flexinspect open {_quoted(self.path)}"])
+        seen = self._glance()
+        return self._nothing_yet() if seen is None else seen.text()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        seen = self._glance()
+        return escape(self._nothing_yet()) if seen is None else seen.html()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the summary in IPython, too; `repr` opens no file, because debuggers call it."""
+        printer.text("..." if cycle else str(self))
+
+    def _glance(self) -> Glance | None:
+        if self._writer is None:
+            return None
+        with self.reader() as reader:
+            return glance(reader, self.path)
+
+    def _nothing_yet(self) -> str:
+        return f"Nothing is recorded yet; the trace will be {visible(str(self.path))}."
 
 
 def _quietly(call: Callable[[], object]) -> None:
@@ -241,6 +242,7 @@ def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "started_at": time.time(),
         "watch": True,
+        "graphs_counted": True,
         "model": model_facts(model),
         "level": level,
         "threads": torch.get_num_threads(),
@@ -253,13 +255,3 @@ def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
         "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
         "git": git_state(Path.cwd()),
     }
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
-
-
-def _quoted(path: Path) -> str:
-    import shlex
-
-    return shlex.quote(visible(str(path)))

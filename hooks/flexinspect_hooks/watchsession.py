@@ -82,6 +82,7 @@ class WatchSession(CaptureSession):
             text_of=wishes.words.text_of,
             recorder=company.recorder if company else None,
         )
+        self.context.sees_kernels = True
         self._wishes = wishes
         self._names = ArgumentNames(model)
         self._sequences = Sequences(company.numbers if company else None)
@@ -229,7 +230,9 @@ class WatchSession(CaptureSession):
 
     def _lose(self, step: StepContext) -> None:
         """Say that a forward never returned; it may be tried again."""
-        self._event("forward-failed", f"The forward of step {step.step} did not return.", step)
+        fed = f"rows fed: {step.q_len}, keys cached: {step.kv_before}"
+        text = f"The forward of step {step.step} did not return ({fed})."
+        self._event("forward-failed", text, step)
         self._abandon()
         self._sequences.undo()
         self._is_broken = True
@@ -239,6 +242,8 @@ class WatchSession(CaptureSession):
         reason = _in_words(error) if error is not None else ""
         if error is not None and state != "finished":
             self._tell_error(error)
+        elif self._step is not None:
+            self._lose(self._step)
         self._abandon()
         self._end(state, reason)
         self._sequences.end()

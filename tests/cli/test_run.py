@@ -250,6 +250,26 @@ def test_ctrl_c_ends_with_a_valid_trace(long_run: Callable[[], Any]) -> None:
     assert not list(path.parent.glob("*-wal"))
 
 
+def test_ctrl_c_while_the_model_loads_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*FLEXINSPECT, "run", "--out", str(tmp_path / "a.flextrace")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "importing torch …\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert out == ""
+    assert err.endswith(
+        "flexinspect: The run was stopped before anything ran; there is no trace.\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_killed_capture_process_leaves_its_steps_and_a_sentence(
     long_run: Callable[[], Any],
 ) -> None:
@@ -447,6 +467,8 @@ BAD = {
     "too long": (["--max-new-tokens", "5000"], "the model has 1024"),
     "missing folder": (["--out", "no/such/folder/x.flextrace"], "no/such/folder"),
     "empty prompt": (["--prompt", ""], "prompt"),
+    "prompt and samples": (["--prompt", "a", "--max-samples", "2"], "counts the samples"),
+    "prompt and dataset": (["--prompt", "a", "--dataset", "demo"], "exclude each other"),
 }
 
 

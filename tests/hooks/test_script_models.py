@@ -202,6 +202,36 @@ def test_output_is_put_beside_the_step_it_came_with(several: Ran) -> None:
     assert [(row.generation, row.step) for row in rows] == [(0, 3), (1, 3), (2, 3)]
 
 
+REVERSED = """
+import torch.nn.attention.flex_attention
+model = make_model("llama")
+tell(found=greedy(model)[0].tolist())
+"""
+
+
+def test_modules_may_come_in_any_order(tmp_path: Path) -> None:
+    script = "from transformers import PreTrainedTokenizerFast\n" + HEAD + REVERSED
+    (tmp_path / "script.py").write_text(script, "utf-8")
+    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    mine = done(begun(tmp_path, *words, "script.py"))
+    assert mine.returncode == 0, mine.stderr
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert [reader.n_steps(row.generation) for row in reader.generations()] == [4]
+
+
+def test_a_program_that_only_tokenizes_loads_no_torch(tmp_path: Path) -> None:
+    script = f"""
+    import sys
+    from transformers import PreTrainedTokenizerFast
+    words = PreTrainedTokenizerFast.from_pretrained({str(DEMO)!r})
+    print(words("one two").input_ids, "torch" in sys.modules)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
+    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    plain = done(begun(tmp_path, sys.executable, "script.py"))
+    assert done(begun(tmp_path, *words, "script.py")).stdout == plain.stdout
+
+
 FAILS = """
 from transformers import AutoTokenizer
 model = make_model("llama", vocab_size=2560)

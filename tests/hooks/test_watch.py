@@ -235,6 +235,42 @@ def test_every_backend_that_transformers_dispatches_is_seen(
         assert [call.backend for call in reader.calls(0, 0)] == [backend] * 3
 
 
+def test_an_attention_function_that_cannot_be_hashed_is_seen(out: Path) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("unhashable", Unhashable())
+    try:
+        model = make_model("llama")
+        model.set_attn_implementation("unhashable")
+        with flexinspect.watch(model, out=out) as trace:
+            model(prompt_of())
+    finally:
+        AttentionInterface._global_mapping.pop("unhashable")
+    with trace.reader() as reader:
+        assert [call.backend for call in reader.calls(0, 0)] == ["unhashable"] * 3
+
+
+def test_the_last_forward_is_said_to_have_failed_when_its_exception_was_caught(out: Path) -> None:
+    model = make_model("llama")
+    cache = DynamicCache(config=model.config)
+    with flexinspect.watch(model, out=out) as trace:
+        model(prompt_of(), past_key_values=cache)
+        model.model.layers[1].register_forward_pre_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt_of(1), past_key_values=cache)
+    with trace.reader() as reader:
+        (said,) = events(reader, "forward-failed")
+        assert said == "The forward of step 1 did not return (rows fed: 1, keys cached: 9)."
+        assert (reader.n_steps(0), reader.generation(0).state) == (1, "failed")
+
+
 def test_a_replaced_forward_is_counted_as_unseen(out: Path) -> None:
     model = make_model("llama")
     inner = model.model.layers[1].self_attn
@@ -539,7 +575,27 @@ def test_the_handle_tells_what_is_known_and_how_to_open_it(out: Path) -> None:
         assert reader.array(1, 0, "attention.mass") is None
     assert f"2 generations, {2 * NEW} steps" in str(trace)
     assert str(trace).endswith(f"flexinspect open {out}")
-    assert trace._repr_html_().startswith("<pre>own.flextrace (finished)")
+    assert f"<code>flexinspect open {out}</code>" in trace._repr_html_()
+    assert ">error</span>" in trace._repr_html_()
+
+
+def test_a_handle_that_was_not_entered_says_so(llama: Any, tmp_path: Path) -> None:
+    trace = flexinspect.watch(llama, out=tmp_path / "a&b.flextrace")
+    assert str(trace) == f"Nothing is recorded yet; the trace will be {tmp_path}/a&b.flextrace."
+    assert trace._repr_html_().endswith("/a&amp;b.flextrace.")
+    assert not (tmp_path / "a&b.flextrace").exists()
+
+
+def test_ipython_shows_the_summary_and_repr_reads_no_file(
+    llama: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from IPython.lib.pretty import pretty
+
+    with flexinspect.watch(llama, out=out) as trace:
+        llama(prompt_of())
+    assert pretty(trace) == str(trace)
+    monkeypatch.setattr(type(trace), "reader", lambda self: pytest.fail("the trace was opened"))
+    assert "Watch object" in repr(trace)
 
 
 # -- segments and declared masks ------------------------------------------------------------------
@@ -642,16 +698,3 @@ def test_what_was_not_seen_is_not_shown_as_chosen(llama: Any, out: Path) -> None
     assert "What step 0 chose was not seen: it was never fed." in shown
     assert "Whether processors changed these logits before the choice was not seen." in shown
     assert "*" not in shown
-
-
-def test_the_example_of_the_documentation_runs(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "docs" / "examples" / "watch_generate.py"
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Nairobi" in done.stdout
-    (path,) = tmp_path.glob("watch-*.flextrace")
-    assert f"flexinspect open {path}" in done.stdout
-    assert "1 generation, " in done.stdout
-    assert "Declared is segment-isolation, and what was executed differs" in show(path, "mask")

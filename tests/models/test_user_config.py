@@ -112,8 +112,19 @@ def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
     ("line", "said"),
     [
         ('"step.nxt" = "w"', "no action is called 'step.nxt'; did you mean 'step.next'?"),
-        ('"step.next" = 3', "the action 'step.next' needs a key, or a list of keys"),
-        ('"step.next" = []', "the action 'step.next' needs a key, or a list of keys"),
+        ('"step.next" = 3', "the action 'step.next' needs a key, or a list of keys."),
+        ('"step.next" = []', "the action 'step.next' needs a key, or a list of keys."),
+        ('"step.next" = "spcae"', "the action 'step.next' is given 'spcae', which is no key."),
+        ('"step.next" = ["w", ""]', "the action 'step.next' is given '', which is no key."),
+        ('"step.next" = "strg+a"', "the action 'step.next' is given 'strg+a', which is no key."),
+        (
+            '"step.next" = "n"',
+            "the action 'step.next' is given 'n', which 'finding.next' has already.",
+        ),
+        (
+            '"step.next" = "ctrl+q"',
+            "the action 'step.next' is given 'ctrl+q', which 'app.quit' has already.",
+        ),
     ],
 )
 def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, said: str) -> None:
@@ -121,4 +132,47 @@ def test_a_wrong_key_is_named_with_file_and_line(home: Path, line: str, said: st
     file.write_text(f"[keys]\n{line}\n")
     with pytest.raises(UsageError) as caught:
         load_config()
-    assert caught.value.message == f"{file}:2: {said}."
+    assert caught.value.message == f"{file}:2: {said}"
+    assert caught.value.hint
+
+
+def test_keys_may_be_written_as_they_stand_on_the_keyboard_or_in_the_help(home: Path) -> None:
+    (home / "flexinspect.toml").write_text(
+        '[keys]\n"step.next" = ["!", "Ctrl + A", "shift+w", "w"]\n'
+        '"step.last" = ["pgdn", ",", "ctrl++"]\n"step.forward" = "SPACE"\n'
+        '"step.previous" = ["←", "shift+alt+left"]\n'
+    )
+    assert load_config().keys == {
+        "step.next": "exclamation_mark,ctrl+a,W,w",
+        "step.last": "pagedown,comma,ctrl+plus",
+        "step.forward": "space",
+        "step.previous": "left,alt+shift+left",
+    }
+
+
+def test_a_key_may_be_taken_from_an_action_that_gets_another_one(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "n"\n"finding.next" = "w"\n')
+    assert load_config().keys == {"step.next": "n", "finding.next": "w"}
+    (home / "flexinspect.toml").write_text(
+        '[keys]\n"step.next" = ["left", "h"]\n"step.previous" = ["right", "l"]\n'
+    )
+    assert load_config().keys["step.next"] == "left,h"
+
+
+def test_a_key_that_two_files_give_away_is_told_of_the_file_that_takes_it(home: Path) -> None:
+    per_user = home.parent / "xdg" / "flexinspect" / "config.toml"
+    per_user.parent.mkdir(parents=True)
+    per_user.write_text('[keys]\n"app.help" = "w"\n')
+    (home / "flexinspect.toml").write_text('[keys]\n"step.next" = "w"\n')
+    with pytest.raises(
+        UsageError, match=r"'step.next' is given 'w', which 'app.help' has"
+    ) as caught:
+        load_config()
+    assert caught.value.message.startswith(f"{home / 'flexinspect.toml'}:2: ")
+
+
+def test_a_key_of_textual_itself_cannot_be_taken(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[keys]\n"app.quit" = "Q"\n"step.next" = "ctrl+q"\n')
+    with pytest.raises(UsageError) as caught:
+        load_config()
+    assert caught.value.hint == "'ctrl+q' cannot be taken from 'app.quit'; choose another key."

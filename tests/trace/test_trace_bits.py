@@ -174,7 +174,7 @@ def test_calls_come_by_step_and_layer_and_the_first_of_a_layer_counts(tmp_path: 
     reader = open_trace(path)
     found = step_calls(reader, 0, 0, 0, 2)
     assert [call.step for call in found] == [0, 1]
-    assert found[1].by_layer == {0: ("f0000001", 5), 1: (None, 5)}
+    assert found[1].by_layer == {0: ("f0000001", 5), 1: (None, 5), 2: (None, 5)}
     assert (found[1].q_len, found[1].kv_before, found[1].kv_after) == (1, 4, 5)
 
 

@@ -72,7 +72,9 @@ def test_json_has_every_key_and_every_row_its_place(
     assert [len(out[name]) for name in ("segments", "tokens", "steps")] == [8, 14, 6]
     first = out["steps"][0]
     assert [c["text"] for c in first["candidates"]] == [" Paris", "\u202e\ttab"]
-    assert [c["path"] for c in first["calls"]] == ["flex uncompiled", "sdpa", "sdpa"]
+    assert [c["path"] for c in first["calls"]] == ["flex uncompiled", "sdpa", "sdpa", "sdpa"]
+    assert first["calls"][3]["swallowed"] == "RuntimeError: \u202eno"
+    assert [b["layer"] for b in first["builds"]] == [None, 1]
     assert first["layer_stats"][1]["mean"] == "NaN"
     assert first["layer_stats"][1]["max"] == "Infinity"
     assert first["memory"]["cuda_peak"] == 13
@@ -92,7 +94,14 @@ def test_a_step_without_captures_has_empty_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.flextrace"
-    nothing = {"logits": None, "memory": None, "calls": (), "layer_stats": (), "tokens": ()}
+    nothing = {
+        "logits": None,
+        "memory": None,
+        "calls": (),
+        "builds": (),
+        "layer_stats": (),
+        "tokens": (),
+    }
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(generation())
         writer.write_step(step(0, masks=(), arrays=(), findings=(), events=(), **nothing))

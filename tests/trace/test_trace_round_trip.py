@@ -65,7 +65,7 @@ def test_a_step_comes_back_whole(reader: TraceReader) -> None:
 
 
 def test_a_step_with_nothing_captured_comes_back_empty(tmp_path: Path) -> None:
-    nothing: dict[str, Any] = dict.fromkeys(("tokens", "calls", "layer_stats"), ())
+    nothing: dict[str, Any] = dict.fromkeys(("tokens", "calls", "builds", "layer_stats"), ())
     bare = replace(small_step(0), logits=None, memory=None, **nothing)
     reader = written(tmp_path / "a.flextrace", bare)
     assert same(reader.record(0, 0), bare)

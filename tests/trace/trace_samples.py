@@ -12,11 +12,13 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
     ArrayRecord,
+    BuildRecord,
     CallRecord,
     Candidate,
     EventRecord,
     GenerationEnd,
     GenerationRecord,
+    InputsRecord,
     LayerStatRecord,
     LogitsRecord,
     MaskRecord,
@@ -108,6 +110,7 @@ def step(number: int = 0, generation: int = 0, **changes: Any) -> StepRecord:
         "capture_ms": 0.125,
         "logits": logits(),
         "tokens": (TokenRecord(4 + number, 5, "ĠParis", " Paris", 4 + number, 3, False, number),),
+        "inputs": InputsRecord(2, ((0, 3), (7, 1)), (5, 0), (6, -1)),
         "calls": (
             CallRecord(
                 *(0, "flex uncompiled", "flexinspect-1", fingerprint, 1, 8, 4, 1, 5, 64, "float32"),
@@ -115,10 +118,18 @@ def step(number: int = 0, generation: int = 0, **changes: Any) -> StepRecord:
             ),
             CallRecord(1, "sdpa", "sdpa", None, 1, 8, 4, 1, 5, 64, "float32", None),
             CallRecord(1, "sdpa", "sdpa", None, 1, 8, 4, 1, 5, 64, "float32", NAN, NAN, None, NAN),
+            CallRecord(
+                *(2, "sdpa", "own", None, 1, 8, 4, 1, 5, 64, "float32", None, None, None, None),
+                *("bool (1, 1, 1, 5)", "RuntimeError: \u202eno"),
+            ),
+        ),
+        "builds": (
+            BuildRecord(None, None, 8, 1, 5, "user.masks:rule", 1.5, 4096),
+            BuildRecord(1, 2, None, 1, 5, "user.masks:rule", NAN, 0),
         ),
         "layer_stats": (
             LayerStatRecord(0, "self_attn", 0, 0, -1.5, 2.5, 0.25, 1.0, 33.0),
-            LayerStatRecord(0, "mlp", 3, 1, -INF, INF, NAN, NAN, INF),
+            LayerStatRecord(0, "mlp", 3, 1, -INF, INF, NAN, NAN, INF, 2),
         ),
         "memory": MemoryRecord(10**9, 5 * 10**12, 10**6, 11, 12, 13),
         "masks": (mask(fingerprint),),

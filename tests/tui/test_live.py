@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
+from flexinspect.feed import Status
 from flexinspect.job import Job, ScriptJob
 from flexinspect.screens.ask import Choose
+from flexinspect.screens.notice import notice_text
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.trace.reader import open_trace
 
@@ -97,6 +100,7 @@ async def test_a_run_that_cannot_begin_says_why(tmp_path: Path) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: not screen(app).status.live)
         await settle(pilot)
+        assert "The run failed before its first token." in screen_text(app)
         assert "cuda" in screen_text(app)
         await pilot.press("right", "n", "x")
     assert not list(tmp_path.glob("*.flextrace*"))
@@ -170,6 +174,26 @@ async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.parametrize(
+    ("phase", "fraction", "said"),
+    [
+        ("importing torch", None, f"importing torch (3 s)  {'━' * 6}{'╌' * 24} 2 of 5"),
+        ("reading weights", 0.5, f"reading weights (3 s)  {'━' * 15}{'╌' * 15} 50 %"),
+        (
+            "compiling FlexAttention",
+            None,
+            f"compiling FlexAttention (3 s)  {'━' * 24}{'╌' * 6} 5 of 5",
+        ),
+        ("running the program", None, "running the program (3 s) …"),
+    ],
+)
+def test_loading_has_a_bar_where_it_is_known_how_far_it_is(
+    phase: str, fraction: float | None, said: str
+) -> None:
+    status = Status("recording", phase=phase, fraction=fraction)
+    assert notice_text(status, 3) == (said, "busy")
 
 
 SCRIPT = f"""

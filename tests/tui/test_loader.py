@@ -15,7 +15,7 @@ from support.tui import screen_lines, settle
 from flexinspect.app import InspectorApp
 from flexinspect.panels.base import Place
 from flexinspect.screens.loader import Loader
-from flexinspect.screens.trace import onward
+from flexinspect.screens.places import onward
 
 
 class Desk:

@@ -11,11 +11,12 @@ import pytest
 
 from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
 from flexinspect.panels.parts.pathdata import PathData, map_of, window
-from flexinspect.panels.parts.pathwords import short_rule
+from flexinspect.panels.parts.pathwords import describe_step, short_rule, warnings
 from flexinspect.panels.path import PathPanel
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
+    BuildRecord,
     CallRecord,
     EventRecord,
     GenerationRecord,
@@ -368,3 +369,19 @@ def test_numbers_are_written_as_spans() -> None:
 def test_the_end_of_a_rules_name_tells_it() -> None:
     assert short_rule("user.masks.isolate.<locals>.mask_mod") == "masks.isolate"
     assert short_rule("rule") == "rule"
+
+
+def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Source]) -> None:
+    calls = [
+        call(0, path="flex uncompiled"),
+        call(1, path="sdpa", swallowed="RuntimeError: \x1bno", handed="none"),
+    ]
+    build = BuildRecord(1, None, None, 9, 9, "own.rule", 1.5, 3 << 20)
+    data = load(source([step(0, calls, builds=(build, build))]))
+    assert warnings(data)[0] == (
+        "Layer 1 ran sdpa because of an exception that the program swallowed: RuntimeError: \\x1bno"
+    )
+    words = describe_step(data)
+    assert "Layer 1 got the mask 'none', and another one reached the kernel." in words
+    built = "2 block masks were built for this step (9 x 9) in 3.0 ms"
+    assert f"{built}; the peak of memory grew by 6 MiB." in words

@@ -10,10 +10,13 @@ import pytest
 from rich.cells import cell_len
 from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
+from textual.command import CommandList, CommandPalette
 
 from flexinspect.app import InspectorApp
-from flexinspect.panels.base import Place
-from flexinspect.panels.registry import panel_names
+from flexinspect.keys import all_keys
+from flexinspect.panels.base import Missing, Place, Request
+from flexinspect.panels.registry import load_panel, panel_names
+from flexinspect.panels.source import Source
 from flexinspect.records import EventRecord
 from flexinspect.screens.ask import Ask, Choose, HelpScreen
 from flexinspect.screens.broken import BrokenScreen
@@ -21,9 +24,11 @@ from flexinspect.screens.slots import Slots, n_columns, n_slots
 from flexinspect.screens.start import StartScreen
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.state import recall
+from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
 
 WIDE, SMALL = (130, 40), (80, 24)
+PANELS = ("tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run")
 
 
 def place(app: InspectorApp) -> Place:
@@ -54,7 +59,7 @@ async def test_a_trace_opens_at_its_first_step(trace: Path) -> None:
         assert place(app) == Place(0, 0, 0)
         lines = screen_lines(app)
         assert lines[0].startswith(
-            "sample · cpu float32 · advanced · generation 1/2 · step 0/5 pre"
+            "sample · cpu float32 · advanced · generation 0/1 · step 0/5 pre"
         )
         assert "Jane" in lines[1]
         assert "▲13" in lines[2]
@@ -97,12 +102,24 @@ async def test_generations_are_walked_like_steps(trace: Path) -> None:
         assert place(app).generation == 0
 
 
-@pytest.mark.parametrize(("typed", "step"), [("4", 4), ("ten", 2), ("999", 5)])
-async def test_go_to_takes_a_number_or_a_word(trace: Path, typed: str, step: int) -> None:
-    app = InspectorApp(trace)
+@pytest.mark.parametrize(
+    ("typed", "step"),
+    [("4", 4), ("ten", 2), ("last", 5), (" First ", 0), ("prefill", 0), ("Jane", 0), ("-1", 1)],
+)
+async def test_go_to_takes_a_number_a_name_or_a_word(trace: Path, typed: str, step: int) -> None:
+    app = InspectorApp(trace, place=Place(0, 0, 1))
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "g", typed)
         assert place(app).step == step
+
+
+async def test_a_step_that_is_not_there_is_said(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await answer(pilot, "g", "999")
+        assert place(app).step == 5
+        said = [note.message for note in app._notifications]
+        assert said == ["There is no step 999; this is the nearest one."]
 
 
 async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace: Path) -> None:
@@ -171,6 +188,23 @@ async def test_x_shows_one_panel_alone_and_all_again(trace: Path) -> None:
         assert len(slots.views()) == 2
 
 
+async def test_the_panel_that_stands_alone_is_remembered(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        await press(pilot, "tab", "tab", "x", "7")
+    again = InspectorApp(trace)
+    async with again.run_test(size=WIDE) as pilot:
+        await settle(pilot)
+        slots = again.screen.query_one(Slots)
+        (alone,) = slots.views()
+        assert alone.panel.name == "path"
+        assert again.screen.focused is alone
+        await press(pilot, "x")
+        assert [view.panel.name for view in slots.views()] == ["mask", "logits", "path", "findings"]
+    assert recall().alone == ""
+
+
 async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
@@ -203,10 +237,7 @@ def test_the_layout_follows_the_width() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run"],
-)
+@pytest.mark.parametrize("name", PANELS)
 async def test_every_panel_shows_the_sample(trace: Path, name: str) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
@@ -262,6 +293,20 @@ async def test_the_palette_offers_every_action_and_steps_by_number(trace: Path) 
         await pilot.pause(0.3)
         await settle(pilot)
         assert place(app).step == 4
+
+
+async def test_every_action_can_be_reached_by_mouse_through_the_menu(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        footer = screen_lines(app)[-1]
+        assert cell_len(footer.rstrip()) <= SMALL[0]
+        assert footer.rstrip().endswith("quit")
+        await pilot.click(offset=(cell_len(footer[: footer.index("menu")]), SMALL[1] - 1))
+        await pilot.pause(0.3)
+        assert isinstance(app.screen, CommandPalette)
+        offered = app.screen.query_one(CommandList)
+        assert offered.option_count == len(all_keys())
 
 
 async def test_keys_can_be_remapped(trace: Path) -> None:
@@ -386,6 +431,22 @@ async def test_an_empty_trace_says_that_it_holds_no_step(tmp_path: Path) -> None
         assert "This trace holds no step" in screen_text(app)
         await press(pilot, "right", "n", "x")
         assert isinstance(app.screen, TraceScreen)
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
+    name: str, tmp_path: Path
+) -> None:
+    path = sample_trace(tmp_path / "none.flextrace", generations=0)
+    panel = load_panel(name)
+    request = Request(Place(), panel.options(), 80, 20)
+    with open_trace(path) as reader:
+        try:
+            said = panel.describe(panel.load(Source(reader), request))
+        except Missing as missing:
+            said = missing.lines()
+    assert said
+    assert str(path) not in said[0]
 
 
 async def test_a_panel_that_fails_says_so_and_ends_nothing(

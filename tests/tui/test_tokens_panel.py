@@ -11,10 +11,17 @@ from flexinspect.panels.base import Place, Request
 from flexinspect.panels.source import Source
 from flexinspect.panels.tokens import TokensData, TokensOptions, TokensPanel
 from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.records import GenerationEnd, GenerationRecord, StepRecord, TokenRecord
+from flexinspect.records import (
+    GenerationEnd,
+    GenerationRecord,
+    LogitsRecord,
+    StepRecord,
+    TokenRecord,
+)
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.widgets.look import Look
+from flexinspect.widgets.tokencells import shown
 
 PANEL = TokensPanel()
 N_PROMPT = 901
@@ -67,8 +74,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 def test_the_positions_that_are_shown_are_said(source: Source) -> None:
     data = load(source, 399)
     lines = PANEL.describe(data)
-    shown = f"positions {data.window.start} to {data.window.stop - 1} are shown"
-    assert lines[0] == f"1301 tokens in 5 segments; {shown}."
+    where = f"positions {data.window.start} to {data.window.stop - 1} are shown"
+    assert lines[0] == f"1301 tokens in 5 segments; {where}."
     assert data.window.start > N_PROMPT
     generated = [text for text in lines if text.startswith("  step ")]
     assert len(generated) == data.window.stop - data.window.start
@@ -160,3 +167,40 @@ def test_every_size_is_drawn_to_the_cell(source: Source, size: tuple[int, int], 
     assert 0 < len(picture.strips) <= height
     assert {strip.cell_length for strip in picture.strips} == {width}
     assert "1301 tokens" in picture.note
+
+
+@pytest.mark.parametrize(
+    ("token", "text", "said"),
+    [
+        ("ĠParis", " Paris", (" Paris", False)),
+        ("<eos>", "", ("<eos>", True)),
+        ("Ċ", "\n", ("↵", True)),
+        ("Ġ", " ", ("·", True)),
+        ("æĹ", "", ("◌", True)),
+        ("¥", "日", ("日", False)),
+        ("ĠðŁĹ", "", ("◌", True)),
+        ("<0xE6>", "", ("<0xE6>", True)),
+        ("", "", ("∅", True)),
+        ("x", "\x1b[31m", ("\\x1b[31m", False)),
+        ("[red]", "[red]", ("[red]", False)),
+        ("\\x1b", "\\x1b", ("\\\\x1b", False)),
+    ],
+)
+def test_a_token_is_shown_as_what_it_adds_to_the_text(
+    token: str, text: str, said: tuple[str, bool]
+) -> None:
+    assert shown(token, text, special=False) == said
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, ""), (3, ", rank 3"), (-1, "")])
+def test_a_rank_counts_from_0_and_one_that_nobody_saw_is_none(
+    tmp_path: Path, rank: int, said: str
+) -> None:
+    path = tmp_path / "a.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "m", "", SEGMENTS, (token(0),)))
+        record = StepRecord(0, 0, "prefill", 1, 0, 1, 1.0, 5.0, 0.1)
+        logits = LogitsRecord(0.0, 1.0, 7, rank, -0.5, 0, 0, 0.0, 1.0, (1,), ())
+        writer.write_step(replace(choosing(record, token(901, 0)), logits=logits))
+    (line,) = [t for t in PANEL.describe(load(Source(open_trace(path)), 0)) if "step 0:" in t]
+    assert line.partition(", entropy 0.000")[2] == said

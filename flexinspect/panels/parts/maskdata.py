@@ -24,6 +24,7 @@ from flexinspect.trace.callranges import lineage
 from flexinspect.trace.ranges import holder
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import GenerationRow
+from flexinspect.trace.sequences import n_generations
 from flexinspect.widgets.tokencells import Word
 
 MOST_LISTED = 8
@@ -77,6 +78,8 @@ class MaskData:
 def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     """Return what is to be drawn at a place. Raises `Missing`, `TraceError`."""
     place, reader = request.place, source.reader
+    if place.generation >= n_generations(reader):
+        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
     about = reader.generation(place.generation)
     segments = _segments(reader, place)
     call = _call(reader, place)

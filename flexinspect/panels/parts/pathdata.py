@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from flexinspect.panels.base import Missing, Place
-from flexinspect.records import PATHS, CallRecord, MaskRecord
+from flexinspect.records import PATHS, BuildRecord, CallRecord, MaskRecord
 from flexinspect.trace.callranges import (
     StepPath,
     events_between,
@@ -35,7 +35,8 @@ class Now:
 
     `gates` is the largest gate per layer, without the layers that have none; `compiled` are texts
     of events about compiling during the step; `asked` is the mask that the generation asked for,
-    empty when none was declared.
+    empty when none was declared. `swallowed` gives the layers that ran what they ran because of an
+    exception, `handed` those whose kernel got another mask than they did, each by its words.
     """
 
     phase: str = ""
@@ -47,6 +48,9 @@ class Now:
     n_new: int = 0
     compiled: tuple[str, ...] = ()
     graphs_counted: bool = False
+    swallowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    handed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    builds: tuple[BuildRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,19 @@ def _now(reader: TraceReader, place: Place, near: Iterable[StepPath]) -> Now:
         n_new=len(reader.fingerprints(*key)),
         compiled=tuple(f"{row.event.kind}: {row.event.text}" for row in events),
         graphs_counted=bool(reader.run().get("graphs_counted")),
+        swallowed=_layers_by((call.swallowed, call.layer) for call in calls),
+        handed=_layers_by((call.handed, call.layer) for call in calls),
+        builds=tuple(reader.builds(*key)),
     )
+
+
+def _layers_by(pairs: Iterable[tuple[str | None, int]]) -> dict[str, tuple[int, ...]]:
+    """Return the layers of each word that there is."""
+    found: dict[str, dict[int, None]] = {}
+    for words, layer in pairs:
+        if words is not None:
+            found.setdefault(words, {})[layer] = None
+    return {words: tuple(layers) for words, layers in found.items()}
 
 
 def _gates(calls: Iterable[CallRecord]) -> dict[int, float]:

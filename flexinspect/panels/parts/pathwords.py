@@ -25,7 +25,7 @@ def _of_layers(layers: Sequence[int]) -> str:
 def warnings(data: PathData) -> list[str]:
     """Return the layers that ran something else than the others, the current step first."""
     here = data.place.step
-    found = [*_odd_now(data), *_no_flex(data)]
+    found = [*_swallowed(data), *_odd_now(data), *_no_flex(data)]
     steps: dict[tuple[int, ...], list[int]] = {}
     for step in range(data.start, data.stop):
         odd = tuple(data.odd(step))
@@ -35,6 +35,19 @@ def warnings(data: PathData) -> list[str]:
         word = "steps" if len(at) > 1 else "step"
         found.append(f"{_of_layers(layers)} differed from the other layers at {word} {spans(at)}.")
     return found
+
+
+def _swallowed(data: PathData) -> list[str]:
+    return [
+        f"{_of_layers(layers)} ran {_ran(data, layers)} because of an exception that the program "
+        f"swallowed: {visible(error)}"
+        for error, layers in data.now.swallowed.items()
+    ]
+
+
+def _ran(data: PathData, layers: Sequence[int]) -> str:
+    letters = {data.letters.get((data.place.step, layer), "") for layer in layers}
+    return " and ".join(sorted(map(_name, letters)))
 
 
 def _odd_now(data: PathData) -> list[str]:
@@ -67,6 +80,8 @@ def describe_step(data: PathData) -> list[str]:
         f"Step {step}{phase} of generation {data.place.generation}:",
         *_path_change(data),
         *_mask_lines(data),
+        *_handed(now),
+        *_builds(now),
         _change(data),
         f"Masks first seen at this step: {now.n_new}.",
         *_compiling(now),
@@ -91,6 +106,26 @@ def _mask_lines(data: PathData) -> list[str]:
         found.append(f"{_of_layers(one.layers)}: {visible(one.path)}, {mask}{about}.")
     more = len(data.ran) - MAX_MASKS
     return [*found, f"And {more} more kinds of calls."] if more > 0 else found
+
+
+def _handed(now: Now) -> list[str]:
+    return [
+        f"{_of_layers(layers)} got the mask '{visible(words)}', and another one reached the kernel."
+        for words, layers in now.handed.items()
+    ]
+
+
+def _builds(now: Now) -> list[str]:
+    if not now.builds:
+        return []
+    ms = sum(build.wall_ms for build in now.builds if build.wall_ms == build.wall_ms)
+    grown = sum(build.peak_growth for build in now.builds) / (1 << 20)
+    sizes = {(build.q_len, build.kv_len) for build in now.builds}
+    grids = ", ".join(f"{q} x {kv}" for q, kv in sorted(sizes)[:3])
+    peak = f"; the peak of memory grew by {grown:.0f} MiB" if grown >= 1 else ""
+    n = len(now.builds)
+    masks = f"{n} block mask{'s were' if n > 1 else ' was'} built"
+    return [f"{masks} for this step ({grids}) in {ms:.1f} ms{peak}."]
 
 
 def mask_words(mask: MaskRecord | None) -> str:

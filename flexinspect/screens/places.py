@@ -1,0 +1,38 @@
+"""Places of a trace: which ones there are, and which one comes next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flexinspect.feed import Status
+from flexinspect.panels.base import Place
+
+
+def within(place: Place, status: Status) -> Place:
+    """Return the nearest place that the trace has: its step, layer and head."""
+    model = status.run.get("model")
+    model = model if isinstance(model, dict) else {}
+    last = status.last_step
+    step = place.step if last is None else min(max(place.step, status.first_step), last)
+    return replace(
+        place,
+        step=step,
+        layer=_below(place.layer, model.get("layers")),
+        head=_below(place.head, model.get("heads")),
+    )
+
+
+def onward(old: Place, new: Place) -> Place | None:
+    """Return the place after `new` if the user goes on as from `old`; None if that is unknown."""
+    if (old.generation, old.branch) != (new.generation, new.branch):
+        return None
+    return replace(
+        new,
+        step=2 * new.step - old.step,
+        layer=2 * new.layer - old.layer,
+        head=2 * new.head - old.head,
+    )
+
+
+def _below(value: int, count: object) -> int:
+    return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)

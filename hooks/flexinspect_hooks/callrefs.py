@@ -1,0 +1,185 @@
+"""References to an attention call while its step is open, and what stays of it afterwards."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask
+
+from flexinspect.records import CallRecord
+from flexinspect_hooks.kernelcalls import Done
+from flexinspect_hooks.kernels import FLEX
+
+SAME: Any = object()
+"""In place of the mask that a layer was handed: the call's own."""
+
+
+class CallRef(NamedTuple):
+    """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
+
+    A tuple, because one is made per layer inside the forward. `causal` is what the kernel was told
+    (None: what the module is). `unknown_scores` says that a score_mod or dropout changes scores or
+    weights in a way that is not repeated here. `handed` is the mask that the layer was given.
+    """
+
+    layer: int
+    backend: str
+    default_path: str
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    told_path: str
+    lse: Tensor | None
+    softcap: float | None
+    causal: bool | None = None
+    unknown_scores: bool = False
+    handed: Any = SAME
+    swallowed: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The path taken: what our backend told, else what the backend's name means."""
+        return self.told_path or self.default_path
+
+    @property
+    def mask(self) -> Any:
+        """The mask that the layer received."""
+        return self.args[0] if self.args else self.kwargs.get("attention_mask")
+
+    @property
+    def scale(self) -> float | None:
+        """The scale of the scores, None for the default."""
+        scale: float | None = self.kwargs.get("scaling")
+        return scale
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the call is causal when it gets no mask."""
+        return bool(getattr(self.module, "is_causal", True)) if self.causal is None else self.causal
+
+    @property
+    def handed_words(self) -> str | None:
+        """The mask that the layer was given, in words; None when it is the one of the call."""
+        same = self.handed is SAME or self.handed is self.mask
+        return None if same else mask_words(self.handed)
+
+
+class CallShape(NamedTuple):
+    """A call without its tensors: `q` is (B, heads, rows, D), `k` (B, kv heads, keys, D)."""
+
+    layer: int
+    path: str
+    backend: str
+    q: torch.Size
+    k: torch.Size
+    dtype: torch.dtype
+    scale: float | None
+    softcap: float | None
+    handed: str | None
+    swallowed: str | None
+
+    def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
+        """Return the call's record."""
+        batch, q_heads, q_len, head_dim = self.q
+        dtype = _DTYPES[self.dtype]
+        return CallRecord(
+            self.layer,
+            self.path,
+            self.backend,
+            mask,
+            batch,
+            q_heads,
+            self.k[1],
+            q_len,
+            self.k[2],
+            head_dim,
+            dtype,
+            self.scale,
+            gate,
+            gate_kind,
+            self.softcap,
+            self.handed,
+            self.swallowed,
+        )
+
+
+class _DTypeNames(dict[torch.dtype, str]):
+    """torch.float32 to "float32", each made once."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        self[dtype] = str(dtype).removeprefix("torch.")
+        return self[dtype]
+
+
+_DTYPES = _DTypeNames()
+
+
+def shape_of(ref: CallRef) -> CallShape:
+    """Return what stays of a call once its tensors are gone."""
+    query = ref.query
+    path = ref.told_path or ref.default_path
+    scale = ref.kwargs.get("scaling")
+    cap = float(ref.softcap) if ref.softcap else None
+    shapes = (query.shape, ref.key.shape)
+    about = (ref.handed_words, ref.swallowed)
+    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about)
+
+
+def mask_words(mask: Any) -> str:
+    """Return what kind of mask it is and its size: "none", "block (1, 1, 8, 8)", "bool (8, 8)"."""
+    if mask is None:
+        return "none"
+    if isinstance(mask, BlockMask):
+        return f"block {tuple(mask.shape)}"
+    if isinstance(mask, Tensor):
+        return f"{_DTYPES[mask.dtype]} {tuple(mask.shape)}"
+    return type(mask).__name__
+
+
+def kernel_path(done: Done) -> str:
+    """Return the path of a kernel's call."""
+    if done.call.name == FLEX:
+        return "flex compiled" if done.call.compiled else "flex uncompiled"
+    return "sdpa"
+
+
+def of_kernel(done: Done, layer: int, backend: str, module: nn.Module) -> CallRef | None:
+    """Return a kernel's own call as that of a layer; None when its tensors are not (B, H, L, D)."""
+    given, is_flex = done.call.given, done.call.name == FLEX
+    query, key, value = (given.get(name) for name in ("query", "key", "value"))
+    out, lse = _output(done.output)
+    if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value, out)):
+        return None
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    mask = given.get("block_mask" if is_flex else "attn_mask")
+    changed = given.get("score_mod") if is_flex else given.get("dropout_p")
+    return CallRef(
+        *(layer, backend, kernel_path(done), module, query, key, value),
+        args=(mask,),
+        kwargs={"scaling": given.get("scale")},
+        output=out.transpose(1, 2),
+        told_path="",
+        lse=lse,
+        softcap=None,
+        causal=False if is_flex else bool(given.get("is_causal")),
+        unknown_scores=bool(changed),
+        handed=SAME if done.layer is None else done.handed,
+        swallowed=done.swallowed,
+    )
+
+
+def _output(output: Any) -> tuple[Any, Tensor | None]:
+    """Return a kernel's output and its row LSE, if the caller asked for that."""
+    if not isinstance(output, tuple):
+        return output, None
+    extra = output[1] if len(output) > 1 else None
+    lse = extra.lse if isinstance(extra, AuxOutput) else extra
+    return output[0], lse if isinstance(lse, Tensor) else None

@@ -1,0 +1,161 @@
+"""What each step was fed: sequences, position ids, and what the cache of every layer held.
+
+Position ids are those that the first decoder layer was handed, whoever made them; lengths are asked
+of the cache itself, since a layer may be handed a cache and leave it empty.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records import Array, ArrayRecord, InputsRecord
+from flexinspect_hooks.buffer import StepBuffer, Values
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.fedrows import ArgumentNames, batch_of, fed_ids
+from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
+
+_Lengths = list[int | None]
+"""Keys per layer, None for one whose length is a tensor, which goes through the buffer."""
+
+
+@dataclass(slots=True)
+class _Fed:
+    """What is held of a step until it is reduced. The cache is kept alive by whoever uses it."""
+
+    batch: int = 1
+    positions: Any = None
+    cache: weakref.ref[Any] | None = None
+    before: tuple[_Lengths, Tensor | None] = ([], None)
+    tables: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Kept(NamedTuple):
+    """What goes to the writer thread about a step's inputs: no tensors."""
+
+    batch: int
+    before: _Lengths
+    after: _Lengths
+
+
+class InputsHook:
+    """Keeps what the root forward and the first decoder layer are called with."""
+
+    name = "inputs"
+
+    def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Put hooks on the model and on its first decoder layer."""
+        model, self._names = context.model, ArgumentNames(context.model)
+        first = next((block for _, block in context.blocks.values()), None)
+        self._arguments: dict[str, Any] = {}
+        self._fed = _Fed()
+
+        # Functions, since a copy of the model copies bound methods, and this hook with them; and
+        # numbers, since functions that lie in a model must not keep it alive.
+        root, top = id(model), id(first)
+
+        def arrive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if id(module) == root and not torch.compiler.is_compiling():
+                self._arguments = self._names(args, kwargs)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if id(module) == root and not torch.compiler.is_compiling() and self._fed.cache is None:
+                self._fed.cache = _reference(getattr(output, "past_key_values", None))
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if id(module) == top and context.is_open and not torch.compiler.is_compiling():
+                self._fed.positions = kwargs.get("position_ids", self._fed.positions)
+
+        yield model.register_forward_pre_hook(arrive, with_kwargs=True).remove
+        yield model.register_forward_hook(leave).remove
+        if first is not None:
+            yield first.register_forward_pre_hook(enter, with_kwargs=True).remove
+
+    def begin(self, context: CaptureContext) -> None:
+        """Nothing to prepare per generation."""
+
+    def open(self, step: StepContext) -> None:
+        """Take what the forward may change: the lengths, and tables that a loop may write to."""
+        arguments, self._arguments = self._arguments, {}
+        cache, ids = arguments.get("past_key_values"), fed_ids(arguments)
+        fed = self._fed = _Fed(batch_of(arguments), arguments.get("position_ids"))
+        fed.cache, fed.before = _reference(cache), _lengths(cache)
+        if ids is not None and fed.batch > 1:
+            fed.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
+        mask = arguments.get("attention_mask")
+        if not step.kv_before and isinstance(mask, Tensor) and mask.dim() == 2:
+            fed.tables["inputs.mask"] = mask != 0
+
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept:
+        """Put tables and lengths that are tensors; nothing waits for the device."""
+        fed, self._fed = self._fed, _Fed()
+        after = _lengths(fed.cache() if fed.cache is not None else None)
+        if isinstance(fed.positions, Tensor) and fed.positions.dim() == 2:
+            fed.tables["inputs.positions"] = fed.positions.to(torch.int32, copy=True)
+        for name, lengths in (("inputs.before", fed.before[1]), ("inputs.after", after[1])):
+            if lengths is not None:
+                fed.tables[name] = lengths
+        for name, table in fed.tables.items():
+            buffer.put(name, table)
+        return _Kept(fed.batch, fed.before[0], after[0])
+
+    def record(self, step: StepContext, kept: _Kept, values: Values, draft: StepDraft) -> None:
+        """Write the step's `InputsRecord`, and the tables of a batch."""
+        positions = values.get("inputs.positions")
+        draft.inputs = InputsRecord(
+            batch=kept.batch,
+            positions=_runs(positions[0]) if positions is not None and len(positions) else (),
+            cached_before=_filled(kept.before, values.get("inputs.before")),
+            cached_after=_filled(kept.after, values.get("inputs.after")),
+        )
+        for name in ("inputs.ids", "inputs.positions", "inputs.mask"):
+            table = values.get(name)
+            if table is not None and (name != "inputs.positions" or len(table) > 1):
+                draft.arrays.append(ArrayRecord(name, table))
+
+
+def _reference(cache: Any) -> weakref.ref[Any] | None:
+    """Return a reference that keeps no cache alive, None for what tells no lengths."""
+    if not isinstance(getattr(cache, "layers", None), list):
+        return None
+    with suppress(TypeError):  # a class with slots may allow no such reference
+        return weakref.ref(cache)
+    return None
+
+
+def _lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
+    """Return the keys held per layer; those of static layers, which are tensors, as a copy."""
+    layers = getattr(cache, "layers", None)
+    if not isinstance(layers, list):
+        return [], None
+    try:
+        found = [layer.get_seq_length() for layer in layers]
+    except AttributeError:  # linear attention holds a state of fixed size, and counts no keys
+        asks = [getattr(layer, "get_seq_length", None) for layer in layers]
+        found = [-1 if ask is None else ask() for ask in asks]
+    if {*map(type, found)} == {int}:
+        return found, None
+    tensors = [length for length in found if isinstance(length, Tensor)]
+    lengths = [None if isinstance(length, Tensor) else int(length) for length in found]
+    return lengths, torch.stack(tensors) if tensors else None
+
+
+def _filled(lengths: Sequence[int | None], tensors: Array | None) -> tuple[int, ...]:
+    rest = iter(() if tensors is None else tensors.tolist())
+    return tuple(next(rest) if length is None else length for length in lengths)
+
+
+def _runs(ids: Array) -> tuple[tuple[int, int], ...]:
+    """Return ids (rows,) as runs (first, how many) that rise by one."""
+    if ids.size == 1:
+        return ((int(ids[0]), 1),)
+    starts = np.flatnonzero(np.diff(ids, prepend=ids[:1]) != 1)
+    stops = np.append(starts[1:], ids.size)
+    return tuple(zip(ids[starts].tolist(), (stops - starts).tolist(), strict=True))

@@ -1,0 +1,199 @@
+"""Kernel calls of one model: in which layer, after what failure, and the masks built for them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexinspect.records import BuildRecord
+from flexinspect_hooks.hook import CaptureContext, Remove
+from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels
+from flexinspect_hooks.memory import peak_bytes
+from flexinspect_hooks.ruleidentity import rule_name
+
+
+class Done(NamedTuple):
+    """A kernel call that returned, in the layer `layer` (None: in none that is known).
+
+    `handed` is the mask that the layer was given. `swallowed` names the exception in whose handler
+    the call was made, or which a kernel raised before in the same layer.
+    """
+
+    layer: int | None
+    call: KernelCall
+    output: Any
+    handed: Any
+    swallowed: str | None
+
+
+@dataclass(slots=True)
+class _Place:
+    """A layer whose forward is running."""
+
+    layer: int
+    handed: Any
+    failed: str | None = None
+
+
+class Note(NamedTuple):
+    """A call under way: what it makes up for, when it began, the peak memory before it."""
+
+    call: KernelCall
+    swallowed: str | None
+    started: float
+    peak: int
+
+
+@dataclass(slots=True, eq=False)
+class KernelCalls:
+    """Observes the kernels while the model's forward is open; builds are taken at any time.
+
+    `done` and `builds` are what a step has seen so far; whoever reduces the step clears them.
+    """
+
+    context: CaptureContext
+    done: list[Done] = field(default_factory=list)
+    builds: list[BuildRecord] = field(default_factory=list)
+    _places: list[_Place] = field(default_factory=list)
+    _told: set[tuple[Any, ...]] = field(default_factory=set)
+    _outer: BaseException | None = None
+
+    def install(self, take: Callable[[nn.Module, list[Done]], None]) -> Iterable[Remove]:
+        """Watch the kernels and the attention layers; `take` gets what is left when one is done.
+
+        Hooks of a module run also where its `forward` was replaced on the instance.
+        """
+        layer_of = self.context.layer_of
+        removes = [observe_kernels(self)]
+
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.context.is_open:
+                self._places.append(_Place(layer_of[id(module)], _handed(args, kwargs)))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self.context.is_open and self._places:
+                self._places.pop()
+                if self.done:
+                    take(module, self.since(0))
+
+        for module in self.context.model.modules():
+            if id(module) in layer_of:
+                # First of the module's own, so that the user's see what they saw before.
+                entered = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+                left = module.register_forward_hook(leave, always_call=True)
+                removes += [entered.remove, left.remove]
+        return removes
+
+    def open(self) -> None:
+        """A step begins; what was built before it was built for it."""
+        self.done.clear()
+        self._places.clear()
+        self._outer = sys.exception()
+
+    def since(self, mark: int) -> list[Done]:
+        """Return the calls after the first `mark`, and keep them no longer."""
+        found = self.done[mark:]
+        del self.done[mark:]
+        return found
+
+    # -- the observer ----------------------------------------------------------------------------
+
+    def before(self, call: KernelCall) -> Note | None:
+        """Take the calls of an open step, and every mask that is built."""
+        return self.note(call) if self.context.is_open or call.name == BUILD else None
+
+    def note(self, call: KernelCall) -> Note:
+        """Return what has to be known of a call before it is made."""
+        peak = peak_bytes(self.context.device) if call.name == BUILD else 0
+        return Note(call, self._swallowed(), time.perf_counter(), peak)
+
+    def after(self, note: Note, output: Any) -> None:
+        """Keep what it was."""
+        if note.call.name == BUILD:
+            self.builds.append(self._build(note))
+            return
+        place = self._places[-1] if self._places else None
+        layer, handed = (place.layer, place.handed) if place is not None else (None, None)
+        self.done.append(Done(layer, note.call, output, handed, note.swallowed))
+
+    def failed(self, note: Note, error: BaseException) -> None:
+        """Say so at once, once for each layer and message: the step may never be recorded."""
+        words = in_words(error)
+        layer = None
+        if self._places:
+            layer, self._places[-1].failed = self._places[-1].layer, words
+        key = (layer, note.call.name, words)
+        if key not in self._told:
+            self._told.add(key)
+            where = "" if layer is None else f"Layer {layer}: "
+            facts = _facts(note.call)
+            lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
+            text = f"{where}{note.call.name} raised {words} ({lengths})"
+            data = {"layer": layer, "kernel": note.call.name, "error": words, **facts}
+            self.context.tell("kernel-failed", text, data)
+
+    def _swallowed(self) -> str | None:
+        error = sys.exception()
+        if error is not None and error is not self._outer:
+            return in_words(error)
+        return self._places[-1].failed if self._places else None
+
+    def _build(self, note: Note) -> BuildRecord:
+        given = note.call.given
+        grown = max(peak_bytes(self.context.device) - note.peak, 0)
+        return BuildRecord(
+            layer=self._places[-1].layer if self._places else None,
+            batch=given.get("B"),
+            heads=given.get("H"),
+            q_len=int(given["Q_LEN"]),
+            kv_len=int(given["KV_LEN"]),
+            rule=rule_name(given["mask_mod"]),
+            wall_ms=(time.perf_counter() - note.started) * 1e3,
+            peak_growth=grown,
+        )
+
+
+def in_words(error: BaseException) -> str:
+    """Return an exception as "Type: first line"."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _handed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the mask that an attention module was called with: by name, else the likely one."""
+    if "attention_mask" in kwargs:
+        return kwargs["attention_mask"]
+    masks = [value for value in args[1:] if isinstance(value, BlockMask) or _like_mask(value)]
+    return masks[0] if masks else None
+
+
+def _like_mask(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 4
+
+
+def _facts(call: KernelCall) -> dict[str, Any]:
+    """Return the lengths that tell why a call may have failed."""
+    given = call.given
+    if call.name == BUILD:
+        return {"q_len": given.get("Q_LEN"), "kv_len": given.get("KV_LEN")}
+    facts: dict[str, Any] = {
+        "q_len": _length(given.get("query")),
+        "kv_len": _length(given.get("key")),
+    }
+    mask = given.get("block_mask" if call.name == FLEX else "attn_mask")
+    if isinstance(mask, BlockMask):
+        batch, heads, q_len, kv_len = mask.shape
+        facts |= {"mask_batch": batch, "mask_heads": heads, "mask_q": q_len, "mask_kv": kv_len}
+    elif isinstance(mask, Tensor):
+        facts |= {"mask": tuple(mask.shape)}
+    return facts
+
+
+def _length(tensor: Any) -> int | None:
+    return int(tensor.shape[-2]) if isinstance(tensor, Tensor) and tensor.dim() > 1 else None

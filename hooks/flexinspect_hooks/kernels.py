@@ -1,0 +1,217 @@
+"""The attention kernels themselves, watched in the whole process, however they were imported.
+
+`flex_attention` and `create_block_mask` are Python functions: while somebody observes, their code
+is exchanged for a detour, so that every name, closure and compiled wrapper that holds the function
+takes it. `scaled_dot_product_attention` is built in, so every module that holds it gets a wrapper
+under its name. Afterwards everything is as it was.
+
+A call made inside a compiled graph runs no Python and is not seen. `torch.compile(flex_attention)`
+is: dynamo passes over the detour and compiles, or finds compiled, the function's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.attention.flex_attention as flex_module
+import torch.nn.functional as functional
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
+
+from flexinspect_hooks.hook import Remove
+
+FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
+
+
+class KernelCall(NamedTuple):
+    """A call of a kernel: which, its arguments by name, whether compiled code runs it."""
+
+    name: str
+    given: dict[str, Any]
+    compiled: bool
+
+
+class Observer(Protocol):
+    """Who is told of kernel calls. What an observer raises is lost; the call goes on."""
+
+    def before(self, call: KernelCall) -> Any:
+        """A call begins; None when it is none of the observer's, else what names it later."""
+        ...
+
+    def after(self, note: Any, output: Any) -> None:
+        """It returned."""
+        ...
+
+    def failed(self, note: Any, error: BaseException) -> None:
+        """It raised, and the exception goes on to the caller."""
+        ...
+
+
+_observers: list[Observer] = []
+"""The newest is asked first, and the first that wants a call has it alone."""
+_restores: list[Remove] = []
+
+
+def observe_kernels(observer: Observer) -> Remove:
+    """Tell `observer` of every call from now on; returns what ends that."""
+    if not _observers:
+        _install()
+    _observers.append(observer)
+
+    def remove() -> None:
+        if observer in _observers:
+            _observers.remove(observer)
+            if not _observers:
+                _uninstall()
+
+    return remove
+
+
+def _install() -> None:
+    for name in (FLEX, BUILD):
+        _restores.append(_detour(getattr(flex_module, name)))
+    _restores.append(_rebind(functional.scaled_dot_product_attention))
+
+
+def _uninstall() -> None:
+    while _restores:
+        _restores.pop()()
+
+
+# -- a call ------------------------------------------------------------------------------------
+
+
+def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any) -> Any:
+    """Make the call and tell who wants to know; nothing of ours is left for dynamo to compile."""
+    compiled = callable(get_eval_frame_callback())
+    call = KernelCall(name, {**dict(zip(names, args, strict=False)), **kw}, compiled)
+    tell = _unwatched if compiled else _apply
+    told = tell(_begin, call)
+    if told is None:
+        return own(*args, **kw)
+    observer, note = told
+    try:
+        output = own(*args, **kw)
+    except BaseException as error:
+        tell(_end, observer.failed, note, error)
+        raise
+    tell(_end, observer.after, note, output)
+    return output
+
+
+def _begin(call: KernelCall) -> tuple[Observer, Any] | None:
+    for observer in reversed(_observers):
+        with suppress(Exception):
+            note = observer.before(call)
+            if note is not None:
+                return observer, note
+    return None
+
+
+def _end(told: Callable[[Any, Any], None], note: Any, what: Any) -> None:
+    with suppress(Exception):
+        told(note, what)
+
+
+def _apply(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+_unwatched: Callable[..., Any] = torch._dynamo.disable(_apply)  # type: ignore[no-untyped-call]
+"""Calls a function of ours where dynamo would compile it otherwise."""
+
+skip_code(_seen.__code__)
+
+
+# -- Python functions --------------------------------------------------------------------------
+
+
+def _detour(function: FunctionType) -> Remove:
+    """Exchange a function's code for one that calls `_seen`; the signature stays the same.
+
+    Dynamo remembers how arguments are bound per function, not per code, so a detour that took
+    (*args, **kwargs) would break what it compiles afterwards.
+    """
+    code, hidden = function.__code__, f"_flexinspect_{function.__name__}"
+    own = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    name, names = function.__name__, tuple(inspect.signature(function).parameters)
+
+    def see(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return own(*args, **kwargs)
+        return _seen(name, own, names, args, kwargs)
+
+    skip_code(see.__code__)
+    function.__globals__[hidden] = see
+    function.__code__ = _detour_code(function, hidden)
+
+    def restore() -> None:
+        function.__code__ = code
+        function.__globals__.pop(hidden, None)
+
+    return restore
+
+
+def _detour_code(function: FunctionType, hidden: str) -> CodeType:
+    """Return code with the function's own parameters, which hands their values to `hidden`."""
+    signature = inspect.signature(function)
+    found = signature.parameters.values()
+    bare = [
+        p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
+        for p in found
+    ]
+    head = signature.replace(parameters=bare, return_annotation=signature.empty)
+    args = "".join(f"{p.name}, " for p in found if p.kind is not p.KEYWORD_ONLY)
+    kwargs = ", ".join(f"{p.name!r}: {p.name}" for p in found if p.kind is p.KEYWORD_ONLY)
+    made: dict[str, Any] = {}
+    exec(f"def {function.__name__}{head}:\n    return {hidden}(({args}), {{{kwargs}}})", made)
+    own = function.__code__
+    # The file decides what dynamo does with a function, and this one stands in for another's.
+    code: CodeType = made[function.__name__].__code__.replace(
+        co_filename=own.co_filename, co_firstlineno=own.co_firstlineno
+    )
+    skip_code(code)
+    return code
+
+
+# -- the built-in function ---------------------------------------------------------------------
+
+_SDPA_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _rebind(function: Callable[..., Any]) -> Remove:
+    """Put a wrapper wherever a module holds the function under a name."""
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return _seen(SDPA, function, _SDPA_NAMES, args, kwargs)
+
+    skip_code(scaled_dot_product_attention.__code__)
+    functools.update_wrapper(scaled_dot_product_attention, function)
+    places = list(_holders(function))
+    for module, name in places:
+        setattr(module, name, scaled_dot_product_attention)
+
+    def restore() -> None:
+        # Modules imported meanwhile may have taken the wrapper.
+        for module, name in _holders(scaled_dot_product_attention):
+            setattr(module, name, function)
+
+    return restore
+
+
+def _holders(thing: object) -> Iterator[tuple[ModuleType, str]]:
+    """Yield where the modules of the process hold an object: the module and the name."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and module.__name__ != "torch._C._nn":
+            held = [name for name, value in list(vars(module).items()) if value is thing]
+            yield from ((module, name) for name in held)

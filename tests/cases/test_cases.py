@@ -1,0 +1,296 @@
+"""Each case script shows, on its own, the fault that it stands for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from facts import FACTS
+from support.forks import Forks, Ran, run_alone
+
+from flexinspect.trace.reader import open_trace
+
+HERE = Path(__file__).parent
+ALL = range(12)
+
+PRINTS: dict[str, tuple[str, ...]] = {
+    "w01_bos_shift": (
+        "empty rows: [6, 7]",
+        "rows that touching segment 1 moves: [3, 4, 5, 14]",
+        "rows that move, counted with the BOS: [3, 4, 5, 6]",
+    ),
+    "w02_orphan_tokens": (
+        "rows whose attention is exactly 0, per layer: [[0, 7, 8], [0, 7, 8], [0, 7, 8]]",
+        "row 16 reads rows 7 and 8: [True, True]",
+    ),
+    "w04_missing_eos": (
+        "EOS written: False; documents found: 1 of 3 packed; document 1 moves the last row: True",
+        "EOS written: True; documents found: 3 of 3 packed; document 1 moves the last row: False",
+    ),
+    "a01_placeholder_mask": (
+        "FlexAttention ran without fallback",
+        f"rows that touching the LAST token moves: {[*ALL]}",
+        "open cells, requested and executed: 78 144",
+    ),
+    "a02_silent_fallback": (
+        "failing layers (): ran [(0, 'flex'), (1, 'flex')], segment 2 moved: False",
+        "failing layers (1,): ran [(0, 'flex'), (1, 'sdpa')], segment 2 moved: True",
+    ),
+    "a05_patch_needs_a_tensor": (
+        "sdpa: applied in 0 of 2 layers; segment 2 moved: True",
+        "eager: applied in 2 of 2 layers; segment 2 moved: False",
+    ),
+    "a07_no_mask_function": (
+        f"mask received: NoneType; rows that touching the LAST token moves: {[*ALL[:10]]}",
+        "mask received: BlockMask; rows that touching the LAST token moves: [9]",
+    ),
+    "a09_bool_mask_is_added": (
+        "sdpa: rows before the last that move: 0",
+        "eager: rows before the last that move: 9",
+        "flex_attention: rows before the last that move: 9",
+    ),
+    "s01_leak_through_separators": (
+        "direct cells from segment 2 to segment 1: 0",
+        "segment 2 moved: True",
+        "reachable in two layers: True",
+        "through rows: [7, 8]",
+        "segment 2 moved with the separators cut: False",
+    ),
+    "s03_order_of_paraphrases": (
+        "positions contiguous: swapping moves the next token: True",
+        "positions restarting per segment: swapping moves the next token: False",
+    ),
+    "s04_left_padding": (
+        "eager: padding rows are exactly 0: False",
+        "sdpa: padding rows are exactly 0: True",
+        "flex_attention: padding rows are exactly 0: True",
+        "rows in which eager and flex differ: [0, 1, 2]",
+    ),
+    "k01_decode_without_offset": (
+        "offset 0: right: False; equals the first value: True",
+        "offset 8: right: True; equals the first value: False",
+        "with offset: False; keys the newest row sees, step by step: [9, 1, 1, 1]",
+        "with offset: True; keys the newest row sees, step by step: [9, 10, 11, 12]",
+        "tokens that are the same: 1 of 4",
+    ),
+    "k03_empty_cache_slots": (
+        "keys allowed: 32 filled: 12",
+        "weight on empty slots: 0.54",
+        "relative error: 0.54",
+    ),
+    "k04_mask_one_short": (
+        "33 keys: refused",
+        "31 keys: refused",
+        "step 1: refused; the cache holds [33, 32]",
+    ),
+    "k07_lost_cache": (
+        "{} TypeError about past_key_values: True",
+        "{'use_cache': False} TypeError about past_key_values: True",
+        "cached length per layer: [0, 5]",
+        "a step later: [0, 6]",
+    ),
+    "k09_no_cache": (
+        "masks built: 20 for 5 tokens",
+        "query rows computed: 60 needed with a cache: 14",
+    ),
+    "b02_stale_tables": (
+        "uncompiled: rows that differ from the rule: 0, in blocks []",
+        "compiled: rows that differ from the rule: 256, in blocks [1, 3]",
+        "blocks in the tables: 4 of the rule: 6",
+    ),
+    "b06_blocks_for_tokens": (
+        "to_dense: (1, 1, 1, 1)",
+        "cells: (1, 1, 40, 40) open: 820 causal: True",
+    ),
+    "p02_graph_every_step": (
+        "fresh: 5 graphs in 5 steps",
+        "over_a_number: 2 graphs in 5 steps",
+        "over_a_tensor: 2 graphs in 5 steps",
+    ),
+    "p03_square_of_the_length": (
+        "grid 1 x 1 x 2048 x 2048: over 100 MiB: False",
+        "grid 1 x 8 x 2048 x 2048: over 100 MiB: True",
+        "attention itself: over 100 MiB: False",
+    ),
+    "n01_which_head": (
+        "repeat_interleave is the same as grouped queries: True",
+        "repeat is the same as grouped queries: False",
+        "query head 3 reads kv head 1: True",
+    ),
+    "n02_bfloat16": (
+        "relative difference per layer is rounding: [True, True]",
+        "rows with another best token: # of 24",
+    ),
+    "l01_compiled_crash": ("entering compiled flex",),
+    "l01_compiled_does_not_build": (
+        "entering compiled flex",
+        "InductorError | about cur_kvSplitSize: True",
+    ),
+    "o01_not_weights": (
+        "claimed weights: (1, 14, 32) expected: (1, 4, 14, 14)",
+        "rows sum to 1: False",
+    ),
+    "o03_logger_breaks_flex": (
+        "before: it runs",
+        "inside: NotImplementedError",
+        "after: Unsupported",
+        "after a reset of dynamo: it runs",
+    ),
+    "o04_drawn_mask_nobody_applied": (
+        "the picture says isolated: True",
+        "the model says isolated: False",
+    ),
+    "origin_wrapper": (
+        "generated: [206, 138, 86, 167]",
+        "fallbacks: 0",
+        "the plain model's tokens: [277, 133, 65, 106]",
+    ),
+    "c1_plain_causal_prompt": (
+        "answer: [223, 237, 245, 43]",
+        "rows that the last token moves: [8]",
+    ),
+    "c2_padded_batch": (
+        "row 0: [256, 261, 193, 161], the same as alone: True",
+        "row 1: [237, 294, 73, 80], the same as alone: True",
+    ),
+    "c3_open_decode_row": (
+        "rows, keys and open cells per step: [(6, 6, 21), (1, 7, 7), (1, 8, 8), (1, 9, 9)]",
+        "the same tokens as the plain model: True",
+    ),
+    "c4_two_graphs": ("graphs after each step: [1, 2, 2, 2, 2, 2, 2, 2]",),
+    "c5_shifted_positions": ("logits the same: True", "best tokens the same: True"),
+    "c6_shared_mask": ("mask: (1, 1, 16, 16) queries: (8, 32, 16, 16)", "right: True"),
+    "c7_nan_in_masked_keys": (
+        "NaN in masked keys: rows with NaN: []",
+        "NaN in masked values: rows with NaN: [0, 1, 2, 3]",
+    ),
+}
+"""What each script prints, line by line; `#` stands for a number, and a line may go on."""
+
+COMPILES = ("b02_stale_tables", "l01_compiled_crash", "l01_compiled_does_not_build")
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="compiled flex on a CPU needs a C++ compiler",
+)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain(forks: Forks) -> Callable[[str], Ran]:
+    """Return what a script did without anybody watching, run once."""
+    done: dict[str, Ran] = {}
+
+    def get(name: str) -> Ran:
+        if name not in done:
+            path = str(HERE / f"{name}.py")
+            done[name] = run_alone([path]) if name in COMPILES else forks.run(path)
+        return done[name]
+
+    return get
+
+
+def scripts() -> list[str]:
+    """Return the names of the scripts: every file here that is no test and no part of one."""
+    parts = {"kit", "facts", Path(__file__).stem}
+    return sorted({path.stem for path in HERE.glob("*.py")} - parts)
+
+
+def cases(names: list[str]) -> list[object]:
+    """Return the names as parameters, those that compile marked as slow."""
+    slow = (pytest.mark.slow, needs_compiler)
+    return [pytest.param(name, marks=slow if name in COMPILES else ()) for name in names]
+
+
+def check_prints(name: str, ran: Ran) -> None:
+    expected = PRINTS[name]
+    assert len(ran.lines) == len(expected), ran
+    for line, start in zip(ran.lines, expected, strict=True):
+        pattern = re.escape(start).replace(r"\#", r"\d+")
+        assert re.match(pattern, line), ran
+
+
+def test_every_script_is_checked_and_none_knows_of_flexinspect() -> None:
+    assert scripts() == sorted(PRINTS)
+    for name in [*scripts(), "kit"]:
+        assert "flexinspect" not in (HERE / f"{name}.py").read_text().split('"""', 2)[2]
+
+
+@pytest.mark.parametrize("name", cases([name for name in PRINTS if name != "l01_compiled_crash"]))
+def test_a_case_shows_its_fault(name: str, plain: Callable[[str], Ran]) -> None:
+    ran = plain(name)
+    assert ran.code == 0, ran
+    check_prints(name, ran)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_captured_tensor_indexed_link_by_link_kills_the_process(
+    plain: Callable[[str], Ran],
+) -> None:
+    ran = plain("l01_compiled_crash")
+    assert ran.code < 0, ran
+    check_prints("l01_compiled_crash", ran)
+
+
+AT_ONCE = 2
+"""Programs that are captured at the same time: most of each is importing."""
+
+
+def captured_alone(name: str, out: Path) -> Ran:
+    words = ("-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(HERE / f"{name}.py"))
+    return run_alone(words)
+
+
+@pytest.fixture(scope="module")
+def captured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], tuple[Ran, Path]]]:
+    """Return how a script went under capture, and its trace; those asked for run side by side."""
+    folder = tmp_path_factory.mktemp("captured")
+    asked = {
+        item.callspec.params["captured_name"]: None
+        for item in request.session.items
+        if item.path == request.path and "captured_name" in getattr(item, "fixturenames", ())
+    }
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        running: dict[str, Future[Ran]] = {
+            name: pool.submit(captured_alone, name, folder / f"{name}.flextrace") for name in asked
+        }
+        yield lambda name: (running[name].result(), folder / f"{name}.flextrace")
+        for future in running.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("captured_name", cases([*PRINTS]))
+def test_under_capture_a_case_prints_and_ends_the_same(
+    captured_name: str,
+    plain: Callable[[str], Ran],
+    captured: Callable[[str], tuple[Ran, Path]],
+) -> None:
+    alone, (ran, path) = plain(captured_name), captured(captured_name)
+    assert ran.out == alone.out, ran
+    # A shell says of a program killed by a signal 128 and its number.
+    assert ran.code == (alone.code if alone.code >= 0 else 128 - alone.code)
+    with open_trace(path) as trace:
+        assert trace.state == ("finished" if ran.code == 0 else "failed")
+
+
+@pytest.mark.parametrize("captured_name", cases([*FACTS]))
+def test_the_trace_of_a_case_holds_its_facts(
+    captured_name: str, captured: Callable[[str], tuple[Ran, Path]]
+) -> None:
+    ran, path = captured(captured_name)
+    assert ran.code == 0, ran
+    with open_trace(path) as trace:
+        assert [row.event.text for row in trace.events() if row.event.kind == "hook-off"] == []
+        FACTS[captured_name](trace)

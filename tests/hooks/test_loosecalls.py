@@ -1,0 +1,139 @@
+"""FlexAttention on tensors, with no model around it: every call stands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import ids, make_model
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import flexinspect
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks import loosecalls
+from flexinspect_hooks.loosecalls import LooseCalls
+from flexinspect_hooks.recorder import Recorder
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+class Bench:
+    """A trace with a session for loose calls."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.writer = TraceWriter.create(path, {"bench": True})
+        self.recorder = Recorder(self.writer)
+        self.recorder.start()
+        self.session = LooseCalls(self.writer, self.recorder, count(), level="advanced")
+        self.session.__enter__()
+
+    def close(self, state: str = "finished") -> TraceReader:
+        self.session.__exit__(None, None, None)
+        self.recorder.stop()
+        self.writer.close(state)
+        return open_trace(self.path)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path / "loose.flextrace")
+    yield made
+    made.session.remove_hooks()
+
+
+def qkv(q_len: int, kv_len: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(1, 4, q_len, 16), *(torch.randn(1, 2, kv_len, 16) for _ in range(2))
+
+
+def mask(mask_mod: Any, q_len: int, kv_len: int) -> Any:
+    return create_block_mask(mask_mod, None, None, q_len, kv_len, device="cpu")
+
+
+def test_a_decode_row_without_its_offset_shows_one_key_of_nine(bench: Bench) -> None:
+    for offset in (0, 8):
+
+        def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor, offset: int = offset) -> Tensor:
+            return j <= i + offset
+
+        made = mask(lambda b, h, i, j, rule=causal: rule(b, h, i, j), 1, 9)
+        flex_attention(*qkv(1, 9), block_mask=made, enable_gqa=True)
+    reader = bench.close()
+    found = [(g.sample_id, g.state) for g in reader.generations()]
+    assert found == [(f"{loosecalls.SAMPLE}, {n}", "finished") for n in (1, 2)]
+    steps = [reader.step(number, 0) for number in range(2)]
+    lengths = [(s.phase, s.q_len, s.kv_before, s.kv_after) for s in steps if s is not None]
+    assert lengths == [("decode", 1, 8, 9)] * 2
+    seen = []
+    for number in range(2):
+        (call,) = reader.calls(number, 0)
+        assert (call.layer, call.path, call.q_heads, call.kv_heads) == (0, "flex uncompiled", 4, 2)
+        assert call.gate is not None
+        assert call.gate < 1e-5
+        found = reader.mask(str(call.mask))
+        assert found is not None
+        assert found.cells is not None
+        seen.append(int(found.cells.sum()))
+        assert len(reader.builds(number, 0)) == 1
+    assert seen == [1, 9]
+
+
+def test_a_compiled_call_is_recorded_by_its_tables_and_an_uncompiled_one_by_its_rule(
+    bench: Bench,
+) -> None:
+    segment = torch.arange(256) // 128
+
+    def same(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return segment[i] == segment[j]
+
+    made = mask(same, 256, 256)
+    segment.zero_()  # the tables are of before, the rule is of now
+    q, k, v = qkv(256, 256)
+    flex_attention(q, k, v, block_mask=made, enable_gqa=True)
+    compiled = torch.compile(flex_attention, backend="eager")
+    compiled(q, k, v, block_mask=made, enable_gqa=True)
+    reader = bench.close()
+    open_cells = []
+    for number, path in enumerate(("flex uncompiled", "flex compiled")):
+        (call,) = reader.calls(number, 0)
+        assert call.path == path
+        found = reader.mask(str(call.mask))
+        assert found is not None
+        assert found.cells is not None
+        open_cells.append(int(found.cells.sum()))
+    assert open_cells == [256 * 256, 2 * 128 * 128]
+
+
+def test_a_call_that_fails_is_told_with_its_lengths(bench: Bench) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        flex_attention(*qkv(1, 33), block_mask=mask(lambda b, h, i, j: j <= 31, 1, 32))
+    reader = bench.close()
+    (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
+    assert (event.data["kv_len"], event.data["mask_kv"]) == (33, 32)
+    assert reader.generations() == []
+
+
+def test_calls_of_a_model_that_is_watched_are_not_loose(bench: Bench, tmp_path: Path) -> None:
+    model = make_model("llama")
+    with flexinspect.watch(model, out=tmp_path / "own.flextrace"):
+        model(torch.tensor([ids(5, 1)]))
+    assert bench.close().generations() == []
+
+
+def test_past_the_limit_nothing_is_recorded_and_that_is_said(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loosecalls, "LIMIT", 2)
+    outputs = [flex_attention(*qkv(2, 2), enable_gqa=True) for _ in range(4)]
+    assert all(torch.equal(outputs[0], other) for other in outputs)
+    reader = bench.close()
+    assert len(reader.generations()) == 2
+    (event,) = [row.event for row in reader.events() if row.event.kind == "unseen"]
+    assert "2 calls outside of a model are recorded" in event.text
