@@ -184,10 +184,16 @@ class LiveRun:
 
 
 MOST_NOTES = 8
+MOST_ANSWERS = 10
 
 
 class ScriptRun(LiveRun):
     """A program of the user's: signals are its own, stdout too, and so is its exit code."""
+
+    def _look(self) -> None:
+        """Look only when asked to tell of each step: the program may need every core."""
+        if self._progress.verbose:
+            super()._look()
 
     def _stop(self) -> None:
         """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""
@@ -202,7 +208,7 @@ class ScriptRun(LiveRun):
         return code if code >= 0 else 128 - code
 
     def _print(self, summary: Summary, console: Console) -> None:
-        print_summary(summary, console)
+        print_summary(summary, console, most=MOST_ANSWERS)
         notes = list(dict.fromkeys(summary.notes))
         for note in notes[:MOST_NOTES]:
             console.print(f"note  {visible(note)}", soft_wrap=True)
