@@ -38,6 +38,9 @@ LINGER_S = 0.3
 """How long streams may be silent, once the program has ended, before we stop listening: what it
 started may hold them open for ever."""
 
+KILLED_AT = 4
+"""Which Ctrl-C ends a program that takes no notice of those before it."""
+
 _PIECE = 1 << 16
 _CLOSE = 0.005
 """Seconds between two pieces of one stream that are stored as one."""
@@ -264,6 +267,26 @@ class ScriptProcess(Capture):
             for key in found:
                 self._heard(ready, key.fileobj, key.data)
         self._copy.finish()
+
+
+def hand_on_signals(process: Capture) -> None:
+    """Let the program have the signals that are sent to us in its place, until it has ended."""
+    n_interrupts = 0
+
+    def hand_on(number: int, frame: object) -> None:
+        nonlocal n_interrupts
+        n_interrupts += number == signal.SIGINT
+        if process.poll() is not None:
+            raise KeyboardInterrupt
+        if n_interrupts >= KILLED_AT:
+            process.kill()
+        else:
+            process.signal(number)
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, hand_on)
 
 
 def _entry() -> str:

@@ -16,7 +16,7 @@ EXAMPLES = """\
 examples:
   flexinspect run --model demo --dataset demo --max-samples 2
   flexinspect run --model llama3.2_3b_it --prompt "Who wrote Emma?" --prompt "Emma's author?"
-  flexinspect open run.flextrace
+  flexinspect open run.flextrace          (open may be left out)
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect dump run.flextrace --step 3
   flexinspect models
@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; errors are sentences on stderr."""
     _make_output_safe()
     parser = build_parser()
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].endswith(".flextrace"):  # no command ends so
+        words.insert(0, "open")
+    args = parser.parse_args(words)
     try:
         return _begin(parser) if args.command is None else int(args.run(args))
     except FlexInspectError as error:

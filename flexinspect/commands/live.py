@@ -15,8 +15,8 @@ from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgr
 from flexinspect.commands.summary import Summary, print_summary, summarise
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
-from flexinspect.job import Job, ScriptJob
-from flexinspect.scriptcapture import Echo, ScriptProcess
+from flexinspect.job import Job
+from flexinspect.scriptcapture import KILLED_AT
 from flexinspect.text import visible
 from flexinspect.trace.places import discard
 from flexinspect.trace.reader import TraceReader
@@ -183,14 +183,17 @@ class LiveRun:
             console.print(visible(line), soft_wrap=True)
 
 
-KILLED_AT = 4
-"""Which Ctrl-C ends a program that takes no notice of those before it."""
-
 MOST_NOTES = 8
+MOST_ANSWERS = 10
 
 
 class ScriptRun(LiveRun):
     """A program of the user's: signals are its own, stdout too, and so is its exit code."""
+
+    def _look(self) -> None:
+        """Look only when asked to tell of each step: the program may need every core."""
+        if self._progress.verbose:
+            super()._look()
 
     def _stop(self) -> None:
         """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""
@@ -205,7 +208,7 @@ class ScriptRun(LiveRun):
         return code if code >= 0 else 128 - code
 
     def _print(self, summary: Summary, console: Console) -> None:
-        print_summary(summary, console)
+        print_summary(summary, console, most=MOST_ANSWERS)
         notes = list(dict.fromkeys(summary.notes))
         for note in notes[:MOST_NOTES]:
             console.print(f"note  {visible(note)}", soft_wrap=True)
@@ -224,21 +227,11 @@ class ScriptRun(LiveRun):
             console.print(visible(line), soft_wrap=True)
 
 
-def show_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
-    """Run a user's program with its own streams, and say on stderr what its trace holds.
+def show_script(process: Capture, *, as_json: bool, verbose: bool) -> int:
+    """Follow a user's program to its end, and say on stderr what its trace holds.
 
-    With `as_json` our summary has stdout for itself, and what the program prints there goes to
-    stderr. Returns the program's exit code.
+    With `as_json` our summary goes to stdout. Returns the program's exit code.
     """
     console = Console(stderr=True, highlight=False, markup=False)
-    process = ScriptProcess(job, Echo(held=False, stdout=2 if as_json else 1))
-    _hand_on_signals(process)
     run = ScriptRun(process, PlainProgress(console, verbose=verbose, quiet=not verbose))
     return run.conclude(run.watch(), console, as_json=as_json)
-
-
-def _hand_on_signals(process: Capture) -> None:
-    """Let the program have the signals that are sent to us in its place."""
-    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda number, _: process.signal(number))

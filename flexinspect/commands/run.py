@@ -182,8 +182,6 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe."""
-    from flexinspect.commands.live import show_run, show_script
-
     try:
         job = checked_job(args)
     except FlexInspectError as error:
@@ -196,8 +194,22 @@ def run(args: argparse.Namespace) -> int:
 
         return inspect_run(job)
     if isinstance(job, ScriptJob):
-        return show_script(job, as_json=args.json, verbose=args.verbose)
+        return _run_script(job, as_json=args.json, verbose=args.verbose)
+    from flexinspect.commands.live import show_run
+
     return show_run(job, as_json=args.json, verbose=args.verbose)
+
+
+def _run_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
+    """Run a program with our own streams; with `as_json` what it prints goes to stderr."""
+    from flexinspect.scriptcapture import Echo, ScriptProcess, hand_on_signals
+
+    process = ScriptProcess(job, Echo(held=False, stdout=2 if as_json else 1))
+    hand_on_signals(process)
+    # The program runs by now: what shows its end may load meanwhile.
+    from flexinspect.commands.live import show_script
+
+    return show_script(process, as_json=as_json, verbose=verbose)
 
 
 def _on_a_terminal() -> bool:
@@ -268,6 +280,11 @@ def _check_question(said: dict[str, Any]) -> None:
     if "dataset" in said and "prompt" in said:
         raise UsageError(
             "--prompt and --dataset exclude each other: both name what is asked.",
+            hint="Leave one of them out.",
+        )
+    if "max_samples" in said and "prompt" in said:
+        raise UsageError(
+            "--max-samples counts the samples of a dataset, and --prompt is one by itself.",
             hint="Leave one of them out.",
         )
 

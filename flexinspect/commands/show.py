@@ -214,8 +214,8 @@ def _layers_and_heads(
     if calls:
         heads = range(max(call.q_heads for call in calls))
         return sorted({call.layer for call in calls}), heads
-    model = reader.run().get("model")
-    counts = [model.get(name) if isinstance(model, dict) else 0 for name in ("layers", "heads")]
+    model = reader.model(key[0])
+    counts = [model.get(name) for name in ("layers", "heads")]
     found = [range(count if isinstance(count, int) else 0) for count in counts]
     return found[0], found[1]
 

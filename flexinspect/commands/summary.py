@@ -118,14 +118,19 @@ def _so_far(row: GenerationRow, reader: TraceReader) -> str:
     return "".join(token.text for token in tokens if not token.special).strip()
 
 
-def print_summary(summary: Summary, console: Console | None = None) -> None:
+def print_summary(
+    summary: Summary, console: Console | None = None, *, most: int | None = None
+) -> None:
     """Print the answers beside those expected, what capture cost, and the next commands.
 
-    On stdout, unless another `console` is given.
+    On stdout, unless another `console` is given; of more than `most` answers only the last.
     """
     console = console or Console(highlight=False, markup=False)
     spoken = [answer for answer in summary.answers if answer.question or answer.answer]
-    for answer in spoken:
+    n_more = len(spoken) - most if most is not None else 0
+    if n_more > 0:
+        console.print(f"      {n_more} generations before these, in the interface", soft_wrap=True)
+    for answer in spoken[max(n_more, 0) :]:
         console.print(_answer_text(answer), soft_wrap=True)
     if silent := len(summary.answers) - len(spoken):
         console.print(f"{silent} generation{'s' if silent > 1 else ''} without tokens")
@@ -175,7 +180,8 @@ def _cost_line(summary: Summary) -> str:
     cost = summary.run.get("cost")
     if isinstance(cost, Mapping):
         ratio = 100 * float(cost["ratio"])
-        parts.append(f"capture at level {summary.run.get('level')} took {ratio:.1f} %")
+        took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
+        parts.append(f"capture at level {summary.run.get('level')} took {took}")
     return "      " + ", ".join(parts)
 
 

@@ -99,7 +99,7 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
 
 
 def note(data: MaskData) -> str:
-    """Return the line in the border: view, layer, head, scale, gate, differences."""
+    """Return the line in the border: what is wrong first, as a narrow panel cuts its end."""
     sheet, layer = data.sheet, data.place.layer
     one = sheet.heads == 1  # every head got the same
     where = f"layer {layer} · " + ("all heads" if one else f"head {sheet.head} of {sheet.heads}")
@@ -107,16 +107,15 @@ def note(data: MaskData) -> str:
     if data.frame.width < NARROW:
         where = f"L{layer} " + ("all" if one else f"H{sheet.head}/{sheet.heads}")
         scale = scale_words(data.frame)
+    differs_now = differs(data) or data.view == "difference"
     parts = [
         data.view,
+        difference_words(data) if differs_now else "",
+        data.gate.words() + (": not what ran" if data.gate.bad else ""),
         where,
         scale,
-        data.gate.words() + (": not what ran" if data.gate.bad else ""),
+        f"rows of {window_words(data)}" if sheet.is_cut else "",
     ]
-    if differs(data) or data.view == "difference":
-        parts.append(difference_words(data))
-    if sheet.is_cut:
-        parts.append(f"rows of {window_words(data)}")
     return " · ".join(part for part in parts if part)
 
 

@@ -72,7 +72,9 @@ class RunPanel(Panel[RunFacts, RunOptions]):
     def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
         """Read the manifest and the facts of one generation; nothing that grows with its length."""
         reader, place = source.reader, request.place
-        run, size = reader.run(), _size(reader.path)
+        # Of several models, the one of this generation.
+        run = {**reader.run(), "model": reader.model(place.generation)}
+        size = _size(reader.path)
         base = RunFacts(run, reader.state, str(reader.path), size)
         branches = {row.branch: row for row in reader.branches(place.generation)}
         return _with_generation(source, place, base, branches) if branches else base

@@ -12,6 +12,15 @@ from flexinspect.text import visible
 
 BAR = 30
 
+STAGES = (
+    ("starting",),
+    ("importing torch",),
+    ("importing transformers",),
+    ("downloading", "reading weights", "making weights"),
+    ("generating", "compiling"),
+)
+"""What comes before the first token of a run of ours, by the first words of the phases."""
+
 
 def notice_text(status: Status, seconds: int = 0) -> tuple[str, str]:
     """Return what is to be said, and its class: "", "busy" or "bad".
@@ -23,15 +32,22 @@ def notice_text(status: Status, seconds: int = 0) -> tuple[str, str]:
     if status.live and status.last_step is None:
         lasted = f" ({seconds} s)" if seconds else ""
         lines = [(visible(status.phase) or "waiting") + lasted]
+        stage = next((n for n, names in enumerate(STAGES) if status.phase.startswith(names)), None)
         if status.fraction is not None:
-            done = round(BAR * min(max(status.fraction, 0.0), 1.0))
-            lines[0] += f"  {'━' * done}{'╌' * (BAR - done)} {100 * status.fraction:.0f} %"
+            lines[0] += f"  {_bar(status.fraction)} {100 * status.fraction:.0f} %"
+        elif stage is not None:
+            lines[0] += f"  {_bar(stage / len(STAGES))} {stage + 1} of {len(STAGES)}"
         else:
             lines[0] += " …"
         return "\n".join([*lines, *([visible(status.detail)] if status.detail else [])]), "busy"
     if status.last_step is None:
         return "This trace holds no step: the run ended before its first token.", "bad"
     return "", ""
+
+
+def _bar(fraction: float) -> str:
+    done = round(BAR * min(max(fraction, 0.0), 1.0))
+    return "━" * done + "╌" * (BAR - done)
 
 
 _TITLES = {

@@ -32,8 +32,10 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.fedrows import FedRows
 from flexinspect_hooks.foundwords import FoundWords, Tokenizers
 from flexinspect_hooks.layers import attention_layers
+from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.modelfacts import model_facts
-from flexinspect_hooks.program import state_of, without_us
+from flexinspect_hooks.pickling import hide_hooks
+from flexinspect_hooks.program import chain_of, state_of, without_us
 from flexinspect_hooks.recorder import Recorder
 from flexinspect_hooks.sequence import Place
 from flexinspect_hooks.session import cost_of
@@ -57,6 +59,7 @@ class FoundSession(WatchSession):
         self, model: nn.Module, finder: ModelFinder, company: Company, words: FoundWords
     ) -> None:
         self._finder, self._words = finder, words
+        self._thread = self._left_by = 0
         super().__init__(
             model,
             finder.writer,
@@ -75,6 +78,7 @@ class FoundSession(WatchSession):
 
     def _begin_step(self, step: StepContext) -> None:
         super()._begin_step(step)
+        self._thread, self._left_by = threading.get_ident(), 0
         self._finder.entered(step)
 
     def _tell(self, sentence: str) -> None:
@@ -84,16 +88,21 @@ class FoundSession(WatchSession):
         """Say whether this exception is in the trace already."""
         return error is self._told_error
 
-    @property
-    def last_moved(self) -> float:
-        """When its newest step began, or the waiting one; 0.0 when there is neither."""
-        step = self._step or (self._waiting.step if self._waiting is not None else None)
-        return step.started if step is not None else 0.0
+    def left(self, error: BaseException) -> None:
+        """A forward is left by this exception, which somebody may catch."""
+        self._left_by = id(error)  # holding it would hold all that its frames hold
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward has begun and not returned."""
-        return self._step is not None
+    def stands_in(self, errors: set[int]) -> tuple[bool, float]:
+        """Say whether one of these exceptions, by id, left an open step, and when that step began.
+
+        Without one it is the step that waits for its token; 0.0 when there is none in this thread.
+        """
+        if self._thread != threading.get_ident():
+            return False, 0.0
+        if self._step is not None:
+            is_left = self._left_by in errors
+            return is_left, self._step.started if is_left else 0.0
+        return False, self._waiting.step.started if self._waiting is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +115,11 @@ class _Found:
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(self, job: ScriptJob, writer: TraceWriter) -> None:
+    def __init__(self, job: ScriptJob, writer: TraceWriter, made: MadeTokenizers) -> None:
         self.job, self.writer = job, writer
-        self.tokenizers = Tokenizers()
+        self.tokenizers = Tokenizers(made)
         self._segments = read_wishes(job.declaration.segments)
-        self._recorder = Recorder(writer)
+        self.recorder = Recorder(writer)
         self._numbers = count()
         self._found: dict[int, _Found] = {}
         self._dead: deque[int] = deque()
@@ -122,7 +131,7 @@ class ModelFinder:
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
         self._loose: LooseCalls | None = None
-        self._recorder.start()
+        self.recorder.start()
 
     # -- where models are met --------------------------------------------------------------------
 
@@ -130,7 +139,7 @@ class ModelFinder:
         """Wrap the call of every `PreTrainedModel`; transformers' modeling_utils is loaded."""
         from transformers.modeling_utils import PreTrainedModel
 
-        here, find = self._here, self._find
+        here, find, set_compiler = self._here, self._find, _compiler_setter()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -139,17 +148,24 @@ class ModelFinder:
                 return nn.Module.__call__(model, *args, **kwargs)
             here.is_open = True
             try:
-                find(model)
-                return nn.Module.__call__(model, *args, **kwargs)
-            except BaseException as error:
-                without_us(error)
-                raise
+                compiler = set_compiler(None)  # what finds a model is not for it to compile
+                try:
+                    session = find(model)
+                finally:
+                    set_compiler(compiler)
+                try:
+                    return nn.Module.__call__(model, *args, **kwargs)
+                except BaseException as error:
+                    if session is not None:
+                        session.left(error)
+                    without_us(error)
+                    raise
             finally:
                 here.is_open = False
 
         _not_compiled(call)
         PreTrainedModel.__call__ = call
-        self._removes.append(lambda: delattr(PreTrainedModel, "__call__"))
+        self._removes += [lambda: delattr(PreTrainedModel, "__call__"), hide_hooks()]
 
     def watch_generate(self) -> None:
         """Wrap `GenerationMixin.generate`; transformers' generation utils are loaded."""
@@ -176,15 +192,11 @@ class ModelFinder:
 
         self._removes.append(remove)
 
-    def watch_tokenizers(self) -> None:
-        """Note the tokenizers that are made; their base class is loaded."""
-        self._removes.append(self.tokenizers.watch())
-
     def watch_loose_calls(self) -> None:
         """Record FlexAttention that no model calls; its module is loaded."""
         from flexinspect_hooks.loosecalls import LooseCalls
 
-        loose = LooseCalls(self.writer, self._recorder, self._numbers, level=self.job.level)
+        loose = LooseCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
         loose.__enter__()
         self._loose = loose
 
@@ -207,7 +219,7 @@ class ModelFinder:
 
     def _begin_session(self, model: nn.Module) -> FoundSession | None:
         try:
-            company = Company(self._recorder, self._numbers, self._name(model))
+            company = Company(self.recorder, self._numbers, self._name(model))
             session = FoundSession(model, self, company, FoundWords())
             session.__enter__()
         except Exception as error:
@@ -239,7 +251,7 @@ class ModelFinder:
 
     def _end_session(self, session: FoundSession, state: str, error: BaseException | None) -> None:
         try:
-            session.finish(state, error)
+            session.close(state, error)
             session.__exit__(None, None, None)
         except Exception as failure:
             self.event("unseen", f"A model's recording ended badly: {failure!r}")
@@ -269,7 +281,7 @@ class ModelFinder:
 
     def event(self, kind: str, text: str, **data: Any) -> None:
         """Record an event, in order with the steps."""
-        self._recorder.put(EventRecord(kind, text, time.time(), data=data))
+        self.recorder.put(EventRecord(kind, text, time.time(), data=data))
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -280,9 +292,11 @@ class ModelFinder:
             return
         with self._lock:
             state = state_of(error)
-            last = max(self._sessions, key=_liveliest, default=None)
+            chain = {id(one) for one in chain_of(error)}
+            places = {session: session.stands_in(chain) for session in self._sessions}
+            last = max(places, key=places.__getitem__, default=None)
             is_exit = isinstance(error, SystemExit)
-            if last is not None and last.last_moved and (last.is_in_forward or not is_exit):
+            if last is not None and (places[last][0] or (places[last][1] and not is_exit)):
                 last.finish(state, error)
             elif not is_exit:
                 text = "".join(traceback.format_exception(error))
@@ -300,8 +314,8 @@ class ModelFinder:
                 self._loose.__exit__(None, None, None)
             self._take_out()
             sessions = [*self._sessions, *([self._loose] if self._loose is not None else [])]
-            cost = cost_of(sessions, self._recorder) if sessions else None
-            self._recorder.stop()
+            cost = cost_of(sessions, self.recorder) if sessions else None
+            self.recorder.stop()
         return cost
 
     def forget(self) -> None:
@@ -330,11 +344,19 @@ class ModelFinder:
     @property
     def failure(self) -> TraceWriteError | None:
         """Why recording had to stop, None if it did not."""
-        return self._recorder.failure
+        return self.recorder.failure
 
 
-def _liveliest(session: FoundSession) -> tuple[bool, float]:
-    return session.is_in_forward, session.last_moved
+def _compiler_setter() -> Callable[[Any], Any]:
+    """Return what sets the compiler of frames in this thread, and gives the one that was set.
+
+    `torch.compiler.disable` uses it, too, but loads all of dynamo.
+    """
+    with suppress(ImportError, AttributeError):
+        frames: Any = importlib.import_module("torch._C._dynamo.eval_frame")
+        setter: Callable[[Any], Any] = frames.set_eval_frame
+        return setter
+    return lambda compiler: compiler
 
 
 def _not_compiled(function: Any) -> None:

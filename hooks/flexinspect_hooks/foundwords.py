@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.story import IdWords, TokenizerWords, Words
 
 
 class Tokenizers:
-    """Every transformers tokenizer made while watched, the newest last; keeps none alive."""
+    """Chooses among the tokenizers that were made; each is asked for its words once."""
 
-    def __init__(self) -> None:
-        self._made: list[weakref.ref[Any]] = []
+    def __init__(self, made: MadeTokenizers) -> None:
+        self._made = made
         self._words: dict[int, tuple[weakref.ref[Any], Words]] = {}
-
-    def watch(self) -> Callable[[], None]:
-        """Note what is made from now on; returns what ends that. transformers must be loaded."""
-        from transformers.tokenization_utils_base import PreTrainedTokenizerBase as Base
-
-        original = Base.__init__
-
-        @functools.wraps(original)
-        def init(tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
-            original(tokenizer, *args, **kwargs)
-            self._made.append(weakref.ref(tokenizer))
-
-        Base.__init__ = init
-
-        def remove() -> None:
-            Base.__init__ = original
-
-        return remove
 
     def words_of(self, model: Any) -> Words:
         """Return the words of the tokenizer that was loaded from where the model was.
@@ -43,7 +25,7 @@ class Tokenizers:
         name = getattr(model, "name_or_path", "")
         config = getattr(model, "config", None)
         size = getattr(getattr(config, "text_config", None) or config, "vocab_size", None)
-        alive = [one for one in (ref() for ref in reversed(self._made)) if one is not None]
+        alive = self._made.newest_first()
         same = [one for one in alive if name and getattr(one, "name_or_path", "") == name]
         fitting = [one for one in alive if not isinstance(size, int) or _size(one) <= size]
         for tokenizer in (*same, *fitting):

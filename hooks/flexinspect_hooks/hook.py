@@ -52,7 +52,7 @@ class StepDraft:
     events: list[EventRecord] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # its model may be gone, and then cannot be compared
 class CaptureContext:
     """What a hook may know of the run: the model, its layers, the segments of this generation."""
 

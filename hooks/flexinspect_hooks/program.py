@@ -49,15 +49,20 @@ def _put_first(folder: str) -> None:
 
 def without_us(error: BaseException) -> None:
     """Take our own frames out of an exception's traceback, and out of those it stands on."""
-    seen: set[int] = set()
+    for one in chain_of(error):
+        one.__traceback__ = _trimmed(one.__traceback__)
+
+
+def chain_of(error: BaseException) -> list[BaseException]:
+    """Return an exception and all that it stands on: causes, and those it was raised in."""
+    found: dict[int, BaseException] = {}
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        one.__traceback__ = _trimmed(one.__traceback__)
-        waiting += [one.__cause__, one.__context__]
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            waiting += [one.__cause__, one.__context__]
+    return list(found.values())
 
 
 def _trimmed(trace: TracebackType | None) -> TracebackType | None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,7 @@ from flexinspect.records import EventRecord, OutputRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.children import ChildCount
+from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
     run_program,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 DRAIN_S = 5.0
 """How long the end waits for the last of what was printed."""
 
+_LOOSE, _MODELS, _GENERATE = "watch_loose_calls", "watch_models", "watch_generate"
 _RUNNING = "running the program"
 _PHASES = {"torch": "importing torch", "transformers.modeling_utils": "importing transformers"}
 
@@ -69,6 +72,9 @@ class ScriptRun:
         self._is_closing = False
         self._finder: ModelFinder | None = None
         self._finding = threading.Lock()
+        self._wanted: deque[str] = deque()
+        self._is_making = False
+        self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
         control.say(
             protocol.TRACE,
@@ -86,10 +92,10 @@ class ScriptRun:
         self._arrivals = Arrivals(
             {
                 "torch": lambda: on_torch(self),
-                "torch.nn.attention.flex_attention": lambda: self.finder().watch_loose_calls(),
+                "torch.nn.attention.flex_attention": lambda: self._find(_LOOSE),
                 "transformers.modeling_utils": self._on_transformers,
-                "transformers.generation.utils": lambda: self.finder().watch_generate(),
-                "transformers.tokenization_utils_base": lambda: self.finder().watch_tokenizers(),
+                "transformers.generation.utils": lambda: self._find(_GENERATE),
+                "transformers.tokenization_utils_base": self._tokenizers.watch,
                 "multiprocessing.process": self._children.watch_multiprocessing,
             },
             coming=self._coming,
@@ -107,14 +113,34 @@ class ScriptRun:
             show_without_us(error)
             raise
 
-    def finder(self) -> ModelFinder:
-        """Return what finds the program's models; torch is loaded."""
-        with self._finding:
-            if self._finder is None:
-                from flexinspect_hooks.findmodels import ModelFinder
+    def _find(self, what: str) -> None:
+        """Let the finder do something, by the name of its method; torch is loaded.
 
-                self._finder = ModelFinder(self.job, self.writer)
-            return self._finder
+        Loading the finder brings modules that are waited for, too: what is wanted meanwhile, in
+        this thread or another, is done when it is there.
+        """
+        with self._finding:
+            self._wanted.append(what)
+            if self._is_making:
+                return
+            self._is_making = True
+        try:
+            while (wanted := self._next()) is not None:
+                getattr(self._made_finder(), wanted)()
+        finally:
+            self._is_making = False
+
+    def _next(self) -> str | None:
+        with self._finding:
+            self._is_making = bool(self._wanted)
+            return self._wanted.popleft() if self._wanted else None
+
+    def _made_finder(self) -> ModelFinder:
+        if self._finder is None:
+            from flexinspect_hooks.findmodels import ModelFinder
+
+            self._finder = ModelFinder(self.job, self.writer, self._tokenizers)
+        return self._finder
 
     def _on_transformers(self) -> None:
         import torch
@@ -122,7 +148,7 @@ class ScriptRun:
 
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self.tell(versions={**_versions(), **versions})
-        self.finder().watch_models()
+        self._find(_MODELS)
         self._phase(_RUNNING)
 
     def _coming(self, name: str) -> None:
@@ -188,6 +214,7 @@ class ScriptRun:
         self._is_closing = True
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
+        self._tokenizers.end()
         self._children.end()
         self._take_last_words()
         self._tell_unseen()
@@ -209,7 +236,7 @@ class ScriptRun:
     def _tell_unseen(self) -> None:
         if n := self._children.n:
             were = "child process was" if n == 1 else "child processes were"
-            self.event("unseen", f"{n} {were} started; what they run is not recorded.", n=n)
+            self.event("unseen", f"{n} {were} started; what runs there is not recorded.", n=n)
         if self._finder is None or not (self._finder.n_models or self._finder.has_loose_calls):
             self.event("unseen", _nothing_seen())
 
@@ -220,6 +247,7 @@ class ScriptRun:
     def _forked(self) -> None:
         """Become invisible: this is a forked child, and the trace is its parent's."""
         self._arrivals.remove()
+        self._tokenizers.end()
         self._children.end()
         if self._finder is not None:
             self._finder.forget()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.traces import sample_trace
 
+from flexinspect.commands import main
 from flexinspect.errors import TraceError
 from flexinspect.trace import salvage
 from flexinspect.trace.reader import TraceReader
@@ -165,3 +166,11 @@ def test_a_copy_that_is_not_wanted_any_more_leaves_nothing(
     path.write_bytes(path.read_bytes()[:-5000])
     assert mended(path, lambda: True) is None
     assert not list(copies.iterdir())
+
+
+def test_a_trace_without_a_command_is_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nowhere.flextrace"]) == 2
+    alone = capsys.readouterr().err
+    assert main(["open", "nowhere.flextrace"]) == 2
+    assert alone == capsys.readouterr().err
+    assert "nowhere.flextrace" in alone

@@ -332,6 +332,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "layers": (("--layers", "1", "s.py"), "--layers chooses whose activations"),
     "no layers": (("--level", "extreme", "--layers", "x", "s.py"), "'x' is no number or range"),
     "in the way": (("--out", "s.py", "s.py"), "The trace s.py exists already."),
+    "no folder": (("--out", "absent/t.flextrace", "s.py"), "absent"),
     "alone": (("--declare", "d.toml"), "--declare goes with a program of your own."),
     "no file": (("--declare", "d.toml", "s.py"), "The declaration d.toml cannot be read: No such"),
 }

@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 PATIENCE_S = 120
 
 HEAD = f"""
-import gc, json, sys, warnings
+import gc, json, sys, time, warnings
 sys.path.insert(0, {str(TESTS)!r})
 import torch
 from support.tiny import ids, make_model
@@ -75,6 +75,7 @@ before = [state(first), state(second)]
 for model in (first, second, first):
     out = greedy(model, output_logits=True, return_dict_in_generate=True)
     tell(tokens=out.sequences[0].tolist(), sums=[float(row.double().sum()) for row in out.logits])
+    time.sleep(0.2)  # what is printed is placed by the time at which it is read
 torch.manual_seed(3)
 tell(sampled=second.generate(prompt(), max_new_tokens=3, do_sample=True)[0].tolist())
 fed = prompt()
@@ -89,11 +90,23 @@ except IndexError as error:
     import traceback
     frames = traceback.extract_tb(error.__traceback__)
     tell(error=str(error), files=[f.filename for f in frames if "flexinspect_hooks" in f.filename])
+import copy, io, pickle
+saved = io.BytesIO()
+torch.save(second, saved)
+saved.seek(0)
+again = torch.load(saved, weights_only=False)
+tell(bytes=len(pickle.dumps(first)), hooks=len(again._forward_hooks))
+tell(copied=greedy(copy.deepcopy(first))[0].tolist(), loaded=greedy(again)[0].tolist())
 whole = torch.compile(make_model("llama"), backend="eager")
 best = lambda model, fed: model(fed).logits.argmax(-1)
 part = torch.compile(best, backend="eager", fullgraph=True)
 tell(whole=whole(prompt()).logits[0, -1].argmax().item(), part=part(second, prompt())[0].tolist())
-import weakref
+import os, weakref
+from transformers import PreTrainedModel
+if (child := os.fork()) == 0:
+    tell(left=[len(first._forward_hooks), "__call__" in vars(PreTrainedModel)])
+    os._exit(0)
+os.waitpid(child, 0)
 def use():
     model = make_model("phi3")
     greedy(model)
@@ -120,6 +133,8 @@ def test_output_is_the_same_in_every_bit_and_warnings_are_heard(several: Ran) ->
     assert several.mine.stdout == several.plain.stdout
     assert several.mine.returncode == 9
     assert several.mine.stderr.startswith(several.plain.stderr)
+    ours = several.mine.stderr.removeprefix(several.plain.stderr)
+    assert "Warning" not in ours
     assert "UserWarning: still heard" in several.mine.stderr
 
 
@@ -165,10 +180,56 @@ def test_a_model_that_is_gone_lets_its_session_go(several: Ran) -> None:
     assert not several.events("hook-off")
 
 
+def test_an_exception_that_was_caught_is_not_what_the_program_ended_by(several: Ran) -> None:
+    assert not several.events("error")
+
+
+def test_a_model_compiled_as_a_whole_is_said_not_to_be_seen(several: Ran) -> None:
+    (text,) = [e.text for e in several.events("unseen") if "child" not in e.text]
+    assert text.startswith("No forward of this model was seen")
+    assert "compiled graph" in text
+
+
+def test_nothing_of_ours_is_left_in_a_forked_child(several: Ran) -> None:
+    assert '"left": [0, false]' in several.mine.stdout
+    texts = [event.text for event in several.events("unseen")]
+    assert "1 child process was started; what runs there is not recorded." in texts
+
+
 def test_output_is_put_beside_the_step_it_came_with(several: Ran) -> None:
     with several.trace() as reader:
         rows = [row.output for row in reader.output() if '"tokens"' in row.output.text]
     assert [(row.generation, row.step) for row in rows] == [(0, 3), (1, 3), (2, 3)]
+
+
+REVERSED = """
+import torch.nn.attention.flex_attention
+model = make_model("llama")
+tell(found=greedy(model)[0].tolist())
+"""
+
+
+def test_modules_may_come_in_any_order(tmp_path: Path) -> None:
+    script = "from transformers import PreTrainedTokenizerFast\n" + HEAD + REVERSED
+    (tmp_path / "script.py").write_text(script, "utf-8")
+    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    mine = done(begun(tmp_path, *words, "script.py"))
+    assert mine.returncode == 0, mine.stderr
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert [reader.n_steps(row.generation) for row in reader.generations()] == [4]
+
+
+def test_a_program_that_only_tokenizes_loads_no_torch(tmp_path: Path) -> None:
+    script = f"""
+    import sys
+    from transformers import PreTrainedTokenizerFast
+    words = PreTrainedTokenizerFast.from_pretrained({str(DEMO)!r})
+    print(words("one two").input_ids, "torch" in sys.modules)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
+    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    plain = done(begun(tmp_path, sys.executable, "script.py"))
+    assert done(begun(tmp_path, *words, "script.py")).stdout == plain.stdout
 
 
 FAILS = """

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
-from flexinspect.job import Job
+from flexinspect.feed import Status
+from flexinspect.job import Job, ScriptJob
 from flexinspect.screens.ask import Choose
+from flexinspect.screens.notice import notice_text
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.trace.reader import open_trace
 
@@ -171,3 +174,65 @@ async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.mark.parametrize(
+    ("phase", "fraction", "said"),
+    [
+        ("importing torch", None, f"importing torch (3 s)  {'━' * 6}{'╌' * 24} 2 of 5"),
+        ("reading weights", 0.5, f"reading weights (3 s)  {'━' * 15}{'╌' * 15} 50 %"),
+        (
+            "compiling FlexAttention",
+            None,
+            f"compiling FlexAttention (3 s)  {'━' * 24}{'╌' * 6} 5 of 5",
+        ),
+        ("running the program", None, "running the program (3 s) …"),
+    ],
+)
+def test_loading_has_a_bar_where_it_is_known_how_far_it_is(
+    phase: str, fraction: float | None, said: str
+) -> None:
+    status = Status("recording", phase=phase, fraction=fraction)
+    assert notice_text(status, 3) == (said, "busy")
+
+
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+print("loading", flush=True)
+import torch
+from support.tiny import ids, make_model
+for family, layers in (("llama", 2), ("qwen2", 5)):
+    model = make_model(family, num_hidden_layers=layers)
+    model.generate(torch.tensor([ids(6, 1)]), max_new_tokens=4, do_sample=False)
+print("[b]done[/b] \\x1b[31m", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+async def test_a_script_is_shown_with_its_output_and_its_models(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT, "utf-8")
+    path = tmp_path / "run.flextrace"
+    app = InspectorApp(job=ScriptJob(out=str(path), program=str(tmp_path / "script.py")))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: "importing torch" in screen_text(app))
+        await until(pilot, lambda: not screen(app).status.live)
+        await settle(pilot)
+        assert screen(app).status.state == "failed"
+        process = app.feed.process if app.feed is not None else None
+        assert process is not None
+        await until(pilot, lambda: process.poll() == 3)
+        assert "Qwen2ForCausalLM" in screen_lines(app)[0]
+        await pilot.press("0")
+        await settle(pilot)
+        assert " loading" in screen_text(app)
+        assert "▸![b]done[/b] \\x1b[31m" in screen_text(app)
+        for _ in range(6):
+            await pilot.press("down")
+        await settle(pilot)
+        assert screen(app).place.layer == 4
+        await pilot.press("less_than_sign")
+        await settle(pilot)
+        assert "LlamaForCausalLM" in screen_lines(app)[0]
+        await pilot.press("down", "down", "down")
+        assert screen(app).place.layer == 1

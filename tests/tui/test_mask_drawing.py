@@ -136,10 +136,10 @@ def test_what_is_partly_open_is_darker_than_open_and_lighter_than_closed() -> No
 
 def test_the_note_names_view_place_scale_and_gate(shown: Shown) -> None:
     picture = shown.paint(scene.RIGHT, 3)
-    assert picture.note == "executed · layer 0 · all heads · zoom 4:1 · gate 3e-06 (lse)"
+    assert picture.note == "executed · gate 3e-06 (lse) · layer 0 · all heads · zoom 4:1"
     assert not picture.alarm
     picture = shown.paint(scene.WRONG, 3, (38, 14))
-    assert picture.note == "executed · L1 all · 1:1 · gate 3e-06 (lse) · lost 2 · leaked 1"
+    assert picture.note == "executed · lost 2 · leaked 1 · gate 3e-06 (lse) · L1 all · 1:1"
     assert picture.alarm
     assert shown.text(scene.WRONG, 3)[-3].startswith("first leaked pair (executed, declared")
 
@@ -157,7 +157,7 @@ def test_a_gate_that_is_open_or_missing_is_said(
 ) -> None:
     gated = Shown(scene.write(tmp_path / "t.flextrace", 2, gate=gate))
     picture = gated.paint(scene.RIGHT, 1)
-    assert picture.note.endswith(said)
+    assert picture.note.startswith(f"executed · {said} · ")
     assert picture.alarm is alarm
     assert ("is not what ran" in gated.words(scene.RIGHT, 1)) is alarm
 

@@ -10,10 +10,12 @@ import pytest
 from rich.cells import cell_len
 from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
+from textual.command import CommandList, CommandPalette
 
 from flexinspect.app import InspectorApp
+from flexinspect.keys import all_keys
 from flexinspect.panels.base import Missing, Place, Request
-from flexinspect.panels.registry import load_panel
+from flexinspect.panels.registry import load_panel, panel_names
 from flexinspect.panels.source import Source
 from flexinspect.records import EventRecord
 from flexinspect.screens.ask import Ask, Choose, HelpScreen
@@ -293,6 +295,20 @@ async def test_the_palette_offers_every_action_and_steps_by_number(trace: Path) 
         assert place(app).step == 4
 
 
+async def test_every_action_can_be_reached_by_mouse_through_the_menu(trace: Path) -> None:
+    app = InspectorApp(trace)
+    async with app.run_test(size=SMALL) as pilot:
+        await settle(pilot)
+        footer = screen_lines(app)[-1]
+        assert cell_len(footer.rstrip()) <= SMALL[0]
+        assert footer.rstrip().endswith("quit")
+        await pilot.click(offset=(cell_len(footer[: footer.index("menu")]), SMALL[1] - 1))
+        await pilot.pause(0.3)
+        assert isinstance(app.screen, CommandPalette)
+        offered = app.screen.query_one(CommandList)
+        assert offered.option_count == len(all_keys())
+
+
 async def test_keys_can_be_remapped(trace: Path) -> None:
     app = InspectorApp(trace, keymap={"step.next": "w"})
     async with app.run_test(size=SMALL) as pilot:
@@ -463,7 +479,7 @@ async def test_choosing_a_panel_from_the_list(trace: Path) -> None:
         assert isinstance(app.screen, Choose)
         await pilot.press("end", "enter")
         await settle(pilot)
-        assert app.screen.query_one(Slots).current().panel.name == "run"
+        assert app.screen.query_one(Slots).current().panel.name == panel_names()[-1]
 
 
 async def test_panels_may_be_exchanged_as_fast_as_keys_come(trace: Path) -> None:

@@ -110,3 +110,17 @@ def test_sigterm_leaves_the_terminal_clean(pane: Pane, trace: Path) -> None:
     pane.type("echo en''ded", "Enter")
     pane.until(lambda text: "ended" in text)
     assert pane.modes() == before
+
+
+def test_a_program_prints_again_when_the_interface_closes(pane: Pane, tmp_path: Path) -> None:
+    script = "import sys; print('to out'); print('to err', file=sys.stderr); sys.exit(3)"
+    (tmp_path / "script.py").write_text(script)
+    pane.type(f"{sys.executable} -P -m flexinspect run --out t.flextrace script.py", "Enter")
+    pane.until(lambda text: "failed" in text and "quit" in text)
+    pane.type("0")
+    pane.until(lambda text: "!to err" in text)
+    pane.type("q")
+    text = pane.until(lambda text: "flexinspect open t.flextrace" in text)
+    assert text.index("to out\n") < text.index("to err\n") < text.index("flexinspect open t")
+    pane.type("echo code $?", "Enter")
+    pane.until(lambda text: "code 3" in text)

@@ -204,8 +204,8 @@ def _n_values(reader: TraceReader, generation: int, branch: int, found: BadOutpu
     """Return how many values a layer's output has: rows times width, both as recorded."""
     if kind_of(found.stat.layer, found.stat.module):
         return None
-    model, step = reader.run().get("model"), reader.step(generation, found.step, branch)
-    hidden = model.get("hidden") if isinstance(model, dict) else None
+    step = reader.step(generation, found.step, branch)
+    hidden = reader.model(generation).get("hidden")
     if step is None or not isinstance(hidden, int):
         return None
     total = step.q_len * hidden
