@@ -71,7 +71,10 @@ def facts_p02(trace: TraceReader) -> None:
     assert told[:5] == [("compiled",), *[("recompiled",)] * 4]
     assert told[5:10] == told[10:] == [*[("recompiled",)] * 2, *[()] * 3]
     rules = [str(mask(trace, call).rule) for call in loose(trace)]
-    names = ("rule", *(f"__main__.over_a_{what}.<locals>.<lambda>" for what in ("number", "tensor")))
+    names = (
+        "rule",
+        *(f"__main__.over_a_{what}.<locals>.<lambda>" for what in ("number", "tensor")),
+    )
     assert rules == [name for name in names for _ in range(5)]
     sources = {mask(trace, call).rule_source for call in loose(trace)[:5]}
     assert sources == {"<string>:1"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -243,6 +244,8 @@ def test_a_captured_tensor_indexed_link_by_link_kills_the_process(
     check_prints("l01_compiled_crash", ran)
 
 
+DEADLY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
+
 AT_ONCE = 2
 """Programs that are captured at the same time: most of each is importing."""
 
@@ -280,8 +283,13 @@ def test_under_capture_a_case_prints_and_ends_the_same(
 ) -> None:
     alone, (ran, path) = plain(captured_name), captured(captured_name)
     assert ran.out == alone.out, ran
-    # A shell says of a program killed by a signal 128 and its number.
-    assert ran.code == (alone.code if alone.code >= 0 else 128 - alone.code)
+    if alone.code < 0:
+        # A shell says of a program killed by a signal 128 and its number; which of them a broken
+        # heap ends in, changes from run to run.
+        assert -alone.code in DEADLY
+        assert ran.code - 128 in DEADLY
+    else:
+        assert ran.code == alone.code
     with open_trace(path) as trace:
         assert trace.state == ("finished" if ran.code == 0 else "failed")
 
