@@ -40,7 +40,7 @@ def facts_k03(trace: TraceReader) -> None:
 
 
 def facts_b02(trace: TraceReader) -> None:
-    """Uncompiled flex went by the rule, compiled flex by the tables, which lack two blocks of it."""
+    """Uncompiled flex goes by the rule, compiled flex by the tables: two blocks are missing."""
     owner = np.arange(512) // 256
     rule = causal(512) & (owner[:, None] == owner[None])
     plain, compiled = loose(trace)
@@ -71,7 +71,10 @@ def facts_p02(trace: TraceReader) -> None:
     assert told[:5] == [("compiled",), *[("recompiled",)] * 4]
     assert told[5:10] == told[10:] == [*[("recompiled",)] * 2, *[()] * 3]
     rules = [str(mask(trace, call).rule) for call in loose(trace)]
-    names = ("rule", *(f"__main__.over_a_{what}.<locals>.<lambda>" for what in ("number", "tensor")))
+    names = (
+        "rule",
+        *(f"__main__.over_a_{what}.<locals>.<lambda>" for what in ("number", "tensor")),
+    )
     assert rules == [name for name in names for _ in range(5)]
     sources = {mask(trace, call).rule_source for call in loose(trace)[:5]}
     assert sources == {"<string>:1"}
