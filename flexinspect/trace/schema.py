@@ -1,12 +1,61 @@
-"""The one place that names the tables and columns of a trace.
+"""The schema of a trace: its tables, each of which one of the `*tables` modules names, and its SQL.
 
 A trace is one SQLite file. `docs/trace-format.md` describes it as a public interface; its tables
-are made from the descriptions below, and a test keeps the two equal.
+are made from these descriptions, and a test keeps the two equal.
 """
 
 from __future__ import annotations
 
-from flexinspect.trace.columns import table
+from flexinspect.trace.runtables import BRANCHES, GENERATIONS, RUN, SEGMENTS, TOKENS
+from flexinspect.trace.saidtables import EVENTS, FINDINGS, OUTPUT
+from flexinspect.trace.steptables import (
+    ARRAYS,
+    BUILDS,
+    CALLS,
+    CANDIDATES,
+    GRADS,
+    INPUTS,
+    LAYER_STATS,
+    MASKS,
+    MEMORY,
+    STEPS,
+    STREAMS,
+)
+
+__all__ = [
+    "APPLICATION_ID",
+    "ARRAYS",
+    "BRANCHES",
+    "BUILDS",
+    "CALLS",
+    "CANDIDATES",
+    "DROP_SEGMENTS",
+    "END_BRANCH",
+    "END_OPEN_BRANCHES",
+    "EVENTS",
+    "FINDINGS",
+    "GENERATIONS",
+    "GRADS",
+    "INDEXES",
+    "INPUTS",
+    "LAYER_STATS",
+    "LIST_ARRAYS",
+    "MASKS",
+    "MEMORY",
+    "OUTPUT",
+    "READ_ARRAYS",
+    "READ_GENERATIONS",
+    "RUN",
+    "SEGMENTS",
+    "SET_FACT",
+    "STATES",
+    "STEPS",
+    "STREAMS",
+    "TABLES",
+    "TOKENS",
+    "VERSION",
+    "create_statements",
+]
 
 APPLICATION_ID = 0x464C5854
 """`PRAGMA application_id` of every trace: the letters FLXT."""
@@ -15,353 +64,6 @@ VERSION = 1
 """`PRAGMA user_version`. It rises when a table, column or stream changes its meaning or goes."""
 
 STATES = ("recording", "finished", "interrupted", "failed")
-
-RUN = table(
-    "run",
-    "key",
-    "The manifest: what would be needed to run it again. `state` is one of recording, finished, "
-    "interrupted, failed.",
-    """
-    key    text  name of the fact
-    value  json  the fact
-    """,
-)
-
-GENERATIONS = table(
-    "generations",
-    "generation",
-    "One prompt to its end.",
-    """
-    generation  int   number, from 0
-    sample_id   text  the sample of the data set
-    mask        text  name of the mask preset or rule that was asked for
-    positions   text  position ids: contiguous or reset
-    expected    json  the answers that count as right, a list of strings
-    declared    json  the mask that was meant, an object
-    started_at  real  seconds since the epoch
-    model       text  its model, by name in the manifest's list `models`; empty for the only one
-    """,
-)
-
-BRANCHES = table(
-    "branches",
-    "generation branch",
-    "One line of decoding in a generation; 0 is the first, a fork has a parent.",
-    """
-    generation   int   the generation
-    branch       int   number within the generation, from 0
-    parent       int?  the branch it was forked from, NULL for branch 0
-    fork_step    int?  its first own step, NULL for branch 0
-    state        text  recording, finished, interrupted or failed
-    answer       text  the generated text, empty until the end
-    stop_reason  text  why decoding ended, empty until the end
-    started_at   real  seconds since the epoch
-    ended_at     real?  seconds since the epoch, NULL until the end
-    """,
-)
-
-SEGMENTS = table(
-    "segments",
-    "generation branch segment",
-    "Spans of the sequence.",
-    """
-    generation  int   the generation
-    branch      int   the branch
-    segment     int   number within the sequence, from 0
-    start       int   first position
-    stop        int   position after the last; of the generated one the highest it may reach
-    label       text  name for people
-    kind        text  bos, shared, paraphrase, separator, cue or generated
-    owner       int   the segment it belongs to for masking, itself but for separators
-    """,
-)
-
-TOKENS = table(
-    "tokens",
-    "generation branch pos",
-    "Positions of the sequence, prompt and generated.",
-    """
-    generation   int   the generation
-    branch       int   the branch
-    pos          int   position in the sequence, from 0
-    token_id     int   id in the vocabulary
-    token        text  the vocabulary's own string
-    text         text  the token decoded alone
-    position_id  int   position id that was fed
-    segment      int   number of its segment
-    special      bool  1 for BOS, EOS and the like
-    step         int?  the step that chose it, NULL in the prompt
-    """,
-)
-
-STEPS = table(
-    "steps",
-    "generation branch step",
-    "One forward: 0 is the prefill. The columns from `entropy` on describe the distribution of the "
-    "newest row (natural logarithms) and are NULL, `chosen_id` too, when no logits were captured.",
-    """
-    generation      int    the generation
-    branch          int    the branch
-    step            int    number of the forward, from 0
-    phase           text   prefill or decode
-    q_len           int    rows fed
-    kv_before       int    keys in the cache before
-    kv_after        int    keys in the cache after
-    started_at      real   seconds since the epoch
-    wall_ms         real   milliseconds of the forward with the choice of the token
-    capture_ms      real   milliseconds of it that capture took
-    first_pos       int?   lowest position this step chose, NULL when none
-    last_pos        int?   highest position this step chose
-    entropy         real   entropy in nats
-    margin          real   logit of the best minus the second
-    chosen_id       int?   the chosen token, -1 when the choice was not seen
-    chosen_rank     int?   its rank, from 0; -1 when the choice was not seen
-    chosen_logprob  real   its log-probability
-    n_nan           int?   NaN among the logits
-    n_inf           int?   infinities among the logits
-    histogram_min   real   lower end of the histogram, a logit
-    histogram_max   real   upper end of the histogram, a logit
-    histogram       json?  counts in equal bins, a list of integers
-    """,
-)
-
-CANDIDATES = table(
-    "candidates",
-    "generation branch step rank",
-    "The top-k tokens of a step.",
-    """
-    generation     int   the generation
-    branch         int   the branch
-    step           int   the step
-    rank           int   rank by logit, from 0
-    token_id       int   id in the vocabulary
-    text           text  the token decoded alone
-    logit          real  before the logits processors
-    logprob        real  log-probability before the processors
-    score          real  after the processors, NULL when that was not seen
-    score_logprob  real  log-probability after the processors
-    """,
-)
-
-INPUTS = table(
-    "inputs",
-    "generation branch step",
-    "What a step was fed beside its tokens, and what the cache held around it: a number per layer, "
-    "-1 for one that counts no keys; none without a cache.",
-    """
-    generation     int   the generation
-    branch         int   the branch
-    step           int   the step
-    batch          int   sequences fed
-    positions      json  position ids of row 0, runs [first, how many]; empty if none were handed on
-    cached_before  json  keys in each layer's cache before, a list of integers
-    cached_after   json  keys in each layer's cache after, a list of integers
-    """,
-)
-
-CALLS = table(
-    "calls",
-    "generation branch step call",
-    "Attention calls, in the order they ran.",
-    """
-    generation  int    the generation
-    branch      int    the branch
-    step        int    the step
-    call        int    number within the step, from 0
-    layer       int    the layer
-    path        text   what ran: flex uncompiled, flex compiled, sdpa, eager or other
-    backend     text   the name under which it was dispatched
-    mask        text?  fingerprint of the mask received, NULL when the layer got none
-    batch       int    sequences
-    q_heads     int    query heads
-    kv_heads    int    key and value heads
-    q_len       int    rows
-    kv_len      int    keys
-    head_dim    int    width of a head
-    dtype       text   type of the queries
-    scale       real?  factor on the scores, NULL when the call left it to the kernel
-    gate        real?  largest deviation from 1 of the newest row's mass, NULL if not computed
-    gate_kind   text?  how the gate was computed: lse or output
-    softcap     real?  cap on the scores, NULL when there is none
-    handed      text?  mask that the layer was given, NULL when its kernel got the same
-    swallowed   text?  exception that the call made up for, NULL when there was none
-    """,
-)
-
-BUILDS = table(
-    "builds",
-    "generation branch step build",
-    "Block masks that were built for a step, in the order they were; own code only.",
-    """
-    generation   int    the generation
-    branch       int    the branch
-    step         int    the step
-    build        int    number within the step, from 0
-    layer        int?   the layer in whose forward it was built, NULL outside of them
-    batch        int?   sequences of the grid, NULL when one serves all
-    heads        int?   heads of the grid, NULL when one serves all
-    q_len        int    rows
-    kv_len       int    keys
-    rule         text   module and qualified name of the rule
-    wall_ms      real   how long it took
-    peak_growth  int    bytes by which it raised the peak memory of the process or the GPU
-    """,
-)
-
-LAYER_STATS = table(
-    "layer_stats",
-    "generation branch step number",
-    "Statistics of module outputs over the rows of a step, in the order captured.",
-    """
-    generation  int   the generation
-    branch      int   the branch
-    step        int   the step
-    number      int   number within the step, from 0
-    layer       int   the layer
-    module      text  the module, within the layer
-    n_nan       int   NaN values
-    n_inf       int   infinite values
-    min         real  smallest value
-    max         real  largest value
-    mean        real  mean
-    std         real  standard deviation
-    norm        real  Euclidean norm
-    bad_row     int?  first row of the step with a NaN or infinity, NULL when there is none
-    """,
-)
-
-MEMORY = table(
-    "memory",
-    "generation branch step",
-    "Memory at the end of a step.",
-    """
-    generation      int   the generation
-    branch          int   the branch
-    step            int   the step
-    rss             int   resident set of the process, bytes
-    model           int   parameters and buffers, bytes
-    kv_cache        int   keys and values held, bytes
-    cuda_allocated  int?  allocated by the CUDA allocator, bytes, NULL without CUDA
-    cuda_reserved   int?  reserved by the CUDA allocator, bytes
-    cuda_peak       int?  peak allocated, bytes
-    """,
-)
-
-GRADS = table(
-    "grads",
-    "generation branch step name",
-    "Gradients per parameter; for training sources, nothing in this version writes it.",
-    """
-    generation  int   the generation
-    branch      int   the branch
-    step        int   the optimiser step
-    name        text  qualified name of the parameter
-    norm        real  Euclidean norm of the gradient
-    max         real  largest absolute value
-    n_nan       int   NaN values
-    n_inf       int   infinite values
-    """,
-)
-
-MASKS = table(
-    "masks",
-    "generation branch step fingerprint",
-    "Masks as received, once per fingerprint, under the step that had it first. Cells and block "
-    "tables are in `arrays`, owned by the fingerprint.",
-    """
-    generation   int    generation that had it first
-    branch       int    branch that had it first
-    step         int    step that had it first
-    fingerprint  text   identity of the mask, unique in the trace
-    kind         text   block, bool or float
-    batch        int    sequences it is made for
-    heads        int    heads it is made for
-    q_len        int    rows
-    kv_len       int    keys
-    q_offset     int    position of row 0 in the sequence
-    kv_offset    int    position of key 0, above 0 once a sliding cache has dropped keys
-    block_q      int?   rows per block, NULL for dense masks
-    block_kv     int?   keys per block
-    rule         text?  module and qualified name of the rule
-    rule_source  text?  file and line of the rule
-    compiled     bool   1 when the kernel that honoured it was compiled
-    """,
-)
-
-FINDINGS = table(
-    "findings",
-    "finding",
-    "What the rules say.",
-    """
-    finding     int    number, in order of writing, from 1
-    generation  int    the generation
-    branch      int    the branch
-    step        int?   the step, NULL for the whole generation
-    id          text   class of the finding, for instance mask.empty-row
-    severity    text   error, warning or note
-    sentence    text   what is wrong
-    layer       int?   the layer
-    head        int?   the head
-    positions   json   token positions, a list of integers
-    evidence    json   the numbers behind it, an object
-    """,
-    clustered=False,
-)
-
-EVENTS = table(
-    "events",
-    "event",
-    "What happened around the steps: phases, warnings, hooks switched off.",
-    """
-    event       int   number, in order of writing, from 1
-    generation  int?  the generation, NULL outside of one
-    branch      int?  the branch, NULL outside of a step
-    step        int?  the step, NULL outside of one
-    kind        text  class of the event, for instance loading
-    text        text  what happened
-    at          real  seconds since the epoch
-    data        json  details, an object
-    """,
-    clustered=False,
-)
-
-OUTPUT = table(
-    "output",
-    "number",
-    "What the program printed, in the order it came; of very much, the beginning and the end.",
-    """
-    number      int   number, in order of coming, from 1
-    generation  int?  generation of the last step begun by then, NULL before the first
-    step        int?  that step
-    stream      text  stdout or stderr
-    at          real  seconds since the epoch
-    text        text  what was printed, bytes that are not UTF-8 replaced
-    """,
-    clustered=False,
-)
-
-ARRAYS = table(
-    "arrays",
-    "generation branch step number chunk",
-    "Wide facts, cut in chunks of at most 1 MiB.",
-    """
-    generation  int    the generation
-    branch      int    the branch
-    step        int    the step
-    number      int    number of the array within the step, from 0
-    chunk       int    number of the chunk within the array, from 0
-    stream      text   what it is, see the streams
-    layer       int?   the layer, NULL when the array holds all or none
-    owner       text?  fingerprint of the mask it belongs to, NULL for an array of the step
-    dtype       text   true type of the elements
-    item        text   type of the stored elements: dtype, but uint16 for bfloat16
-    shape       json   lengths of the axes, a list of integers
-    codec       text   raw, bits or bits+zstd
-    checksum    int    CRC-32 of data, as zlib computes it
-    data        blob   the bytes of this chunk
-    """,
-    clustered=False,
-)
 
 TABLES = (
     RUN,
@@ -393,24 +95,6 @@ INDEXES = (
         "WHERE n_nan > 0 OR n_inf > 0"
     ),
 )
-
-STREAMS = {
-    "mask.cells": "bool (heads, rows, keys): the executed mask; heads is 1 when all share it",
-    "mask.averaged": "bool (heads, rows): rows closed by the lowest float: averaged over all",
-    "mask.partial": "bool (heads, row blocks, key blocks): blocks where the rule is applied",
-    "mask.full": "bool (heads, row blocks, key blocks): blocks taken whole, without the rule",
-    "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",
-    "attention.lse": "float (layers, heads): log-sum-exp of the newest row's scores, natural",
-    "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",
-    "inputs.ids": "int (sequences, rows): token ids fed, of a batch of several",
-    "inputs.positions": "int (sequences, rows): position ids, of a batch where they may differ",
-    "inputs.mask": "bool (sequences, keys): the 2D attention mask fed to an empty cache",
-    "q": "(heads, rows, head width): queries of one layer, after rotation, rows of this step",
-    "k": "(key heads, rows, head width): keys of one layer, after rotation, rows of this step",
-    "v": "(key heads, rows, head width): values of one layer, rows of this step",
-    "hidden": "(rows, width): output of one layer, rows of this step",
-}
-"""Streams that have a meaning here; hooks may add names of their own."""
 
 SET_FACT = "INSERT INTO run VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 END_BRANCH = (

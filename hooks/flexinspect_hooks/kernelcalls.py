@@ -91,7 +91,8 @@ class KernelCalls:
                     take(module, self.since(0))
 
         def close(module: nn.Module, args: Any, output: Any) -> None:
-            self.context.is_open = False  # also where the forward raised
+            if output is None:  # it raised; other hooks may still look at a forward that did not
+                self.context.is_open = False
 
         # Copies of a model carry its hooks along: functions, as a method would be copied with us.
         removes.append(self.context.model.register_forward_hook(close, always_call=True).remove)

@@ -40,7 +40,7 @@ def facts_k03(trace: TraceReader) -> None:
 
 
 def facts_b02(trace: TraceReader) -> None:
-    """Uncompiled flex went by the rule, compiled flex by the tables, which lack two blocks."""
+    """Uncompiled flex goes by the rule, compiled flex by the tables: two blocks are missing."""
     owner = np.arange(512) // 256
     rule = causal(512) & (owner[:, None] == owner[None])
     plain, compiled = loose(trace)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pandas
 import polars
 import pytest
 from support.traces import HEADS, LAYERS, sample_trace
+from trace_samples import write
 
 from flexinspect.errors import FlexInspectError, TraceError, UsageError
-from flexinspect.records import CallRecord, GenerationRecord, StepRecord
+from flexinspect.records import BuildRecord, CallRecord, GenerationRecord, StepRecord
 from flexinspect.trace import schema
 from flexinspect.trace.frames import Library
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -140,6 +142,72 @@ def test_polars_tells_a_gate_that_is_nan_from_none(gates: Path) -> None:
     assert frame["mask"].dtype == polars.String
 
 
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[TraceReader]:
+    """A trace of two generations of two steps with rows in all tables that capture fills."""
+    with open_trace(write(tmp_path / "full.flextrace", n_generations=2)) as opened:
+        yield opened
+
+
+def plain(values: list[Any]) -> list[Any]:
+    """Return values with None for what is missing and a word for NaN, to be compared."""
+
+    def one(value: Any) -> Any:
+        if value is None or value is pandas.NA:
+            return None
+        return "nan" if value != value else value
+
+    return [one(value) for value in values]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_builds_are_those_of_the_steps(full: TraceReader, library: Library) -> None:
+    frame = full.frame("builds", library=library, generation=1)
+    records = [build for step in (0, 1) for build in full.builds(1, step)]
+    assert frame["step"].to_list() == [0, 0, 1, 1]
+    assert frame["build"].to_list() == [0, 1, 0, 1]
+    for field in fields(BuildRecord):
+        expected = plain([getattr(record, field.name) for record in records])
+        assert plain(frame[field.name].to_list()) == expected, field.name
+    assert plain(frame["layer"].to_list()) == [None, 1, None, 1]
+    assert plain(frame["heads"].to_list()) == [8, None, 8, None]
+    assert plain(frame["wall_ms"].to_list()) == [1.5, "nan", 1.5, "nan"]
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_inputs_hold_their_lists_as_json(full: TraceReader, library: Library) -> None:
+    frame = full.frame("inputs", library=library, step=1)
+    assert frame["generation"].to_list() == [0, 1]
+    assert frame["batch"].to_list() == [2, 2]
+    for name, expected in (
+        ("positions", [[0, 3], [7, 1]]),
+        ("cached_before", [5, 0]),
+        ("cached_after", [6, -1]),
+    ):
+        assert [json.loads(text) for text in frame[name].to_list()] == [expected] * 2
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_output_comes_in_its_order_with_and_without_a_step(
+    full: TraceReader, library: Library
+) -> None:
+    frame = full.frame("output", library=library)
+    rows = full.output()
+    assert frame["number"].to_list() == [row.id for row in rows] == [1, 2]
+    for name in ("generation", "step", "stream", "at", "text"):
+        expected = [getattr(row.output, name) for row in rows]
+        assert plain(frame[name].to_list()) == expected, name
+    assert frame["stream"].to_list() == ["stdout", "stderr"]
+    assert full.frame("output", library=library, generation=1)["text"].to_list() == [
+        rows[1].output.text
+    ]
+
+
+def test_only_grads_are_empty_in_a_full_trace(full: TraceReader) -> None:
+    empty = [table.name for table in schema.TABLES if len(full.frame(table.name)) == 0]
+    assert empty == ["grads"]
+
+
 def test_a_place_chooses_rows_and_only_those(reader: TraceReader) -> None:
     calls = reader.frame("calls", generation=1, branch=0, step=4)
     assert calls["layer"].tolist() == list(range(LAYERS))
@@ -200,6 +268,7 @@ def test_a_broken_pandas_is_not_taken_for_an_absent_one(
         ({"table": "step"}, "no table 'step'; it has run, generations,"),
         ({"table": "run; DROP TABLE steps"}, "no table 'run; DROP TABLE steps'"),
         ({"table": "run", "generation": 0}, "The rows of run belong to no generation"),
+        ({"table": "output", "branch": 0}, "The rows of output belong to no branch"),
         ({"table": "generations", "step": 0}, "The rows of generations belong to no step"),
         ({"table": "steps", "library": "arrow"}, "no frames of 'arrow': choose pandas or polars"),
     ],

@@ -1,0 +1,57 @@
+"""The tables of what is said about a run: by rules, by capture, and by the program itself."""
+
+from __future__ import annotations
+
+from flexinspect.trace.columns import table
+
+FINDINGS = table(
+    "findings",
+    "finding",
+    "What the rules say.",
+    """
+    finding     int    number, in order of writing, from 1
+    generation  int    the generation
+    branch      int    the branch
+    step        int?   the step, NULL for the whole generation
+    id          text   class of the finding, for instance mask.empty-row
+    severity    text   error, warning or note
+    sentence    text   what is wrong
+    layer       int?   the layer
+    head        int?   the head
+    positions   json   token positions, a list of integers
+    evidence    json   the numbers behind it, an object
+    """,
+    clustered=False,
+)
+
+EVENTS = table(
+    "events",
+    "event",
+    "What happened around the steps: phases, warnings, hooks switched off.",
+    """
+    event       int   number, in order of writing, from 1
+    generation  int?  the generation, NULL outside of one
+    branch      int?  the branch, NULL outside of a step
+    step        int?  the step, NULL outside of one
+    kind        text  class of the event, for instance loading
+    text        text  what happened
+    at          real  seconds since the epoch
+    data        json  details, an object
+    """,
+    clustered=False,
+)
+
+OUTPUT = table(
+    "output",
+    "number",
+    "What the program printed, in the order it came; of very much, the beginning and the end.",
+    """
+    number      int   number, in order of coming, from 1
+    generation  int?  generation of the last step begun by then, NULL before the first
+    step        int?  that step
+    stream      text  stdout or stderr
+    at          real  seconds since the epoch
+    text        text  what was printed, bytes that are not UTF-8 replaced
+    """,
+    clustered=False,
+)
