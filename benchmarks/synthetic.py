@@ -300,7 +300,10 @@ def _mask(
     name = hashlib.blake2b(f"{rule} {q_len} {kv_len}".encode(), digest_size=8).hexdigest()
     return MaskRecord(
         *(name, "block", 1, 1, q_len, kv_len, q_offset, 0, masks.BLOCK, masks.BLOCK),
-        *(rule, "maskmods.py:55", False, cells, partial, full),
+        *(rule, "maskmods.py:55", False),
+        cells=cells,
+        partial=partial,
+        full=full,
     )
 
 
