@@ -8,6 +8,9 @@ run in this order for each step, and the session catches whatever they raise:
 3. `reduce` when the step's token is known: a few batched operations on the model's device, the
    results `put` into the buffer, the references dropped;
 4. `record` in the writer thread: numpy in, records out.
+
+A hook with a true `own_code_only` is left out where our own generation runs, of which it would say
+what is known.
 """
 
 from __future__ import annotations

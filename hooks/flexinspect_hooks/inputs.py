@@ -49,6 +49,7 @@ class InputsHook:
     """Keeps what the root forward and the first decoder layer are called with."""
 
     name = "inputs"
+    own_code_only = True
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put hooks on the model and on its first decoder layer."""

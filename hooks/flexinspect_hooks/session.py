@@ -134,7 +134,9 @@ class CaptureSession:
     def __enter__(self) -> CaptureSession:
         failed: dict[str, str] = {}
         if self._use_built_in:
-            self._hooks, failed = built_in_hooks()
+            found, failed = built_in_hooks()
+            own_code = self.context.sees_kernels
+            self._hooks = [h for h in found if own_code or not getattr(h, "own_code_only", False)]
         rules, off = built_in_rules() if self._rules is None else (self._rules, {})
         self._book = RuleBook(rules)
         if not self._shares:

@@ -29,6 +29,7 @@ class WeightsHook:
     """Looks at `output.attentions`, in steps whose forward returned them."""
 
     name = "weights"
+    own_code_only = True
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a hook on the model."""
