@@ -21,7 +21,12 @@ class Finding:
     """One sentence about what is wrong, where, and the numbers that show it.
 
     `id` is stable and names the class, for instance `mask.empty-row`. `positions` are token
-    positions of the sequence.
+    positions of the sequence; `layers` are all layers it is about where they are several (`layer`
+    is then the first of them). Findings of one generation and branch with the same `id` and
+    `series` (unless it is empty) are one: the first is kept, and counts in `times` and `last_step`
+    how often and until when the trouble was met again. `why` says why it matters, `confirm` how
+    to see for oneself, `fix` what usually mends it, and `query` is the SQL that finds the
+    evidence in the trace; all four are empty where nothing was said.
     """
 
     id: str
@@ -34,6 +39,22 @@ class Finding:
     head: int | None = None
     positions: tuple[int, ...] = ()
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    layers: tuple[int, ...] = ()
+    series: str = ""
+    last_step: int | None = None
+    times: int = 1
+    why: str = ""
+    confirm: str = ""
+    fix: str = ""
+    query: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A finding of a series that was met again, in this step."""
+
+    id: str
+    series: str
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -8,8 +8,9 @@ Every preset is causal and has one normal form, `MaskRule`: a row of region r se
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,19 @@ def preset(name: str, segments: Sequence[Segment], *, separators: str = "attache
     view = PRESETS[name]
     seen = [_seen_by(view, segments, segment, separators) for segment in segments]
     return _normal_form(name, [segment.start for segment in segments], seen)
+
+
+def declared_rule(declared: Mapping[str, Any]) -> MaskRule | None:
+    """Return the rule of a declaration, None when it describes none (an own mask function)."""
+    columns = [declared.get(name) for name in ("starts", "head", "low")]
+    fit = (isinstance(c, list | tuple) and all(type(n) is int for n in c) for c in columns)
+    if not all(fit):
+        return None
+    starts, head, low = (tuple(column or ()) for column in columns)
+    fits = starts and len(starts) == len(head) == len(low) and starts[0] == 0
+    if not fits or list(starts) != sorted(starts):
+        return None
+    return MaskRule(str(declared.get("preset", "declared")), starts, head, low)
 
 
 def check_preset(name: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
 from flexinspect.prompts import Segment
 
 if TYPE_CHECKING:
@@ -272,6 +272,8 @@ class StepRecord:
 
     `tokens` are the tokens this step chose, `masks` only those fingerprints that are new.
     `wall_ms` is the forward with the choice of the token, `capture_ms` what capture took of it.
+    `repeats` are findings of earlier steps that were met again; they are counted there, so a step
+    that is read back has none.
     """
 
     generation: int
@@ -294,6 +296,7 @@ class StepRecord:
     masks: tuple[MaskRecord, ...] = ()
     arrays: tuple[ArrayRecord, ...] = ()
     findings: tuple[Finding, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
     events: tuple[EventRecord, ...] = ()
 
 

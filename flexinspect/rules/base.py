@@ -1,108 +1,164 @@
 """The contract of a rule, and what runs rules over the steps of a trace as they come.
 
 A rule is a plug-in of the group `flexinspect.rules`: a class that takes no arguments (the built-in
-ones are named `RULE` in their modules). One object of it looks at one run, in the writer thread:
-records in, findings out, no I/O. It is called for every step, so a step in which nothing is wrong
-must cost it microseconds.
+ones are named `RULE` in their modules). One object of it looks at one run: records in, findings
+out, no I/O. Ordinary rules are called for every step in the writer thread, so a step in which
+nothing is wrong must cost them microseconds; `dear` ones run over a finished trace when asked for
+(see `flexinspect.review`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar
 
-import numpy as np
-import numpy.typing as npt
-
-from flexinspect.findings import Finding, Severity
-from flexinspect.prompts import Segment
-from flexinspect.records import EventRecord, GenerationRecord, StepRecord, TokenRecord
-
-Positions = npt.NDArray[np.intp]
-
-MAX_POSITIONS = 32
-"""Positions that one finding lists; its sentence and evidence count them all."""
-
-_WORD = 24
-
-_SIGNS = {"\n": "↵", "\t": "⇥"}
+from flexinspect.findings import Finding, Repeat, Severity
+from flexinspect.records import EventRecord, GenerationRecord, StepRecord
+from flexinspect.rules.scene import Scene
 
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """What an id stands for: its usual severity, and its meaning in one line."""
+    """What an id stands for: its usual severity, its meaning in one line, and how to go on.
+
+    `why` says why it matters, `confirm` how to see for oneself, `fix` what usually mends it: a
+    sentence or two each, for findings that bring none of their own. `query` is the SQL that finds
+    the evidence in the trace; {generation}, {branch}, {step} and {layer} stand for the finding's.
+    """
 
     severity: Severity
     meaning: str
+    why: str = ""
+    confirm: str = ""
+    fix: str = ""
+    query: str = ""
 
 
-class Rule(Protocol):
-    """Looks at the steps of one run, generation by generation, and says what is wrong."""
+class Rule:
+    """Looks at the steps of one run, generation by generation, and says what is wrong.
+
+    `scene` knows the generation, its words and the masks met so far, this step's included. What
+    `look` finds again and again it may return each time with the same `series`: the book keeps the
+    first and counts the rest.
+    """
 
     name: ClassVar[str]
     findings: ClassVar[Mapping[str, FindingKind]]
-    """Every id that `look` may return; others are refused."""
+    """Every id that this rule may return; others are refused."""
+    dear: ClassVar[bool] = False
+    """Whether it takes too long for a step of a running model."""
+    loose: ClassVar[bool] = False
+    """Whether it also looks at calls of FlexAttention outside of any model."""
+    scene: Scene
 
-    def begin(self, generation: GenerationRecord) -> None:
-        """Forget the last generation; this one's steps come next."""
-        ...
+    def begin(self, scene: Scene) -> None:
+        """Forget the last generation; the steps of `scene.generation` come next."""
+        self.scene = scene
 
     def look(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is wrong in a step and was not yet said of this generation.
+        """Return what is wrong in a step. Steps come in order, each once."""
+        return ()
 
-        Steps come in order, each once. What stays wrong for a thousand steps is said once.
-        """
-        ...
+    def hear(self, event: EventRecord) -> Sequence[Finding]:
+        """Return what an event means that belongs to no recorded step, such as a failed call."""
+        return ()
+
+    def end(self) -> Sequence[Finding]:
+        """Return what can be said only now that the generation is over."""
+        return ()
 
 
 class RuleBook:
     """The rules of one run. A rule that raises is switched off, and an event says so."""
 
-    def __init__(self, rules: Sequence[Rule] = ()) -> None:
-        self._rules = list(rules)
+    def __init__(
+        self, rules: Sequence[Rule] = (), *, is_loose: bool = False, scene: Scene | None = None
+    ) -> None:
+        self._rules = [rule for rule in rules if rule.loose] if is_loose else list(rules)
+        self._is_loose = is_loose
+        self._scene = scene or Scene()
+        self._told: set[tuple[int, int, str, str]] = set()
 
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
-        events = []
-        for rule in list(self._rules):
-            try:
-                rule.begin(generation)
-            except Exception as error:
-                events.append(self._switch_off(rule, error, generation.generation, None))
-        return tuple(events)
+        self._scene.begin(generation, is_loose=self._is_loose)
+        self._told.clear()
+        where = f"the beginning of generation {generation.generation}"
+
+        def begin(rule: Rule) -> Sequence[Finding]:
+            rule.begin(self._scene)
+            return ()
+
+        return self._ask(begin, where, None)[1]
 
     def look(self, step: StepRecord) -> StepRecord:
         """Return the step with its findings, and with an event for each rule that failed."""
+        self._scene.learn(step)
+        found, events = self._ask(lambda rule: rule.look(step), f"step {step.step}", step)
+        if not found and not events:
+            return step
+        news, repeats = self._collapsed(found)
+        return replace(
+            step,
+            findings=(*step.findings, *news),
+            repeats=repeats,
+            events=(*step.events, *events),
+        )
+
+    def hear(self, event: EventRecord) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
+        """Return what the rules make of an event outside of the steps, and who failed at it."""
+        found, events = self._ask(lambda rule: rule.hear(event), f"the event '{event.kind}'", None)
+        return self._collapsed(found)[0], events
+
+    def end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
+        """Return what the rules say of the generation as a whole, and who failed at it."""
+        found, events = self._ask(lambda rule: rule.end(), "the end of a generation", None)
+        return self._collapsed(found)[0], events
+
+    def _ask(
+        self, call: Callable[[Rule], Sequence[Finding]], where: str, step: StepRecord | None
+    ) -> tuple[list[Finding], tuple[EventRecord, ...]]:
         found: list[Finding] = []
         events: list[EventRecord] = []
         for rule in tuple(self._rules):
             try:
-                new = rule.look(step)
+                new = call(rule)
                 if new:
-                    found += _checked(rule, new)
+                    found += [_completed(rule, finding) for finding in _checked(rule, new)]
             except Exception as error:
-                events.append(self._switch_off(rule, error, step.generation, step.step))
-        if not found and not events:
-            return step
-        return replace(step, findings=(*step.findings, *found), events=(*step.events, *events))
+                events.append(self._switch_off(rule, error, where, step))
+        return found, tuple(events)
+
+    def _collapsed(self, found: Sequence[Finding]) -> tuple[list[Finding], tuple[Repeat, ...]]:
+        """Split findings into new ones and those of a series that was told of before."""
+        news, repeats = [], []
+        for finding in found:
+            key = (finding.generation, finding.branch, finding.id, finding.series)
+            if finding.series and key in self._told:
+                repeats.append(Repeat(finding.id, finding.series))
+                continue
+            self._told.add(key)
+            news.append(finding)
+        return news, tuple(dict.fromkeys(repeats))
 
     def _switch_off(
-        self, rule: Rule, error: Exception, generation: int, step: int | None
+        self, rule: Rule, error: Exception, where: str, step: StepRecord | None
     ) -> EventRecord:
         self._rules.remove(rule)
-        where = f"the beginning of generation {generation}" if step is None else f"step {step}"
         what = f"{type(error).__name__}: {error}"
         text = f"The rule '{_name(rule)}' failed at {where} and is off: {what}"
-        return EventRecord("rule-off", text, time.time(), generation, step)
+        generation = self._scene.generation.generation
+        number = None if step is None else step.step
+        return EventRecord("rule-off", text, time.time(), generation, number)
 
 
 def _name(rule: Rule) -> str:
     return str(getattr(rule, "name", type(rule).__name__))
 
 
-def _checked(rule: Rule, found: Sequence[Finding]) -> list[Finding]:
+def _checked(rule: Rule, found: Sequence[Any]) -> list[Finding]:
     """Return findings that the trace can hold. Raises `TypeError` for any other.
 
     A wrong one would take its whole step down with it when the step is written.
@@ -115,75 +171,23 @@ def _checked(rule: Rule, found: Sequence[Finding]) -> list[Finding]:
     return list(found)
 
 
-class Scene:
-    """What the positions of the current generation are, for sentences: segments and words."""
-
-    def __init__(self) -> None:
-        self._segments: tuple[Segment, ...] = ()
-        self._tokens: dict[int, TokenRecord] = {}
-
-    def begin(self, generation: GenerationRecord) -> None:
-        """Take a generation's segments and prompt."""
-        self._segments = generation.segments
-        self._tokens = {token.pos: token for token in generation.tokens}
-
-    def learn(self, step: StepRecord) -> None:
-        """Take the tokens that a step chose."""
-        for token in step.tokens:
-            self._tokens[token.pos] = token
-
-    @property
-    def n_prompt(self) -> int:
-        """Positions of the prompt: where the open last segment starts."""
-        return self._segments[-1].start if self._segments else 0
-
-    def position(self, pos: int) -> str:
-        """Return `position 14 "What"`, without the word where it is not known."""
-        token = self._tokens.get(pos)
-        word = printable((token.text or token.token) if token is not None else "")
-        if len(word) > _WORD:
-            word = word[: _WORD - 1] + "…"
-        return f'position {pos} "{word}"' if word else f"position {pos}"
-
-    def rows(self, positions: Positions) -> str:
-        """Return `12 rows of paraphrase 2 and separator 2`, positions ascending."""
-        labels = self._labels(positions)
-        if len(labels) > 2:
-            labels = [labels[0], f"{len(labels) - 1} other segments"]
-        return counted(len(positions), "row") + (f" of {' and '.join(labels)}" if labels else "")
-
-    def first(self, positions: Positions) -> str:
-        """Return `first: position 14 "What"`, or without "first" for a single one."""
-        return ("first: " if len(positions) > 1 else "") + self.position(int(positions[0]))
-
-    def _labels(self, positions: Positions) -> list[str]:
-        """Return the labels of the segments that hold some of the positions, in order."""
-        last = len(self._segments) - 1
-        out = []
-        for index, segment in enumerate(self._segments):
-            inside = positions >= segment.start
-            if index < last:  # the last one is open
-                inside &= positions < segment.stop
-            if inside.any():
-                out.append(printable(segment.label))
-        return out
+def _completed(rule: Rule, finding: Finding) -> Finding:
+    """Return a finding with its kind's words where it brings none of its own."""
+    kind = rule.findings[finding.id]
+    return replace(
+        finding,
+        why=finding.why or kind.why,
+        confirm=finding.confirm or kind.confirm,
+        fix=finding.fix or kind.fix,
+        query=finding.query or _query(kind.query, finding),
+    )
 
 
-def printable(text: str) -> str:
-    """Return a word or name of the model's for a sentence, on one line.
-
-    Without backslashes of ours: a sentence is made safe once more where it is shown.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else _SIGNS.get(c, f"<U+{ord(c):04X}>") for c in text)
-
-
-def counted(n: int, what: str) -> str:
-    """Return `1 row` or `12 rows`."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
-
-
-def listed(positions: Positions) -> tuple[int, ...]:
-    """Return the positions that a finding lists."""
-    return tuple(positions[:MAX_POSITIONS].tolist())
+def _query(query: str, finding: Finding) -> str:
+    """Return a kind's query for one finding. A place that it does not name becomes any."""
+    return query.format(
+        generation=finding.generation,
+        branch=finding.branch,
+        step="step" if finding.step is None else finding.step,
+        layer="layer" if finding.layer is None else finding.layer,
+    )

@@ -15,12 +15,13 @@ import numpy as np
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import (
     ArrayRecord,
-    GenerationRecord,
     LayerStatRecord,
     LogitsRecord,
     StepRecord,
 )
-from flexinspect.rules.base import FindingKind, Positions, Rule, Scene, counted, listed, printable
+from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.scene import Scene
+from flexinspect.rules.words import Positions, counted, listed, printable
 
 NAN = "numbers.nan"
 INF = "numbers.inf"
@@ -31,7 +32,7 @@ _HEAD = 1 << 30
 _ANY_NUMBER = 1 << 62
 
 
-class NumbersRule:
+class NumbersRule(Rule):
     """Names the layer, the step and (where the record says it) the rows of the first NaN or Inf.
 
     What is known depends on the level: from advanced on every layer of every step; at basic on CPU
@@ -45,7 +46,6 @@ class NumbersRule:
     }
 
     def __init__(self) -> None:
-        self._scene = Scene()
         self._forget()
 
     def _forget(self) -> None:
@@ -54,14 +54,13 @@ class NumbersRule:
         self._n_closed: dict[int, int] = {}
         """Branch to the number of -Inf logits that need no word."""
 
-    def begin(self, generation: GenerationRecord) -> None:
+    def begin(self, scene: Scene) -> None:
         """Begin with nothing told."""
-        self._scene.begin(generation)
+        super().begin(scene)
         self._forget()
 
     def look(self, step: StepRecord) -> Sequence[Finding]:
         """Return at most one finding: about the producer, or about the logits if no layer is."""
-        self._scene.learn(step)
         # This line is what a step costs in which nothing is wrong.
         sick = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         if sick:
@@ -109,8 +108,8 @@ class NumbersRule:
         if rows is None or not len(rows):
             return f"in step {step.step} (somewhere in its {step.q_len} rows)"
         if len(rows) == 1:
-            return f"in step {step.step} at {self._scene.position(int(rows[0]))}"
-        scene = self._scene
+            return f"in step {step.step} at {self.scene.position(int(rows[0]))}"
+        scene = self.scene
         return f"in step {step.step} in {scene.rows(rows)} ({scene.first(rows)})"
 
     def _of_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:

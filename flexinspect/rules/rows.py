@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray, row_chunks
-from flexinspect.records import CallRecord, GenerationRecord, MaskRecord, StepRecord
-from flexinspect.rules.base import FindingKind, Positions, Rule, Scene, counted, listed
+from flexinspect.records import CallRecord, MaskRecord, StepRecord
+from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.scene import Scene
+from flexinspect.rules.words import Positions, counted, listed
 
 EMPTY_ROW = "mask.empty-row"
 
@@ -60,7 +62,7 @@ class EmptyRows:
         return 0 if self.readers is None else int(np.count_nonzero(self.readers))
 
 
-class RowsRule:
+class RowsRule(Rule):
     """Says which rows see nothing: an error if they are read or newest, a note if not or if meant.
 
     Where only some heads see nothing it is a warning. From level advanced on, as cells are recorded
@@ -74,23 +76,21 @@ class RowsRule:
     }
 
     def __init__(self) -> None:
-        self._scene = Scene()
         self._known: dict[str, tuple[EmptyRows, ...]] = {}
         """By fingerprint and for the whole run, as a mask is in one step's record only."""
         self._declared: Mapping[str, Any] = {}
         self._told: dict[tuple[Any, ...], set[int]] = {}
         self._unread: set[int] = set()
 
-    def begin(self, generation: GenerationRecord) -> None:
+    def begin(self, scene: Scene) -> None:
         """Begin with nothing told; masks stay known."""
-        self._scene.begin(generation)
-        self._declared = generation.declared
+        super().begin(scene)
+        self._declared = scene.generation.declared
         self._told = {}
         self._unread = set()
 
     def look(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is empty in the step's masks, in words, unless it was told of."""
-        self._scene.learn(step)
         for mask in step.masks:
             parts = find_empty_rows(mask)
             if parts:
@@ -134,7 +134,7 @@ class RowsRule:
         """
         key = (step.branch, part.heads != (), *(call.layer for call in calls))
         told = self._told.setdefault(key, set())
-        n_prompt = self._scene.n_prompt or step.kv_after
+        n_prompt = self.scene.n_prompt or step.kv_after
         places = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
         news = np.array([place not in told for place in places])
         told.update(places)
@@ -164,8 +164,8 @@ class RowsRule:
             id=EMPTY_ROW,
             severity=_severity(part, meant),
             sentence=(
-                f"{self._scene.rows(positions)} {'sees' if one else 'see'} no key"
-                f"{_in_heads(part)}{_in_layers(layers, n_layers)} ({self._scene.first(positions)})"
+                f"{self.scene.rows(positions)} {'sees' if one else 'see'} no key"
+                f"{_in_heads(part)}{_in_layers(layers, n_layers)} ({self.scene.first(positions)})"
                 f"{asks}; {_outcome(calls[0], part, one)}{_read(part, one)}."
             ),
             generation=step.generation,
@@ -191,7 +191,7 @@ class RowsRule:
             return []
         self._unread.difference_update(read.tolist())
         sentence = (
-            f"{self._scene.rows(read)} that saw no key at all ({self._scene.first(read)}) "
+            f"{self.scene.rows(read)} that saw no key at all ({self.scene.first(read)}) "
             f"{'is' if len(read) == 1 else 'are'} read from step {step.step} on."
         )
         return [

@@ -102,7 +102,7 @@ class Extent:
 @dataclass(frozen=True, slots=True)
 class FindingGroup:
     """All findings of one class and severity. `first` is the number of the first one, `sentence`
-    what it says.
+    what it says; `times` counts also those that a finding of a series stands for.
 
     An extent is None when no finding of the group names such a place.
     """
@@ -111,6 +111,7 @@ class FindingGroup:
     id: str
     count: int
     first: int
+    times: int
     generations: Extent
     steps: Extent | None
     layers: Extent | None
@@ -119,14 +120,17 @@ class FindingGroup:
 
 _WORST = "CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END"
 _GROUPS = (
-    "WITH grouped AS (SELECT severity, id, count(*), min(finding) AS first, "
+    "WITH grouped AS (SELECT severity, id, count(*), min(finding) AS first, sum(times), "
     "min(generation) AS generation, max(generation), count(DISTINCT generation), "
-    "min(step) AS step, max(step), count(DISTINCT step), "
-    "min(layer) AS layer, max(layer), count(DISTINCT layer) FROM findings GROUP BY severity, id) "
+    "min(step) AS step, max(max(step, coalesce(last_step, step))), "
+    "max(count(DISTINCT step), max(times)), "
+    "min(layer) AS layer, max(max(layer, coalesce(json_extract(layers, '$[#-1]'), layer))), "
+    "max(count(DISTINCT layer), max(json_array_length(layers))) FROM findings "
+    "GROUP BY severity, id) "
     "SELECT *, (SELECT sentence FROM findings WHERE finding = first) FROM grouped "
     f"ORDER BY {_WORST}, generation, step, layer, first LIMIT ?"
 )
-_GROUP_KINDS = ("text", "text", *("int",) * 5, *("int?", "int?", "int") * 2, "text")
+_GROUP_KINDS = ("text", "text", *("int",) * 6, *("int?", "int?", "int") * 2, "text")
 
 
 def finding_groups(reader: TraceReader, *, limit: int = 500) -> list[FindingGroup]:
@@ -141,14 +145,14 @@ def worst_finding(reader: TraceReader, generation: int) -> FindingRow | None:
 
 
 def _group(row: Sequence[Any]) -> FindingGroup:
-    severity, name, count, first, *extents, sentence = decode.clean_as(
+    severity, name, count, first, times, *extents, sentence = decode.clean_as(
         _GROUP_KINDS, row, "findings"
     )
     generations, steps, layers = (_extent(extents[i : i + 3]) for i in (0, 3, 6))
     if severity not in list(Severity) or generations is None:
         raise decode.Damage(f"{severity!r} is no severity")
     return FindingGroup(
-        Severity(severity), name, count, first, generations, steps, layers, sentence
+        Severity(severity), name, count, first, times, generations, steps, layers, sentence
     )
 
 
@@ -158,8 +162,8 @@ def _extent(values: Sequence[int | None]) -> Extent | None:
 
 
 def last_finding(reader: TraceReader) -> int:
-    """Return the number of the newest finding, 0 without any. Findings are never changed."""
-    rows = reader._query("SELECT max(finding) FROM findings", ())
+    """Return a number that rises with every finding and every repetition of one, 0 without any."""
+    rows = reader._query("SELECT max(finding) + sum(times) FROM findings", ())
     return int(rows[0][0] or 0) if rows else 0
 
 

@@ -219,12 +219,18 @@ def mask(values: Row) -> MaskRecord:
 def finding(values: Row) -> FindingRow:
     """Return a finding from all its cleaned columns."""
     row_id, generation_number, branch_number, step_number = values[:4]
-    name, severity, sentence, layer, head, positions, evidence = values[4:]
+    name, severity, sentence, layer, head, positions, evidence = values[4:11]
+    layers, series, last_step, times, *words = values[11:]
     record = Finding(
         *(name, _enum(Severity, severity), sentence),
         *(generation_number, branch_number, step_number, layer, head),
         positions=tuple(_list(positions, int)),
         evidence=_dict(evidence),
+        layers=tuple(_list(layers, int)),
+        series=series,
+        last_step=last_step,
+        times=times,
+        **dict(zip(("why", "confirm", "fix", "query"), words, strict=True)),
     )
     return FindingRow(row_id, record)
 

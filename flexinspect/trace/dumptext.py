@@ -212,6 +212,11 @@ def _finding(found: Finding) -> Iterator[str]:
     yield f"{found.severity.value}  {visible(found.id)}  {where}"
     yield f"  {visible(found.sentence)}"
     yield f"  positions {list(found.positions)}  evidence {plain_json(dict(found.evidence))}"
+    if found.layers or found.times > 1:
+        until = "" if found.last_step is None else f", the last in step {found.last_step}"
+        yield f"  layers {list(found.layers)}  {found.times} times{until}"
+    if found.query:
+        yield f"  query {visible(found.query)}"
 
 
 def _where(**places: int | None) -> str:

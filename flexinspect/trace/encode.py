@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     BuildRecord,
@@ -80,6 +80,7 @@ def step(record: StepRecord, known: Collection[str]) -> list[Statement]:
     if record.masks or record.arrays:
         _wide(out, key, _new_masks(record, known), record)
     findings(out, record.findings, key)
+    repeats(out, record.repeats, key)
     events(out, record.events, key)
     return out
 
@@ -153,7 +154,24 @@ def findings(out: list[Statement], records: Iterable[Finding], key: Key | None =
             place = key if record.step is None else (*key[:2], record.step)
         what = (record.id, str(record.severity.value), record.sentence, record.layer, record.head)
         wide = (to_json(list(record.positions)), to_json(dict(record.evidence)))
-        out.append((insert_sql(schema.FINDINGS, 1, skip=1), [*place, *what, *wide]))
+        again = (to_json(list(record.layers)), record.series, record.last_step, record.times)
+        words = (record.why, record.confirm, record.fix, record.query)
+        row = [*place, *what, *wide, *again, *words]
+        out.append((insert_sql(schema.FINDINGS, 1, skip=1), row))
+
+
+def repeats(out: list[Statement], records: Iterable[Repeat], key: Key) -> None:
+    """Add the statements that count findings of earlier steps again in this one."""
+    generation, branch, step = key
+    for record in records:
+        row = [step, generation, branch, record.id, record.series]
+        out.append((schema.REPEAT_FINDING, row))
+
+
+def review(rule: str, generation: int, at: float, wall_ms: float) -> Statement:
+    """Return the statement that says that a rule has looked at a generation afterwards."""
+    row = [rule, generation, at, wall_ms]
+    return insert_sql(schema.REVIEWS, 1), row
 
 
 def events(out: list[Statement], records: Iterable[EventRecord], key: Key | None = None) -> None:

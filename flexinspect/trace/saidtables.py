@@ -20,8 +20,28 @@ FINDINGS = table(
     head        int?   the head
     positions   json   token positions, a list of integers
     evidence    json   the numbers behind it, an object
+    layers      json   all layers it is about where they are several, a list of integers
+    series      text   what makes later findings of this id the same one, '' for none
+    last_step   int?   the last step in which it was met again, NULL when it was not
+    times       int    in how many steps it was met
+    why         text   why it matters
+    confirm     text   how to see for oneself
+    fix         text   what usually mends it
+    query       text   the SQL that finds the evidence in this trace
     """,
     clustered=False,
+)
+
+REVIEWS = table(
+    "reviews",
+    "rule generation",
+    "Which rules looked at a generation after it was recorded; their findings are in findings.",
+    """
+    rule        text  name of the rule
+    generation  int   the generation
+    at          real  seconds since the epoch
+    wall_ms     real  milliseconds that it took
+    """,
 )
 
 EVENTS = table(

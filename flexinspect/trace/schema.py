@@ -7,7 +7,7 @@ are made from these descriptions, and a test keeps the two equal.
 from __future__ import annotations
 
 from flexinspect.trace.runtables import BRANCHES, GENERATIONS, RUN, SEGMENTS, TOKENS
-from flexinspect.trace.saidtables import EVENTS, FINDINGS, OUTPUT
+from flexinspect.trace.saidtables import EVENTS, FINDINGS, OUTPUT, REVIEWS
 from flexinspect.trace.steptables import (
     ARRAYS,
     BUILDS,
@@ -45,6 +45,8 @@ __all__ = [
     "OUTPUT",
     "READ_ARRAYS",
     "READ_GENERATIONS",
+    "REPEAT_FINDING",
+    "REVIEWS",
     "RUN",
     "SEGMENTS",
     "SET_FACT",
@@ -82,6 +84,7 @@ TABLES = (
     MASKS,
     ARRAYS,
     FINDINGS,
+    REVIEWS,
     EVENTS,
     OUTPUT,
 )
@@ -89,6 +92,10 @@ TABLES = (
 INDEXES = (
     "CREATE UNIQUE INDEX masks_by_fingerprint ON masks (fingerprint)",
     "CREATE INDEX findings_by_step ON findings (generation, branch, step)",
+    (
+        "CREATE INDEX findings_by_series ON findings (generation, branch, id, series) "
+        "WHERE series <> ''"
+    ),
     "CREATE INDEX events_by_step ON events (generation, step)",
     (
         "CREATE INDEX layer_stats_bad ON layer_stats (generation, branch, step, layer) "
@@ -102,6 +109,10 @@ END_BRANCH = (
     "WHERE generation = ? AND branch = ?"
 )
 END_OPEN_BRANCHES = "UPDATE branches SET state = ?, ended_at = ? WHERE state = 'recording'"
+REPEAT_FINDING = (
+    "UPDATE findings SET times = times + 1, last_step = ? "
+    "WHERE generation = ? AND branch = ? AND id = ? AND series = ? AND series <> ''"
+)
 READ_GENERATIONS = (
     f"SELECT {', '.join(f'g.{name}' for name in GENERATIONS.names)}, "
     f"{', '.join(f'b.{name}' for name in BRANCHES.names)} "

@@ -91,7 +91,7 @@ class LooseCalls(CaptureSession):
             sink,
             level=level,
             hooks=[self._attention, MemoryHook()],
-            rules=(),
+            are_loose=True,
             recorder=recorder,
         )
         self._numbers = numbers

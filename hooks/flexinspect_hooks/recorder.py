@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from flexinspect.errors import TraceWriteError
+from flexinspect.findings import Finding
 from flexinspect.records import (
     EventRecord,
     GenerationEnd,
@@ -45,6 +46,7 @@ class Sink(Protocol):
     def begin_generation(self, record: GenerationRecord) -> None: ...
     def write_steps(self, records: Sequence[StepRecord]) -> None: ...
     def write_event(self, record: EventRecord) -> None: ...
+    def write_findings(self, findings: Iterable[Finding]) -> None: ...
     def end_generation(self, record: GenerationEnd) -> None: ...
 
 
@@ -194,10 +196,21 @@ class Recorder:
             for event in item.rules.begin(item.record):
                 self._sink.write_event(event)
         elif isinstance(item, GenerationEnd):
-            self._rules.pop(item.generation, None)
+            if (rules := self._rules.pop(item.generation, None)) is not None:
+                self._say(*rules.end())
             self._sink.end_generation(item)
         else:
             self._sink.write_event(item)
+            rules = self._rules.get(-1 if item.generation is None else item.generation)
+            if rules is not None:
+                self._say(*rules.hear(item))
+
+    def _say(self, findings: Sequence[Finding], events: Sequence[EventRecord]) -> None:
+        """Write what rules found outside of the steps, and which of them failed at it."""
+        if findings:
+            self._sink.write_findings(findings)
+        for event in events:
+            self._sink.write_event(event)
 
     def _write_steps(self, items: Sequence[FinishedStep]) -> None:
         if self.failure is not None:

@@ -51,12 +51,14 @@ def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
 
 
 def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
-    """Return the registered rules, fresh for one run, and the sentence of each that failed."""
+    """Return the registered rules for steps as they come, and why some could not be made."""
     classes, failed = plugins.load_all("flexinspect.rules")
     rules = []
     for name, make in classes.items():
         try:
-            rules.append(make())
+            rule = make()
+            if not rule.dear:
+                rules.append(rule)
         except Exception as error:
             failed[name] = f"It could not be made: {type(error).__name__}: {error}"
     return rules, failed
@@ -74,7 +76,8 @@ class CaptureSession:
     `copy_logits` copies each step's row of logits, as loops may divide it in place before it is
     recorded; a loop that never does so need not pay for it. `hooks` and `rules` are the registered
     ones unless given. A `recorder` that is given has been started and serves other sessions too.
-    The session never keeps its model alive.
+    `are_loose` says that its generations are calls outside of a model. The session never keeps its
+    model alive.
 
     Raises `UsageError` for an unknown level.
     """
@@ -91,7 +94,9 @@ class CaptureSession:
         rules: Sequence[Rule] | None = None,
         copy_logits: bool = True,
         recorder: Recorder | None = None,
+        are_loose: bool = False,
     ) -> None:
+        self._are_loose = are_loose
         self._copy_logits = copy_logits
         self.level = check_level(level)
         self.recorder = Recorder(sink) if recorder is None else recorder
@@ -138,7 +143,7 @@ class CaptureSession:
             own_code = self.context.sees_kernels
             self._hooks = [h for h in found if own_code or not getattr(h, "own_code_only", False)]
         rules, off = built_in_rules() if self._rules is None else (self._rules, {})
-        self._book = RuleBook(rules)
+        self._book = RuleBook(rules, is_loose=self._are_loose)
         if not self._shares:
             self.recorder.start()
         for name, sentence in failed.items():

@@ -26,7 +26,7 @@ from trace_samples import (
 )
 
 from flexinspect.errors import TraceError, TraceWriteError
-from flexinspect.findings import Finding, Severity
+from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.records import (
     ArrayRecord,
     CallRecord,
@@ -39,6 +39,7 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.trace import schema
+from flexinspect.trace.callranges import finding_groups
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 
@@ -404,3 +405,20 @@ def test_a_generation_that_does_not_exist_is_an_error_and_a_step_is_none(
         reader.generation(9)
     assert reader.record(9, 0) is None
     assert (reader.n_steps(9), reader.tokens(9), reader.calls(9, 9)) == (0, [], [])
+
+
+def test_a_series_of_findings_is_one_row_that_counts(tmp_path: Path) -> None:
+    found = Finding("a.b", Severity.WARNING, "c", series="layer 1", layers=(1, 3), query="SELECT 1")
+    first = replace(step(0), findings=(found,), repeats=())
+    again = [replace(step(n), findings=(), repeats=(Repeat("a.b", "layer 1"),)) for n in (1, 2)]
+    other = replace(step(3), findings=(), repeats=(Repeat("a.b", ""),))
+    with TraceWriter.create(tmp_path / "a.flextrace", {}) as writer:
+        writer.begin_generation(generation(0))
+        writer.write_steps([first, *again, other])
+    with open_trace(tmp_path / "a.flextrace") as reader:
+        (row,) = reader.findings()
+        assert row == replace(found, step=0, last_step=2, times=3)
+        (group,) = finding_groups(reader)
+        assert (group.count, group.times) == (1, 3)
+        assert group.steps is not None
+        assert (group.steps.words("step"), group.layers) == ("steps 0-2", None)

@@ -325,4 +325,4 @@ def test_classes_are_counted_once_while_nothing_new_comes(
         kept.reader, "_query", lambda sql, params: (asked.append(sql), query(sql, params))[1]
     )
     assert grouped(kept) is first
-    assert asked == ["SELECT max(finding) FROM findings"]
+    assert asked == ["SELECT max(finding) + sum(times) FROM findings"]

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from flexinspect import masks
-from flexinspect.findings import Finding, Severity
+from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.prompts import PromptPieces, Segment, compose
 from flexinspect.records import (
     ArrayRecord,
     CallRecord,
     Candidate,
+    EventRecord,
     GenerationRecord,
     LayerStatRecord,
     LogitsRecord,
@@ -24,7 +25,9 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules import numbers, rows
-from flexinspect.rules.base import FindingKind, Rule, RuleBook, Scene, printable
+from flexinspect.rules.base import FindingKind, Rule, RuleBook
+from flexinspect.rules.scene import Intent, Scene
+from flexinspect.rules.words import printable
 
 WORDS = [
     "<s>",
@@ -114,8 +117,14 @@ def step(
 
 
 def look(rule: Rule, *steps: StepRecord, about: GenerationRecord | None = None) -> list[Finding]:
-    rule.begin(about or generation())
-    return [finding for record in steps for finding in rule.look(record)]
+    scene = Scene()
+    scene.begin(about or generation())
+    rule.begin(scene)
+    found = []
+    for record in steps:
+        scene.learn(record)
+        found += rule.look(record)
+    return found
 
 
 def without(*closed: int, n: int = N) -> np.ndarray[Any, Any]:
@@ -145,7 +154,7 @@ def test_rules_look_at_a_step_without_any_optional_record() -> None:
     assert look(numbers.RULE(), bare) == look(rows.RULE(), bare) == []
 
 
-class Faulty:
+class Faulty(Rule):
     """A rule that raises in one place, or returns what is no finding of its own."""
 
     name: ClassVar[str] = "faulty"
@@ -156,7 +165,7 @@ class Faulty:
     def __init__(self, where: str) -> None:
         self.where, self.n_calls = where, 0
 
-    def begin(self, generation: GenerationRecord) -> None:
+    def begin(self, scene: Scene) -> None:
         self.n_calls += 1
         if self.where == "begin":
             raise ZeroDivisionError("in begin")
@@ -595,3 +604,82 @@ def test_empty_rows_and_readers_are_those_of_a_slow_count(seed: int) -> None:
             if 0 <= key < n_keys:
                 slow = sum(cells[:, r, key].any() for r in range(n_rows) if r != row)
             assert readers == slow
+
+
+# -- series, completion, and what comes outside of the steps ---------------------------------------
+
+
+class Told(Rule):
+    """Finds the same in every step, and something in an event and at the end."""
+
+    name: ClassVar[str] = "told"
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        "told.again": FindingKind(
+            Severity.WARNING,
+            "the same again",
+            why="It matters.",
+            query="SELECT * FROM calls WHERE generation = {generation} AND layer = {layer}",
+        )
+    }
+    loose: ClassVar[bool] = True
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        return [Finding("told.again", Severity.WARNING, "s", step=step.step, series="one")]
+
+    def hear(self, event: EventRecord) -> Sequence[Finding]:
+        return [Finding("told.again", Severity.WARNING, event.text, layer=2, why="Own words.")]
+
+    def end(self) -> Sequence[Finding]:
+        return [Finding("told.again", Severity.NOTE, self.scene.generation.sample_id)]
+
+
+def test_a_series_is_one_finding_and_later_ones_are_counted() -> None:
+    book = RuleBook([Told()])
+    book.begin(generation())
+    first, second = book.look(step(0)), book.look(step(1))
+    assert [(f.id, f.step) for f in first.findings] == [("told.again", 0)]
+    assert (first.repeats, second.findings) == ((), ())
+    assert second.repeats == (Repeat("told.again", "one"),)
+    book.begin(generation(1))
+    assert len(book.look(step(0)).findings) == 1
+
+
+def test_a_finding_takes_the_words_of_its_kind_and_a_query_of_its_place() -> None:
+    book = RuleBook([Told()])
+    book.begin(generation())
+    (first,) = book.look(step(0)).findings
+    assert first.why == "It matters."
+    assert first.query == "SELECT * FROM calls WHERE generation = 0 AND layer = layer"
+    ((heard,), failed) = book.hear(EventRecord("kernel-failed", "It raised.", 0.0, 0))
+    assert (heard.sentence, heard.why, failed) == ("It raised.", "Own words.", ())
+    assert heard.query.endswith("layer = 2")
+    ((said,), failed) = book.end()
+    assert (said.sentence, failed) == ("s", ())
+
+
+def test_calls_outside_of_a_model_are_for_rules_that_say_so() -> None:
+    book = RuleBook([numbers.RULE(), Told()], is_loose=True)
+    book.begin(generation())
+    sick = step(0, layer_stats=stats(l2=(3, 0)))
+    assert [f.id for f in book.look(sick).findings] == ["told.again"]
+
+
+def test_a_scene_finds_forgotten_masks_again_if_it_can() -> None:
+    mask = step(0).masks[0]
+    assert Scene().mask(mask.fingerprint) is None
+    scene = Scene({mask.fingerprint: mask}.get)
+    assert scene.mask(mask.fingerprint) is mask
+    assert scene.mask(None) is scene.mask("other") is None
+
+
+def test_what_is_meant_is_the_declared_rule_or_what_segments_suggest() -> None:
+    scene = Scene()
+    scene.begin(generation())
+    assert scene.intent is not None
+    assert (scene.intent.rule.name, scene.intent.assumed) == ("segment-isolation", True)
+    rule = masks.causal()
+    said = {"preset": "causal", "starts": rule.starts, "head": rule.head, "low": rule.low}
+    scene.begin(generation(declared=said))
+    assert scene.intent == Intent(rule)
+    scene.begin(generation(declared={"rule": "package:function"}))
+    assert scene.intent is None

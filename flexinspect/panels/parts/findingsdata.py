@@ -76,7 +76,7 @@ def extent_words(group: FindingGroup) -> str:
         parts.append(group.steps.words("step"))
     if group.generations.high > 0 or not parts:
         parts.append(group.generations.words("generation"))
-    times = "once" if group.count == 1 else f"{thousands(group.count)} times"
+    times = "once" if group.times == 1 else f"{thousands(group.times)} times"
     return f"{', '.join(parts)}: {times}"
 
 

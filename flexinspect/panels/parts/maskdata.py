@@ -8,12 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.attention import UNCHECKED, Gate
+from flexinspect.masks import declared_rule
 from flexinspect.masksheets.counting import Groups
 from flexinspect.masksheets.windows import States
 from flexinspect.panels.base import Missing, Place, Request
 from flexinspect.panels.parts.maskblocks import BlockPart, load_blocks
 from flexinspect.panels.parts.maskframe import Frame, MaskOptions, View, arrange
-from flexinspect.panels.parts.maskload import Wanted, declared_rule, load_sheet
+from flexinspect.panels.parts.maskload import Wanted, load_sheet
 from flexinspect.panels.parts.maskparts import Sheet
 from flexinspect.panels.parts.masktokens import load_words, segment_number
 from flexinspect.panels.parts.maskwindow import load_states, load_table_states

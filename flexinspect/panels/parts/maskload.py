@@ -6,9 +6,8 @@ step stood (one that comes again is stored once, with the place that it had firs
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -43,18 +42,6 @@ REACH = 256
 
 MOST_STEPS = 1024
 """... and this many steps in all."""
-
-
-def declared_rule(declared: Mapping[str, Any]) -> MaskRule | None:
-    """Return the rule of a declaration, None when it describes none (an own mask function)."""
-    columns = [declared.get(name) for name in ("starts", "head", "low")]
-    if not all(isinstance(c, list) and all(type(n) is int for n in c) for c in columns):
-        return None
-    starts, head, low = (tuple(column or ()) for column in columns)
-    fits = starts and len(starts) == len(head) == len(low) and starts[0] == 0
-    if not fits or list(starts) != sorted(starts):
-        return None
-    return MaskRule(str(declared.get("preset", "declared")), starts, head, low)
 
 
 @dataclass(frozen=True, slots=True)

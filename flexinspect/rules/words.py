@@ -1,0 +1,55 @@
+"""Words for the sentences of findings: printable, short, with the right number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Positions = npt.NDArray[np.intp]
+
+MAX_POSITIONS = 32
+"""Positions that one finding lists; its sentence and evidence count them all."""
+
+_SIGNS = {"\n": "↵", "\t": "⇥"}
+
+
+def printable(text: str) -> str:
+    """Return a word or name of the model's for a sentence, on one line.
+
+    Without backslashes of ours: a sentence is made safe once more where it is shown.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _SIGNS.get(c, f"<U+{ord(c):04X}>") for c in text)
+
+
+def counted(n: int, what: str) -> str:
+    """Return `1 row` or `12 rows`."""
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def listed(positions: Positions) -> tuple[int, ...]:
+    """Return the positions that a finding lists."""
+    return tuple(positions[:MAX_POSITIONS].tolist())
+
+
+def numbers(values: Sequence[int]) -> str:
+    """Return ascending numbers as `0-3, 5`."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def layers(which: Sequence[int], n_layers: int) -> str:
+    """Return `layer 3`, `layers 0-2, 5`, or `all 8 layers` when the model has `n_layers`."""
+    if len(which) == 1:
+        return f"layer {which[0]}"
+    if len(which) == n_layers:
+        return f"all {n_layers} layers"
+    return f"layers {numbers(sorted(which))}"
