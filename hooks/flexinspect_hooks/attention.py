@@ -21,7 +21,8 @@ from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.callrefs import CallRef, CallShape, kernel_path, of_kernel, shape_of
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
-from flexinspect_hooks.kernelcalls import Done, KernelCalls
+from flexinspect_hooks.kernelcalls import Done, KernelCalls, seen_as_a_whole
+from flexinspect_hooks.kernels import SDPA, KernelCall
 from flexinspect_hooks.mass import MassReducer, gathered
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
@@ -77,8 +78,7 @@ class AttentionHook:
                 REGISTRY.get_interface = before
 
         REGISTRY.get_interface = get_interface
-        kernels = self._kernels
-        return [remove, *(kernels.install(self._keep_direct) if kernels is not None else ())]
+        return [remove, *(self._kernels.install() if self._kernels is not None else ())]
 
     def prepare(self, context: CaptureContext) -> None:
         """Begin without installing anything."""
@@ -122,6 +122,7 @@ class AttentionHook:
         context, layer_of, kernels = self._context, self._context.layer_of, self._kernels
         assert kernels is not None
         name = BACKEND if backend.startswith(BACKEND) else backend
+        path, is_plain = _path(backend), _is_plain(backend, function)
 
         def attention(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
@@ -129,18 +130,21 @@ class AttentionHook:
             layer = layer_of.get(id(module)) if context.is_open else None
             if layer is None:
                 return function(module, query, key, value, *args, **kwargs)
+            whole = (layer, name, path, module, query, key, value, args, kwargs)
+            if is_plain and "is_causal" not in kwargs:
+                told = kernels.swallowed(layer)
+                out = _plainly(kernels, function, whole)
+                cap = kwargs.get("softcap")
+                self._refs.append(CallRef(*whole, out[0], "", None, cap, swallowed=told))
+                return out
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             mark = len(kernels.done)
             out = function(module, query, key, value, *args, **kwargs)
             with suppress(Exception):  # the layer is not seen then, and the step says so
-                whole = (layer, name, _path(backend), module, query, key, value, args, kwargs)
                 self._refs += _own_calls(whole, out[0], kernels.since(mark))
             return out
 
         return attention
-
-    def _keep_direct(self, module: nn.Module, calls: list[Done]) -> None:
-        self.keep(calls, self._context.layer_of[id(module)], module)
 
     def begin(self, context: CaptureContext) -> None:
         """Take the generation's segments; masks already stored stay known.
@@ -178,11 +182,17 @@ class AttentionHook:
         return _Kept(tuple(map(shape_of, refs)), tuple(masks), tuple(numbers), kinds, builds)
 
     def _take_loose(self, kernels: KernelCalls, step: StepContext) -> tuple[BuildRecord, ...]:
-        """Take kernel calls outside of the known layers, and return the masks that were built.
+        """Take kernels that were called directly, and return the masks that were built.
 
         In a model without known layers, the calls of a step are numbered as its layers.
         """
-        calls, builds = kernels.since(0), kernels.take_builds()
+        every, builds = kernels.since(0), kernels.take_builds()
+        calls = [call for call in every if call.module is None]
+        if len(calls) < len(every):
+            for call in every:
+                if call.module is not None and call.layer is not None:
+                    self.keep([call], call.layer, call.module)
+            self._refs.sort(key=lambda ref: ref.layer)  # among those of layers that ask
         if calls and self._context.layer_of:
             n = f"{len(calls)} kernel call{'s' if len(calls) > 1 else ''}"
             step.events.append(
@@ -232,6 +242,28 @@ class AttentionHook:
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
         for stream in ("q", "k", "v"):
             record_activations(values, stream, draft)
+
+
+def _is_plain(backend: str, function: Callable[..., Any]) -> bool:
+    """Say whether a function is transformers' own, which does with SDPA what is known.
+
+    It is seen as a whole then, as describing each kernel costs more than all else in the layer.
+    """
+    home = getattr(function, "__module__", None) or ""
+    return backend in _PATHS and home.startswith("transformers.")
+
+
+def _plainly(kernels: KernelCalls, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
+    """Make a call without describing its kernel, unless that raises."""
+    layer, _, path, module, query, key, value, args, kwargs = whole
+    try:
+        with seen_as_a_whole():
+            return function(module, query, key, value, *args, **kwargs)
+    except BaseException as error:
+        mask = args[0] if args else kwargs.get("attention_mask")
+        given = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        kernels.raised(KernelCall(SDPA if path == "sdpa" else path, given, False), layer, error)
+        raise
 
 
 def _own_calls(whole: tuple[Any, ...], output: Tensor, inner: list[Done]) -> list[CallRef]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,8 +24,9 @@ from flexinspect_hooks.ruleidentity import rule_name
 class Done(NamedTuple):
     """A kernel call that returned, in the layer `layer` (None: in none that is known).
 
-    `handed` is the mask that the layer was given. `swallowed` names the exception in whose handler
-    the call was made, or which a kernel raised before in the same layer.
+    `module` is the layer's attention module and `handed` the mask that it was given. `swallowed`
+    names the exception in whose handler the call was made, or which a kernel raised before in the
+    same layer.
     """
 
     layer: int | None
@@ -31,21 +34,22 @@ class Done(NamedTuple):
     output: Any
     handed: Any
     swallowed: str | None
+    module: nn.Module | None = None
 
 
-@dataclass(slots=True)
-class _Place:
-    """A layer whose forward is running."""
+class Place(NamedTuple):
+    """An attention module whose forward is running, and the mask that it was given."""
 
     layer: int
+    module: nn.Module
     handed: Any
-    failed: str | None = None
 
 
 class Note(NamedTuple):
-    """A call under way: what it makes up for, when it began, the peak memory before it."""
+    """A call under way: where, what it makes up for, when it began, the peak memory before it."""
 
     call: KernelCall
+    place: Place | None
     swallowed: str | None
     started: float
     peak: int
@@ -53,6 +57,28 @@ class Note(NamedTuple):
 
 _watching: list[KernelCalls] = []
 """Everyone who observes the kernels now."""
+
+_thread = threading.local()
+
+
+@contextmanager
+def seen_as_a_whole() -> Iterator[None]:
+    """While entered, nobody describes the kernels that this thread calls: their caller is seen."""
+    _thread.is_quiet = True
+    try:
+        yield
+    finally:
+        _thread.is_quiet = False
+
+
+def _seen_as_a_whole() -> bool:
+    return getattr(_thread, "is_quiet", False)
+
+
+def is_any_open() -> bool:
+    """Say whether a watched model's forward is running."""
+    return any(each.context.is_open for each in _watching)
+
 
 _unclaimed: deque[BuildRecord] = deque(maxlen=1000)
 """Masks that were built in no step: the next step that is recorded, of whatever model, has them."""
@@ -68,27 +94,18 @@ class KernelCalls:
     context: CaptureContext
     done: list[Done] = field(default_factory=list)
     _builds: list[BuildRecord] = field(default_factory=list)
-    _places: list[_Place] = field(default_factory=list)
+    _failed: dict[int, str] = field(default_factory=dict)
     _told: set[tuple[Any, ...]] = field(default_factory=set)
     _outer: BaseException | None = None
+    _root: int = 0
 
-    def install(self, take: Callable[[nn.Module, list[Done]], None]) -> Iterable[Remove]:
-        """Watch the kernels and the attention layers; `take` gets what is left when one is done.
+    def install(self) -> Iterable[Remove]:
+        """Watch the kernels, and whether the model's forward returns.
 
-        Hooks of a module run also where its `forward` was replaced on the instance.
+        In which layer a kernel is called is read from the stack, so that layers need no hooks.
         """
-        layer_of = self.context.layer_of
+        self._root = id(self.context.model)
         removes = [self.observe()]
-
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.context.is_open:
-                self._places.append(_Place(layer_of[id(module)], _handed(args, kwargs)))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self.context.is_open and self._places:
-                self._places.pop()
-                if self.done:
-                    take(module, self.since(0))
 
         def close(module: nn.Module, args: Any, output: Any) -> None:
             if output is None:  # it raised; other hooks may still look at a forward that did not
@@ -96,12 +113,6 @@ class KernelCalls:
 
         # Copies of a model carry its hooks along: functions, as a method would be copied with us.
         removes.append(self.context.model.register_forward_hook(close, always_call=True).remove)
-        for module in self.context.model.modules():
-            if id(module) in layer_of:
-                # First of the module's own, so that the user's see what they saw before.
-                entered = module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-                left = module.register_forward_hook(leave, always_call=True)
-                removes += [entered.remove, left.remove]
         return removes
 
     def observe(self) -> Remove:
@@ -122,7 +133,7 @@ class KernelCalls:
         """A step begins."""
         self.done.clear()
         self._builds.clear()
-        self._places.clear()
+        self._failed.clear()
         self._outer = sys.exception()
 
     def since(self, mark: int) -> list[Done]:
@@ -144,52 +155,58 @@ class KernelCalls:
 
     # -- the observer ----------------------------------------------------------------------------
 
-    def before(self, call: KernelCall) -> Note | None:
-        """Take the calls of an open step, and masks that are built in no step of anybody."""
-        is_loose = call.name == BUILD and not any(each.context.is_open for each in _watching)
-        return self.note(call) if self.context.is_open or is_loose else None
+    def wants(self, name: str) -> bool:
+        """Want the calls of an open step, and masks that are built in no step of anybody."""
+        if self.context.is_open:
+            return not _seen_as_a_whole()
+        return name == BUILD and not is_any_open()
 
-    def note(self, call: KernelCall) -> Note:
+    def before(self, call: KernelCall) -> Note | None:
         """Return what has to be known of a call before it is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
-        return Note(call, self._swallowed(), time.perf_counter(), peak)
+        place = _place(self.context.layer_of, self._root) if self.context.is_open else None
+        told = self.swallowed(None if place is None else place.layer)
+        return Note(call, place, told, time.perf_counter(), peak)
 
     def after(self, note: Note, output: Any) -> None:
         """Keep what it was."""
         if note.call.name == BUILD:
             (self._builds if self.context.is_open else _unclaimed).append(self._build(note))
             return
-        place = self._places[-1] if self._places else None
-        layer, handed = (place.layer, place.handed) if place is not None else (None, None)
-        self.done.append(Done(layer, note.call, output, handed, note.swallowed))
+        layer, module, handed = note.place or (None, None, None)
+        self.done.append(Done(layer, note.call, output, handed, note.swallowed, module))
 
     def failed(self, note: Note, error: BaseException) -> None:
+        """Say that a kernel raised."""
+        self.raised(note.call, None if note.place is None else note.place.layer, error)
+
+    def raised(self, call: KernelCall, layer: int | None, error: BaseException) -> None:
         """Say so at once, once for each layer and message: the step may never be recorded."""
         words = in_words(error)
-        layer = None
-        if self._places:
-            layer, self._places[-1].failed = self._places[-1].layer, words
-        key = (layer, note.call.name, words)
+        if layer is not None:
+            self._failed[layer] = words
+        key = (layer, call.name, words)
         if key not in self._told:
             self._told.add(key)
             where = "" if layer is None else f"Layer {layer}: "
-            facts = _facts(note.call)
+            facts = _facts(call)
             lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
-            text = f"{where}{note.call.name} raised {words} ({lengths})"
-            data = {"layer": layer, "kernel": note.call.name, "error": words, **facts}
+            text = f"{where}{call.name} raised {words} ({lengths})"
+            data = {"layer": layer, "kernel": call.name, "error": words, **facts}
             self.context.tell("kernel-failed", text, data)
 
-    def _swallowed(self) -> str | None:
+    def swallowed(self, layer: int | None) -> str | None:
+        """Return what a call that is made now makes up for, None for nothing."""
         error = sys.exception()
         if error is not None and error is not self._outer:
             return in_words(error)
-        return self._places[-1].failed if self._places else None
+        return self._failed.get(layer) if layer is not None else None
 
     def _build(self, note: Note) -> BuildRecord:
         given = note.call.given
         grown = max(peak_bytes(self.context.device) - note.peak, 0)
         return BuildRecord(
-            layer=self._places[-1].layer if self._places and self.context.is_open else None,
+            layer=note.place.layer if note.place is not None else None,
             batch=given.get("B"),
             heads=given.get("H"),
             q_len=int(given["Q_LEN"]),
@@ -198,6 +215,30 @@ class KernelCalls:
             wall_ms=(time.perf_counter() - note.started) * 1e3,
             peak_growth=grown,
         )
+
+
+_CALL_IMPL = nn.Module._call_impl.__code__
+"""What runs a module's forward, whoever replaced that on the instance."""
+
+
+def _place(layer_of: Mapping[int, int], root: int) -> Place | None:
+    """Return the innermost attention layer whose forward is running, as the stack tells.
+
+    No further than to the model itself, whose id is `root`.
+    """
+    frame = sys._getframe(1)
+    while (up := frame.f_back) is not None:
+        frame = up
+        if frame.f_code is not _CALL_IMPL:
+            continue
+        told = frame.f_locals
+        module = told["self"]
+        layer = layer_of.get(id(module))
+        if layer is not None:
+            return Place(layer, module, _handed(told["args"], told["kwargs"]))
+        if id(module) == root:
+            return None
+    return None
 
 
 def in_words(error: BaseException) -> str:

@@ -41,6 +41,10 @@ class KernelCall(NamedTuple):
 class Observer(Protocol):
     """Who is told of kernel calls. What an observer raises is lost; the call goes on."""
 
+    def wants(self, name: str) -> bool:
+        """Say whether to describe a call of this kernel; asked first, as describing it costs."""
+        ...
+
     def before(self, call: KernelCall) -> Any:
         """A call begins; None when it is none of the observer's, else what names it later."""
         ...
@@ -91,8 +95,10 @@ def _uninstall() -> None:
 def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any) -> Any:
     """Make the call and tell who wants to know; nothing of ours is left for dynamo to compile."""
     compiled = callable(get_eval_frame_callback())
-    call = KernelCall(name, {**dict(zip(names, args, strict=False)), **kw}, compiled)
     tell = _unwatched if compiled else _apply
+    if not tell(_is_wanted, name):
+        return own(*args, **kw)
+    call = KernelCall(name, {**dict(zip(names, args, strict=False)), **kw}, compiled)
     told = tell(_begin, call)
     if told is None:
         return own(*args, **kw)
@@ -106,10 +112,18 @@ def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any,
     return output
 
 
+def _is_wanted(name: str) -> bool:
+    for observer in _observers:
+        with suppress(Exception):
+            if observer.wants(name):
+                return True
+    return False
+
+
 def _begin(call: KernelCall) -> tuple[Observer, Any] | None:
     for observer in reversed(_observers):
         with suppress(Exception):
-            note = observer.before(call)
+            note = observer.before(call) if observer.wants(call.name) else None
             if note is not None:
                 return observer, note
     return None

@@ -18,8 +18,8 @@ from flexinspect_hooks.attention import UNSEEN, AttentionHook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove
-from flexinspect_hooks.kernelcalls import Done, KernelCalls, Note
-from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall
+from flexinspect_hooks.kernelcalls import Done, KernelCalls, Note, is_any_open
+from flexinspect_hooks.kernels import BUILD, FLEX
 from flexinspect_hooks.memory import MemoryHook
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.session import CaptureSession
@@ -43,9 +43,9 @@ class _Calls(KernelCalls):
         super().__init__(context)
         self._take = take
 
-    def before(self, call: KernelCall) -> Note | None:
-        """Take FlexAttention, and the masks built for it."""
-        return self.note(call) if call.name in (FLEX, BUILD) else None
+    def wants(self, name: str) -> bool:
+        """Want FlexAttention, and the masks built for it, but nothing of an open step."""
+        return name in (FLEX, BUILD) and not is_any_open()
 
     def after(self, note: Note, output: Any) -> None:
         """Hand the call over at once."""

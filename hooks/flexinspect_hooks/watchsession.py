@@ -172,7 +172,8 @@ class WatchSession(CaptureSession):
         if step is None:
             return
         try:
-            row = step.logits = _newest_row(output, self._model)
+            # A call of generate copies the row before it changes it; another loop may not.
+            row = step.logits = _newest_row(output, self._model, copy=not self._calls)
             buffer = StepBuffer(self._device, self._stream)
             kept = self._reduce(step, buffer)
             step.drop_references()
@@ -371,8 +372,8 @@ def _is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
     return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED)
 
 
-def _newest_row(output: Any, model: nn.Module) -> Tensor | None:
-    """Return a copy of the newest row of logits (V,) of batch 0, None when there are none."""
+def _newest_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
+    """Return the newest row of logits (V,) of batch 0, None when there are none."""
     logits = getattr(output, "logits", None)
     if logits is None:
         size = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -381,7 +382,8 @@ def _newest_row(output: Any, model: nn.Module) -> Tensor | None:
         logits = next((part for part in whole if part.shape[2] == size), None)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
         return None
-    return logits[0, -1].detach().clone()
+    row = logits[0, -1].detach()
+    return row.clone() if copy else row
 
 
 def _in_words(error: BaseException) -> str:

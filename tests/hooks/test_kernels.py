@@ -36,7 +36,11 @@ class Listener:
         self.calls: list[KernelCall] = []
         self.outputs: list[Any] = []
         self.errors: list[BaseException] = []
+        self.unwanted: set[str] = set()
         self._wants = wants
+
+    def wants(self, name: str) -> bool:
+        return name not in self.unwanted
 
     def before(self, call: KernelCall) -> KernelCall | None:
         if not self._wants(call):
@@ -68,6 +72,13 @@ def block_mask(q_len: int, kv_len: int | None = None, mask_mod: Any = causal) ->
 
 
 Q = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_kernel_that_nobody_wants_is_not_described(heard: Listener) -> None:
+    heard.unwanted = {"flex_attention"}
+    flex_attention(Q, Q, Q)
+    functional.scaled_dot_product_attention(Q, Q, Q)
+    assert [call.name for call in heard.calls] == ["scaled_dot_product_attention"]
 
 
 def test_a_kernel_is_seen_under_every_name_that_holds_it(heard: Listener) -> None:
