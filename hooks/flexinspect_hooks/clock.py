@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,10 @@ class StepContext:
     is_scored: bool = True
     """Whether `scores`, or the logits without them, are what the token was chosen from."""
     chosen: Tensor | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the forward was called with, by name; of own code only."""
+    output: Any = None
+    """What it returned."""
     wall_ms: float = 0.0
     capture_s: float = 0.0
     events: list[tuple[str, str]] = field(default_factory=list)
@@ -38,7 +43,8 @@ class StepContext:
 
     def drop_references(self) -> None:
         """Let go of every tensor, so that capture never keeps a step's memory alive."""
-        self.logits = self.scores = self.chosen = None
+        self.logits = self.scores = self.chosen = self.output = None
+        self.arguments = {}
 
 
 class StepClock:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flexinspect.records import Array, ArrayRecord, InputsRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.fedrows import ArgumentNames, batch_of, fed_ids
+from flexinspect_hooks.fedrows import batch_of, fed_ids
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 
 _Lengths = list[int | None]
@@ -52,30 +52,18 @@ class InputsHook:
     own_code_only = True
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
-        """Put hooks on the model and on its first decoder layer."""
-        model, self._names = context.model, ArgumentNames(context.model)
+        """Put a hook on the model's first decoder layer."""
         first = next((block for _, block in context.blocks.values()), None)
-        self._arguments: dict[str, Any] = {}
         self._fed = _Fed()
 
-        # Functions, since a copy of the model copies bound methods, and this hook with them; and
-        # numbers, since functions that lie in a model must not keep it alive.
-        root, top = id(model), id(first)
-
-        def arrive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if id(module) == root and not torch.compiler.is_compiling():
-                self._arguments = self._names(args, kwargs)
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if id(module) == root and not torch.compiler.is_compiling() and self._fed.cache is None:
-                self._fed.cache = _reference(getattr(output, "past_key_values", None))
+        # A function, since a copy of the model copies bound methods, and this hook with them; and
+        # a number, since a function that lies in a model must not keep it alive.
+        top = id(first)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if id(module) == top and context.is_open and not torch.compiler.is_compiling():
                 self._fed.positions = kwargs.get("position_ids", self._fed.positions)
 
-        yield model.register_forward_pre_hook(arrive, with_kwargs=True).remove
-        yield model.register_forward_hook(leave).remove
         if first is not None:
             yield first.register_forward_pre_hook(enter, with_kwargs=True).remove
 
@@ -84,7 +72,7 @@ class InputsHook:
 
     def open(self, step: StepContext) -> None:
         """Take what the forward may change: the lengths, and tables that a loop may write to."""
-        arguments, self._arguments = self._arguments, {}
+        arguments = step.arguments
         cache, ids = arguments.get("past_key_values"), fed_ids(arguments)
         fed = self._fed = _Fed(batch_of(arguments), arguments.get("position_ids"))
         fed.cache, fed.before = _reference(cache), _lengths(cache)
@@ -97,6 +85,8 @@ class InputsHook:
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept:
         """Put tables and lengths that are tensors; nothing waits for the device."""
         fed, self._fed = self._fed, _Fed()
+        if fed.cache is None:
+            fed.cache = _reference(getattr(step.output, "past_key_values", None))
         after = _lengths(fed.cache() if fed.cache is not None else None)
         if isinstance(fed.positions, Tensor) and fed.positions.dim() == 2:
             fed.tables["inputs.positions"] = fed.positions.to(torch.int32, copy=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -36,6 +38,13 @@ class MassReducer:
         """Take a generation's segments; the last one is open, as generation may go on."""
         borders = [segment.start for segment in segments] or [0]
         self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
+        self._places = torch.arange(0, device=self._device)
+
+    def _upto(self, n: int) -> Tensor:
+        """Return 0, 1, ..., n - 1."""
+        if n > self._places.numel():
+            self._places = torch.arange(max(2 * n, 1024), device=self._device)
+        return self._places[:n]
 
     def reduce(
         self,
@@ -66,21 +75,11 @@ class MassReducer:
                 cells[:, -1],
                 masks[key[0]].bias,
                 # A static cache has more keys than the sequence, a sliding one fewer.
-                self._borders - max(kv_after - key[2], 0),
+                (self._upto(key[2]), self._borders - max(kv_after - key[2], 0)),
                 members if len(members) < len(refs) else None,
                 buffer,
             )
         return tuple(kinds)
-
-
-def _lifted(scores: Tensor, closed: Tensor) -> Tensor:
-    """Return scores with rows that lie at the lowest float moved to 0, where exp tells them apart.
-
-    Softmax gives the same for them; a row without any open key stays as it is.
-    """
-    top = scores.masked_fill(closed, -torch.inf).amax(-1, keepdim=True)
-    is_low = (top < torch.finfo(scores.dtype).min / 2) & (top > -torch.inf)
-    return torch.where(is_low, scores - top, scores)
 
 
 def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
@@ -107,95 +106,208 @@ def gathered(values: Values, n_calls: int) -> dict[str, Array]:
 _PREFIX = "attention/"
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What `_reduced` needs to know beside the tensors; `held` are those that must not change."""
+
+    suffix: str
+    softcap: float | None
+    has_bias: bool
+    has_lse: bool
+    held: _Held | None
+
+
 def _reduce_group(
     refs: Sequence[CallRef],
     newest: Tensor,
     bias: Tensor | None,
-    borders: Tensor,
+    spans: tuple[Tensor, Tensor],
     members: Sequence[int] | None,
     buffer: StepBuffer,
 ) -> None:
     """Reduce the newest rows of layers that share a mask and a shape; the keys are not kept."""
-    scores = _scores(refs)
-    closed = ~(newest if newest.shape[0] in (1, scores.shape[1]) else newest[:1])
+    first = refs[0]
+    queries = _queries(refs)
+    closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
+    keys = [_plain(ref.key[0]) for ref in refs]
+    inputs = [queries, closed, *spans]
     if bias is not None:
-        scores = _lifted(scores + bias, closed)
-    suffix = "" if members is None else "/" + ",".join(map(str, members))
-    if refs[0].lse is not None:
+        inputs.append(bias)
+    if first.lse is not None:
         lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
-        lse = lse[:: refs[0].query.shape[0]]  # batch 0 of each layer
-        buffer.later(partial(_mass, suffix), scores, lse, closed, borders)
-        return
-    seen = scores.masked_fill(closed, -torch.inf)
-    # A row that sees nothing gives NaN here, and 0 in every kernel.
-    weights = torch.softmax(seen, -1).nan_to_num()
-    buffer.later(partial(_mass, suffix), scores, torch.logsumexp(seen, -1), closed, borders)
-    output = torch.stack([ref.output[0, -1] for ref in refs]).float()
-    buffer.later(partial(_output_gate, suffix), _outputs(refs, weights), output)
+        inputs += [lse[:: first.query.shape[0]], *keys]  # batch 0 of each layer
+    else:
+        outputs = torch.stack([ref.output[0, -1] for ref in refs]).float()
+        inputs += [outputs, *keys, *(_plain(ref.value[0]) for ref in refs)]
+    suffix = "" if members is None else "/" + ",".join(map(str, members))
+    held = _hold(refs)
+    plan = _Plan(suffix, first.softcap, bias is not None, first.lse is not None, held)
+    buffer.later(partial(_reduced, plan), *inputs, wait=held is not None)
 
 
-def _mass(suffix: str, xp: Any, scores: Any, lse: Any, closed: Any, borders: Any) -> dict[str, Any]:
-    """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+HOLD_BYTES = 64 << 20
+"""Keys and values that may wait for the writer thread at one time."""
 
-    `scores` (layers, q heads, keys), `lse` (layers, q heads) of the kernel, `closed` broadcastable
-    to one layer of scores, `borders` (segments + 1) where segments begin among the keys; `xp` is
-    torch or numpy. Segments are summed by running sums between borders.
-    """
-    # A row that sees nothing has LSE -inf and no weights; its mass is 0.
-    seen = lse > -math.inf
-    shift = xp.where(seen, lse, xp.zeros_like(lse))
-    weights = xp.exp(scores - shift[..., None])
-    weights = xp.where(closed, xp.zeros_like(weights), weights)
-    sums = xp.cumsum(weights, axis=-1)
-    places = xp.clip(borders, 0, scores.shape[-1])
-    upto = sums[..., xp.clip(places - 1, 0, None)]
-    upto = xp.where(places > 0, upto, xp.zeros_like(upto))
-    total = sums[..., -1]
-    names = ("mass", "lse", "entropy", "gate")
-    entropy = shift * total - xp.sum(weights * scores, axis=-1)
-    gate = xp.amax(xp.abs(total - xp.where(seen, 1.0, 0.0)), axis=-1)
-    values = (upto[..., 1:] - upto[..., :-1], lse, entropy, gate)
-    return {f"{_PREFIX}{name}{suffix}": value for name, value in zip(names, values, strict=True)}
+HOLD_PRODUCT = 1 << 18
+"""Multiplications of a product that may wait: OpenBLAS takes more threads for a larger one, and
+they would be in the model's way (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD in its sources)."""
 
 
-def _scores(refs: Sequence[CallRef]) -> Tensor:
-    """Return the newest rows' scores, float32 (layers, q heads, keys), scale and cap applied.
+class _Held:
+    """Keys and values that wait to be read; they count as long as somebody holds this."""
 
-    Those of batch 0, as everything that is recorded of an attention call.
-    The calls share head counts and lengths. Queries are gathered in one copy; keys are read where
-    they are, one batched product per layer, as copying them would cost more than the products.
+    _all: ClassVar[WeakSet[_Held]] = WeakSet()
+
+    def __init__(self, tensors: tuple[Tensor, ...], n_bytes: int) -> None:
+        self.tensors, self.n_bytes = tensors, n_bytes
+        self._all.add(self)
+
+    @classmethod
+    def has_room(cls, n_bytes: int) -> bool:
+        """Say whether so much more may wait."""
+        return n_bytes + sum(held.n_bytes for held in cls._all) <= HOLD_BYTES
+
+    def were_written_to(self) -> bool:
+        """Say whether one of them is not what it was."""
+        return any(tensor._version for tensor in self.tensors)
+
+
+def _hold(refs: Sequence[CallRef]) -> _Held | None:
+    """Return keys and values if they may be read later: small, in memory that nobody writes to.
+
+    A cache that grows by copies leaves the tensors of a step alone; one that is filled in place has
+    written to them, which their version tells. Under inference mode a tensor has none.
     """
     first = refs[0]
-    kv_heads, kv_len, head_dim = first.key.shape[1:]
+    group = first.query.shape[1] // first.key.shape[1]
+    if first.key[0, 0].numel() * group > HOLD_PRODUCT or first.key.device.type != "cpu":
+        return None
+    tensors = tuple(tensor for ref in refs for tensor in (ref.key, ref.value))
+    if any(t.is_inference() or t._version or t.dtype is not torch.float32 for t in tensors):
+        return None
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
+    return _Held(tensors, n_bytes) if _Held.has_room(n_bytes) else None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float32 else tensor.float()
+
+
+def _queries(refs: Sequence[CallRef]) -> Tensor:
+    """Return the newest rows' queries, float32 (layers, kv heads, group, D), scale applied.
+
+    Those of batch 0, as everything that is recorded of an attention call. The calls share head
+    counts and lengths.
+    """
+    first = refs[0]
+    kv_heads, head_dim = first.key.shape[1], first.key.shape[3]
     scale = first.scale if first.scale is not None else head_dim**-0.5
     if first.query.shape[2] == first.query.shape[0] == 1:
         queries = torch.cat([ref.query for ref in refs]).float() * scale
     else:
         queries = torch.stack([ref.query[0, :, -1] for ref in refs]).float() * scale
-    grouped = queries.view(len(refs), kv_heads, -1, head_dim)
-    scores = queries.new_empty(len(refs), kv_heads, grouped.shape[2], kv_len)
-    for ref, query, out in zip(refs, grouped.unbind(), scores.unbind(), strict=True):
-        key = ref.key[0]
-        torch.bmm(query, (key if key.dtype is torch.float32 else key.float()).mT, out=out)
-    flat = scores.view(len(refs), -1, kv_len)
-    return first.softcap * torch.tanh(flat / first.softcap) if first.softcap else flat
+    return queries.view(len(refs), kv_heads, -1, head_dim)
 
 
-def _outputs(refs: Sequence[CallRef], weights: Tensor) -> Tensor:
-    """Return the newest rows' outputs from their weights, float32 (layers, q heads, head width)."""
-    n_layers, n_heads, kv_len = weights.shape
-    kv_heads, width = refs[0].value.shape[1], refs[0].value.shape[3]
-    grouped = weights.view(n_layers, kv_heads, -1, kv_len)
-    outputs = grouped.new_empty(n_layers, kv_heads, grouped.shape[2], width)
-    for ref, mine, out in zip(refs, grouped.unbind(), outputs.unbind(), strict=True):
-        value = ref.value[0]
-        torch.bmm(mine, value if value.dtype is torch.float32 else value.float(), out=out)
-    return outputs.view(n_layers, n_heads, width)
+def _reduced(
+    plan: _Plan, xp: Any, queries: Any, closed: Any, places: Any, borders: Any, *rest: Any
+) -> dict[str, Any]:
+    """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+
+    `queries` (layers, kv heads, group, D), `closed` broadcastable to one layer of scores (q heads,
+    keys), `places` 0 to keys - 1, `borders` (segments + 1) where segments begin there; `rest` is
+    the bias if the plan has one, then lse (layers, q heads) and one key (kv heads, keys, D) per
+    layer, or outputs (layers, q heads, D), the keys, and one value per layer. `xp` is torch or
+    numpy. Keys are read where they are, one batched product per layer, as copying them would cost
+    more than the products.
+
+    Nothing when what had to stay as it was has been written to meanwhile.
+    """
+    parts = list(rest)
+    bias = parts.pop(0) if plan.has_bias else None
+    told = parts.pop(0)
+    n_layers = len(queries)
+    keys, values = parts[:n_layers], parts[n_layers:]
+    scores = _products(xp, queries, [xp.swapaxes(key, -1, -2) for key in keys])
+    if plan.softcap:
+        scores = plan.softcap * xp.tanh(scores / plan.softcap)
+    if bias is not None:
+        scores = _lifted(xp, scores + bias, closed)
+    seen = _masked(xp, scores, closed, -math.inf)
+    lse, weights = _weights(xp, seen, told if plan.has_lse else None)
+    sees = lse > -math.inf
+    shift = xp.where(sees, lse, xp.zeros_like(lse))
+    mass, total = _mass(xp, weights, places, borders)
+    spread = xp.sum(weights * _masked(xp, scores, closed, 0.0), axis=-1)
+    # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s).
+    out = {"mass": mass, "lse": lse, "entropy": shift * total - spread}
+    if plan.has_lse:
+        out["gate"] = xp.amax(xp.abs(total - xp.where(sees, 1.0, 0.0)), axis=-1)
+    else:
+        grouped = weights.reshape(*queries.shape[:3], -1)
+        out["gate"] = _output_gate(xp, _products(xp, grouped, values), told)
+    if plan.held is not None and plan.held.were_written_to():
+        return {}
+    return {f"{_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}
 
 
-def _output_gate(suffix: str, xp: Any, mine: Any, output: Any) -> dict[str, Any]:
+def _products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
+    """Return left @ right layer by layer, (layers, kv heads, group, n) as (layers, q heads, n)."""
+    found = xp.stack([xp.matmul(one, other) for one, other in zip(left, right, strict=True)])
+    return found.reshape(len(found), -1, found.shape[-1])
+
+
+def _masked(xp: Any, scores: Any, closed: Any, value: float) -> Any:
+    """Return scores with `value` in closed cells."""
+    if xp is np and not closed.any():  # most decode rows; on an accelerator nobody waits to know
+        return scores
+    return xp.where(closed, xp.full_like(scores, value), scores)
+
+
+def _lifted(xp: Any, scores: Any, closed: Any) -> Any:
+    """Return scores with rows that lie at the lowest float moved to 0, where exp tells them apart.
+
+    Softmax gives the same for them; a row without any open key stays as it is.
+    """
+    top = xp.amax(_masked(xp, scores, closed, -math.inf), axis=-1)[..., None]
+    is_low = (top < LOWEST / 2) & (top > -math.inf)
+    return xp.where(is_low, scores - top, scores)
+
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def _weights(xp: Any, seen: Any, lse: Any) -> tuple[Any, Any]:
+    """Return the LSE, computed unless given, and exp(score - LSE).
+
+    A row that sees nothing has LSE -inf and no weights.
+    """
+    base = xp.amax(seen, axis=-1) if lse is None else lse
+    base = xp.where(base > -math.inf, base, xp.zeros_like(base))
+    weights = xp.exp(seen - base[..., None])
+    if lse is not None:
+        return lse, weights
+    total = xp.sum(weights, axis=-1)
+    weights /= xp.where(total > 0, total, xp.ones_like(total))[..., None]
+    return base + xp.log(total), weights
+
+
+def _mass(xp: Any, weights: Any, places: Any, borders: Any) -> tuple[Any, Any]:
+    """Return the sums of weights (layers, heads, keys) by segment, and over all keys.
+
+    One product with a matrix that says of each key in which segment it lies: running sums between
+    borders take five times as long.
+    """
+    upto = xp.clip(borders, 0, weights.shape[-1])
+    index = places[:, None]
+    inside = (index >= upto[:-1]) & (index < upto[1:])
+    mass = xp.matmul(weights, inside * xp.ones_like(weights[0, 0, :1]))
+    return mass, xp.sum(weights, axis=-1)
+
+
+def _output_gate(xp: Any, mine: Any, output: Any) -> Any:
     """Return the gate (layers): the largest error of a row's output, relative to its largest."""
     shape = (len(mine), -1)
     largest = xp.amax(xp.abs(output).reshape(shape), -1)
     error = xp.amax(xp.abs(mine - output.reshape(mine.shape)).reshape(shape), -1)
-    return {f"{_PREFIX}gate{suffix}": error / xp.clip(largest, 1e-6, None)}
+    return error / xp.clip(largest, 1e-6, None)

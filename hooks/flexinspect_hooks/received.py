@@ -206,16 +206,17 @@ def _executed(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | N
             return cells
         return _as_compiled(cells, received, heads)
     if isinstance(received, Tensor) and received.dim() >= 2:
-        return _tensor_cells(ref, mask)
-    everything = _all_open(mask, indices.zero.device)
+        return _tensor_cells(ref, mask, indices)
+    everything = _all_open(mask, indices)
     return everything.tril() if mask.kind == "none, causal" else everything
 
 
-def _all_open(mask: ReceivedMask, device: torch.device) -> Tensor:
-    return torch.ones((1, mask.q_len, mask.kv_len), dtype=torch.bool, device=device)
+def _all_open(mask: ReceivedMask, indices: _Indices) -> Tensor:
+    """Return cells that are all one and the same in memory, as making them is dear."""
+    return indices.true.expand(1, mask.q_len, mask.kv_len)
 
 
-def _tensor_cells(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
+def _tensor_cells(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | None:
     """Return what a dense mask opens, and note in `mask` what it adds to the newest row's scores.
 
     Eager attention and transformers' flex add every mask, so one of bools closes nothing there: it
@@ -231,7 +232,7 @@ def _tensor_cells(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
         if not flex and ref.path != "eager":
             return tensor
         mask.bias = tensor[:, -1].float()
-        return _all_open(mask, tensor.device)
+        return _all_open(mask, indices)
     cells = _float_cells(tensor, mask)
     mask.bias = tensor[:, -1].float().masked_fill(~cells[:, -1], 0.0)
     return cells
@@ -256,6 +257,7 @@ class _Indices:
 
     def __init__(self, device: torch.device) -> None:
         self.zero = torch.zeros((), dtype=torch.int64, device=device)
+        self.true = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
         self._range = torch.arange(0, device=device)
 
     def upto(self, n: int) -> Tensor:

@@ -134,6 +134,7 @@ class WatchSession(CaptureSession):
             self._settle(rows if place.chosen else None, place.pos, started)
         self._clock.move(place.generation, place.step)
         step = self._clock.open(args, arguments, self.level)
+        step.arguments = arguments
         step.is_scored = False  # what a loop does with the logits before it chooses is not seen
         self._note(step, place, rows)
         is_given = not (place.begins or place.chosen) and place.n_new > 0
@@ -174,6 +175,7 @@ class WatchSession(CaptureSession):
         try:
             # A call of generate copies the row before it changes it; another loop may not.
             row = step.logits = _newest_row(output, self._model, copy=not self._calls)
+            step.output = output
             buffer = StepBuffer(self._device, self._stream)
             kept = self._reduce(step, buffer)
             step.drop_references()

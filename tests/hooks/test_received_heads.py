@@ -569,7 +569,7 @@ def test_transformers_flex_adds_the_first_head_of_a_dense_mask(prompt: Prompt) -
         kind = "bool" if mask.dtype is torch.bool else "float"
         seen = received.ReceivedMask(0, n, n, 0, 0, True, kind)
         ref: Any = SimpleNamespace(mask=mask, path="flex compiled")
-        cells = received._tensor_cells(ref, seen)
+        cells = received._tensor_cells(ref, seen, received._Indices(torch.device("cpu")))
         assert cells is not None
         assert (cells.numpy() == expected).all()
         assert seen.bias is not None
