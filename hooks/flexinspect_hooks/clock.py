@@ -29,7 +29,7 @@ class StepContext:
     """Whether `scores`, or the logits without them, are what the token was chosen from."""
     chosen: Tensor | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the forward was called with, by name; of own code only."""
+    """What the forward is called with, by name, while hooks open; of own code only."""
     output: Any = None
     """What it returned."""
     wall_ms: float = 0.0
@@ -44,7 +44,6 @@ class StepContext:
     def drop_references(self) -> None:
         """Let go of every tensor, so that capture never keeps a step's memory alive."""
         self.logits = self.scores = self.chosen = self.output = None
-        self.arguments = {}
 
 
 class StepClock:
