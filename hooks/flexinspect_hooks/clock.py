@@ -29,7 +29,7 @@ class StepContext:
     """Whether `scores`, or the logits without them, are what the token was chosen from."""
     chosen: Tensor | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What the forward is called with, by name, while hooks open; of own code only."""
+    """What the forward is called with, by name, while hooks open."""
     output: Any = None
     """What it returned."""
     wall_ms: float = 0.0

@@ -238,12 +238,14 @@ class CaptureSession:
             # Whatever was passed, the user's forward goes on; this step is not recorded.
             self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
             return
+        step.arguments = kwargs
         self._begin_step(step)
         step.capture_s += time.perf_counter() - started
 
     def _begin_step(self, step: StepContext) -> None:
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
+        step.arguments = {}  # a forward that fails must not leave a cache alive
         self._step, self.context.is_open = step, True
 
     def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -116,7 +116,6 @@ class WatchSession(CaptureSession):
             self._abandon()
             return
         self._begin_step(step)
-        step.arguments = {}  # a forward that fails must not leave a cache alive
         step.capture_s += time.perf_counter() - started
 
     def _arrive(
