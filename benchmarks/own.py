@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import flexinspect
-from benchmarks.capture import AIMS, BOUNDS
-from benchmarks.common import Timing, bench_prompt, interleave, milliseconds, ratio
+from benchmarks.capture import level_facts
+from benchmarks.common import Timing, bench_prompt, interleave, milliseconds
 from benchmarks.engine import time_generate
 from flexinspect.prompts import Prompt
 from flexinspect.records import LEVELS
@@ -50,13 +50,8 @@ def measure(model: Any, *, rounds: int) -> dict[str, Any]:
         "decode_ms_without": milliseconds([t.decode / len(t.steps) for t in plain])
     }
     for level, run in watched.items():
-        with_it = timings[level]
         facts[level] = {
-            "ratio": ratio([t.total for t in with_it], [t.total for t in plain]),
-            "decode_ratio": ratio([t.decode for t in with_it], [t.decode for t in plain]),
-            "bound": BOUNDS[level],
-            "aim": AIMS[level],
-            "stated_by_the_run": round(sorted(run.stated)[len(run.stated) // 2], 4),
+            **level_facts(level, timings[level], plain, run.stated),
             "trace_bytes_per_step": round(run.bytes_per_step),
         }
     return facts
