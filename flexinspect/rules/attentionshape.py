@@ -34,6 +34,8 @@ ONE_KEY = 0.01
 SEVERAL = 3
 """Steps in a row that make a habit."""
 LAYER_STEPS = 4
+EVERY = 4
+"""Single layers are looked at in the first steps, and then in each of so many."""
 EQUAL = 2e-5
 """How far from log(n) an entropy may be by rounding. Random weights of std 0.02 are further off."""
 UNIFORM_TOKENS = 2
@@ -151,17 +153,40 @@ class AttentionShapeRule(Rule):
             return ()
         if not math.isfinite(float(row.lse.sum())):
             return self._not_finite(step, row)
-        runs = self._runs.setdefault(step.branch, _Runs())
+        runs = self._runs.get(step.branch)
+        if runs is None:
+            runs = self._runs[step.branch] = _Runs()
+        found: list[Finding] = []
+        if step.phase == "decode":
+            found += self._everywhere(step, runs, row)
+        if step.step < EVERY or step.step % EVERY == 0:
+            found += self._layer_by_layer(step, runs, row)
+        return found
+
+    def _everywhere(self, step: StepRecord, runs: _Runs, row: NewestRow) -> list[Finding]:
+        """Say what holds of all heads of all layers; the first head settles most steps."""
+        is_collapsed = (
+            float(row.entropy[0, 0]) < ONE_KEY
+            and float(row.entropy.max()) < ONE_KEY
+            and self._is_open(step)
+        )
+        runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
+        if runs.collapsed >= SEVERAL:
+            return [self._collapsed(step, runs)]
+        if not self._has_bos or float(row.mass[0, 0, 0]) <= SINK_SHARE:
+            runs.sink = 0
+            return []
+        share = float(row.mass[:, :, 0].min())
+        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._is_open(step) else 0
+        return [self._bos(step, runs, share)] if runs.sink >= SEVERAL else []
+
+    def _layer_by_layer(self, step: StepRecord, runs: _Runs, row: NewestRow) -> list[Finding]:
+        """Say what holds of all heads of single layers: not in every step, as it costs more."""
         high = row.entropy.max(axis=1).tolist()
         low = row.entropy.min(axis=1).tolist()
         found = self._uniform(step, runs, low, high)
-        if step.phase == "decode":
-            is_collapsed = self._is_open(step) if max(high) < ONE_KEY else False
-            runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
-            if runs.collapsed >= SEVERAL:
-                found.append(self._collapsed(step, runs))
-            elif self._has_bos:
-                found += self._bos(step, runs, row, high)
+        if step.phase == "decode" and self._has_bos and not runs.collapsed and not runs.sink:
+            found += self._one_layer(step, runs, row, high)
         return found
 
     def _is_open(self, step: StepRecord) -> bool:
@@ -184,23 +209,14 @@ class AttentionShapeRule(Rule):
         evidence = {"steps": runs.collapsed}
         return self._finding(step, COLLAPSED, sentence, evidence, [])
 
-    def _bos(
-        self, step: StepRecord, runs: _Runs, row: NewestRow, high: list[float]
-    ) -> list[Finding]:
-        share = row.mass[:, :, 0].min(axis=1).tolist()
-        if min(share) > SINK_SHARE and self._is_open(step):
-            runs.sink += 1
-            if runs.sink < SEVERAL:
-                return []
-            sentence = (
-                f"Every head of every layer gives BOS more than {min(share):.3f} of its attention "
-                f"in {runs.sink} generated rows in a row (up to step {step.step}): of "
-                f"{counted(step.kv_after - 1, 'other key')} next to nothing is read."
-            )
-            evidence = {"share": min(share), "steps": runs.sink}
-            return [self._finding(step, SINK, sentence, evidence, [])]
-        runs.sink = 0
-        return self._one_layer(step, runs, row, high)
+    def _bos(self, step: StepRecord, runs: _Runs, share: float) -> Finding:
+        sentence = (
+            f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
+            f"{runs.sink} generated rows in a row (up to step {step.step}): of "
+            f"{counted(step.kv_after - 1, 'other key')} next to nothing is read."
+        )
+        evidence = {"share": share, "steps": runs.sink}
+        return self._finding(step, SINK, sentence, evidence, [])
 
     def _one_layer(
         self, step: StepRecord, runs: _Runs, row: NewestRow, high: list[float]
@@ -222,7 +238,8 @@ class AttentionShapeRule(Rule):
         n_layers = len({call.layer for call in step.calls})
         sentence = (
             f"Every head of {in_layers(which, n_layers)} puts more than 0.999 of its attention on "
-            f"one key, and not on BOS, in {LAYER_STEPS} steps in a row (up to step {step.step})."
+            f"one key, and not on BOS, in {LAYER_STEPS} steps looked at in a row (up to step "
+            f"{step.step})."
         )
         evidence = {"layers": which, "steps": LAYER_STEPS}
         note = Severity.NOTE

@@ -192,7 +192,8 @@ class TextRule(Rule):
             text.loop = 0
             return []
         is_new, text.loop = text.loop != looping, looping
-        return [self._loop(step, text, looping)] if is_new and not token.special else []
+        is_quiet = token.special or text.flat >= FLAT_STEPS  # a flat distribution says it all
+        return [self._loop(step, text, looping)] if is_new and not is_quiet else []
 
     def _loop(self, step: StepRecord, text: _Text, period: int) -> Finding:
         length = text.matches[period] + period
