@@ -37,7 +37,11 @@ LAYER_STEPS = 4
 EVERY = 4
 """Single layers are looked at in the first steps, and then in each of so many."""
 EQUAL = 2e-5
-"""How far from log(n) an entropy may be by rounding. Random weights of std 0.02 are further off."""
+"""How far from log(n) an entropy may be by rounding."""
+ZERO = 3e-6
+OFFSET = 0.05
+"""Scores are the same when they are all 0, or all far from it: small random weights give scores
+that are close to 0 and to each other, and are no fault."""
 UNIFORM_TOKENS = 2
 """Different tokens that must have been fed for it."""
 FEW_KEYS = 4
@@ -119,7 +123,7 @@ class AttentionShapeRule(Rule):
         ),
         LSE: FindingKind(
             Severity.WARNING,
-            "a log-sum-exp that is not finite in a row that sees keys",
+            "a log-sum-exp that is infinite in a row that sees keys",
             why=(
                 "The log-sum-exp of finite scores is finite, so some score of this row is not: the "
                 "weights of its head are NaN, or all on keys of infinite score."
@@ -184,7 +188,7 @@ class AttentionShapeRule(Rule):
         """Say what holds of all heads of single layers: not in every step, as it costs more."""
         high = row.entropy.max(axis=1).tolist()
         low = row.entropy.min(axis=1).tolist()
-        found = self._uniform(step, runs, low, high)
+        found = self._uniform(step, runs, row, low, high)
         if step.phase == "decode" and self._has_bos and not runs.collapsed and not runs.sink:
             found += self._one_layer(step, runs, row, high)
         return found
@@ -252,7 +256,12 @@ class AttentionShapeRule(Rule):
     # -- the same on every key -------------------------------------------------------------------
 
     def _uniform(
-        self, step: StepRecord, runs: _Runs, low: list[float], high: list[float]
+        self,
+        step: StepRecord,
+        runs: _Runs,
+        row: NewestRow,
+        low: list[float],
+        high: list[float],
     ) -> list[Finding]:
         flat = [n for n, (a, b) in enumerate(zip(low, high, strict=True)) if b - a < EQUAL < b]
         if not flat:
@@ -263,7 +272,7 @@ class AttentionShapeRule(Rule):
         if token is None:
             return []
         # One token alone may be blank by design: the embedding of padding is zero.
-        seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, low[n], high[n])}
+        seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
         runs.uniform = {layer: runs.uniform.get(layer, set()) | {token.token_id} for layer in seen}
         which = sorted(layer for layer, ids in runs.uniform.items() if len(ids) >= UNIFORM_TOKENS)
         if not which:
@@ -279,24 +288,26 @@ class AttentionShapeRule(Rule):
         evidence = {"entropy": high[number], "keys": n_keys}
         return [self._finding(step, UNIFORM, sentence, evidence, which)]
 
-    def _is_uniform(self, step: StepRecord, number: int, low: float, high: float) -> bool:
+    def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
         """Compare with the open keys; scores at their cap are told of elsewhere."""
-        call = step.calls[number]
         n_open = open_keys(step, self.scene, number)
-        if n_open is None or n_open.min() < FEW_KEYS or call.softcap is not None:
+        if n_open is None or n_open.min() < FEW_KEYS or step.calls[number].softcap is not None:
             return False
-        return math.log(n_open.max()) - low < EQUAL and high - math.log(n_open.min()) < EQUAL
+        most = np.log(n_open)
+        offset = np.abs(row.lse[number] - most)
+        are_the_same = bool(((offset < ZERO) | (offset > OFFSET)).all())
+        return are_the_same and float(np.abs(most - row.entropy[number]).max()) < EQUAL
 
     # -- log-sum-exp -----------------------------------------------------------------------------
 
     def _not_finite(self, step: StepRecord, row: NewestRow) -> list[Finding]:
-        """Say what is not finite in a row that sees keys, unless NaN is told of anyway."""
+        """Say what is infinite in a row that sees keys; NaN is told of by another rule."""
         sick = min(
             (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=None
         )
         for number, call in enumerate(step.calls):
             lse = row.lse[number]
-            bad = np.flatnonzero(~np.isfinite(lse))
+            bad = np.flatnonzero(np.isinf(lse))
             if not len(bad) or call.gate is None or not call.gate <= GATE:
                 continue
             if sick is not None and call.layer >= sick:
@@ -312,7 +323,7 @@ class AttentionShapeRule(Rule):
     def _lse(self, step: StepRecord, number: int, lse: Any, bad: list[int], n_open: int) -> Finding:
         call, first = step.calls[number], float(lse[bad[0]])
         heads = f"head {bad[0]}" if len(bad) == 1 else f"{len(bad)} of {len(lse)} heads"
-        what = {math.inf: "+Inf", -math.inf: "-Inf"}.get(first, "NaN")
+        what = "+Inf" if first > 0 else "-Inf"
         sentence = (
             f"The log-sum-exp of the newest row is {what} in {heads} of layer {call.layer} in step "
             f"{step.step}, though the row sees {counted(n_open, 'key')}."

@@ -8,6 +8,7 @@ the layer made it is said as far as the attention of its newest row tells (see `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,8 +22,9 @@ from flexinspect.records import (
     StepRecord,
 )
 from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.newestrow import newest_row
 from flexinspect.rules.scene import Scene
-from flexinspect.rules.sickparts import find_part, sick_call
+from flexinspect.rules.sickparts import find_part, nan_scores, sick_call
 from flexinspect.rules.words import Positions, counted, listed, printable
 
 NAN = "numbers.nan"
@@ -105,8 +107,13 @@ class NumbersRule(Rule):
 
     def look(self, step: StepRecord) -> Sequence[Finding]:
         """Return at most one finding: about the producer, or about the logits if no layer is."""
-        # This line is what a step costs in which nothing is wrong.
+        # These lines are what a step costs in which nothing is wrong.
         sick = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
+        row = newest_row(step)
+        if row is not None and step.layer_stats and not math.isfinite(float(row.lse.sum())):
+            swallowed = self._of_scores(step, sick)
+            if swallowed:
+                return swallowed
         if sick:
             return self._of_layers(step, sick)
         logits = step.logits
@@ -155,6 +162,31 @@ class NumbersRule(Rule):
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
         return [_finding(step, finding_id, f"{sentence}.", evidence, producer.layer, rows)]
+
+    def _of_scores(self, step: StepRecord, sick: Sequence[LayerStatRecord]) -> Sequence[Finding]:
+        """Return the call whose queries or keys are NaN though its layer's output is finite.
+
+        Kernels may pass over NaN: SDPA on a CPU (torch 2.13) gives zeros for a row of NaN scores.
+        """
+        earliest = min((stat.layer for stat in sick), default=_HEAD)
+        told = self._told.get(step.branch, _HEAD + 1)
+        for number, call in enumerate(step.calls):
+            if call.layer >= min(earliest, told):
+                return ()
+            part = nan_scores(step, number, self.scene)
+            if part is None:
+                continue
+            self._told[step.branch] = call.layer
+            row = np.array([step.kv_after - 1])
+            sentence = (
+                f"NaN is among the scores of layer {call.layer} in step {step.step} at "
+                f"{self.scene.position(int(row[0]))}: {part.words}; the kernel ({call.path}) "
+                "passes over it, so the layer's output is finite, and wrong."
+            )
+            evidence = {"part": part.name, "path": call.path}
+            query = _CALLS.format(step.generation, step.branch, step.step)
+            return [_finding(step, NAN, sentence, evidence, call.layer, row, query=query)]
+        return ()
 
     def _of_call(self, step: StepRecord) -> Sequence[Finding]:
         """Judge calls of FlexAttention outside of a model: their gate is NaN when they are."""

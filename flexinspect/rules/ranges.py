@@ -112,7 +112,7 @@ class RangesRule(Rule):
             ),
             confirm=(
                 "Step through the layers panel: the row of the layer stays as it is, or equals the "
-                "row above it. For capped scores compare attention.lse with the cap."
+                "row above it. For capped scores compare attention.lse minus entropy with the cap."
             ),
             fix=(
                 "Look for weights that were not loaded (zeros), a hook or patch that returns its "
@@ -269,9 +269,9 @@ class RangesRule(Rule):
             return []
         cap = next(call.softcap for call in step.calls if call.layer == which[0])
         sentence = (
-            f"All scores of the newest row of step {step.step} lie at the cap of {cap:g} in every "
-            f"head of {in_layers(which, len(_layers_of(step.calls)))}: attention there is the mean "
-            "of all keys."
+            f"The keys that the newest row of step {step.step} looks at have scores at the cap of "
+            f"{cap:g} in every head of {in_layers(which, len(_layers_of(step.calls)))}: the cap "
+            "makes them all the same."
         )
         query = (
             f"SELECT layer, softcap, scale, head_dim FROM calls WHERE generation = "

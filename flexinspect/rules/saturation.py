@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from flexinspect.records import StepRecord
@@ -15,24 +13,18 @@ AT_THE_CAP = 0.98
 
 
 def capped_layers(step: StepRecord, scene: Scene) -> list[int]:
-    """Return the layers in each of whose heads the newest row's scores lie at the cap.
+    """Return the layers in each of whose heads the keys looked at have scores at the cap.
 
-    Over the n keys that a row sees, its largest score is at least lse - log(n) and its smallest at
-    most that; so where this lies at the cap, on either side, the scores do.
+    The mean score of a row, weighted by its attention, is its log-sum-exp minus its entropy.
     """
     row = newest_row(step)
-    caps = [call.softcap for call in step.calls if call.softcap is not None]
-    if row is None or not caps:
+    caps = [call.softcap or np.inf for call in step.calls]
+    if row is None:
         return []
-    n_keys = max(call.kv_len for call in step.calls)
-    if float(np.abs(row.lse).max()) + math.log(n_keys) < AT_THE_CAP * min(caps):
-        return []
+    level = np.abs(row.lse - row.entropy).min(axis=1)
     found = []
-    for number, call in enumerate(step.calls):
-        n_open = None if call.softcap is None else open_keys(step, scene, number)
-        if call.softcap is None or n_open is None or n_open.min() < 2:
-            continue
-        level = np.abs(row.lse[number] - np.log(n_open))
-        if level.min() >= AT_THE_CAP * call.softcap and level.max() < np.inf:
-            found.append(call.layer)
+    for number in np.flatnonzero(level >= AT_THE_CAP * np.array(caps)).tolist():
+        n_open = open_keys(step, scene, number)
+        if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
+            found.append(step.calls[number].layer)
     return found

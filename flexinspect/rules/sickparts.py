@@ -67,6 +67,14 @@ def sick_call(step: StepRecord, number: int, scene: Scene) -> Part | None:
     return _of_scores(step, call, lse, None, scene) or _of_values(step, number, scene)
 
 
+def nan_scores(step: StepRecord, number: int, scene: Scene) -> Part | None:
+    """Return what is said of a call some of whose scores are NaN, None for any other."""
+    call, lse = step.calls[number], _lse_of(step, number)
+    if lse is None or not np.isnan(lse).any():
+        return None
+    return _of_scores(step, call, lse, call.layer, scene)
+
+
 def _lse_of(step: StepRecord, number: int | None) -> Numbers | None:
     row = newest_row(step)
     return None if row is None or number is None else row.lse[number]
