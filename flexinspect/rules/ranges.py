@@ -40,7 +40,6 @@ ONE_CHANNEL = 1e4
 times (Sun et al. 2024, massive activations)."""
 HEALTHY_STEPS = 3
 """Steps that must have been seen before one can leave them."""
-STUCK_STEPS = 3
 
 _norm = attrgetter("norm")
 
@@ -55,9 +54,9 @@ class _Norms:
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
     last: list[float] = field(default_factory=list)
-    last_id: int | None = None
-    n_stuck: int = 0
-    stuck: frozenset[int] = frozenset()
+    stats: Sequence[LayerStatRecord] = ()
+    fed: int | None = None
+    """The statistics of the last step, and the token that it was fed, of one row."""
 
     def are_usual(self, norms: list[float]) -> bool:
         """Whether all lie where those of earlier steps let expect them."""
@@ -218,13 +217,14 @@ class RangesRule(Rule):
 
     def _dead(self, step: StepRecord, dead: Sequence[LayerStatRecord]) -> Finding:
         which = sorted(stat.layer for stat in dead)
-        one = len(which) == 1
-        value = f"{dead[0].min:g}"
+        value, rows = f"{dead[0].min:g}", "the row" if step.q_len == 1 else f"all {step.q_len} rows"
         sentence = (
-            f"The output of {in_layers(which, len(step.layer_stats))} is {value} in every number "
-            f"of {'the row' if step.q_len == 1 else f'all {step.q_len} rows'} of step {step.step}: "
-            f"nothing of the text gets through {'it' if one else 'them'}."
+            f"The output of layer {which[0]} is {value} in every number of {rows} of step "
+            f"{step.step}: nothing of the text gets through it"
         )
+        if len(which) > 1:
+            sentence += f"; constant after it: {in_layers(which[1:], len(step.layer_stats))}"
+        sentence += "."
         return _finding(step, SATURATION, sentence, {"value": dead[0].min}, which, series="dead")
 
     def _idle(self, step: StepRecord) -> list[Finding]:
@@ -241,27 +241,24 @@ class RangesRule(Rule):
         return [_finding(step, SATURATION, sentence, {"layers": which}, which, series="idle")]
 
     def _stuck(self, step: StepRecord, known: _Norms, norms: list[float]) -> list[Finding]:
-        """Say of a layer whose output stays the same while the tokens fed to it change."""
+        """Say of a layer whose output is that of the step before, though another token was fed."""
         same = any(map(eq, norms, known.last))
         token = self.scene.token(step.kv_before)
-        before, known.last_id = known.last_id, None if token is None else token.token_id
+        before, known.fed = known.fed, None if token is None else token.token_id
+        stats, known.stats = known.stats, step.layer_stats
         if not same or token is None or before is None or before == token.token_id:
-            known.stuck, known.n_stuck = frozenset(), 0
             return []
-        pairs = zip(step.layer_stats, norms, known.last, strict=True)
-        now = frozenset(stat.layer for stat, norm, last in pairs if norm == last)
-        known.stuck = now & known.stuck if known.n_stuck else now
-        known.n_stuck = known.n_stuck + 1 if known.stuck else 0
-        if known.n_stuck < STUCK_STEPS - 1:
+        pairs = zip(step.layer_stats, stats, strict=True)
+        which = [now.layer for now, then in pairs if _numbers(now) == _numbers(then)]
+        if not which:
             return []
-        which = sorted(known.stuck)
+        one = len(which) == 1
         sentence = (
-            f"The output of {in_layers(which, len(norms))} has had the same norm in every step "
-            f"since step {step.step - known.n_stuck}, while the tokens fed differ: it no longer "
-            "depends on them."
+            f"The output of {in_layers(which, len(norms))} in step {step.step} is that of step "
+            f"{step.step - 1}, though another token was fed: {'it does' if one else 'they do'} not "
+            "depend on what comes in."
         )
-        evidence = {"steps": known.n_stuck + 1}
-        return [_finding(step, SATURATION, sentence, evidence, which, series="stuck")]
+        return [_finding(step, SATURATION, sentence, {"layers": which}, which, series="stuck")]
 
     def _capped(self, step: StepRecord) -> list[Finding]:
         which = capped_layers(step, self.scene)
@@ -284,8 +281,12 @@ class RangesRule(Rule):
     # -- jumps -----------------------------------------------------------------------------------
 
     def _jumped(self, step: StepRecord, known: _Norms, norms: list[float]) -> list[Finding]:
-        if not all(map(math.isfinite, norms)):
+        if any(stat.n_nan or stat.n_inf for stat in step.layer_stats):
             return []
+        # The norm of finite numbers may be infinite; the largest of them says as much.
+        norms = [
+            n if n < math.inf else _reach(s) for n, s in zip(norms, step.layer_stats, strict=True)
+        ]
         jumps = [
             (stat, norm / high if norm > high else norm / low)
             for stat, norm, low, high in zip(
@@ -300,7 +301,7 @@ class RangesRule(Rule):
         more = ratio > 1
         times = ratio if more else 1 / ratio
         sentence = (
-            f"The output of layer {first.layer} is {times:,.0f} times "
+            f"The output of layer {first.layer} is {_times(times)} times "
             f"{'larger' if more else 'smaller'} in step {step.step} than in any {step.phase} step "
             f"before it (norm {first.norm:.3g})"
         )
@@ -314,6 +315,10 @@ class RangesRule(Rule):
 
 
 RULE: type[Rule] = RangesRule
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.0e}"
 
 
 def _reach(stat: LayerStatRecord) -> float:
