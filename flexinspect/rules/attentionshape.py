@@ -233,7 +233,8 @@ class AttentionShapeRule(Rule):
         sharp = {
             step.calls[number].layer
             for number in numbers
-            if float(row.mass[number, :, 0].max()) < 0.5 and self._sees_several(step, number)
+            if float((row.mass[number, :, 0] > 0.5).mean()) < 0.5
+            and self._sees_several(step, number)
         }
         runs.layers = {layer: runs.layers.get(layer, 0) + 1 for layer in sharp}
         which = sorted(layer for layer, n in runs.layers.items() if n >= LAYER_STEPS)
