@@ -274,6 +274,7 @@ class AttentionShapeRule(Rule):
             return []
         # One token alone may be blank by design: the embedding of padding is zero.
         seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
+        seen -= {stat.layer + 1 for stat in step.layer_stats if stat.min == stat.max}
         runs.uniform = {layer: runs.uniform.get(layer, set()) | {token.token_id} for layer in seen}
         which = sorted(layer for layer, ids in runs.uniform.items() if len(ids) >= UNIFORM_TOKENS)
         if not which:

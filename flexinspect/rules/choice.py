@@ -121,6 +121,8 @@ class ChoiceRule(Rule):
     def _tie(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
         dtype = step.calls[0].dtype if step.calls else ""
         first, second = logits.candidates[:2]
+        if logits.candidates[-1].logit == first.logit and len(logits.candidates) > 2:
+            return ()  # no tie of two: the distribution is flat
         if dtype not in BITS or not math.isfinite(first.logit):
             return ()
         if first.score == first.score and first.score != first.logit:

@@ -303,7 +303,7 @@ class RangesRule(Rule):
         sentence = (
             f"The output of layer {first.layer} is {_times(times)} times "
             f"{'larger' if more else 'smaller'} in step {step.step} than in any {step.phase} step "
-            f"before it (norm {first.norm:.3g})"
+            f"before it (largest number {_reach(first):.3g})"
         )
         if first.layer > min(stat.layer for stat in step.layer_stats):
             sentence += ", while the layers before it are as they were"

@@ -97,8 +97,8 @@ def _of_scores(
     words = f"already the queries or keys of its newest row are not finite, in {heads}"
     if layer != 0 or n_sick < len(lse):
         return Part("queries or keys", words)
-    row = scene.position(step.kv_after - 1) if step.q_len == 1 else "its rows"
-    words += f", so look at the embedding of {row} and the first norm"
+    row = f" of {scene.position(step.kv_after - 1)}" if step.q_len == 1 else "s"
+    words += f", so look at the embedding{row} and the first norm"
     return Part("embedding or first norm", words)
 
 

@@ -287,9 +287,10 @@ def test_sampling_is_told_from_greedy_decoding(tmp_path: Path) -> None:
 
 
 def step(n: int, rank: int = 0, margin: float = 1.0, score: float | None = None) -> StepRecord:
+    heights = [9.0, 9.0 - margin, *(8.0 - margin - r for r in range(3))]
     ranked = tuple(
-        Candidate(r, 10 + r, f"t{r}", 9.0 - r * margin, -0.5 - r, 9.0 - r * margin, -0.5 - r)
-        for r in range(5)
+        Candidate(r, 10 + r, f"t{r}", height, -0.5 - r, height, -0.5 - r)
+        for r, height in enumerate(heights)
     )
     if score is not None:
         ranked = tuple(replace(one, score=one.logit / score) for one in ranked)
