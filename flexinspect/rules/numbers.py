@@ -2,11 +2,13 @@
 
 The first layer of a step whose output is not finite is the producer; the layers after it only carry
 on what they were given, and so do later steps, through the cache. So one finding is made where the
-trouble first appears, and another one only when it later appears in an earlier layer.
+trouble first appears, and another one only when it later appears in an earlier layer. Which part of
+the layer made it is said as far as the attention of its newest row tells (see `sickparts`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,7 +22,9 @@ from flexinspect.records import (
     StepRecord,
 )
 from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.newestrow import newest_row
 from flexinspect.rules.scene import Scene
+from flexinspect.rules.sickparts import find_part, nan_scores, sick_call
 from flexinspect.rules.words import Positions, counted, listed, printable
 
 NAN = "numbers.nan"
@@ -31,6 +35,17 @@ _HEAD = 1 << 30
 
 _ANY_NUMBER = 1 << 62
 
+_QUERY = (
+    "SELECT layer, module, n_nan, n_inf, bad_row, min, max FROM layer_stats WHERE generation = "
+    "{generation} AND branch = {branch} AND step = {step} AND (n_nan > 0 OR n_inf > 0) "
+    "ORDER BY layer"
+)
+_LOGITS = "SELECT step, n_nan, n_inf FROM steps WHERE generation = {} AND branch = {} AND step = {}"
+_CALLS = (
+    "SELECT layer, path, mask, gate, gate_kind FROM calls WHERE generation = {} AND branch = {} "
+    "AND step = {} AND gate = 'nan'"
+)
+
 
 class NumbersRule(Rule):
     """Names the layer, the step and (where the record says it) the rows of the first NaN or Inf.
@@ -40,9 +55,40 @@ class NumbersRule(Rule):
     """
 
     name: ClassVar[str] = "numbers"
+    loose: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        NAN: FindingKind(Severity.ERROR, "NaN in a layer's output or in the logits"),
-        INF: FindingKind(Severity.ERROR, "Inf in a layer's output or in the logits"),
+        NAN: FindingKind(
+            Severity.ERROR,
+            "NaN in a layer's output, in an attention call or in the logits",
+            why=(
+                "NaN goes into whatever is computed from it: every row that reads the sick one, "
+                "every later layer, and through the cache every later step."
+            ),
+            confirm=(
+                "Go to the step and look at the named layer in the layers panel: the one above it "
+                "is finite. At level extreme its hidden rows, q, k and v are stored."
+            ),
+            fix=(
+                "Look for weights that are not finite, a division by 0 or a logarithm of 0 in "
+                "patched code, a row that sees no key under eager attention, and cache slots that "
+                "were allocated and never written."
+            ),
+            query=_QUERY,
+        ),
+        INF: FindingKind(
+            Severity.ERROR,
+            "Inf in a layer's output or in the logits",
+            why="The next norm or softmax makes NaN of it, in the whole row.",
+            confirm=(
+                "Go to the step and look at min and max of the layers up to the named one: "
+                "whether they grow towards the end of the dtype, or one value stands alone."
+            ),
+            fix=(
+                "In float16 use bfloat16 or float32 for this layer; else look for a division by 0 "
+                "or a mask of -Inf that was added to something else than scores."
+            ),
+            query=_QUERY,
+        ),
     }
 
     def __init__(self) -> None:
@@ -61,13 +107,18 @@ class NumbersRule(Rule):
 
     def look(self, step: StepRecord) -> Sequence[Finding]:
         """Return at most one finding: about the producer, or about the logits if no layer is."""
-        # This line is what a step costs in which nothing is wrong.
+        # These lines are what a step costs in which nothing is wrong.
         sick = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
+        row = newest_row(step)
+        if row is not None and step.layer_stats and not math.isfinite(float(row.lse.sum())):
+            swallowed = self._of_scores(step, sick)
+            if swallowed:
+                return swallowed
         if sick:
             return self._of_layers(step, sick)
         logits = step.logits
         if logits is None:
-            return ()
+            return () if step.layer_stats else self._of_call(step)
         if logits.n_nan or logits.n_inf:
             return self._of_logits(step, logits)
         self._n_closed.setdefault(step.branch, 0)
@@ -83,12 +134,16 @@ class NumbersRule(Rule):
         carriers = sorted({stat.layer for stat in sick} - {producer.layer})
         rows = _sick_rows(step, producer.layer)
         in_logits = step.logits is not None and bool(step.logits.n_nan or step.logits.n_inf)
+        part = find_part(step, producer, self.scene, is_newest=_is_newest(step, producer, rows))
         sentence = (
             f"{_kind(producer)} {'first' if earlier >= _HEAD else 'now'} appears in the output of "
-            f"layer {producer.layer} ({printable(producer.module)}), {self._where(step, rows)}: "
-            f"{_how_many(producer)}; {_carried(carriers, in_logits)}"
+            f"layer {producer.layer} ({printable(producer.module)}), "
+            f"{self._where(step, rows, producer)}: {_how_many(producer)}; "
+            f"{_carried(carriers, in_logits)}"
         )
-        if producer.layer == 0:
+        if part is not None:
+            sentence += f"; {part.words}"
+        elif producer.layer == 0:
             sentence += ", and the embeddings that feed layer 0 are not recorded"
         evidence: dict[str, Any] = {
             "module": producer.module,
@@ -98,13 +153,61 @@ class NumbersRule(Rule):
             "max": producer.max,
             "rows_of_step": step.q_len,
             "rows": None if rows is None else len(rows),
+            "first_row": producer.bad_row,
+            "part": None if part is None else part.name,
             "carriers": carriers,
             "in_logits": in_logits,
         }
         finding_id = NAN if producer.n_nan else INF
+        if rows is None and producer.bad_row is not None:
+            rows = np.array([step.kv_before + producer.bad_row])
         return [_finding(step, finding_id, f"{sentence}.", evidence, producer.layer, rows)]
 
-    def _where(self, step: StepRecord, rows: Positions | None) -> str:
+    def _of_scores(self, step: StepRecord, sick: Sequence[LayerStatRecord]) -> Sequence[Finding]:
+        """Return the call whose queries or keys are NaN though its layer's output is finite.
+
+        Kernels may pass over NaN: SDPA on a CPU (torch 2.13) gives zeros for a row of NaN scores.
+        """
+        earliest = min((stat.layer for stat in sick), default=_HEAD)
+        told = self._told.get(step.branch, _HEAD + 1)
+        for number, call in enumerate(step.calls):
+            if call.layer >= min(earliest, told):
+                return ()
+            part = nan_scores(step, number, self.scene)
+            if part is None:
+                continue
+            self._told[step.branch] = call.layer
+            row = np.array([step.kv_after - 1])
+            sentence = (
+                f"NaN is among the scores of layer {call.layer} in step {step.step} at "
+                f"{self.scene.position(int(row[0]))}: {part.words}; the kernel ({call.path}) "
+                "passes over it, so the layer's output is finite, and wrong."
+            )
+            evidence = {"part": part.name, "path": call.path}
+            query = _CALLS.format(step.generation, step.branch, step.step)
+            return [_finding(step, NAN, sentence, evidence, call.layer, row, query=query)]
+        return ()
+
+    def _of_call(self, step: StepRecord) -> Sequence[Finding]:
+        """Judge calls of FlexAttention outside of a model: their gate is NaN when they are."""
+        found = []
+        for number, call in enumerate(step.calls):
+            part = sick_call(step, number, self.scene)
+            if part is not None:
+                sentence = (
+                    f"The newest of {counted(call.q_len, 'row')} of the call ({call.path}) comes "
+                    f"out as NaN; {part.words}."
+                )
+                evidence = {"part": part.name, "path": call.path, "keys": call.kv_len}
+                rows = np.array([step.kv_after - 1])
+                query = _CALLS.format(step.generation, step.branch, step.step)
+                found.append(_finding(step, NAN, sentence, evidence, call.layer, rows, query=query))
+        return found
+
+    def _where(self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord) -> str:
+        if (rows is None or not len(rows)) and producer.bad_row is not None:
+            first = self.scene.position(step.kv_before + producer.bad_row)
+            return f"in step {step.step} (of its {step.q_len} rows the first is {first})"
         if rows is None or not len(rows):
             return f"in step {step.step} (somewhere in its {step.q_len} rows)"
         if len(rows) == 1:
@@ -130,7 +233,9 @@ class NumbersRule(Rule):
         )
         rows = np.array([step.kv_after - 1])
         evidence = _logits_evidence(logits)
-        return [_finding(step, NAN if logits.n_nan else INF, sentence, evidence, None, rows)]
+        finding_id = NAN if logits.n_nan else INF
+        query = _LOGITS.format(step.generation, step.branch, step.step)
+        return [_finding(step, finding_id, sentence, evidence, None, rows, query=query)]
 
     def _closed(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
         """Judge logits of which some are -Inf and the rest finite, before any processor.
@@ -149,7 +254,8 @@ class NumbersRule(Rule):
         )
         evidence = {**_logits_evidence(logits), "before": before}
         rows = np.array([step.kv_after - 1])
-        return [_finding(step, INF, sentence, evidence, None, rows, Severity.WARNING)]
+        query = _LOGITS.format(step.generation, step.branch, step.step)
+        return [_finding(step, INF, sentence, evidence, None, rows, Severity.WARNING, query)]
 
 
 RULE: type[Rule] = NumbersRule
@@ -163,6 +269,7 @@ def _finding(
     layer: int | None,
     rows: Positions | None,
     severity: Severity | None = None,
+    query: str = "",
 ) -> Finding:
     return Finding(
         id=finding_id,
@@ -174,6 +281,7 @@ def _finding(
         layer=layer,
         positions=() if rows is None else listed(rows),
         evidence=evidence,
+        query=query,
     )
 
 
@@ -207,6 +315,12 @@ def _carried(carriers: Sequence[int], in_logits: bool) -> str:
         return "nothing recorded after it in this step shows it"
     verb = "carries" if len(carriers) == 1 and not in_logits else "carry"
     return f"{' and '.join(names)} {verb} it on"
+
+
+def _is_newest(step: StepRecord, producer: LayerStatRecord, rows: Positions | None) -> bool:
+    """Say whether the newest row is known to be sick in this layer."""
+    last = step.q_len - 1
+    return last == producer.bad_row or (rows is not None and step.kv_before + last in rows)
 
 
 def _sick_rows(step: StepRecord, layer: int) -> Positions | None:

@@ -1,0 +1,206 @@
+"""Calls of one run that differ in what should be the same: scale, cap of the scores, dtype.
+
+Which scale or cap is right is the model's affair; that one layer, or one phase, has another one
+than the rest is what goes wrong when a layer is patched. Models whose layers take turns are no
+fault: their kinds of layer differ in their masks or in the width of their heads, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import CallRecord, StepRecord
+from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.scene import Scene
+from flexinspect.rules.words import layers as in_layers
+
+SCALE = "attention.scale"
+SOFTCAP = "attention.softcap-differs"
+DTYPE = "attention.dtype-differs"
+
+_facts = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
+
+
+class _Kind(NamedTuple):
+    """One fact of a call: how it is read, compared and said."""
+
+    finding_id: str
+    noun: str
+    value: Callable[[CallRecord], Any]
+    word: Callable[[CallRecord], str]
+
+
+def _factor(call: CallRecord) -> float:
+    """Return the scale against the usual one, 1/sqrt(head_dim)."""
+    usual = call.head_dim**-0.5
+    return 1.0 if call.scale is None else float(f"{call.scale / usual:.4g}")
+
+
+def _scale_words(call: CallRecord) -> str:
+    usual = call.head_dim**-0.5
+    scale = usual if call.scale is None else call.scale
+    return f"{scale:.4g} ({_factor(call):g} times 1/sqrt({call.head_dim}))"
+
+
+_KINDS = (
+    _Kind(SCALE, "scores are scaled by", _factor, _scale_words),
+    _Kind(
+        SOFTCAP,
+        "scores are",
+        lambda call: call.softcap,
+        lambda call: "not capped" if call.softcap is None else f"capped at {call.softcap:g}",
+    ),
+    _Kind(DTYPE, "attention runs in", lambda call: call.dtype, lambda call: call.dtype),
+)
+
+
+def _kind_of(meaning: str, why: str, fix: str) -> FindingKind:
+    return FindingKind(
+        Severity.WARNING,
+        meaning,
+        why=why,
+        confirm=(
+            "Compare the layers in the path panel, or run the query: it lists what each call of "
+            "the step was told."
+        ),
+        fix=fix,
+        query=(
+            "SELECT layer, path, backend, scale, head_dim, softcap, dtype FROM calls WHERE "
+            "generation = {generation} AND branch = {branch} AND step = {step} ORDER BY call"
+        ),
+    )
+
+
+class CallFactsRule(Rule):
+    """Compares the calls of a step with each other and with those of the step before."""
+
+    name: ClassVar[str] = "call facts"
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        SCALE: _kind_of(
+            "the scale of the scores differs in one layer or from one step to the next",
+            "A wrong scale makes attention too sharp or too flat, and no error says so.",
+            "Pass the scale that the layer was given (scaling=) on to the kernel, in each branch "
+            "of the patched code; do not divide the queries by sqrt(head_dim) as well.",
+        ),
+        SOFTCAP: _kind_of(
+            "the cap of the scores differs in one layer or from one step to the next",
+            "A model that was trained with a cap gets other weights without it, most of all where "
+            "scores are large.",
+            "Give the kernel the cap of the model (softcap=, or a score_mod for FlexAttention) in "
+            "every layer and in both phases.",
+        ),
+        DTYPE: _kind_of(
+            "attention runs in another dtype in one layer or from one step to the next",
+            "A layer in a narrower dtype rounds what the others keep; in a wider one it costs "
+            "memory and time; and comparisons of layers show rounding as if it were a fault.",
+            "Look for a cast in the patched layer, an autocast around a part of the model, or "
+            "weights of one layer that were loaded in another dtype.",
+        ),
+    }
+
+    def begin(self, scene: Scene) -> None:
+        """Begin with no calls known."""
+        super().begin(scene)
+        self._before: dict[int, tuple[list[Any], Sequence[CallRecord]]] = {}
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        """Return what differs, as soon as it does."""
+        if not step.calls:
+            return ()
+        facts = list(map(_facts, step.calls))
+        known = self._before.get(step.branch)
+        if known is not None and known[0] == facts:
+            return ()
+        self._before[step.branch] = (facts, step.calls)
+        found = []
+        for kind in _KINDS:
+            odd = self._odd(step, kind)
+            changed = [] if known is None or odd else _changed(step, kind, known[1])
+            found += odd or changed
+        return found
+
+    def _odd(self, step: StepRecord, kind: _Kind) -> list[Finding]:
+        """Return the layers that differ from most of the others."""
+        calls = {call.layer: call for call in step.calls}
+        counts = Counter(map(kind.value, calls.values()))
+        if len(counts) == 1 or (kind.finding_id == SCALE and _share_a_number(calls.values())):
+            return []
+        usual, n_usual = counts.most_common(1)[0]
+        odd = [call for call in calls.values() if kind.value(call) != usual]
+        others = [call for call in calls.values() if kind.value(call) == usual]
+        is_open = n_usual <= len(odd) and len(calls) > 2  # neither side is the odd one
+        if is_open or self._are_other_kinds(odd, others):
+            return []
+        which = sorted(call.layer for call in odd)
+        sentence = (
+            f"In {in_layers(which, len(calls))} {kind.noun} {kind.word(odd[0])} in step "
+            f"{step.step}, in {_the_others(len(others))} {kind.word(others[0])}."
+        )
+        return [_finding(step, kind, sentence, odd[0], others[0], which)]
+
+    def _are_other_kinds(self, odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
+        """Whether the layers are a kind of their own: with other heads, or several of them with
+        other masks."""
+        heads = {(call.head_dim, call.kv_heads) for call in odd}
+        if not heads & {(call.head_dim, call.kv_heads) for call in others}:
+            return True
+        masks = {call.mask for call in odd}
+        return len(odd) > 1 and not masks & {call.mask for call in others}
+
+
+def _share_a_number(calls: Iterable[CallRecord]) -> bool:
+    """Whether all have the same scale, whatever the width of their heads."""
+    scales = {call.scale for call in calls}
+    return len(scales) == 1 and None not in scales
+
+
+def _changed(step: StepRecord, kind: _Kind, before: Sequence[CallRecord]) -> list[Finding]:
+    """Return the layers that were told something else in the step before."""
+    then = {call.layer: call for call in before}
+    odd = [
+        (call, then[call.layer])
+        for call in step.calls
+        if call.layer in then and kind.value(call) != kind.value(then[call.layer])
+    ]
+    if not odd:
+        return []
+    now, old = odd[0]
+    which = sorted({call.layer for call, _ in odd})
+    sentence = (
+        f"In {in_layers(which, len(then))} {kind.noun} {kind.word(now)} from step {step.step} "
+        f"({step.phase}) on, in the step before {kind.word(old)}."
+    )
+    return [_finding(step, kind, sentence, now, old, which)]
+
+
+def _the_others(n: int) -> str:
+    return "the other layer" if n == 1 else f"the {n} others"
+
+
+def _finding(
+    step: StepRecord,
+    kind: _Kind,
+    sentence: str,
+    odd: CallRecord,
+    other: CallRecord,
+    which: Sequence[int],
+) -> Finding:
+    return Finding(
+        id=kind.finding_id,
+        severity=Severity.WARNING,
+        sentence=sentence,
+        generation=step.generation,
+        branch=step.branch,
+        step=step.step,
+        layer=which[0],
+        evidence={"odd": kind.value(odd), "others": kind.value(other), "path": odd.path},
+        layers=tuple(which) if len(which) > 1 else (),
+        series=f"layer {which[0]}",
+    )
+
+
+RULE: type[Rule] = CallFactsRule

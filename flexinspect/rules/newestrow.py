@@ -1,0 +1,55 @@
+"""What a step says of the attention of its newest row: log-sum-exp, entropy, mass, open keys."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.records import StepRecord
+from flexinspect.rules.scene import Scene
+
+Numbers = npt.NDArray[Any]
+
+_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
+
+
+class NewestRow(NamedTuple):
+    """The arrays of the newest row by call: mass (calls, heads, segments), the others without.
+
+    A call whose row was not recomputed has NaN, and no gate in its record.
+    """
+
+    mass: Numbers
+    lse: Numbers
+    entropy: Numbers
+
+
+def newest_row(step: StepRecord) -> NewestRow | None:
+    """Return the arrays of a step, None where attention was not recorded."""
+    found: dict[str, Numbers] = {}
+    for record in step.arrays:
+        if record.stream in _STREAMS:
+            found[record.stream] = record.array
+            if len(found) == len(_STREAMS):
+                arrays = NewestRow(*(found[stream] for stream in _STREAMS))
+                return arrays if len(arrays.lse) == len(step.calls) else None
+    return None
+
+
+def open_keys(step: StepRecord, scene: Scene, call: int) -> Numbers | None:
+    """Return how many keys the newest row of a call may look at: (1,) or by head.
+
+    None where that is not known, and where the row was meant to be closed and is averaged instead.
+    """
+    record = step.calls[call]
+    if record.mask is None:
+        return None
+    mask = scene.mask(record.mask)
+    if mask is None or mask.cells is None:
+        return None
+    if mask.averaged is not None and mask.averaged[:, -1].any():
+        return None
+    counts: Numbers = np.count_nonzero(mask.cells[:, -1], axis=-1)
+    return counts

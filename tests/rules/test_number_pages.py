@@ -1,0 +1,35 @@
+"""Each finding of numbers, attention, calls and text says how to go on, and has its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexinspect.rules import attentionshape, callfacts, choice, numbers, ranges, text
+from flexinspect.rules.base import FindingKind
+
+PAGES = Path(__file__).parents[2] / "docs" / "findings"
+KINDS: dict[str, FindingKind] = {
+    finding_id: kind
+    for module in (numbers, ranges, attentionshape, callfacts, text, choice)
+    for finding_id, kind in module.RULE.findings.items()
+}
+
+
+@pytest.mark.parametrize("finding_id", KINDS)
+def test_a_kind_of_finding_is_complete(finding_id: str) -> None:
+    kind = KINDS[finding_id]
+    for words in (kind.meaning, kind.why, kind.confirm, kind.fix):
+        assert len(words.split()) > 3
+    place = {"generation": 0, "branch": 0, "step": 1, "layer": 2}
+    assert kind.query.format(**place).startswith("SELECT ")
+    assert "generation = 0 AND branch = 0" in kind.query.format(**place)
+
+
+@pytest.mark.parametrize("finding_id", KINDS)
+def test_a_kind_of_finding_has_its_page(finding_id: str) -> None:
+    page = (PAGES / f"{finding_id}.md").read_text(encoding="utf-8")
+    assert page.startswith(f"# {finding_id}\n")
+    for part in ("\n> ", "Why it matters", "How to confirm", "Likely fix", "Silent when"):
+        assert part in page
