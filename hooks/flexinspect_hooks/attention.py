@@ -25,6 +25,7 @@ from flexinspect_hooks.kernelcalls import Done, KernelCalls
 from flexinspect_hooks.mass import MassReducer, gathered
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
+from flexinspect_hooks.slots import put_slots, record_slots
 from flexinspect_hooks.store import put_activation, record_activations
 
 UNSEEN = "unseen"
@@ -48,6 +49,8 @@ class AttentionHook:
     """Sees each attention call of the watched model, whatever the backend."""
 
     name = "attention"
+    are_loose = False
+    """Whether its calls are outside of any model, so that nothing says how many keys are filled."""
     _watched: dict[tuple[str, int], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
@@ -171,6 +174,9 @@ class AttentionHook:
         kinds: tuple[str, ...] = ()
         if step.level != "basic":
             kinds = self._mass.reduce(refs, numbers, masks, step.kv_after, buffer)
+            if self._context.sees_kernels or self.are_loose:
+                filled = None if self.are_loose else step.kv_after
+                put_slots(refs, numbers, masks, filled, buffer)
         if step.level == "extreme":
             self._store(refs, buffer)
         for mask in masks:
@@ -230,6 +236,7 @@ class AttentionHook:
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
+        record_slots(values, len(kept.calls), draft)
         for stream in ("q", "k", "v"):
             record_activations(values, stream, draft)
 

@@ -65,9 +65,19 @@ class CallRef(NamedTuple):
 
     @property
     def handed_words(self) -> str | None:
-        """The mask that the layer was given, in words; None when it is the one of the call."""
-        same = self.handed is SAME or self.handed is self.mask
-        return None if same else mask_words(self.handed)
+        """The mask that the layer was given, in words; None when it is the one of the call.
+
+        A dense mask of which transformers' flex reads a corner is not what its kernel gets.
+        """
+        if self.handed is SAME or self.handed is self.mask:
+            return mask_words(self.mask) if self._is_read_in_part else None
+        return mask_words(self.handed)
+
+    @property
+    def _is_read_in_part(self) -> bool:
+        mask, rows = self.mask, self.query.shape[2]
+        is_dense = isinstance(mask, Tensor) and mask.dim() == 4 and self.path.startswith("flex")
+        return is_dense and mask.shape[2] not in (1, rows)
 
 
 class CallShape(NamedTuple):

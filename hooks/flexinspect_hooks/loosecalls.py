@@ -62,6 +62,8 @@ class _Calls(KernelCalls):
 class LooseAttention(AttentionHook):
     """Describes the calls that are put before it; installs nothing but their observer."""
 
+    are_loose = True
+
     def __init__(self, take: Take) -> None:
         self._take = take
 

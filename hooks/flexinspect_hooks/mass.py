@@ -83,6 +83,16 @@ def _lifted(scores: Tensor, closed: Tensor) -> Tensor:
     return torch.where(is_low, scores - top, scores)
 
 
+def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
+    """Return the weights of one call's newest row, float32 (q heads, keys), batch 0."""
+    assert mask.cells is not None
+    closed = ~mask.cells[:, -1]
+    scores = _scores([ref])[0]
+    if mask.bias is not None:
+        scores = _lifted(scores + mask.bias, closed)
+    return torch.softmax(scores.masked_fill(closed, -torch.inf), -1).nan_to_num()
+
+
 def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
     if mask.cells is None or ref.unknown_scores:
         return ""
