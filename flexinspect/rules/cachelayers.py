@@ -11,9 +11,18 @@ from flexinspect.rules.words import counted, layers, numbers
 
 
 class CacheLayers:
-    """Follows the lengths of one generation's cache, layer by layer."""
+    """Follows the lengths of a generation's cache, layer by layer.
+
+    `keeps_nothing` tells that no layer of the model keeps anything: each step is a generation of
+    its own then, and one finding says it for all of them.
+    """
 
     def __init__(self) -> None:
+        self.keeps_nothing = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a generation."""
         self._after: tuple[int, ...] = ()
         self._bad: set[int] = set()
         """Layers that were told of."""
@@ -53,6 +62,9 @@ class CacheLayers:
         twice = [n for n, held in counted_layers.items() if held - before.get(n, 0) > step.q_len]
         if twice and (before or not step.kv_before):
             found.append(self._fed_twice(step, inputs, twice))
+        is_known, self.keeps_nothing = self.keeps_nothing, bool(empty) and not most
+        if is_known and self.keeps_nothing:
+            return []
         new = [finding for finding in found if set(_all(finding)) - self._bad]
         for finding in new:
             self._bad.update(_all(finding))

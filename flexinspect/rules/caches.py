@@ -31,12 +31,12 @@ class CachesRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = KINDS
 
     def __init__(self) -> None:
-        self._texts = CacheTexts()
+        self._layers, self._texts = CacheLayers(), CacheTexts()
 
     def begin(self, scene: Scene) -> None:
         """Begin a generation; what earlier ones left in a cache stays known."""
         super().begin(scene)
-        self._layers = CacheLayers()
+        self._layers.begin()
         self._texts.begin(scene)
 
     def hear(self, event: EventRecord) -> Sequence[Finding]:
@@ -49,7 +49,9 @@ class CachesRule(Rule):
         found = slot_findings(self.scene, step)
         if step.inputs is not None:
             found += self._layers.look(step, step.inputs)
-            found += self._texts.look(step)
+            told = self._texts.look(step)
+            if not self._layers.keeps_nothing:  # else it is what the tokens tell, too
+                found += told
         return found
 
     def end(self) -> Sequence[Finding]:

@@ -134,7 +134,13 @@ class AttentionHook:
                 return function(module, query, key, value, *args, **kwargs)
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             mark = len(kernels.done)
-            out = function(module, query, key, value, *args, **kwargs)
+            try:
+                out = function(module, query, key, value, *args, **kwargs)
+            except Exception as error:
+                if name == "eager":  # it calls no kernel that would tell
+                    mask = args[0] if args else kwargs.get("attention_mask")
+                    kernels.refused(name, query, key, mask, error)
+                raise
             with suppress(Exception):  # the layer is not seen then, and the step says so
                 whole = (layer, name, _path(backend), module, query, key, value, args, kwargs)
                 self._refs += _own_calls(whole, out[0], kernels.since(mark))

@@ -6,6 +6,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -178,6 +179,14 @@ class KernelCalls:
             text = f"{where}{note.call.name} raised {words} ({lengths})"
             data = {"layer": layer, "kernel": note.call.name, "error": words, **facts}
             self.context.tell("kernel-failed", text, data)
+
+    def refused(
+        self, name: str, query: Tensor, key: Tensor, mask: Any, error: BaseException
+    ) -> None:
+        """Say that an attention function without a kernel raised."""
+        call = KernelCall(name, {"query": query, "key": key, "attn_mask": mask}, False)
+        with suppress(Exception):  # the user's own is on its way
+            self.failed(Note(call, None, 0.0, 0), error)
 
     def _swallowed(self) -> str | None:
         error = sys.exception()
