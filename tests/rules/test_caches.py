@@ -72,9 +72,7 @@ def test_a_layer_that_leaves_its_cache_empty_is_named(
     finding = one(found, "cache.empty-layer")
     others = "layers 1-2 hold 9" if layer == 0 else "layers 0, 2 hold 9"
     assert (finding.severity, finding.layer, finding.step) == (Severity.ERROR, layer, 0)
-    assert finding.sentence == (
-        f"Layer {layer} received a cache and left it empty (0), {others}."
-    )
+    assert finding.sentence == (f"Layer {layer} received a cache and left it empty (0), {others}.")
     assert len(about_caches(found)) == 1
     assert of(found, "positions.restart") == []
 
@@ -402,9 +400,7 @@ def test_a_cache_of_the_users_own_is_weighed_by_its_keys_of_zeros(
 
 HEALTHY: dict[str, Callable[[Any], Any]] = {
     "generate": lambda m: greedy(m, prompt()),
-    "static": lambda m: greedy(
-        m, prompt(), cache_implementation="static", disable_compile=True
-    ),
+    "static": lambda m: greedy(m, prompt(), cache_implementation="static", disable_compile=True),
     "beams": lambda m: greedy(m, prompt(), num_beams=3),
     "sampled": lambda m: greedy(m, prompt(), do_sample=True, top_k=5),
     "loop": lambda m: decode(m, prompt()),
@@ -426,17 +422,13 @@ def test_healthy_caches_are_left_alone(tmp_path: Path, name: str, level: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["generate", "static", "loop"])
-def test_caches_of_all_families_are_left_alone(
-    tmp_path: Path, family: str, name: str
-) -> None:
+def test_caches_of_all_families_are_left_alone(tmp_path: Path, family: str, name: str) -> None:
     """Prompts longer than the windows of those that slide."""
     model = make_model(family).to(torch.bfloat16)
     fed = prompt(14)
     runs: dict[str, Callable[[], Any]] = {
         "generate": lambda: greedy(model, fed),
-        "static": lambda: greedy(
-            model, fed, cache_implementation="static", disable_compile=True
-        ),
+        "static": lambda: greedy(model, fed, cache_implementation="static", disable_compile=True),
         "loop": lambda: decode(model, fed),
     }
     found = planted(tmp_path, model, runs[name])
