@@ -95,7 +95,6 @@ class LengthsRule(Rule):
         """Begin with nothing known of lengths."""
         super().begin(scene)
         self._held: int | None = None
-        self._fits: set[tuple[Any, ...]] = set()
         self._reach: dict[int, int] = {}
         """Layer to how far back the newest row of the prompt looks."""
         self._missing: dict[int, int] = {}
@@ -144,13 +143,16 @@ class LengthsRule(Rule):
     # -- calls that were made --------------------------------------------------------------------
 
     def look(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what does not fit in a step; each pair of mask and call is compared once."""
+        """Return what does not fit in a step."""
         found: list[Finding] = []
         calls = step.calls
-        for key in {(call.mask, call.batch, call.q_heads, call.handed) for call in calls}:
-            if key not in self._fits:
-                self._fits.add(key)
-                found += self._judge(step, key)
+        for fingerprint, call in {call.mask: call for call in calls}.items():
+            mask = self.scene.mask(fingerprint)
+            if mask is not None:
+                if mask.batch > 1 or mask.heads > 1:
+                    found += self._other_grid(step, mask)
+                if call.handed is not None and step.kv_before:
+                    found += self._other_rows(step, mask)
         if step.inputs is not None and calls:
             if step.kv_before:
                 if {call.kv_len for call in calls} != {step.kv_after}:
@@ -161,24 +163,15 @@ class LengthsRule(Rule):
         self._held = step.kv_after if has_cache else None
         return found
 
-    def _judge(self, step: StepRecord, key: tuple[Any, ...]) -> list[Finding]:
-        fingerprint, batch, heads, _ = key
-        mask = self.scene.mask(fingerprint)
-        if mask is None:
+    def _other_grid(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
+        calls = [
+            call
+            for call in step.calls
+            if call.mask == mask.fingerprint
+            and (mask.batch not in (1, call.batch) or mask.heads not in (1, call.q_heads))
+        ]
+        if not calls:
             return []
-        calls = [c for c in step.calls if (c.mask, c.batch, c.q_heads, c.handed) == key]
-        found = []
-        if mask.batch not in (1, batch) or mask.heads not in (1, heads):
-            found.append(self._other_grid(step, mask, calls))
-        rows = _rows_given(mask, calls[0])
-        # Read from its upper left corner, a mask of more rows is right for a prompt.
-        if rows is not None and rows != step.q_len and step.kv_before:
-            found.append(self._other_rows(step, rows, calls))
-        return found
-
-    def _other_grid(
-        self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
-    ) -> Finding:
         call, parts = calls[0], []
         if mask.batch not in (1, call.batch):
             parts.append(f"batch {mask.batch} and the call has {call.batch}")
@@ -195,7 +188,7 @@ class LengthsRule(Rule):
             f"The mask of {self._layers(step, calls)} in step {step.step} was made for "
             f"{', and for '.join(parts)}: {outcome}."
         )
-        return self._finding(
+        finding = self._finding(
             step,
             BATCH_HEADS,
             Severity.ERROR if mask.compiled else Severity.WARNING,
@@ -211,15 +204,21 @@ class LengthsRule(Rule):
             },
             f"{mask.batch}/{mask.heads}/{call.batch}/{call.q_heads}",
         )
+        return [finding]
 
-    def _other_rows(self, step: StepRecord, rows: int, calls: Sequence[CallRecord]) -> Finding:
+    def _other_rows(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
+        """Judge decode steps alone: from its upper left corner, a mask is right for a prompt."""
+        calls = [call for call in step.calls if call.mask == mask.fingerprint]
+        rows = _rows_given(mask, calls[0])
+        if rows is None or rows == step.q_len:
+            return []
         sentence = (
             f"{self._layers(step, calls).capitalize()} got a dense mask of {rows} rows in step "
             f"{step.step}, which has {counted(step.q_len, 'row')} "
             f"({self.scene.position(step.kv_before)}): FlexAttention reads it from row 0, so the "
             "new row has the mask of the first token."
         )
-        return self._finding(
+        finding = self._finding(
             step,
             MASK_Q,
             Severity.ERROR,
@@ -228,6 +227,7 @@ class LengthsRule(Rule):
             {"mask_rows": rows, "rows": step.q_len, "handed": calls[0].handed},
             "read at row 0",
         )
+        return [finding]
 
     # -- keys per layer --------------------------------------------------------------------------
 
