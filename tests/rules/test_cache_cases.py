@@ -57,7 +57,9 @@ def test_k03_weighs_the_empty_slots_and_leaves_the_closed_ones_alone(
 def test_k04_names_both_lengths_layer_step_and_what_the_cache_holds(
     found: Callable[..., list[Finding]],
 ) -> None:
-    finding = one(found("k04_mask_one_short"), "lengths.mask-kv")
+    longer, shorter, finding = of(found("k04_mask_one_short"), "lengths.mask-kv")
+    assert longer.sentence.startswith("KV length 33 but mask built for 32: flex_attention raised")
+    assert shorter.sentence.startswith("KV length 31 but mask built for 32: flex_attention raised")
     assert (finding.layer, finding.step, finding.severity) == (0, 1, Severity.ERROR)
     assert finding.sentence.startswith(
         "KV length 33 but mask built for 32 (layer 0, step 1; cache holds 32 before, 33 after): "
