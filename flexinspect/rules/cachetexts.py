@@ -24,6 +24,8 @@ class _Last(NamedTuple):
 
     generation: int
     kv_after: int
+    is_alone: bool
+    """Whether it was a single token without a cached key, as the first step of a generation."""
     position_id: int | None
     logits: LogitsRecord | None
 
@@ -36,7 +38,7 @@ class CacheTexts:
         """Token ids of the last generations, as far as they may be in a cache."""
         self._last: _Last | None = None
         """The last step of all."""
-        self._chain = 0
+        self._chain = self._behind = 0
         self._is_lost_told = False
 
     def begin(self, scene: Scene) -> None:
@@ -62,7 +64,9 @@ class CacheTexts:
             found = self._several(step)
         if step.kv_before:
             self._chain = 0
-        self._last = _Last(step.generation, step.kv_after, _last_id(step), step.logits)
+        is_alone = step.q_len == 1 and not step.kv_before
+        last_id = _last_id(step)
+        self._last = _Last(step.generation, step.kv_after, is_alone, last_id, step.logits)
         self._length = step.kv_after
         return found
 
@@ -178,6 +182,7 @@ class CacheTexts:
         if last is None or step.q_len != 1 or token is None:
             self._chain = 0
             return []
+        self._behind = last.kv_after + (self._behind if last.is_alone else 0)
         best = last.logits.candidates if last.logits is not None else ()
         is_best = any(candidate.token_id == token.token_id for candidate in best)
         self._chain = self._chain + 1 if is_best else 0
@@ -194,7 +199,7 @@ class CacheTexts:
         sentence = (
             f"The cache is lost between steps: a single token ({self.scene.position(0)}) is fed "
             f"without any cached key, though {why}; it sees itself and nothing of the "
-            f"{counted(last.kv_after, 'token')} before it"
+            f"{counted(self._behind, 'token')} before it"
         )
         return [
             Finding(

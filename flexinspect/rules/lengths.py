@@ -129,7 +129,7 @@ class LengthsRule(Rule):
                 layer=layer,
                 evidence={**data, "cached": self._held},
                 query=_ASKS_EVENTS.format(generation=generation),
-                series=f"{data.get('kernel')}/{wrong[0][1]}",
+                series=str(data.get("kernel")),
             )
         ]
 
@@ -265,7 +265,7 @@ class LengthsRule(Rule):
         compared = f"the others get {max(others)}, " if others else ""
         sentence = (
             f"{self._layers(step, short).capitalize()} {_gets(short)} {counted(least, 'key')} in "
-            f"step {step.step}, and {compared}the cache holds {step.kv_after}: no window explains "
+            f"step {step.step}, {compared}and the cache holds {step.kv_after}: no window explains "
             f"it, {_reason(short[0], self._reach, before)}."
         )
         evidence = {

@@ -49,6 +49,13 @@ class _Trouble(NamedTuple):
     ids: dict[str, int]
 
 
+class _Told(NamedTuple):
+    """What was said of decode steps first."""
+
+    id: str
+    is_error: bool
+
+
 class PositionsRule(Rule):
     """Compares the ids of a step with those of the step before, and with what they belong to.
 
@@ -108,6 +115,7 @@ class PositionsRule(Rule):
         """The last id of each row of the batch."""
         self._length = 0
         self._real: npt.NDArray[np.bool_] | None = None
+        self._told: _Told | None = None
         self._pairs: Sequence[Pair] = ()
         """Isolated segments at ids that run on, until a row is met that sees both."""
 
@@ -258,6 +266,11 @@ class PositionsRule(Rule):
             return []
         row = int(rows[0])
         trouble = self._broken(step, int(last[row]), int(firsts[row]), row)
+        told = self._told
+        if told is not None and (trouble.severity is not Severity.ERROR or told.is_error):
+            trouble = trouble._replace(id=told.id)  # once out of step, all that follows is
+        else:
+            self._told = _Told(trouble.id, trouble.severity is Severity.ERROR)
         return [self._finding(step, trouble, row, len(rows) if len(ids) > 1 else 1)]
 
     def _decode_alone(self, step: StepRecord, ids: Ids) -> list[Finding]:

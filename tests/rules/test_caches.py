@@ -148,6 +148,7 @@ def test_single_tokens_without_a_cache_are_a_lost_cache(tmp_path: Path) -> None:
     assert finding.severity is Severity.ERROR
     assert "a single token" in finding.sentence
     assert "without any cached key" in finding.sentence
+    assert finding.sentence.endswith("it sees itself and nothing of the 10 tokens before it.")
 
 
 def test_a_position_that_goes_on_tells_of_a_lost_cache_at_once(tmp_path: Path) -> None:

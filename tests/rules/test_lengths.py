@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.flex_attention as theirs
-from support.planting import of, one, planted, serious
+from support.planting import one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
 from torch.nn import functional
@@ -93,7 +93,7 @@ def test_a_mask_made_before_the_cache_grew_is_told_though_its_exception_is_swall
     short = lambda layer, rows, keys: causal(rows, keys - (layer == 1 and rows == 1))  # noqa: E731
     model = own(short, run=patient)
     found = planted(tmp_path, model, lambda: decode(model, prompt()))
-    first = of(found, "lengths.mask-kv")[0]
+    first = one(found, "lengths.mask-kv")
     assert (first.severity, first.layer, first.step) == (Severity.ERROR, 1, 1)
     assert first.sentence == (
         "KV length 10 but mask built for 9 (layer 1, step 1; cache holds 9 before, 10 after): "
@@ -236,7 +236,7 @@ def cropping(module_layer: int, cut: Callable[[Tensor], Tensor]) -> Callable[...
 @pytest.mark.parametrize(
     ("layer", "cut", "step", "said"),
     [
-        (1, lambda t: t[:, :, -5:], 1, "gets 5 keys in step 1, and the others get 10, the cache "),
+        (1, lambda t: t[:, :, -5:], 1, "gets 5 keys in step 1, the others get 10, and the cache "),
         (2, lambda t: t[:, :, :-1], 2, "as the step before lacked 1 as well"),
         (0, lambda t: t[:, :, 2:], 1, "as the prompt's last row looked 8 keys back"),
     ],

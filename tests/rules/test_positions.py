@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.planting import of, one, planted, serious
+from support.planting import one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -69,11 +69,11 @@ def test_decode_positions_that_restart_at_0_are_told_once(tmp_path: Path, level:
     model = make_model("llama")
     run = lambda: decode(model, prompt(), lambda start, rows: contiguous(0, rows))  # noqa: E731
     found = planted(tmp_path, model, run, level=level)
-    first = of(found, "positions.restart")[0]
+    first = only(found)
+    assert (first.id, first.times, first.last_step) == ("positions.restart", 3, 3)
     assert (first.severity, first.step, first.positions) == (Severity.ERROR, 1, (9,))
     assert first.sentence.startswith("Position ids restart at 0 in step 1 (position 9 ")
     assert first.sentence.endswith("9 comes next, and the cache holds 9 keys.")
-    assert len(of(found, "positions.restart")) == 1
 
 
 def test_the_first_decoded_token_at_the_last_prompt_id_is_a_duplicate(tmp_path: Path) -> None:
