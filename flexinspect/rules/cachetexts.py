@@ -29,6 +29,11 @@ class _Last(NamedTuple):
     position_id: int | None
     logits: LogitsRecord | None
 
+    def expects(self, token_id: int) -> bool:
+        """Say whether a token is one of the candidates that it gave for the next."""
+        best = self.logits.candidates if self.logits is not None else ()
+        return any(candidate.token_id == token_id for candidate in best)
+
 
 class CacheTexts:
     """Follows what was fed, from one generation of a model to the next."""
@@ -62,6 +67,8 @@ class CacheTexts:
             found = self._first(step)
         elif step.q_len > 1:
             found = self._several(step)
+        elif step.step == 1:
+            found = self._last_token_again(step)
         if step.kv_before:
             self._chain = 0
         is_alone = step.q_len == 1 and not step.kv_before
@@ -97,8 +104,10 @@ class CacheTexts:
         Nothing says which cache it is; so it is enough if one of them fits.
         """
         n, asked = step.kv_before, self._asked
+        if asked is None:
+            return self._cut(step)
         known = [ids[:n] for ids in self._contents if len(ids) >= n]
-        if asked is None or len(asked) != n or not known or asked in known:
+        if len(asked) != n or not known or asked in known:
             return []
         held = max(known, key=lambda ids: _alike(ids, asked))
         wrong = [pos for pos, (a, b) in enumerate(zip(held, asked, strict=True)) if a != b]
@@ -108,6 +117,43 @@ class CacheTexts:
             f"(token {asked[wrong[0]]}, and the cache has {held[wrong[0]]})"
         )
         return [self._of_tokens(step, SHARED, Severity.ERROR, sentence, wrong, len(wrong))]
+
+    def _cut(self, step: StepRecord) -> list[Finding]:
+        """Say when the text goes on with the next token while most of its keys are gone.
+
+        Drafts and turns are cut, too, but not by more than half with the next token after that.
+        """
+        last, token = self._last, self.scene.token(step.kv_before)
+        if last is None or token is None or step.q_len != 1 or self._is_lost_told:
+            return []
+        ended, fed_id = last.position_id, _last_id(step)
+        goes_on = ended is not None and fed_id == ended + 1
+        if 2 * step.kv_before >= last.kv_after or not (goes_on or last.expects(token.token_id)):
+            return []
+        self._is_lost_told = True
+        sentence = (
+            f"The cache lost keys between steps: it held {last.kv_after} and holds "
+            f"{step.kv_before}, and the text goes on with the next token "
+            f"({self.scene.position(step.kv_before)})"
+        )
+        places = (step.kv_before,)
+        gone = last.kv_after - step.kv_before
+        return [self._of_tokens(step, LOST, Severity.WARNING, sentence, places, gone)]
+
+    def _last_token_again(self, step: StepRecord) -> list[Finding]:
+        """Say when the first decode step feeds the prompt's last token, which nobody chose."""
+        last, pos = self._last, step.kv_before
+        again, fed = self.scene.token(pos - 1), self.scene.token(pos)
+        if last is None or not pos or again is None or fed is None:
+            return []
+        if fed.token_id != again.token_id or last.logits is None or last.expects(fed.token_id):
+            return []
+        sentence = (
+            f"The last token of the prompt was fed twice: step {step.step} begins with "
+            f"{self.scene.position(pos)}, the token before it, and it is none of the "
+            f"{len(last.logits.candidates)} best candidates of step {step.step - 1}"
+        )
+        return [self._of_tokens(step, DUPLICATED, Severity.WARNING, sentence, (pos,), 1)]
 
     def _several(self, step: StepRecord) -> list[Finding]:
         """Judge rows that were given on a filled cache: another part, or the same once more."""
@@ -183,9 +229,7 @@ class CacheTexts:
             self._chain = 0
             return []
         self._behind = last.kv_after + (self._behind if last.is_alone else 0)
-        best = last.logits.candidates if last.logits is not None else ()
-        is_best = any(candidate.token_id == token.token_id for candidate in best)
-        self._chain = self._chain + 1 if is_best else 0
+        self._chain = self._chain + 1 if last.expects(token.token_id) else 0
         ended, fed_id = last.position_id, _last_id(step)
         goes_on = fed_id is not None and ended is not None and fed_id == ended + 1 > 1
         if self._is_lost_told or not (goes_on or self._chain >= 2):

@@ -44,6 +44,8 @@ def put_slots(
     for index, (ref, number) in enumerate(zip(refs, numbers, strict=True)):
         if number not in suspects or ref.unknown_scores:
             continue
+        if filled is None and ref.query.shape[2] >= ref.key.shape[2]:
+            continue  # as many keys as rows: no cache
         buffer.put(f"{_PREFIX}{index}", _counted(ref, masks[number], filled))
         if ref.key.device.type != "cpu":
             suspects.discard(number)  # one layer of each mask: whether it is open is not known here
@@ -61,18 +63,19 @@ def _is_open(mask: ReceivedMask, filled: int | None) -> bool:
 
 
 def _counted(ref: CallRef, mask: ReceivedMask, filled: int | None) -> Tensor:
+    """Return the five numbers; no element is looked at here, as on an accelerator that waits."""
     assert mask.cells is not None
     weights = newest_weights(ref, mask).mean(0)
     sees = mask.cells[:, -1].any(0)
     is_zero = (ref.key[0] == 0).all(-1).all(0)
     suspect = sees & (torch.arange(len(sees), device=sees.device) >= (filled or 0))
-    empty = suspect & is_zero
-    if filled is None:  # keys that are zero throughout were meant to be
-        empty = empty & ~is_zero.all()
-        suspect = empty
-    stale = suspect & ~is_zero
-    parts = [sees.sum(), empty.sum(), weights[empty].sum(), stale.sum(), weights[stale].sum()]
-    return torch.stack([part.float() for part in parts])
+    empty, stale = suspect & is_zero, suspect & ~is_zero
+    if filled is None:
+        # Keys that are zero throughout were meant to be, and a row of zeros is padding itself.
+        empty = empty & ~is_zero.all() & ref.query[0, :, -1].any()
+        stale = torch.zeros_like(empty)
+    parts = (sees.sum(), empty.sum(), weights @ empty.float())
+    return torch.stack([part.float() for part in (*parts, stale.sum(), weights @ stale.float())])
 
 
 def record_slots(values: Values, n_calls: int, draft: StepDraft) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forks import run_alone
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from flexinspect.findings import Finding, Severity
+from flexinspect.trace.reader import open_trace
 
 NEW = 6
 
@@ -163,6 +165,22 @@ def test_a_position_that_goes_on_tells_of_a_lost_cache_at_once(tmp_path: Path) -
     assert "nothing of the 9 tokens before it" in finding.sentence
 
 
+def test_all_layers_cut_in_the_middle_of_an_answer_are_a_lost_cache(tmp_path: Path) -> None:
+    model = make_model("llama")
+
+    def run() -> None:
+        cache = DynamicCache(config=model.config)
+        fed = prompt()
+        for step in range(5):
+            fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+            if step == 2:
+                cache.crop(4 - cache.get_seq_length())
+
+    finding = one(planted(tmp_path, model, run), "cache.lost")
+    assert finding.severity is Severity.WARNING
+    assert "it held 11 and holds 4, and the text goes on with the next token" in finding.sentence
+
+
 # -- fed twice, and of another text ----------------------------------------------------------------
 
 
@@ -248,6 +266,31 @@ def test_another_text_with_the_same_beginning_on_a_used_cache_is_told(tmp_path: 
     finding = one(planted(tmp_path, model, run), "cache.shared")
     assert finding.severity is Severity.WARNING
     assert "the first 10 of its 14 tokens" in finding.sentence
+
+
+def test_the_last_prompt_token_fed_again_is_told(tmp_path: Path) -> None:
+    """The loop begins with the prompt's last token, which the prefill has read already."""
+    model = make_model("llama")
+
+    def run() -> None:
+        cache = DynamicCache(config=model.config)
+        model(prompt(), past_key_values=cache)
+        decode(model, prompt()[:, -1:], 3, cache=cache)
+
+    finding = one(planted(tmp_path, model, run), "cache.duplicated")
+    assert (finding.severity, finding.step, finding.positions) == (Severity.WARNING, 1, (9,))
+    assert finding.sentence.startswith("The last token of the prompt was fed twice: step 1 begins")
+
+
+def test_a_prompt_whose_last_token_is_kept_for_the_loop_is_left_alone(tmp_path: Path) -> None:
+    model = make_model("llama")
+
+    def run() -> None:
+        cache = DynamicCache(config=model.config)
+        model(prompt()[:, :-1], past_key_values=cache)
+        decode(model, prompt()[:, -1:], 3, cache=cache)
+
+    assert planted(tmp_path, model, run) == []
 
 
 # -- not used --------------------------------------------------------------------------------------
@@ -395,6 +438,26 @@ def test_a_cache_of_the_users_own_is_weighed_by_its_keys_of_zeros(
 
     finding = one(planted(tmp_path, model, run), "cache.empty-slots")
     assert (finding.evidence["allowed"], finding.evidence["filled"]) == (24, 10)
+
+
+def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_left_alone(tmp_path: Path) -> None:
+    """The rows of padding see each other, and nobody reads them."""
+    script = tmp_path / "padded.py"
+    script.write_text(
+        "import torch\n"
+        "from torch.nn.attention.flex_attention import create_block_mask, flex_attention\n"
+        "q, k, v = (torch.cat([torch.randn(1, 2, n, 16), torch.zeros(1, 2, m - n, 16)], 2)\n"
+        "           for n, m in ((50, 64), (100, 128), (100, 128)))\n"
+        "made = create_block_mask(lambda b, h, i, j: j <= i + 64, None, None, 64, 128, 'cpu')\n"
+        "flex_attention(q, k, v, block_mask=made)\n"
+        "flex_attention(*(torch.zeros(1, 1, n, 16) for n in (1, 8, 8)))\n"
+    )
+    out = tmp_path / "padded.flextrace"
+    ran = run_alone(["-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(script)])
+    assert ran.code == 0, ran
+    with open_trace(out) as reader:
+        assert len(reader.generations()) == 2
+        assert reader.findings() == []
 
 
 # -- healthy ---------------------------------------------------------------------------------------
