@@ -44,7 +44,7 @@ class CacheLayers:
             and after.count(n) == len(after)
             and len(inputs.cached_before) in (0, len(after))
             and inputs.cached_before == (self._after or inputs.cached_before)
-            and not (step.kv_before and any(c.kv_len <= step.q_len for c in step.calls))
+            and not (step.kv_before and step.calls and _fewest(step) <= step.q_len)
         )
 
     def _judge(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
@@ -210,3 +210,8 @@ def _title(words: str) -> str:
 
 def _it(which: Sequence[int]) -> str:
     return "it sees" if len(which) == 1 else "they see"
+
+
+def _fewest(step: StepRecord) -> int:
+    """Return how many keys the call with the fewest got."""
+    return min([call.kv_len for call in step.calls])
