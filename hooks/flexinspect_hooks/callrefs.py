@@ -69,15 +69,14 @@ class CallRef(NamedTuple):
 
         A dense mask of which transformers' flex reads a corner is not what its kernel gets.
         """
-        if self.handed is SAME or self.handed is self.mask:
-            return mask_words(self.mask) if self._is_read_in_part else None
-        return mask_words(self.handed)
-
-    @property
-    def _is_read_in_part(self) -> bool:
-        mask, rows = self.mask, self.query.shape[2]
-        is_dense = isinstance(mask, Tensor) and mask.dim() == 4 and self.path.startswith("flex")
-        return is_dense and mask.shape[2] not in (1, rows)
+        if self.handed is not SAME and self.handed is not self.mask:
+            return mask_words(self.handed)
+        if not (self.told_path or self.default_path).startswith("flex"):
+            return None
+        mask = self.mask
+        if isinstance(mask, BlockMask) or not isinstance(mask, Tensor) or mask.dim() != 4:
+            return None
+        return mask_words(mask) if mask.shape[2] not in (1, self.query.shape[2]) else None
 
 
 class CallShape(NamedTuple):
