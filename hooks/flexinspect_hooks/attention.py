@@ -26,6 +26,7 @@ from flexinspect_hooks.kernels import SDPA, KernelCall
 from flexinspect_hooks.mass import MassReducer, gathered
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
+from flexinspect_hooks.slots import put_slots, record_slots
 from flexinspect_hooks.store import put_activation, record_activations
 
 UNSEEN = "unseen"
@@ -49,6 +50,8 @@ class AttentionHook:
     """Sees each attention call of the watched model, whatever the backend."""
 
     name = "attention"
+    are_loose = False
+    """Whether its calls are outside of any model, so that nothing says how many keys are filled."""
     _watched: dict[tuple[str, int], Callable[..., Any]]
 
     def install(self, context: CaptureContext) -> Iterable[Remove]:
@@ -139,7 +142,12 @@ class AttentionHook:
                 return out
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             mark = len(kernels.done)
-            out = function(module, query, key, value, *args, **kwargs)
+            try:
+                out = function(module, query, key, value, *args, **kwargs)
+            except Exception as error:
+                if name == "eager":  # it calls no kernel that would tell
+                    _tell_raised(kernels, whole, error)
+                raise
             with suppress(Exception):  # the layer is not seen then, and the step says so
                 self._refs += _own_calls(whole, out[0], kernels.since(mark))
             return out
@@ -175,6 +183,9 @@ class AttentionHook:
         kinds: tuple[str, ...] = ()
         if step.level != "basic":
             kinds = self._mass.reduce(refs, numbers, masks, step.kv_after, buffer)
+            if self._context.sees_kernels or self.are_loose:
+                filled = None if self.are_loose else step.kv_after
+                put_slots(refs, numbers, masks, filled, buffer)
         if step.level == "extreme":
             self._store(refs, buffer)
         for mask in masks:
@@ -240,6 +251,7 @@ class AttentionHook:
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
+        record_slots(values, len(kept.calls), draft)
         for stream in ("q", "k", "v"):
             record_activations(values, stream, draft)
 
@@ -255,15 +267,22 @@ def _is_plain(backend: str, function: Callable[..., Any]) -> bool:
 
 def _plainly(kernels: KernelCalls, function: Callable[..., Any], whole: tuple[Any, ...]) -> Any:
     """Make a call without describing its kernel, unless that raises."""
-    layer, _, path, module, query, key, value, args, kwargs = whole
+    _, _, _, module, query, key, value, args, kwargs = whole
     try:
         with seen_as_a_whole():
             return function(module, query, key, value, *args, **kwargs)
-    except BaseException as error:
-        mask = args[0] if args else kwargs.get("attention_mask")
-        given = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        kernels.raised(KernelCall(SDPA if path == "sdpa" else path, given, False), layer, error)
+    except Exception as error:
+        _tell_raised(kernels, whole, error)
         raise
+
+
+def _tell_raised(kernels: KernelCalls, whole: tuple[Any, ...], error: BaseException) -> None:
+    """Tell of a call that raised, as if it were a kernel's."""
+    layer, _, path, _, query, key, value, args, kwargs = whole
+    mask = args[0] if args else kwargs.get("attention_mask")
+    given = {"query": query, "key": key, "value": value, "attn_mask": mask}
+    with suppress(Exception):  # the user's own is on its way
+        kernels.raised(KernelCall(SDPA if path == "sdpa" else path, given, False), layer, error)
 
 
 def _own_calls(whole: tuple[Any, ...], output: Tensor, inner: list[Done]) -> list[CallRef]:

@@ -65,9 +65,18 @@ class CallRef(NamedTuple):
 
     @property
     def handed_words(self) -> str | None:
-        """The mask that the layer was given, in words; None when it is the one of the call."""
-        same = self.handed is SAME or self.handed is self.mask
-        return None if same else mask_words(self.handed)
+        """The mask that the layer was given, in words; None when it is the one of the call.
+
+        A dense mask of which transformers' flex reads a corner is not what its kernel gets.
+        """
+        if self.handed is not SAME and self.handed is not self.mask:
+            return mask_words(self.handed)
+        if not (self.told_path or self.default_path).startswith("flex"):
+            return None
+        mask = self.mask
+        if isinstance(mask, BlockMask) or not isinstance(mask, Tensor) or mask.dim() != 4:
+            return None
+        return mask_words(mask) if mask.shape[2] not in (1, self.query.shape[2]) else None
 
 
 class CallShape(NamedTuple):

@@ -272,6 +272,9 @@ def _facts(call: KernelCall) -> dict[str, Any]:
         "q_len": _length(given.get("query")),
         "kv_len": _length(given.get("key")),
     }
+    query = given.get("query")
+    if isinstance(query, Tensor) and query.dim() == 4:
+        facts |= {"batch": int(query.shape[0]), "heads": int(query.shape[1])}
     mask = given.get("block_mask" if call.name == FLEX else "attn_mask")
     if isinstance(mask, BlockMask):
         batch, heads, q_len, kv_len = mask.shape

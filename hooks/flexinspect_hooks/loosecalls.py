@@ -6,14 +6,14 @@ For a program that tries masks out on tensors, as most questions about FlexAtten
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.records import BuildRecord, GenerationEnd, GenerationRecord
+from flexinspect.records import BuildRecord, EventRecord, GenerationEnd, GenerationRecord
 from flexinspect_hooks.attention import UNSEEN, AttentionHook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
@@ -28,6 +28,8 @@ LIMIT = 500
 """Calls that are recorded; a program that makes more is no trial any more."""
 
 SAMPLE = "calls outside of a model"
+
+RAISED = "a call outside of a model that raised"
 
 BUILT = "masks built, and no call after them"
 
@@ -62,6 +64,8 @@ class _Calls(KernelCalls):
 class LooseAttention(AttentionHook):
     """Describes the calls that are put before it; installs nothing but their observer."""
 
+    are_loose = True
+
     def __init__(self, take: Take) -> None:
         self._take = take
 
@@ -76,9 +80,10 @@ class LooseCalls(CaptureSession):
     """While entered, records the calls of `flex_attention` that no model's session takes.
 
     Each is a generation of one step, as nothing says that two calls belong together; its number
-    comes from `numbers`. Keys before the newest rows count as cached, so that a call of one row is
-    a decode step. Masks that were built and that no call came after are a generation at the end:
-    building them may have been too much already.
+    comes from `numbers`; one that raised is a generation without a step. Keys before the newest
+    rows count as cached, so that a call of one row is a decode step. Masks that were built and
+    that no call came after are a generation at the end: building them may have been too much
+    already.
     """
 
     def __init__(
@@ -94,6 +99,7 @@ class LooseCalls(CaptureSession):
             are_loose=True,
             recorder=recorder,
         )
+        self.context.tell = self._tell_failed
         self._numbers = numbers
         self.n_calls = 0
 
@@ -130,6 +136,22 @@ class LooseCalls(CaptureSession):
             text = f"{LIMIT} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN, text))
         self._record(step, f"{SAMPLE}, {self.n_calls}", [call], returned)
+
+    def _tell_failed(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
+        """Tell of a call that raised in a generation of its own, without any step.
+
+        So that rules hear it, and that what they say has a place.
+        """
+        if facts["kernel"] != FLEX or self.n_calls >= LIMIT:
+            self._event(kind, text, None, facts)
+            return
+        number, now = next(self._numbers), time.time()
+        segments = (Segment(0, facts["kv_len"] or 0, "keys", SegmentKind.SHARED, 0),)
+        about = (RAISED, "not declared", "not known", segments, ())
+        self.recorder.begin(GenerationRecord(number, *about, started_at=now), self._book)
+        self.recorder.put(EventRecord(kind, text, now, number, None, facts))
+        end = GenerationEnd(number, "failed", "", segments, facts["error"], ended_at=now)
+        self.recorder.put(end)
 
     def _record_builds(self, builds: Sequence[BuildRecord]) -> None:
         now = time.perf_counter()

@@ -82,6 +82,17 @@ class MassReducer:
         return tuple(kinds)
 
 
+def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
+    """Return the weights of one call's newest row, float32 (q heads, keys), batch 0."""
+    assert mask.cells is not None
+    closed = ~mask.cells[:, -1]
+    scores = _products(torch, _queries([ref]), [_plain(ref.key[0]).mT])
+    if mask.bias is not None:
+        scores = _lifted(torch, scores + mask.bias, closed)
+    weights: Tensor = _weights(torch, _masked(torch, scores, closed, -math.inf), None)[1][0]
+    return weights.nan_to_num()
+
+
 def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
     if mask.cells is None or ref.unknown_scores:
         return ""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.records import EventRecord, TokenRecord
+from flexinspect.rules.cachekinds import CACHED_PROMPT
 from flexinspect_hooks.attention import UNSEEN
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext, cached_length, query_length
@@ -94,6 +95,7 @@ class WatchSession(CaptureSession):
         self._told_error: BaseException | None = None
         self._is_broken = self._is_followed = False
         self._calls = self._n_arrived = 0
+        self._prompt: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchSession:
         """Copies of the model carry its hooks along, and they must not carry this."""
@@ -157,6 +159,10 @@ class WatchSession(CaptureSession):
             say(("batch", text))
         if rows.ids is None:
             say(("no-ids", "No token ids were fed, so there are no tokens to show."))
+        if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:
+            cached = self._prompt[0, : place.pos].tolist()
+            text = f"The first {place.pos} tokens of the prompt are said to be cached already."
+            self._event(CACHED_PROMPT, text, step, {"prompt": cached})
         if self._calls and not self._is_followed:
             text = "Beams and assisted generation are not followed: steps are recorded, and no "
             say(("not-followed", text + "token is said to be chosen by one of them."))
@@ -328,12 +334,14 @@ class WatchSession(CaptureSession):
         self._is_followed = _is_followed(self._model, kwargs)
         prompt = next((v for v in (*args[:1], *map(kwargs.get, _PROMPTS)) if v is not None), None)
         n_prompt = int(prompt.shape[1]) if isinstance(prompt, Tensor) and prompt.dim() > 1 else 0
+        self._prompt = prompt if n_prompt else None
         self._sequences.begin_call(n_prompt, followed=self._is_followed)
 
     def _leave_call(self, result: Any, error: BaseException | None) -> None:
         self._calls -= 1
         if self._calls:
             return
+        self._prompt = None
         if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)
             self.finish("interrupted" if is_stop else "failed", error)

@@ -117,7 +117,13 @@ def test_a_call_that_fails_is_told_with_its_lengths(bench: Bench) -> None:
     reader = bench.close()
     (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
     assert (event.data["kv_len"], event.data["mask_kv"]) == (33, 32)
-    assert reader.generations() == []
+    (generation,) = reader.generations()
+    assert (generation.sample_id, generation.state) == (loosecalls.RAISED, "failed")
+    assert (reader.n_steps(0), event.generation, event.step) == (0, 0, None)
+    (finding,) = reader.findings()
+    assert finding.sentence == (
+        "KV length 33 but mask built for 32: flex_attention raised ValueError."
+    )
 
 
 def test_calls_of_a_model_that_is_watched_are_not_loose(bench: Bench, tmp_path: Path) -> None:

@@ -1,0 +1,217 @@
+"""What the cache of each layer holds around a step, against what the step fed and what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import CallRecord, InputsRecord, StepRecord
+from flexinspect.rules.cachekinds import DUPLICATED, EMPTY_LAYER, LOST
+from flexinspect.rules.words import counted, layers, numbers
+
+
+class CacheLayers:
+    """Follows the lengths of a generation's cache, layer by layer.
+
+    `keeps_nothing` tells that no layer of the model keeps anything: each step is a generation of
+    its own then, and one finding says it for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.keeps_nothing = False
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a generation."""
+        self._after: tuple[int, ...] = ()
+        self._bad: set[int] = set()
+        """Layers that were told of."""
+
+    def look(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
+        """Return layers that are empty, lost what they held, or hold something twice."""
+        found = [] if self._is_healthy(step, inputs) else self._judge(step, inputs)
+        self._after = inputs.cached_after
+        return found
+
+    def _is_healthy(self, step: StepRecord, inputs: InputsRecord) -> bool:
+        """Say whether all layers hold the same, and each what it held and the rows of this step."""
+        after = inputs.cached_after
+        if not after:
+            return True
+        n = after[0]
+        return (
+            n == step.kv_after
+            and after.count(n) == len(after)
+            and len(inputs.cached_before) in (0, len(after))
+            and inputs.cached_before == (self._after or inputs.cached_before)
+            and not (step.kv_before and step.calls and _fewest(step) <= step.q_len)
+        )
+
+    def _judge(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
+        counted_layers = {n: held for n, held in enumerate(inputs.cached_after) if held >= 0}
+        called = {call.layer: call for call in step.calls}
+        most = max(counted_layers.values(), default=0)
+        found = []
+        empty = self._empty(step, counted_layers, called)
+        if empty:
+            found.append(self._empty_layer(step, inputs, empty, called, most))
+        lost = [n for n in self._lost(step, inputs, called) if n not in empty]
+        if lost:
+            found.append(self._lost_layers(step, inputs, lost, called))
+        before = dict(enumerate(inputs.cached_before))
+        twice = [n for n, held in counted_layers.items() if held - before.get(n, 0) > step.q_len]
+        if twice and (before or not step.kv_before):
+            found.append(self._fed_twice(step, inputs, twice))
+        is_known, self.keeps_nothing = self.keeps_nothing, bool(empty) and not most
+        if is_known and self.keeps_nothing:
+            return []
+        new = [finding for finding in found if set(_all(finding)) - self._bad]
+        for finding in new:
+            self._bad.update(_all(finding))
+        return new
+
+    def _empty(
+        self, step: StepRecord, held: Mapping[int, int], called: Mapping[int, CallRecord]
+    ) -> list[int]:
+        """Return layers that ran and hold nothing while others do (or none does)."""
+        ran = set(called) or {stat.layer for stat in step.layer_stats}
+        none = [n for n, keys in held.items() if keys == 0 and n in ran]
+        # A layer that takes its keys from another one has none of its own, and still sees them.
+        if step.kv_before:
+            absent = [n for n in called if n >= len(held) and n not in held]
+            none += [n for n in absent if called[n].kv_len <= step.q_len]
+            none = [n for n in none if n not in called or called[n].kv_len <= step.q_len]
+        return sorted(set(none))
+
+    def _lost(
+        self, step: StepRecord, inputs: InputsRecord, called: Mapping[int, CallRecord]
+    ) -> list[int]:
+        """Return layers that held keys and do not any more, or that see none of those they hold."""
+        if not step.kv_before:
+            return []
+        blind = [n for n, call in called.items() if call.kv_len <= step.q_len]
+        pairs = list(zip(inputs.cached_before, inputs.cached_after, strict=False))
+        grew = {after - before for before, after in pairs if after >= 0}
+        stuck = []
+        if len(grew) > 1 and max(grew) == step.q_len:
+            stuck = [n for n, (b, a) in enumerate(pairs) if 0 <= a - b < step.q_len and a >= 0]
+        return sorted({*blind, *stuck, *self._shrunk(inputs)})
+
+    def _shrunk(self, inputs: InputsRecord) -> list[int]:
+        """Return layers that lost keys since the last step, while others did not."""
+        pairs = list(zip(self._after, inputs.cached_before, strict=False))
+        gone = [n for n, (was, now) in enumerate(pairs) if 0 <= now < was]
+        return gone if any(was == now > 0 for was, now in pairs) else []
+
+    def _empty_layer(
+        self,
+        step: StepRecord,
+        inputs: InputsRecord,
+        empty: Sequence[int],
+        called: Mapping[int, CallRecord],
+        most: int,
+    ) -> Finding:
+        held = {n: keys for n, keys in enumerate(inputs.cached_after) if keys > 0}
+        others = (
+            f"{layers([*held], 0)} {'holds' if len(held) == 1 else 'hold'} {most}"
+            if held
+            else "no layer holds anything"
+        )
+        sentence = (
+            f"{_title(layers(empty, _n_layers(called, inputs)))} received a cache and left it "
+            f"empty (0), {others}"
+        )
+        sees = [called[n].kv_len for n in empty if n in called]
+        if step.kv_before and sees:
+            sentence += (
+                f": in step {step.step} {_it(empty)} {counted(max(sees), 'key')} instead of "
+                f"{step.kv_after}"
+            )
+        return self._finding(step, EMPTY_LAYER, sentence, empty, inputs, called)
+
+    def _lost_layers(
+        self,
+        step: StepRecord,
+        inputs: InputsRecord,
+        lost: Sequence[int],
+        called: Mapping[int, CallRecord],
+    ) -> Finding:
+        who = _title(layers(lost, _n_layers(called, inputs)))
+        one, severity = len(lost) == 1, Severity.ERROR
+        gone = set(self._shrunk(inputs)) & set(lost)
+        if gone:
+            first = min(gone)
+            what = f"lost keys between steps {step.step - 1} and {step.step}: "
+            what += f"the cache held {self._after[first]} and holds {inputs.cached_before[first]}"
+        elif all(n in called and called[n].kv_len <= step.q_len for n in lost):
+            seen = counted(called[lost[0]].kv_len, "key")
+            what = f"{'sees' if one else 'see'} only {seen} in step {step.step}, those of the "
+            what += f"step itself, and the cache held {step.kv_before} before it"
+        else:
+            # A cache that forgets on purpose looks the same, if it is not the same in all layers.
+            grew, severity = counted(step.q_len, "row"), Severity.WARNING
+            what = f"{'does' if one else 'do'} not keep what step {step.step} fed ({grew}): "
+            what += f"{'its' if one else 'their'} cache stays at {inputs.cached_after[lost[0]]}, "
+            what += f"the others' holds {max(inputs.cached_after)}"
+        return self._finding(step, LOST, f"{who} {what}", lost, inputs, called, severity)
+
+    def _fed_twice(self, step: StepRecord, inputs: InputsRecord, twice: Sequence[int]) -> Finding:
+        first = twice[0]
+        before = inputs.cached_before[first] if first < len(inputs.cached_before) else 0
+        grew = inputs.cached_after[first] - before
+        which = layers(twice, len(inputs.cached_after))
+        sentence = (
+            f"The cache of {which} grew by {grew} keys in step {step.step}, which fed "
+            f"{counted(step.q_len, 'row')}: {'its' if len(twice) == 1 else 'their'} keys are in it "
+            "more than once"
+        )
+        return self._finding(step, DUPLICATED, sentence, twice, inputs, {})
+
+    def _finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        which: Sequence[int],
+        inputs: InputsRecord,
+        called: Mapping[int, CallRecord],
+        severity: Severity = Severity.ERROR,
+    ) -> Finding:
+        return Finding(
+            id=finding_id,
+            severity=severity,
+            sentence=f"{sentence}.",
+            generation=step.generation,
+            branch=step.branch,
+            step=step.step,
+            layer=which[0],
+            layers=tuple(which) if len(which) > 1 else (),
+            evidence={
+                "rows": step.q_len,
+                "cached_before": list(inputs.cached_before),
+                "cached_after": list(inputs.cached_after),
+                "kv_len": [call.kv_len for call in called.values()],
+            },
+            series=numbers(which),
+        )
+
+
+def _all(finding: Finding) -> tuple[int, ...]:
+    return finding.layers or ((finding.layer,) if finding.layer is not None else ())
+
+
+def _n_layers(called: Mapping[int, CallRecord], inputs: InputsRecord) -> int:
+    return len(called) or len(inputs.cached_after)
+
+
+def _title(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
+def _it(which: Sequence[int]) -> str:
+    return "it sees" if len(which) == 1 else "they see"
+
+
+def _fewest(step: StepRecord) -> int:
+    """Return how many keys the call with the fewest got."""
+    return min([call.kv_len for call in step.calls])
