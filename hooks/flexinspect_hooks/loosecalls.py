@@ -13,7 +13,13 @@ from typing import Any
 from torch import nn
 
 from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.records import BuildRecord, GenerationEnd, GenerationRecord
+from flexinspect.records import (
+    LOOSE_CALLS,
+    LOOSE_MASKS,
+    BuildRecord,
+    GenerationEnd,
+    GenerationRecord,
+)
 from flexinspect_hooks.attention import UNSEEN, AttentionHook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
@@ -26,10 +32,6 @@ from flexinspect_hooks.session import CaptureSession
 
 LIMIT = 500
 """Calls that are recorded; a program that makes more is no trial any more."""
-
-SAMPLE = "calls outside of a model"
-
-BUILT = "masks built, and no call after them"
 
 
 Take = Callable[[Done, float], None]
@@ -129,13 +131,13 @@ class LooseCalls(CaptureSession):
         if self.n_calls == LIMIT:
             text = f"{LIMIT} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN, text))
-        self._record(step, f"{SAMPLE}, {self.n_calls}", [call], returned)
+        self._record(step, f"{LOOSE_CALLS}, {self.n_calls}", [call], returned)
 
     def _record_builds(self, builds: Sequence[BuildRecord]) -> None:
         now = time.perf_counter()
         step = self._step_of(builds[-1].q_len, builds[-1].kv_len, now)
         step.wall_ms = sum(build.wall_ms for build in builds)
-        self._record(step, BUILT, [], now)
+        self._record(step, LOOSE_MASKS, [], now)
 
     def _record(self, step: StepContext, sample: str, calls: list[Done], returned: float) -> None:
         """Record a step as a generation of its own."""
