@@ -230,6 +230,11 @@ def command(path: Path) -> list[str]:
     return [sys.executable, "-m", "flexinspect.review", str(path)]
 
 
+def text_of(done: Review) -> str:
+    """Return a review as text, for `result_of`."""
+    return to_json({**asdict(done), "unstored": [asdict(one) for one in done.unstored]})
+
+
 def result_of(text: str) -> Review:
     """Return the review that the command printed. Raises `ValueError` for anything else."""
     said = from_json(text)
@@ -262,7 +267,7 @@ def main(argv: Sequence[str]) -> int:
             done = review(reader)
     except FlexInspectError as error:
         done = Review(note=error.message)
-    print(to_json({**asdict(done), "unstored": [asdict(one) for one in done.unstored]}))
+    print(text_of(done))
     return 0
 
 
