@@ -21,6 +21,7 @@ examples:
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect dump run.flextrace --step 3
   flexinspect models
+  flexinspect museum
 
 exit codes: 0 done, 1 the run failed, 2 it could not be done as asked, 130 interrupted
 """
@@ -28,7 +29,7 @@ exit codes: 0 done, 1 the run failed, 2 it could not be done as asked, 130 inter
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from flexinspect.commands import dump, findings, models, run, show
+    from flexinspect.commands import dump, findings, models, museum, run, show
     from flexinspect.commands import open as open_
 
     parser = argparse.ArgumentParser(
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, open_, findings, show, dump, models):
+    for command in (run, open_, findings, show, dump, models, museum):
         command.add_parser(subparsers)
     return parser
 

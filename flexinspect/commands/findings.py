@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from flexinspect.rules.base import Rule
     from flexinspect.trace.reader import TraceReader
 
-_DESCRIPTION = """Print what the rules found wrong in a trace, the worst first, with the numbers
-behind it, why it matters, how to confirm it and what usually fixes it. Rules that have not looked
-at the trace yet (those that take too long for a running model, and those installed since) look
-now, and what they say is stored in it."""
+_DESCRIPTION = """Print what the rules found wrong in a trace, the worst first, with the
+numbers behind it, why it matters, how to confirm it and what usually fixes it.
+Rules that have not looked at the trace yet (those that take too long for a
+running model, and those installed since) look now, and what they say is stored
+in it."""
 
 _EPILOG = """examples:
   flexinspect findings run.flextrace

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding
@@ -100,3 +101,17 @@ def _reason(error: sqlite3.Error) -> str:
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return "another program holds it locked"
     return "".join(char if char.isprintable() else "?" for char in str(error))
+
+
+def annotate(path: Path, facts: Mapping[str, Any], event: EventRecord) -> None:
+    """Add facts to the manifest of a trace that is finished, and an event that tells of them.
+
+    Raises `sqlite3.Error`: only for a trace that was made a moment ago.
+    """
+    out = encode.run(facts)
+    encode.events(out, (event,))
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        for sql, params in out:
+            db.execute(sql, params)
+        db.execute("COMMIT")
