@@ -108,7 +108,10 @@ def _open(args: argparse.Namespace) -> int:
     if args.no_ui or not (sys.stdin.isatty() and sys.stdout.isatty()):
         print(f"\ntrace {path}\nnext  flexinspect open {path} --step {about.step}")
         return 0
-    input("\nEnter opens it ('?' shows the keys). ")
+    try:
+        input("\nEnter opens it ('?' shows the keys). ")
+    except EOFError:
+        return 0
     from flexinspect.commands import main
 
     return main(["open", str(path), "--step", str(about.step)])

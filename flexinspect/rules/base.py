@@ -52,8 +52,8 @@ class Rule:
     loose: ClassVar[bool] = False
     """Whether it also looks at calls of FlexAttention outside of any model."""
     streams: ClassVar[tuple[str, ...]] = ()
-    """The streams of a step's `arrays` that it reads. A step that is read back from a trace has no
-    others, as they may be large; masks come with their cells without being named."""
+    """The streams of a step's `arrays` that it reads, "*" for all. A step that is read back from a
+    trace has no others, as they may be large; masks have their cells without being named."""
     scene: Scene
 
     def begin(self, scene: Scene) -> None:

@@ -47,7 +47,7 @@ _RANGE = f"{BRANCH} AND step >= ? AND step <= ?"
 _ARRAY_KINDS = ("int", "int", "text", "int?", "text?", "int")
 _ARRAYS = (
     "SELECT step, number, stream, layer, owner, chunk, dtype, item, shape, codec, checksum, data "
-    f"FROM arrays {_RANGE} AND (owner IS NOT NULL OR stream IN (%s)) "
+    f"FROM arrays {_RANGE} AND (owner IS NOT NULL OR %s) "
     "ORDER BY generation, branch, step, number, chunk"
 )
 
@@ -77,8 +77,8 @@ def replay(
 ) -> Iterator[StepRecord | EventRecord]:
     """Yield the steps of a generation, and the events that belong to none of them, as they came.
 
-    Branch after branch. Of the steps' own arrays only those of `streams` are there; findings are
-    left out. Raises `TraceError`.
+    Branch after branch. Of the steps' own arrays only those of `streams` are there ("*": all);
+    findings are left out. Raises `TraceError`.
     """
     heard = _Heard(reader, generation)
     for branch in reader.branches(generation):
@@ -198,8 +198,8 @@ def _wide(
 ) -> Mapping[int, list[tuple[str | None, ArrayRecord]]]:
     """Return the arrays of steps with the fingerprints of the masks that own them."""
     found: dict[int, list[tuple[str | None, ArrayRecord]]] = defaultdict(list)
-    wanted = sorted(streams)
-    sql = _ARRAYS % ", ".join("?" * len(wanted))
+    wanted = [] if "*" in streams else sorted(streams)
+    sql = _ARRAYS % ("true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})")
     rows = reader._query(sql, (*place, *wanted))
     for (step, _), part in itertools.groupby(rows, key=lambda row: (row[0], row[1])):
         found[step].append(reader._guard(lambda chunks: _array(reader, place, chunks), list(part)))

@@ -48,8 +48,7 @@ def said(path: Path, *ids: str) -> list[Finding]:
 def test_a_replayed_step_is_the_record_without_its_findings(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "long.flextrace", steps=2 * PIECE + 3)
     with open_trace(path) as reader:
-        streams = {"attention.mass", "attention.lse", "attention.entropy"}
-        seen = list(replay(reader, 0, streams))
+        seen = list(replay(reader, 0, ["*"]))
         assert len(seen) == 2 * PIECE + 3
         for number, step in enumerate(seen):
             record = reader.record(0, number)

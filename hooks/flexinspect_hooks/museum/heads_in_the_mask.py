@@ -9,18 +9,18 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from flexinspect_hooks.museum.kit import Stage, attend, block_mask, causal
 
-LENGTH = 1000
+LENGTH, SEQUENCES = 1000, 2
 
 
 def run(stage: Stage, *, repaired: bool) -> None:
     heads = int(stage.model.config.num_attention_heads)
-    fed = torch.tensor([(stage.ids * (LENGTH // len(stage.ids) + 1))[:LENGTH]])
+    fed = torch.tensor([(stage.ids * (LENGTH // len(stage.ids) + 1))[:LENGTH]] * SEQUENCES)
 
     def make_mask(batch_size: int, q_length: int, kv_length: int, *rest: Any, **facts: Any) -> Any:
         if repaired:
             return block_mask(causal, q_length, kv_length)
         rule = lambda b, h, q_idx, kv_idx: kv_idx <= q_idx  # noqa: E731
-        return create_block_mask(rule, 4, heads, q_length, kv_length, device="cpu")
+        return create_block_mask(rule, batch_size, heads, q_length, kv_length, device="cpu")
 
     stage.own_attention(causal, attend=attend, make_mask=make_mask)
     with stage.watched(segments=[], mask=None):

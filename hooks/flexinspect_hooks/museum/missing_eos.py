@@ -10,10 +10,10 @@ from flexinspect_hooks.museum.kit import Stage, spans_of
 
 
 def run(stage: Stage, *, repaired: bool) -> None:
-    end = [int(stage.tokenizer.eos_token_id)] if repaired else []
-    documents = [[*piece, *end] for piece in stage.pieces]
+    bos, eos = int(stage.tokenizer.bos_token_id), int(stage.tokenizer.eos_token_id)
+    documents = [[bos, *piece, *([eos] if repaired else [])] for piece in stage.pieces]
     fed = torch.tensor([[n for document in documents for n in document]])
-    is_end = (fed[0] == int(stage.tokenizer.eos_token_id)).long()
+    is_end = (fed[0] == eos).long()
     document_of = is_end.cumsum(0) - is_end  # an EOS is the last token of its own document
 
     def rule(q: Any, kv: Any) -> Any:
