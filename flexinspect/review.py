@@ -134,7 +134,7 @@ def _look(
     """Replay one generation for all rules of a task, and return what each said."""
     about = task.generation
     scene, started_at = Scene(find_mask=reader.mask), time.time()
-    told = {_place(finding) for finding in reader.findings(about.generation)}
+    told = {_place(one) for one in reader.findings() if one.generation == about.generation}
     lookers = [
         *(_Looker(rule, scene, loose=is_loose(about)) for rule in task.rules),
         *(_Looker(rule, scene, loose=is_loose(about), told=told) for rule in task.enders),

@@ -8,6 +8,10 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Executor
 from contextlib import suppress
+from pathlib import Path
+
+from textual import work
+from textual.screen import Screen
 
 from flexinspect.errors import FlexInspectError
 from flexinspect.feed import Feed
@@ -15,6 +19,30 @@ from flexinspect.review import Review, command, result_of, tasks
 from flexinspect.rules.catalogue import catalogue
 from flexinspect.trace.append import statements
 from flexinspect.trace.reader import TraceReader
+
+
+class ReviewingScreen(Screen[None]):
+    """A screen on a trace that lets rules look at it, and looks again when they have."""
+
+    _reviewed: Path | None = None
+
+    def look(self) -> None:
+        """Take in what has changed in the trace."""
+        raise NotImplementedError
+
+    def review_once(self, feed: Feed, pool: Executor) -> None:
+        """Let rules look that have not yet, beside all else; of one file once."""
+        if self._reviewed != feed.path:
+            self._reviewed = feed.path
+            self._review(feed, pool)
+
+    @work(exclusive=True, group="review")
+    async def _review(self, feed: Feed, pool: Executor) -> None:
+        said = await review_in_background(feed, pool)
+        if said is not None:
+            self.look()
+        if said:
+            self.notify(said, severity="warning", markup=False, timeout=20)
 
 
 async def review_in_background(feed: Feed, pool: Executor) -> str | None:

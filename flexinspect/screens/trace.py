@@ -13,7 +13,6 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.reactive import reactive
-from textual.screen import Screen
 from textual.widgets import Footer
 
 from flexinspect.errors import FlexInspectError
@@ -31,7 +30,7 @@ from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
 from flexinspect.screens.places import onward, within
-from flexinspect.screens.reviewing import review_in_background
+from flexinspect.screens.reviewing import ReviewingScreen
 from flexinspect.screens.search import named_step, token_with
 from flexinspect.screens.slots import Slots, panel_offer
 from flexinspect.screens.strip import TokenStrip
@@ -43,7 +42,7 @@ PAGE = 10
 N_THREADS = 2
 
 
-class TraceScreen(Screen[None]):
+class TraceScreen(ReviewingScreen):
     """Steps through a trace, live or afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
@@ -60,7 +59,6 @@ class TraceScreen(Screen[None]):
         self._search = ""
         self._complaint = ""
         self._finding: FindingRow | None = None
-        self._reviewed: Path | None = None
         self.status = Status()
         self._frame = Frame(self._loaders, self._look_ahead)
         self._next: Place | None = None
@@ -138,18 +136,8 @@ class TraceScreen(Screen[None]):
         elif self.following and status.last_step is not None:
             self.place = replace(self.place, step=status.last_step, pos=None)
         self.version += 1
-        if not status.live and self._reviewed != self._feed.path:
-            self._reviewed = self._feed.path
-            self._review()
-
-    @work(exclusive=True, group="review")
-    async def _review(self) -> None:
-        """Let rules look that have not yet, and show what they say."""
-        said = await review_in_background(self._feed, self._pool)
-        if said is not None:
-            self.look()
-        if said:
-            self.notify(said, severity="warning", markup=False, timeout=20)
+        if not status.live:
+            self.review_once(self._feed, self._pool)
 
     def _begin_at(self, place: Place) -> None:
         """Stand at a place that was asked for, or at the nearest one that there is."""
