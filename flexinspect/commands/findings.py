@@ -128,15 +128,19 @@ def _progress() -> Iterator[Progress | None]:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    started = time.monotonic()
-    with Bar(console=Console(stderr=True), transient=True, disable=False) as bar:
-        task = bar.add_task("rules look at the steps", visible=False)
+    bar = Bar(console=Console(stderr=True), transient=True)
+    task, started = bar.add_task("rules look at the steps"), time.monotonic()
 
-        def told(done: int, total: int) -> None:
-            if time.monotonic() - started > _SLOW_S:
-                bar.update(task, completed=done, total=total, visible=True)
+    def told(done: int, total: int) -> None:
+        if bar.live.is_started or time.monotonic() - started > _SLOW_S:
+            bar.start()
+            bar.update(task, completed=done, total=total)
 
+    try:
         yield told
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _print(args: argparse.Namespace, report: Report, bar: Severity | None) -> None:
