@@ -100,23 +100,45 @@ def review(
     """Let the rules (those registered, unless given) look at what they have not seen yet.
 
     What they say is stored, a generation in one transaction; where that cannot be, or is not
-    wanted, `unstored` has it. Raises `TraceError` for a trace that cannot be read.
+    wanted, `unstored` has it. Of a generation that is damaged `note` says so. Raises `TraceError`
+    for a trace that cannot be read at all.
     """
     todo = tasks(reader, catalogue().rules if rules is None else rules)
-    total = sum(reader.n_steps(task.generation.generation) for task in todo)
+    meter = _Meter(progress, [reader.n_steps(task.generation.generation) for task in todo])
     unstored: list[Reviewed] = []
-    note, before = "", 0
+    notes: dict[str, None] = {}
     for task in todo:
-        n_before = before
-        step = (lambda n, at=n_before: progress(at + n, total)) if progress else None
-        found = _look(reader, task, step)
-        before += reader.n_steps(task.generation.generation)
-        if store and not note:
-            note = _stored(reader.path, found)
-        if note or not store:
-            unstored += found
+        try:
+            found = _look(reader, task, meter.next())
+        except TraceError as error:  # the other generations may be whole
+            notes[error.message] = None
+            continue
+        if store and not unstored:
+            why = _stored(reader.path, found)
+            if not why:
+                continue
+            notes[why] = None
+        unstored += found
     names = {rule.name for task in todo for rule in (*task.rules, *task.enders)}
-    return Review(len(names), tuple(unstored), note)
+    return Review(len(names), tuple(unstored), " ".join(notes))
+
+
+class _Meter:
+    """Counts the steps of all tasks for whoever shows progress."""
+
+    def __init__(self, progress: Progress | None, sizes: Sequence[int]) -> None:
+        self._progress, self._sizes = progress, list(sizes)
+        self._total, self._before = sum(sizes), 0
+
+    def next(self) -> Callable[[int], None]:
+        """Return what is to be told of each step of the next task."""
+        before, self._before = self._before, self._before + self._sizes.pop(0)
+
+        def told(n_steps: int) -> None:
+            if self._progress is not None:
+                self._progress(min(before + n_steps, self._total), self._total)
+
+        return told
 
 
 def _stored(path: Path, found: Sequence[Reviewed]) -> str:
@@ -128,9 +150,7 @@ def _stored(path: Path, found: Sequence[Reviewed]) -> str:
     return ""
 
 
-def _look(
-    reader: TraceReader, task: Task, progress: Callable[[int], None] | None
-) -> list[Reviewed]:
+def _look(reader: TraceReader, task: Task, told_step: Callable[[int], None]) -> list[Reviewed]:
     """Replay one generation for all rules of a task, and return what each said."""
     about = task.generation
     scene, started_at = Scene(find_mask=reader.mask), time.time()
@@ -148,8 +168,7 @@ def _look(
             one.take(what)
         if isinstance(what, StepRecord):
             n_steps += 1
-            if progress is not None:
-                progress(n_steps)
+            told_step(n_steps)
     for one in lookers:
         one.end()
     return [one.result(about.generation, started_at) for one in lookers]

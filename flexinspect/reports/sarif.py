@@ -19,7 +19,8 @@ def as_sarif(report: Report) -> dict[str, Any]:
     """Return a log of one run: ids are its rules, the trace its artifact, findings its results."""
     kinds = _all_kinds(report)
     places = _Places()
-    results = [_result(one, list(kinds).index(one.id), places) for one in report.findings]
+    ids, trace = list(kinds), report.trace.as_uri()
+    results = [_result(one, ids.index(one.id), places, trace) for one in report.findings]
     off = [{"level": "warning", "message": {"text": visible(text)}} for text in report.off]
     run = {
         "tool": {
@@ -30,7 +31,7 @@ def as_sarif(report: Report) -> dict[str, Any]:
             }
         },
         "invocations": [{"executionSuccessful": True, "toolExecutionNotifications": off}],
-        "artifacts": [{"location": {"uri": report.trace.as_uri()}, "roles": ["analysisTarget"]}],
+        "artifacts": [{"location": {"uri": trace}, "roles": ["analysisTarget"]}],
         "logicalLocations": places.listed,
         "results": results,
         "columnKind": "unicodeCodePoints",
@@ -93,7 +94,7 @@ def _path(finding: Finding) -> Sequence[tuple[str, int]]:
     return [(kind, number) for kind, number in named if number is not None]
 
 
-def _result(finding: Finding, rule: int, places: _Places) -> dict[str, Any]:
+def _result(finding: Finding, rule: int, places: _Places, trace: str) -> dict[str, Any]:
     facts = {
         "positions": list(finding.positions),
         "layers": list(finding.layers),
@@ -109,7 +110,7 @@ def _result(finding: Finding, rule: int, places: _Places) -> dict[str, Any]:
         "message": {"text": visible(finding.sentence)},
         "locations": [
             {
-                "physicalLocation": {"artifactLocation": {"index": 0}},
+                "physicalLocation": {"artifactLocation": {"uri": trace, "index": 0}},
                 "logicalLocations": [where],
             }
         ],

@@ -82,6 +82,7 @@ def test_an_exhibit_tells_its_story_and_is_kept(
         assert reader.run()["exhibit"]["repaired"] is False
         (event,) = [row.event for row in reader.events() if row.event.kind == "exhibit"]
         assert about.question in event.text
+        assert {"numbers", "rows"} <= {*reader.run()["rules"]}
         assert reader.n_steps(0) == 3
         assert [segment.label for segment in reader.segments(0)][1:4] == [
             *("wording 1", "wording 2", "wording 3")

@@ -214,3 +214,13 @@ def test_a_review_survives_its_way_through_text(path: Path) -> None:
     assert repr(reviewing.result_of(text)) == repr(done)
     with pytest.raises(ValueError, match="no review"):
         reviewing.result_of(json.dumps({"findings": []}))
+
+
+def test_a_damaged_generation_is_told_of_and_the_others_are_looked_at(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE arrays SET data = x'00' WHERE generation = 0 AND owner IS NOT NULL")
+        db.commit()
+    with open_trace(path) as reader:
+        done = review(reader, [Slow()])
+    assert "damaged" in done.note
+    assert [finding.generation for finding in said(path, "slow.long-token")] == [1]

@@ -59,6 +59,7 @@ class Stage:
     def model(self) -> Any:
         """The demo model, new for each exhibit: some of them break it."""
         model = AutoModelForCausalLM.from_pretrained(_DEMO).eval().requires_grad_(False)
+        model.name_or_path = model.config._name_or_path = "demo"
         model.generation_config.eos_token_id = None  # as many tokens as are asked for
         return model
 
