@@ -26,6 +26,12 @@ else:
 LEVELS = ("basic", "advanced", "extreme")
 UNKNOWN = -1
 """The `chosen_id` and `chosen_rank` of a step when nobody saw which token it chose."""
+LOOSE_CALLS = "calls outside of a model"
+"""What the `sample_id` of a generation begins with that is a call of FlexAttention by itself."""
+LOOSE_RAISED = "a call outside of a model that raised"
+"""The `sample_id` of a generation that such a call would have been."""
+LOOSE_MASKS = "masks built, and no call after them"
+"""The `sample_id` of a generation that is nothing but masks that were built."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
 
 

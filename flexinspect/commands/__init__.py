@@ -17,9 +17,11 @@ examples:
   flexinspect run --model demo --dataset demo --max-samples 2
   flexinspect run --model llama3.2_3b_it --prompt "Who wrote Emma?" --prompt "Emma's author?"
   flexinspect open run.flextrace          (open may be left out)
+  flexinspect findings run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
   flexinspect dump run.flextrace --step 3
   flexinspect models
+  flexinspect museum
 
 exit codes: 0 done, 1 the run failed, 2 it could not be done as asked, 130 interrupted
 """
@@ -27,7 +29,7 @@ exit codes: 0 done, 1 the run failed, 2 it could not be done as asked, 130 inter
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from flexinspect.commands import dump, models, run, show
+    from flexinspect.commands import dump, findings, models, museum, run, show
     from flexinspect.commands import open as open_
 
     parser = argparse.ArgumentParser(
@@ -38,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, open_, show, dump, models):
+    for command in (run, open_, findings, show, dump, models, museum):
         command.add_parser(subparsers)
     return parser
 

@@ -18,10 +18,9 @@ from flexinspect.panels.parts.findingsdata import (
     extent_words,
     nothing,
     rules_of,
-    thousands,
-    words_of,
 )
 from flexinspect.panels.source import Source
+from flexinspect.reports.collect import thousands, words_of
 from flexinspect.text import visible
 from flexinspect.trace.callranges import (
     BEGINNING,

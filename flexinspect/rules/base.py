@@ -51,6 +51,9 @@ class Rule:
     """Whether it takes too long for a step of a running model."""
     loose: ClassVar[bool] = False
     """Whether it also looks at calls of FlexAttention outside of any model."""
+    streams: ClassVar[tuple[str, ...]] = ()
+    """The streams of a step's `arrays` that it reads, "*" for all. A step that is read back from a
+    trace has no others, as they may be large; masks have their cells without being named."""
     scene: Scene
 
     def begin(self, scene: Scene) -> None:
@@ -80,6 +83,11 @@ class RuleBook:
         self._is_loose = is_loose
         self._scene = scene or Scene()
         self._told: set[tuple[int, int, str, str]] = set()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the rules that look; those that failed are not among them."""
+        return tuple(_name(rule) for rule in self._rules)
 
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""

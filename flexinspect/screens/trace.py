@@ -13,7 +13,6 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.reactive import reactive
-from textual.screen import Screen
 from textual.widgets import Footer
 
 from flexinspect.errors import FlexInspectError
@@ -31,6 +30,7 @@ from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
 from flexinspect.screens.places import onward, within
+from flexinspect.screens.reviewing import ReviewingScreen
 from flexinspect.screens.search import named_step, token_with
 from flexinspect.screens.slots import Slots, panel_offer
 from flexinspect.screens.strip import TokenStrip
@@ -42,7 +42,7 @@ PAGE = 10
 N_THREADS = 2
 
 
-class TraceScreen(Screen[None]):
+class TraceScreen(ReviewingScreen):
     """Steps through a trace, live or afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
@@ -136,6 +136,8 @@ class TraceScreen(Screen[None]):
         elif self.following and status.last_step is not None:
             self.place = replace(self.place, step=status.last_step, pos=None)
         self.version += 1
+        if not status.live:
+            self.review_once(self._feed, self._pool)
 
     def _begin_at(self, place: Place) -> None:
         """Stand at a place that was asked for, or at the nearest one that there is."""

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 from flexinspect.errors import TraceError
+from flexinspect.trace.saidtables import EVENTS, FINDINGS, REVIEWS
 from flexinspect.trace.schema import APPLICATION_ID, VERSION
 
 BUSY_S = 2.0
@@ -56,6 +57,7 @@ class Connections:
         self._poll_version: object = None
         self._transient = False
         self._saw_wal = False
+        self._overlay: list[tuple[str, Sequence[Any]]] = []
         check_header(path)
         self.changed()
 
@@ -97,6 +99,11 @@ class Connections:
                 self._poll.close()
             return moved
 
+    def overlay(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> None:
+        """Run these in copies that all connections have from now on of what is said of a run."""
+        self._overlay += statements
+        self.close()
+
     def let_go(self) -> None:
         """Close all idle connections, so that a writer that ends can fold its file.
 
@@ -136,29 +143,32 @@ class Connections:
             self._transient = False
         handle.epoch = self._epoch
         self._saw_wal = self._saw_wal or in_wal_mode(self.path)
-        handle.db = connect(self.path)
+        handle.db = connect(self.path, self._overlay)
         return handle.db
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path, overlay: Sequence[tuple[str, Sequence[Any]]] = ()) -> sqlite3.Connection:
     """Open a connection that only reads. Raises `sqlite3.Error`.
+
+    `overlay` is run in temporary copies of the tables of what is said, which hide the true ones.
 
     A file left in WAL mode cannot be opened in a folder that cannot be written; without a WAL
     beside it, nothing is lost by calling it immutable.
     """
     try:
-        return _connect(f"{path.as_uri()}?mode=ro")
+        return _connect(f"{path.as_uri()}?mode=ro", overlay)
     except sqlite3.OperationalError:
         if not in_wal_mode(path) or _wal_bytes(path):
             raise
-        return _connect(f"{path.as_uri()}?immutable=1")
+        return _connect(f"{path.as_uri()}?immutable=1", overlay)
 
 
-def _connect(uri: str) -> sqlite3.Connection:
+def _connect(uri: str, overlay: Sequence[tuple[str, Sequence[Any]]]) -> sqlite3.Connection:
     db = sqlite3.connect(
         uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
     )
     try:
+        _lay_over(db, overlay)
         # A damaged or hostile file is read with suspicion and without running anything in it.
         for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
             db.execute(f"PRAGMA {pragma}")
@@ -167,6 +177,18 @@ def _connect(uri: str) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def _lay_over(db: sqlite3.Connection, overlay: Sequence[tuple[str, Sequence[Any]]]) -> None:
+    """A temporary table of the same name is what an unqualified name means from then on."""
+    if not overlay:
+        return
+    db.execute("PRAGMA temp_store = MEMORY")
+    for table in (FINDINGS, REVIEWS, EVENTS):
+        db.execute(table.create_sql().replace("CREATE TABLE", "CREATE TEMP TABLE", 1))
+        db.execute(f"INSERT INTO temp.{table.name} SELECT * FROM main.{table.name}")
+    for sql, params in overlay:
+        db.execute(sql, params)
 
 
 def in_wal_mode(path: Path) -> bool:

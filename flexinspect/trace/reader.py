@@ -34,6 +34,7 @@ from flexinspect.records import (
 )
 from flexinspect.trace import arrays, decode, frames, schema
 from flexinspect.trace.connections import in_wal_mode
+from flexinspect.trace.encode import Statement
 from flexinspect.trace.frames import Library
 from flexinspect.trace.queries import BRANCH, STEP, Queries, place
 from flexinspect.trace.rows import (
@@ -63,6 +64,7 @@ class TraceReader(Queries):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
+        self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
             self._connections.let_go()  # its writer may be about to fold it
@@ -94,7 +96,8 @@ class TraceReader(Queries):
 
         Sees the end of a recording, too, and then lets go of the file for the writer to fold it.
         """
-        moved = self._connections.changed()
+        moved = self._connections.changed() or self._added
+        self._added = False
         if moved and self._live and self.state != "recording":
             self._live = False
             self._connections.let_go()
@@ -326,6 +329,19 @@ class TraceReader(Queries):
         where, params = place(generation, branch, step)
         rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
         return self._records(decode.finding, schema.FINDINGS, rest, [*params, after_id, limit])
+
+    def reviews(self) -> list[tuple[str, int]]:
+        """Return which rules have looked at which generations after these were recorded."""
+        rows = self._select(schema.REVIEWS, "ORDER BY rule, generation")
+        return [(str(row[0]), int(row[1])) for row in rows]
+
+    def add(self, statements: Sequence[Statement]) -> None:
+        """Let this reader say more findings, events and reviews than its file holds.
+
+        `statements` are those that would write them; the file stays as it is.
+        """
+        self._connections.overlay(statements)
+        self._added = True
 
     def events(
         self,

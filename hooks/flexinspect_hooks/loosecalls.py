@@ -13,7 +13,15 @@ from typing import Any
 from torch import nn
 
 from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.records import BuildRecord, EventRecord, GenerationEnd, GenerationRecord
+from flexinspect.records import (
+    LOOSE_CALLS,
+    LOOSE_MASKS,
+    LOOSE_RAISED,
+    BuildRecord,
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+)
 from flexinspect_hooks.attention import UNSEEN, AttentionHook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
@@ -26,12 +34,6 @@ from flexinspect_hooks.session import CaptureSession
 
 LIMIT = 500
 """Calls that are recorded; a program that makes more is no trial any more."""
-
-SAMPLE = "calls outside of a model"
-
-RAISED = "a call outside of a model that raised"
-
-BUILT = "masks built, and no call after them"
 
 
 Take = Callable[[Done, float], None]
@@ -135,7 +137,7 @@ class LooseCalls(CaptureSession):
         if self.n_calls == LIMIT:
             text = f"{LIMIT} calls outside of a model are recorded; later ones are not."
             step.events.append((UNSEEN, text))
-        self._record(step, f"{SAMPLE}, {self.n_calls}", [call], returned)
+        self._record(step, f"{LOOSE_CALLS}, {self.n_calls}", [call], returned)
 
     def _tell_failed(self, kind: str, text: str, facts: Mapping[str, Any]) -> None:
         """Tell of a call that raised in a generation of its own, without any step.
@@ -147,7 +149,7 @@ class LooseCalls(CaptureSession):
             return
         number, now = next(self._numbers), time.time()
         segments = (Segment(0, facts["kv_len"] or 0, "keys", SegmentKind.SHARED, 0),)
-        about = (RAISED, "not declared", "not known", segments, ())
+        about = (LOOSE_RAISED, "not declared", "not known", segments, ())
         self.recorder.begin(GenerationRecord(number, *about, started_at=now), self._book)
         self.recorder.put(EventRecord(kind, text, now, number, None, facts))
         end = GenerationEnd(number, "failed", "", segments, facts["error"], ended_at=now)
@@ -157,7 +159,7 @@ class LooseCalls(CaptureSession):
         now = time.perf_counter()
         step = self._step_of(builds[-1].q_len, builds[-1].kv_len, now)
         step.wall_ms = sum(build.wall_ms for build in builds)
-        self._record(step, BUILT, [], now)
+        self._record(step, LOOSE_MASKS, [], now)
 
     def _record(self, step: StepContext, sample: str, calls: list[Done], returned: float) -> None:
         """Record a step as a generation of its own."""

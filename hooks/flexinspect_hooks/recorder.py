@@ -43,6 +43,7 @@ PROMPT_STEPS = 2
 class Sink(Protocol):
     """Where records go; `flexinspect.trace.writer.TraceWriter` is one."""
 
+    def update_run(self, **facts: Any) -> None: ...
     def begin_generation(self, record: GenerationRecord) -> None: ...
     def write_steps(self, records: Sequence[StepRecord]) -> None: ...
     def write_event(self, record: EventRecord) -> None: ...
@@ -91,6 +92,7 @@ class Recorder:
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._rules: dict[int, RuleBook] = {}
+        self._rule_names: set[str] = set()
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
@@ -192,6 +194,7 @@ class Recorder:
             item = item()
         if isinstance(item, _Begun):
             self._rules[item.record.generation] = item.rules
+            self._name_rules(item.rules.names)
             self._sink.begin_generation(item.record)
             for event in item.rules.begin(item.record):
                 self._sink.write_event(event)
@@ -204,6 +207,12 @@ class Recorder:
             rules = self._rules.get(-1 if item.generation is None else item.generation)
             if rules is not None:
                 self._say(*rules.hear(item))
+
+    def _name_rules(self, names: Sequence[str]) -> None:
+        """Say in the manifest which rules look, so that nobody asks them a second time."""
+        if not self._rule_names.issuperset(names):
+            self._rule_names.update(names)
+            self._sink.update_run(rules=sorted(self._rule_names))
 
     def _say(self, findings: Sequence[Finding], events: Sequence[EventRecord]) -> None:
         """Write what rules found outside of the steps, and which of them failed at it."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flexinspect
+from flexinspect.records import LOOSE_CALLS, LOOSE_MASKS, LOOSE_RAISED
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import loosecalls
@@ -67,7 +68,7 @@ def test_a_decode_row_without_its_offset_shows_one_key_of_nine(bench: Bench) -> 
         flex_attention(*qkv(1, 9), block_mask=made, enable_gqa=True)
     reader = bench.close()
     found = [(g.sample_id, g.state) for g in reader.generations()]
-    assert found == [(f"{loosecalls.SAMPLE}, {n}", "finished") for n in (1, 2)]
+    assert found == [(f"{LOOSE_CALLS}, {n}", "finished") for n in (1, 2)]
     steps = [reader.step(number, 0) for number in range(2)]
     lengths = [(s.phase, s.q_len, s.kv_before, s.kv_after) for s in steps if s is not None]
     assert lengths == [("decode", 1, 8, 9)] * 2
@@ -118,7 +119,7 @@ def test_a_call_that_fails_is_told_with_its_lengths(bench: Bench) -> None:
     (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
     assert (event.data["kv_len"], event.data["mask_kv"]) == (33, 32)
     (generation,) = reader.generations()
-    assert (generation.sample_id, generation.state) == (loosecalls.RAISED, "failed")
+    assert (generation.sample_id, generation.state) == (LOOSE_RAISED, "failed")
     assert (reader.n_steps(0), event.generation, event.step) == (0, 0, None)
     (finding,) = reader.findings()
     assert finding.sentence == (
@@ -139,7 +140,7 @@ def test_masks_that_no_call_came_after_are_recorded_at_the_end(bench: Bench) -> 
     create_block_mask(lambda b, h, i, j: j <= i, None, 8, 500, 600, device="cpu")
     reader = bench.close()
     samples = [row.sample_id for row in reader.generations()]
-    assert samples == [f"{loosecalls.SAMPLE}, 1", loosecalls.BUILT]
+    assert samples == [f"{LOOSE_CALLS}, 1", LOOSE_MASKS]
     assert [build.q_len for build in reader.builds(0, 0)] == [2]
     built = reader.builds(1, 0)
     assert [(b.layer, b.heads, b.q_len, b.kv_len) for b in built] == [
@@ -211,7 +212,7 @@ def test_a_call_after_a_models_forward_failed_is_loose(bench: Bench, tmp_path: P
         with pytest.raises(ValueError, match="not today"):
             model(torch.tensor([ids(5, 1)]))
         flex_attention(*qkv(2, 2), enable_gqa=True)
-    assert [row.sample_id for row in bench.close().generations()] == [f"{loosecalls.SAMPLE}, 1"]
+    assert [row.sample_id for row in bench.close().generations()] == [f"{LOOSE_CALLS}, 1"]
 
 
 def test_past_the_limit_nothing_is_recorded_and_that_is_said(

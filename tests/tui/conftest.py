@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support.traces import sample_trace
 
+from flexinspect.screens import reviewing
+
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -23,3 +25,15 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trace(tmp_path: Path) -> Path:
     """A finished trace of two generations of six steps."""
     return sample_trace(tmp_path / "sample.flextrace")
+
+
+@pytest.fixture(autouse=True)
+def no_review(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no rule look at the traces of these tests, whatever rules there are by now."""
+    if "with_review" not in request.fixturenames:
+        monkeypatch.setattr(reviewing, "needed", lambda reader: False)
+
+
+@pytest.fixture
+def with_review() -> None:
+    """Let rules look after all."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.records import TokenRecord
+from flexinspect.reports.collect import counted_times, place_words, thousands
+from flexinspect.rules.words import counted
 from flexinspect.text import visible
-from flexinspect.trace.callranges import FindingGroup, lineage, spans
+from flexinspect.trace.callranges import FindingGroup, spans
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import FindingRow
 from flexinspect.trace.values import plain_json
@@ -17,6 +18,8 @@ from flexinspect.widgets.lines import clipped
 MOST_WORDS = 12
 """Positions, and facts of the evidence, that are shown of one finding."""
 
+LONGEST_QUERY = 300
+
 STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "muted"}
 
 
@@ -24,7 +27,7 @@ STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "muted
 class FindingsData:
     """The classes of findings, worst first, and one finding of the selected class with its words.
 
-    `words` are (pos, text) of its first positions; `rules` are the names that the manifest gives.
+    `words` are (pos, text) of its first positions; `rules` are the names of those that have looked.
     """
 
     groups: tuple[FindingGroup, ...]
@@ -36,35 +39,10 @@ class FindingsData:
 
 
 def rules_of(reader: TraceReader) -> tuple[str, ...]:
-    """Return the names of the rules that the manifest says were at work, if it says so."""
+    """Return the names of the rules that have looked, live (if the manifest says) or afterwards."""
     rules = reader.run().get("rules")
-    return tuple(map(str, rules)) if isinstance(rules, list | dict) else ()
-
-
-def words_of(reader: TraceReader, finding: Finding) -> tuple[tuple[int, str], ...]:
-    """Return the first positions of a finding with the text of their tokens, one look-up each."""
-    branches = lineage(reader, finding.generation, finding.branch)
-    found = []
-    for pos in finding.positions[:MOST_WORDS]:
-        tokens = (
-            token
-            for branch, _, _ in branches
-            for token in reader.tokens(finding.generation, branch, pos, pos + 1)
-        )
-        token = next(tokens, None)
-        found.append((pos, _word(token)))
-    return tuple(found)
-
-
-def _word(token: TokenRecord | None) -> str:
-    """Return a token's text in one line; `paragraph` makes it printable."""
-    text = (token.text or token.token) if token is not None else ""
-    return text.replace("\n", "↵")
-
-
-def thousands(n: int) -> str:
-    """Return 1064 as "1 064"."""
-    return f"{n:,}".replace(",", " ")
+    live = map(str, rules) if isinstance(rules, list) else ()
+    return tuple(sorted({*live, *(rule for rule, _ in reader.reviews())}))
 
 
 def extent_words(group: FindingGroup) -> str:
@@ -76,15 +54,16 @@ def extent_words(group: FindingGroup) -> str:
         parts.append(group.steps.words("step"))
     if group.generations.high > 0 or not parts:
         parts.append(group.generations.words("generation"))
-    times = "once" if group.times == 1 else f"{thousands(group.times)} times"
-    return f"{', '.join(parts)}: {times}"
+    return f"{', '.join(parts)}: {counted_times(group.times)}"
 
 
 def nothing(data: FindingsData) -> list[str]:
     """Return what can be said honestly of a trace without findings."""
     if data.rules:
         names = ", ".join(map(visible, data.rules))
-        return [f"No finding so far: {len(data.rules)} rules look at every step ({names})."]
+        return [
+            f"No finding so far: {counted(len(data.rules), 'rule')} looked at every step ({names})."
+        ]
     return ["No findings are recorded in this trace."]
 
 
@@ -96,22 +75,16 @@ def detail(data: FindingsData) -> Iterator[tuple[str, str]]:
     group = data.groups[data.selected]
     yield finding.sentence, STYLES[finding.severity]
     number = f" ({thousands(data.member + 1)} of {thousands(group.count)})"
-    yield f"At {_where(finding)}{number if group.count > 1 else ''}.", "text"
+    yield f"At {place_words(finding)}{number if group.count > 1 else ''}.", "text"
     if data.words:
         yield _positions(data, finding), "text"
+    for name in ("why", "confirm", "fix"):
+        if said := getattr(finding, name):
+            yield f"{name}: {said}", "text"
     for key, value in list(finding.evidence.items())[:MOST_WORDS]:
         yield f"{key}: {value if isinstance(value, str) else plain_json(value)}"[:500], "muted"
-
-
-def _where(finding: Finding) -> str:
-    named = (
-        ("generation", finding.generation),
-        ("branch", finding.branch or None),
-        ("step", finding.step),
-        ("layer", finding.layer),
-        ("head", finding.head),
-    )
-    return ", ".join(f"{name} {value}" for name, value in named if value is not None)
+    if finding.query:
+        yield f"query: {clipped(finding.query, LONGEST_QUERY).rstrip()}", "muted"
 
 
 def _positions(data: FindingsData, finding: Finding) -> str:

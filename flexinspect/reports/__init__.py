@@ -1,0 +1,1 @@
+"""What a trace's findings look like elsewhere: in a terminal, as JSON, SARIF and JUnit XML."""

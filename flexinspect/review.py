@@ -1,0 +1,294 @@
+"""Rules that have not looked at a trace yet look now, and what they say is stored in it.
+
+While a run records, the cheap rules look at every step. The dear ones, and those that were not
+installed then, look here: at the steps as they are in the trace, generation by generation, each
+rule once. Of a generation that never came to its end (its process was killed) the rules that looked
+live say here what they say at an end.
+
+`python -m flexinspect.review TRACE` does it in a process of its own and prints what could not be
+stored, as JSON: so the interface is not held up.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flexinspect.errors import FlexInspectError, TraceError, TraceWriteError
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import EventRecord, GenerationRecord, StepRecord
+from flexinspect.rules.base import Rule, RuleBook
+from flexinspect.rules.catalogue import catalogue
+from flexinspect.rules.scene import Scene
+from flexinspect.trace.append import Reviewed, append
+from flexinspect.trace.owner import recorder_lives
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.replay import beginning, is_loose, replay
+from flexinspect.trace.rows import GenerationRow
+from flexinspect.trace.values import from_json, to_json
+
+Progress = Callable[[int, int], None]
+"""Told of steps that are done, and of all there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Review:
+    """What rules said afterwards: `unstored` is what the trace does not hold, and `note` why.
+
+    `n_rules` is how many looked, at one generation at least.
+    """
+
+    n_rules: int = 0
+    unstored: tuple[Reviewed, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A generation, and the rules that are to look at it; of `enders` only the end counts."""
+
+    generation: GenerationRow
+    rules: tuple[Rule, ...]
+    enders: tuple[Rule, ...] = ()
+
+
+def tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[Task]:
+    """Return what is still to be looked at, nothing of a trace that is being recorded."""
+    run = reader.run()
+    if run.get("state") == "recording" and recorder_lives(run):
+        return []
+    live, done = looked_live(run, rules), set(reader.reviews())
+    found = []
+    for about in reader.generations():
+        left = [rule for rule in rules if (rule.name, about.generation) not in done]
+        if is_loose(about):
+            left = [rule for rule in left if rule.loose]
+        news = tuple(rule for rule in left if rule.name not in live)
+        enders = tuple(rule for rule in left if rule.name in live and _speaks_at_end(rule))
+        ended = about.state == "finished"
+        if news or (enders and not ended):
+            found.append(Task(about, news, () if ended else enders))
+    return found
+
+
+def looked_live(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]:
+    """Return the names of the rules that looked at each step as it came.
+
+    A manifest that names none is of a program that had all but the dear ones.
+    """
+    named = run.get("rules")
+    if isinstance(named, list):
+        return frozenset(map(str, named))
+    return frozenset(rule.name for rule in rules if not rule.dear)
+
+
+def _speaks_at_end(rule: Rule) -> bool:
+    return type(rule).end is not Rule.end
+
+
+def review(
+    reader: TraceReader,
+    rules: Sequence[Rule] | None = None,
+    *,
+    progress: Progress | None = None,
+    store: bool = True,
+) -> Review:
+    """Let the rules (those registered, unless given) look at what they have not seen yet.
+
+    What they say is stored, a generation in one transaction; where that cannot be, or is not
+    wanted, `unstored` has it. Of a generation that is damaged `note` says so. Raises `TraceError`
+    for a trace that cannot be read at all.
+    """
+    todo = tasks(reader, catalogue().rules if rules is None else rules)
+    meter = _Meter(progress, [reader.n_steps(task.generation.generation) for task in todo])
+    unstored: list[Reviewed] = []
+    notes: dict[str, None] = {}
+    for task in todo:
+        try:
+            found = _look(reader, task, meter.next())
+        except TraceError as error:  # the other generations may be whole
+            notes[error.message] = None
+            continue
+        if store and not unstored:
+            why = _stored(reader.path, found)
+            if not why:
+                continue
+            notes[why] = None
+        unstored += found
+    names = {rule.name for task in todo for rule in (*task.rules, *task.enders)}
+    return Review(len(names), tuple(unstored), " ".join(notes))
+
+
+class _Meter:
+    """Counts the steps of all tasks for whoever shows progress."""
+
+    def __init__(self, progress: Progress | None, sizes: Sequence[int]) -> None:
+        self._progress, self._sizes = progress, list(sizes)
+        self._total, self._before = sum(sizes), 0
+
+    def next(self) -> Callable[[int], None]:
+        """Return what is to be told of each step of the next task."""
+        before, self._before = self._before, self._before + self._sizes.pop(0)
+
+        def told(n_steps: int) -> None:
+            if self._progress is not None:
+                self._progress(min(before + n_steps, self._total), self._total)
+
+        return told
+
+
+def _stored(path: Path, found: Sequence[Reviewed]) -> str:
+    """Store what was found; returns why that was not possible, empty if it was."""
+    try:
+        append(path, found)
+    except (TraceWriteError, TraceError) as error:
+        return error.message
+    return ""
+
+
+def _look(reader: TraceReader, task: Task, told_step: Callable[[int], None]) -> list[Reviewed]:
+    """Replay one generation for all rules of a task, and return what each said."""
+    about = task.generation
+    scene, started_at = Scene(find_mask=reader.mask), time.time()
+    told = {_place(one) for one in reader.findings() if one.generation == about.generation}
+    lookers = [
+        *(_Looker(rule, scene, loose=is_loose(about)) for rule in task.rules),
+        *(_Looker(rule, scene, loose=is_loose(about), told=told) for rule in task.enders),
+    ]
+    record, streams = beginning(reader, about), {s for one in lookers for s in one.rule.streams}
+    for one in lookers:
+        one.begin(record)
+    n_steps = 0
+    for what in replay(reader, about.generation, streams):
+        for one in lookers:
+            one.take(what)
+        if isinstance(what, StepRecord):
+            n_steps += 1
+            told_step(n_steps)
+    for one in lookers:
+        one.end()
+    return [one.result(about.generation, started_at) for one in lookers]
+
+
+def _place(finding: Finding) -> tuple[Any, ...]:
+    return finding.id, finding.branch, finding.step, finding.layer, finding.head, finding.sentence
+
+
+@dataclass
+class _Looker:
+    """One rule with a book of its own, so that what it says and takes is told apart.
+
+    Of one that has `told` (where and what) only news at the end count.
+    """
+
+    rule: Rule
+    scene: Scene
+    loose: bool
+    told: set[tuple[Any, ...]] | None = None
+    wall_s: float = 0.0
+    found: list[Finding] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._book = RuleBook([self.rule], is_loose=self.loose, scene=self.scene)
+
+    def begin(self, generation: GenerationRecord) -> None:
+        self.events += self._book.begin(generation)
+
+    def take(self, what: StepRecord | EventRecord) -> None:
+        """Let the rule look at a step, or hear of an event."""
+        started = time.perf_counter()
+        if isinstance(what, StepRecord):
+            self._look(what)
+        else:
+            self._say(*self._book.hear(what), counts=self.told is None)
+        self.wall_s += time.perf_counter() - started
+
+    def _look(self, step: StepRecord) -> None:
+        seen = self._book.look(step)
+        if seen is step:
+            return
+        self._say(seen.findings, seen.events[len(step.events) :], counts=self.told is None)
+        for repeat in seen.repeats:
+            self._count(step, (repeat.id, repeat.series))
+
+    def _count(self, step: StepRecord, series: tuple[str, str]) -> None:
+        """Count a finding of an earlier step again, as the trace does."""
+        for at, finding in enumerate(self.found):
+            if (finding.id, finding.series, finding.branch) == (*series, step.branch):
+                self.found[at] = replace(finding, times=finding.times + 1, last_step=step.step)
+
+    def end(self) -> None:
+        """Let the rule speak of the generation as a whole."""
+        started = time.perf_counter()
+        self._say(*self._book.end(), counts=True)
+        self.wall_s += time.perf_counter() - started
+
+    def _say(
+        self, found: Sequence[Finding], events: Sequence[EventRecord], *, counts: bool
+    ) -> None:
+        self.events += events
+        if counts:
+            self.found += [f for f in found if self.told is None or _place(f) not in self.told]
+
+    def result(self, generation: int, at: float) -> Reviewed:
+        """Return what the rule said of the generation."""
+        said = (tuple(self.found), tuple(self.events))
+        return Reviewed(self.rule.name, generation, *said, at, self.wall_s * 1e3)
+
+
+# -- in a process of its own -----------------------------------------------------------------------
+
+
+def command(path: Path) -> list[str]:
+    """Return the command that reviews a trace in a process of its own; see `result_of`."""
+    return [sys.executable, "-m", "flexinspect.review", str(path)]
+
+
+def text_of(done: Review) -> str:
+    """Return a review as text, for `result_of`."""
+    return to_json({**asdict(done), "unstored": [asdict(one) for one in done.unstored]})
+
+
+def result_of(text: str) -> Review:
+    """Return the review that the command printed. Raises `ValueError` for anything else."""
+    said = from_json(text)
+    try:
+        unstored = tuple(_reviewed(one) for one in said["unstored"])
+        return Review(int(said["n_rules"]), unstored, str(said["note"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no review: {error}") from None
+
+
+def _reviewed(said: dict[str, Any]) -> Reviewed:
+    findings = tuple(_finding(one) for one in said.pop("findings"))
+    events = tuple(EventRecord(**one) for one in said.pop("events"))
+    return Reviewed(findings=findings, events=events, **said)
+
+
+def _finding(said: dict[str, Any]) -> Finding:
+    lists = {name: tuple(said[name]) for name in ("positions", "layers")}
+    return Finding(**{**said, **lists, "severity": Severity(said["severity"])})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Review the trace that is named, at low priority, and print the review."""
+    import os
+
+    if hasattr(os, "nice"):
+        os.nice(5)
+    try:
+        with open_trace(argv[0]) as reader:
+            done = review(reader)
+    except FlexInspectError as error:
+        done = Review(note=error.message)
+    print(text_of(done))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

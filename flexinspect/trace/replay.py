@@ -1,0 +1,246 @@
+"""A finished trace once more, step by step, as rules saw it live: read in pieces, a query a table.
+
+`TraceReader.record` asks some fifteen questions per step, and reads every array; this asks as many
+for `PIECE` steps, and reads the masks and those streams alone that somebody wants.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flexinspect.records import (
+    LOOSE_CALLS,
+    LOOSE_MASKS,
+    LOOSE_RAISED,
+    ArrayRecord,
+    EventRecord,
+    GenerationRecord,
+    MaskRecord,
+    StepRecord,
+)
+from flexinspect.trace import arrays, decode, schema
+from flexinspect.trace.columns import Table
+from flexinspect.trace.queries import BRANCH
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import GenerationRow, StepRow
+
+PIECE = 64
+"""Steps that are read at once."""
+
+_BY_STEP: tuple[tuple[Table, str, Callable[[Sequence[Any]], Any], int], ...] = (
+    (schema.CANDIDATES, "rank", decode.candidate, 3),
+    (schema.INPUTS, "step", decode.inputs, 3),
+    (schema.CALLS, "call", decode.call, 4),
+    (schema.BUILDS, "build", decode.build, 4),
+    (schema.LAYER_STATS, "number", decode.layer_stat, 4),
+    (schema.MEMORY, "step", decode.memory, 3),
+)
+"""Tables of a step: their order within it, what makes records of rows, and the width of the key."""
+
+Rows = Mapping[int, list[Any]]
+"""By step, what a table holds of it; an empty list for a step that has nothing."""
+
+_RANGE = f"{BRANCH} AND step >= ? AND step <= ?"
+_ARRAY_KINDS = ("int", "int", "text", "int?", "text?", "int")
+_ARRAYS = (
+    "SELECT step, number, stream, layer, owner, chunk, dtype, item, shape, codec, checksum, data "
+    f"FROM arrays {_RANGE} AND (owner IS NOT NULL OR %s) "
+    "ORDER BY generation, branch, step, number, chunk"
+)
+
+
+def is_loose(generation: GenerationRow) -> bool:
+    """Tell whether a generation is a call of FlexAttention outside of any model."""
+    name = generation.sample_id
+    return name in (LOOSE_MASKS, LOOSE_RAISED) or name.startswith(LOOSE_CALLS)
+
+
+def beginning(reader: TraceReader, about: GenerationRow) -> GenerationRecord:
+    """Return a generation as it was when it began: its prompt, its segments, what was declared."""
+    number = about.generation
+    tokens = reader.tokens(number)
+    return GenerationRecord(
+        *(number, about.sample_id, about.mask, about.positions),
+        segments=tuple(reader.segments(number)),
+        tokens=tuple(token for token in tokens if token.step is None),
+        expected=about.expected,
+        declared=about.declared,
+        started_at=about.started_at,
+        model=about.model,
+    )
+
+
+def replay(
+    reader: TraceReader, generation: int, streams: Collection[str] = ()
+) -> Iterator[StepRecord | EventRecord]:
+    """Yield the steps of a generation, and the events that belong to none of them, as they came.
+
+    Branch after branch. Of the steps' own arrays only those of `streams` are there ("*": all);
+    findings are left out. Raises `TraceError`.
+    """
+    heard = _Heard(reader, generation)
+    for branch in reader.branches(generation):
+        for step in steps(reader, generation, branch.branch, streams):
+            yield from heard.before(step)
+            yield step
+    yield from heard.rest()
+
+
+def steps(
+    reader: TraceReader, generation: int, branch: int, streams: Collection[str] = ()
+) -> Iterator[StepRecord]:
+    """Yield the steps of one branch, in order, without findings; see `replay`."""
+    first = 0
+    while True:
+        rest = f"{BRANCH} AND step >= ? ORDER BY step LIMIT ?"
+        rows = reader._select(schema.STEPS, rest, (generation, branch, first, PIECE))
+        if not rows:
+            return
+        about = [reader._guard(decode.step, row[:-3]) for row in rows]
+        first = about[-1].step + 1
+        of = _tables(reader, about, streams)
+        for step, row in zip(about, rows, strict=True):
+            yield _record(reader, step, row, of)
+
+
+class _Heard:
+    """Events that belong to a generation and to no step that was recorded."""
+
+    def __init__(self, reader: TraceReader, generation: int) -> None:
+        found = reader.events(generation=generation)
+        self._events = deque(row.event for row in found if row.branch is None)
+
+    def before(self, step: StepRecord) -> Iterator[EventRecord]:
+        """Yield, once, those that came before a step was over."""
+        over = step.started_at + step.wall_ms / 1e3
+        while self._events and not self._events[0].at > over:
+            yield self._events.popleft()
+
+    def rest(self) -> Iterator[EventRecord]:
+        """Yield those that are left."""
+        while self._events:
+            yield self._events.popleft()
+
+
+def _record(
+    reader: TraceReader, about: StepRow, row: Sequence[Any], of: Mapping[str, Rows]
+) -> StepRecord:
+    """Return a step from all its columns and from what its tables hold."""
+    step = about.step
+    inputs, memory = of["inputs"][step], of["memory"][step]
+    logits = None
+    if about.chosen_id is not None:
+        candidates = tuple(of["candidates"][step])
+        logits = reader._guard(lambda values: decode.logits(values, candidates), row[12:])
+    return StepRecord(
+        *(about.generation, step, about.phase, about.q_len, about.kv_before, about.kv_after),
+        *(about.started_at, about.wall_ms, about.capture_ms, about.branch),
+        logits=logits,
+        tokens=tuple(of["tokens"][step]),
+        inputs=inputs[0] if inputs else None,
+        calls=tuple(of["calls"][step]),
+        builds=tuple(of["builds"][step]),
+        layer_stats=tuple(of["layer_stats"][step]),
+        memory=memory[0] if memory else None,
+        masks=tuple(of["masks"][step]),
+        arrays=tuple(of["arrays"][step]),
+        events=tuple(of["events"][step]),
+    )
+
+
+def _tables(
+    reader: TraceReader, about: Sequence[StepRow], streams: Collection[str]
+) -> dict[str, Rows]:
+    """Return what the tables hold of some steps of a branch that follow each other."""
+    place = (about[0].generation, about[0].branch, about[0].step, about[-1].step)
+    of: dict[str, Rows] = {}
+    for table, order, make, skip in _BY_STEP:
+        found: dict[int, list[Any]] = defaultdict(list)
+        for values in reader._select(table, f"{_RANGE} ORDER BY step, {order}", place, skip=2):
+            found[values[0]].append(reader._guard(make, values[skip - 2 :]))
+        of[table.name] = found
+    of["tokens"] = _tokens(reader, about)
+    of["events"] = _events(reader, place)
+    wide = _wide(reader, place, streams)
+    of["masks"] = _masks(reader, place, wide)
+    of["arrays"] = {
+        step: [array for owner, array in wide[step] if owner is None]
+        for step in (row.step for row in about)
+    }
+    return of
+
+
+def _tokens(reader: TraceReader, about: Sequence[StepRow]) -> Rows:
+    found: dict[int, list[Any]] = defaultdict(list)
+    bounds = [(row.first_pos, row.last_pos) for row in about if row.first_pos is not None]
+    if bounds:
+        first = min(low for low, _ in bounds if low is not None)
+        last = max(high for _, high in bounds if high is not None)
+        for token in reader.tokens(about[0].generation, about[0].branch, first, last + 1):
+            if token.step is not None:
+                found[token.step].append(token)
+    return found
+
+
+def _events(reader: TraceReader, place: Sequence[int]) -> Rows:
+    """Return the events that came with steps; those heard beside them name no branch."""
+    found: dict[int, list[Any]] = defaultdict(list)
+    for row in reader._records(decode.event, schema.EVENTS, f"{_RANGE} ORDER BY event", place):
+        if row.event.step is not None:
+            found[row.event.step].append(row.event)
+    return found
+
+
+def _wide(
+    reader: TraceReader, place: Sequence[int], streams: Collection[str]
+) -> Mapping[int, list[tuple[str | None, ArrayRecord]]]:
+    """Return the arrays of steps with the fingerprints of the masks that own them."""
+    found: dict[int, list[tuple[str | None, ArrayRecord]]] = defaultdict(list)
+    wanted = [] if "*" in streams else sorted(streams)
+    sql = _ARRAYS % ("true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})")
+    rows = reader._query(sql, (*place, *wanted))
+    for (step, _), part in itertools.groupby(rows, key=lambda row: (row[0], row[1])):
+        found[step].append(reader._guard(lambda chunks: _array(reader, place, chunks), list(part)))
+    return found
+
+
+def _array(
+    reader: TraceReader, place: Sequence[int], rows: Sequence[Sequence[Any]]
+) -> tuple[str | None, ArrayRecord]:
+    step, _, stream, layer, owner, _ = decode.clean_as(_ARRAY_KINDS, rows[0][:6], "arrays")
+    where = f"{stream!r} of step {step} of generation {place[0]} in {reader.path}"
+    if [row[5] for row in rows] != list(range(len(rows))):
+        raise arrays.damaged(where, "a part of it is missing")
+    array, dtype = arrays.decode([decode.chunk(row[6:]) for row in rows], where)
+    true = None if dtype == array.dtype.name else dtype
+    return owner, ArrayRecord(stream, array, layer, true)
+
+
+def _masks(
+    reader: TraceReader,
+    place: Sequence[int],
+    wide: Mapping[int, list[tuple[str | None, ArrayRecord]]],
+) -> Rows:
+    found: dict[int, list[Any]] = defaultdict(list)
+    rest = f"{_RANGE} ORDER BY step, fingerprint"
+    for step, *values in reader._select(schema.MASKS, rest, place, skip=2):
+        mask: MaskRecord = reader._guard(decode.mask, values)
+        have = {
+            record.stream.removeprefix("mask."): record.array
+            for owner, record in wide[step]
+            if owner == mask.fingerprint
+        }
+        found[step].append(
+            replace(
+                mask,
+                cells=have.get("cells"),
+                averaged=have.get("averaged"),
+                partial=have.get("partial"),
+                full=have.get("full"),
+            )
+        )
+    return found

@@ -1,0 +1,21 @@
+"""A patched attention returns its output twice, once in the place of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexinspect_hooks.museum.kit import Stage
+
+
+def run(stage: Stage, *, repaired: bool) -> None:
+    stage.model.set_attn_implementation("eager")
+    inner = stage.model.model.layers[0].self_attn
+    original = inner.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output, weights = original(*args, **kwargs)
+        return output, weights if repaired else output
+
+    inner.forward = forward
+    with stage.watched(segments=[], mask=None):
+        stage.model(stage.fed, output_attentions=True, use_cache=False)

@@ -1,0 +1,307 @@
+"""`flexinspect findings`: text, JSON, SARIF and JUnit, what fails a build, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+from support.rules import Broken, Late, Slow
+from support.traces import RUN, SEGMENTS, sample_step, sample_trace
+
+from flexinspect import plugins
+from flexinspect.commands import findings, main
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import GenerationRecord
+from flexinspect.reports.collect import Wanted, collect
+from flexinspect.reports.text import print_report
+from flexinspect.rules.numbers import NumbersRule
+from flexinspect.trace.reader import open_trace
+from flexinspect.trace.writer import TraceWriter
+
+Ran = tuple[int, str, str]
+
+
+@pytest.fixture(autouse=True)
+def rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rules: one that has looked live, and a dear one."""
+    made = {"numbers": NumbersRule, "slow": Slow}
+    monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return sample_trace(tmp_path / "sample.flextrace")
+
+
+@pytest.fixture
+def run(path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    def call(*words: str) -> Ran:
+        code = main(["findings", str(path), *words])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def test_the_worst_comes_first_with_all_that_is_known_of_it(run: Callable[..., Ran]) -> None:
+    code, out, err = run()
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[0] == "error  numbers.nan  layer 2, step 3: once"
+    assert lines[1] == "  Layer 2 made the first NaN."
+    assert "  at  generation 0, step 3, layer 2" in lines
+    assert "  positions  16 “\\x1b[31m”" in lines
+    assert "  evidence  n_nan 3" in lines
+    assert "  page  docs/findings/numbers.nan.md" in lines
+    at = lines.index("warning  slow.long-token  3 steps of 0-3, generations 0-1: 6 times")
+    assert lines[at + 1] == "  “ Jane” is long."
+    assert "  why  It matters." in lines
+    assert "  query  SELECT * FROM steps WHERE generation = 0 AND step = 0" in lines
+    assert lines[-1] == "1 error, 2 warnings"
+
+
+def test_no_line_is_longer_than_the_terminal_or_coloured_against_its_will(path: Path) -> None:
+    env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "60", "FORCE_COLOR": ""}
+    words = [sys.executable, "-m", "flexinspect", "findings", str(path)]
+    ran = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    assert ran.returncode == 1, ran.stderr
+    assert "\x1b" not in ran.stdout
+    assert max(map(len, ran.stdout.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ((), 1),
+        (("--fail-on", "never"), 0),
+        (("--fail-on", "warning"), 1),
+        (("--severity", "warning"), 0),
+        (("--severity", "warning", "--fail-on", "warning"), 1),
+        (("--id", "slow.*"), 0),
+        (("--generation", "1"), 0),
+        (("--generation", "1", "--fail-on", "note"), 1),
+        (("--id", "nothing"), 0),
+    ],
+)
+def test_the_exit_code_is_that_of_what_was_asked_for(
+    run: Callable[..., Ran], words: tuple[str, ...], code: int
+) -> None:
+    assert run(*words)[0] == code
+
+
+def test_json_has_a_stable_shape(run: Callable[..., Ran], path: Path) -> None:
+    code, out, _ = run("--json")
+    said = json.loads(out)
+    assert code == 1
+    assert [*said] == [
+        *("version", "trace", "state", "rules", "ids", "counts", "findings", "rules_off", "notes")
+    ]
+    assert (said["version"], said["trace"], said["state"]) == (1, str(path), "finished")
+    assert said["rules"] == ["numbers", "slow"]
+    assert said["counts"] == {"error": 1, "warning": 2, "note": 0}
+    assert said["findings"][1] == {
+        "id": "slow.long-token",
+        "severity": "warning",
+        "sentence": "“ Jane” is long.",
+        "generation": 0,
+        "branch": 0,
+        "step": 0,
+        "last_step": 3,
+        "layer": None,
+        "layers": [],
+        "head": None,
+        "positions": [{"pos": 13, "text": " Jane"}],
+        "times": 3,
+        "evidence": {"letters": 5, "odds": "NaN"},
+        "why": "It matters.",
+        "confirm": "Count.",
+        "fix": "Cut it.",
+        "query": "SELECT * FROM steps WHERE generation = 0 AND step = 0",
+        "page": "docs/findings/slow.long-token.md",
+    }
+
+
+# What SARIF 2.1.0 lets the objects have that we write, required properties first.
+ALLOWED = {
+    "log": ("version", "runs", "$schema"),
+    "run": ("tool", "invocations", "artifacts", "logicalLocations", "results", "columnKind"),
+    "driver": ("name", "version", "rules"),
+    "rule": ("id", "shortDescription", "fullDescription", "help", "defaultConfiguration"),
+    "result": (
+        *("message", "ruleId", "ruleIndex", "level", "locations", "occurrenceCount"),
+        *("partialFingerprints", "properties"),
+    ),
+    "place": ("name", "fullyQualifiedName", "kind", "parentIndex"),
+}
+
+
+def only(kind: str, thing: dict[str, Any]) -> dict[str, Any]:
+    assert set(thing) <= set(ALLOWED[kind])
+    assert ALLOWED[kind][0] in thing
+    return thing
+
+
+def test_sarif_names_the_rules_the_places_and_the_trace(
+    run: Callable[..., Ran], path: Path
+) -> None:
+    log = only("log", json.loads(run("--sarif")[1]))
+    assert log["version"] == "2.1.0"
+    (ran,) = log["runs"]
+    driver = only("driver", only("run", ran)["tool"]["driver"])
+    ids = [only("rule", rule)["id"] for rule in driver["rules"]]
+    assert sorted(ids) == ["numbers.inf", "numbers.nan", "slow.long-token", "slow.never"]
+    assert all(rule["shortDescription"]["text"] for rule in driver["rules"])
+    assert {rule["defaultConfiguration"]["level"] for rule in driver["rules"]} == {
+        *("error", "warning", "note")
+    }
+    assert ran["artifacts"][0]["location"]["uri"] == path.as_uri()
+    assert ran["invocations"][0]["executionSuccessful"] is True
+    for result in (only("result", one) for one in ran["results"]):
+        assert ids[result["ruleIndex"]] == result["ruleId"]
+        (location,) = result["locations"]
+        (where,) = location["logicalLocations"]
+        named = ran["logicalLocations"][where["index"]]
+        assert only("place", named)["fullyQualifiedName"] == where["fullyQualifiedName"]
+        assert result["occurrenceCount"] >= 1
+    worst = ran["results"][0]
+    assert worst["level"] == "error"
+    assert worst["message"]["text"] == "Layer 2 made the first NaN."
+    assert worst["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == (
+        "generation 0/step 3/layer 2"
+    )
+    chain, index = [], worst["locations"][0]["logicalLocations"][0]["index"]
+    while index is not None:
+        chain.append(ran["logicalLocations"][index]["kind"])
+        index = ran["logicalLocations"][index].get("parentIndex")
+    assert chain == ["layer", "step", "generation"]
+
+
+def test_junit_has_a_case_for_each_id_and_fails_those_at_the_bar(run: Callable[..., Ran]) -> None:
+    suites = ElementTree.fromstring(run("--junit")[1])
+    (suite,) = suites.findall("testsuite")
+    cases = {case.get("name"): case for case in suite.findall("testcase")}
+    assert [*cases] == ["numbers.inf", "numbers.nan", "slow.long-token", "slow.never"]
+    assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("4", "1", "0")
+    failure = cases["numbers.nan"].find("failure")
+    assert failure is not None
+    assert failure.get("message") == "Layer 2 made the first NaN."
+    assert "“ Jane” is long." in (cases["slow.long-token"].findtext("system-out") or "")
+    assert [*cases["slow.never"]] == []
+    harsh = ElementTree.fromstring(run("--junit", "--fail-on", "note")[1])
+    assert [suite.get("failures") for suite in harsh] == ["2"]
+
+
+def test_without_a_review_only_what_is_stored_is_said(run: Callable[..., Ran], path: Path) -> None:
+    before = path.read_bytes()
+    assert json.loads(run("--no-review", "--json")[1])["rules"] == ["numbers"]
+    assert path.read_bytes() == before
+    assert json.loads(run("--json")[1])["counts"]["warning"] == 2
+    assert json.loads(run("--no-review", "--json")[1])["counts"]["warning"] == 2
+
+
+def test_what_cannot_be_stored_is_said_all_the_same(
+    run: Callable[..., Ran], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect.trace.append.os.access", lambda path, mode: False)
+    code, out, _ = run()
+    assert code == 1
+    assert "  “ Jane” is long." in out.splitlines()
+    told = " ".join(out.split())
+    assert f"! What was found is not stored in {path}: it is read-only." in told.replace("- ", "-")
+
+
+def test_a_rule_that_fails_is_named(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ({"broken": Broken}, {"other": "It did not load."})
+    monkeypatch.setattr(plugins, "load_all", lambda group: made)
+    said = json.loads(run("--json")[1])
+    assert said["notes"] == ["The rule 'other' cannot look: It did not load."]
+    assert said["rules_off"][0].startswith("The rule 'broken' failed at step 2")
+
+
+def test_a_clean_trace_says_who_looked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sample_trace(tmp_path / "clean.flextrace", nan_at=None)
+    assert main(["findings", str(path), "--id", "numbers.*"]) == 0
+    assert capsys.readouterr().out == "No finding: 2 rules looked (numbers, slow).\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--generation", "7"), "The trace has no generation 7."),
+        (("missing.flextrace",), "There is no trace at"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(
+    path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], sentence: str
+) -> None:
+    trace = [] if words[0].endswith("flextrace") else [str(path)]
+    assert main(["findings", *trace, *words]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_is_told_as_far_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import time
+
+    path = tmp_path / "live.flextrace"
+    run = {**RUN, "pid": os.getpid(), "started_at": time.time(), "rules": ["numbers"]}
+    with TraceWriter.create(path, run) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+        writer.write_step(sample_step(0))
+        assert main(["findings", str(path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["rules"] == ["numbers"]
+    assert said["notes"][0].startswith("The trace is still being recorded")
+
+
+def test_many_findings_of_a_kind_are_one_group(tmp_path: Path) -> None:
+    path = tmp_path / "many.flextrace"
+    with TraceWriter.create(path, RUN) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+        writer.write_findings(
+            Finding(
+                "path.fallback", Severity.WARNING, f"Layer {layer} fell back.", 0, 0, step, layer
+            )
+            for step in range(3, 41)
+            for layer in range(28)
+        )
+        writer.write_findings(
+            [
+                Finding(
+                    *("mask.leak", Severity.ERROR, "All layers leak.", 0, 0, 1, 0),
+                    layers=tuple(range(8)),
+                    last_step=9,
+                    times=9,
+                )
+            ]
+        )
+    out = io.StringIO()
+    with open_trace(path) as reader:
+        report = collect(reader, Wanted(), [Late()])
+        print_report(report, Console(file=out, width=80, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert "error  mask.leak  layers 0-7, steps 1-9: 9 times" in lines
+    assert "warning  path.fallback  layers 0-27, steps 3-40: 1 064 times" in lines
+    assert "  and 23 more" in lines
+    assert len(lines) < 25
+
+
+def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["findings", "--help"])
+    out = capsys.readouterr().out
+    assert "examples:" in out
+    assert "exit codes:" in out
+    assert max(map(len, findings._EPILOG.splitlines())) <= 80

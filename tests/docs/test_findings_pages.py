@@ -1,0 +1,65 @@
+"""Every finding that a rule can make has its page, and its row in the table of all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flexinspect.rules.catalogue import catalogue
+
+FOLDER = Path(__file__).parents[2] / "docs" / "findings"
+COLUMNS = ["id", "finding", "class", "public case", "found by", "cost"]
+KNOWN = catalogue()
+
+
+def table() -> list[list[str]]:
+    lines = (FOLDER / "README.md").read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+
+
+def rows() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for id_, *rest in table()[2:]:
+        match = re.fullmatch(r"\[`(.+)`\]\((.+)\.md\)", id_)
+        assert match is not None, id_
+        assert match[1] == match[2]
+        assert match[1] not in found, "an id has two rows"
+        found[match[1]] = rest
+    return found
+
+
+def test_all_registered_rules_load() -> None:
+    assert KNOWN.failed == {}
+    assert KNOWN.rules
+
+
+def test_no_two_rules_say_the_same_id() -> None:
+    ids = [id_ for rule in KNOWN.rules for id_ in rule.findings]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_table_is_whole() -> None:
+    assert table()[0] == COLUMNS
+    assert all(cell for row in rows().values() for cell in row)
+    assert all(len(row) == len(COLUMNS) - 1 for row in rows().values())
+
+
+@pytest.mark.parametrize("id_", KNOWN.kinds)
+def test_a_finding_has_its_page_and_its_row(id_: str) -> None:
+    page = FOLDER / f"{id_}.md"
+    assert page.is_file()
+    assert id_ in page.read_text().splitlines()[0]
+    assert id_ in rows()
+
+
+def test_a_dear_rule_is_said_to_look_afterwards_and_no_other() -> None:
+    cost = {id_: row[-1] for id_, row in rows().items()}
+    for rule in KNOWN.rules:
+        for id_ in rule.findings:
+            assert cost[id_].startswith("afterwards" if rule.dear else "live"), id_
+
+
+def test_every_page_is_in_the_table() -> None:
+    assert {page.stem for page in FOLDER.glob("*.md")} - {"README"} <= set(rows())

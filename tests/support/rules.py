@@ -1,0 +1,80 @@
+"""Rules that say what a test wants, to be asked after the fact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import EventRecord, StepRecord
+from flexinspect.rules.base import FindingKind, Rule
+
+QUERY = "SELECT * FROM steps WHERE generation = {generation} AND step = {step}"
+
+
+class Slow(Rule):
+    """Names every step of which a token is longer than three letters; a dear rule."""
+
+    name: ClassVar[str] = "slow"
+    findings: ClassVar = {
+        "slow.long-token": FindingKind(
+            *(Severity.WARNING, "a token is long", "It matters.", "Count.", "Cut it.", QUERY)
+        ),
+        "slow.never": FindingKind(Severity.NOTE, "what is never found"),
+    }
+    dear: ClassVar[bool] = True
+    streams: ClassVar[tuple[str, ...]] = ("attention.lse",)
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        assert [array.stream for array in step.arrays] == ["attention.lse"]
+        long = [token for token in step.tokens if len(token.text) > 3]
+        return [
+            Finding(
+                *("slow.long-token", Severity.WARNING, f"“{token.text}” is long."),
+                generation=step.generation,
+                branch=step.branch,
+                step=step.step,
+                positions=(token.pos,),
+                evidence={"letters": len(token.text), "odds": float("nan")},
+                series="long",
+            )
+            for token in long
+        ]
+
+
+class Late(Rule):
+    """Speaks at the end only: of how many steps it has seen and what it has heard."""
+
+    name: ClassVar[str] = "late"
+    findings: ClassVar = {"late.end": FindingKind(Severity.NOTE, "how much there was")}
+
+    def begin(self, scene: object) -> None:
+        super().begin(scene)  # type: ignore[arg-type]
+        self.steps: list[int] = []
+        self.heard: list[str] = []
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        self.steps.append(step.step)
+        return ()
+
+    def hear(self, event: EventRecord) -> Sequence[Finding]:
+        self.heard.append(f"{event.text} after {self.steps[-1:]}")
+        return ()
+
+    def end(self) -> Sequence[Finding]:
+        said = f"{len(self.steps)} steps, heard {self.heard}"
+        number = self.scene.generation.generation
+        return [Finding("late.end", Severity.NOTE, said, generation=number)]
+
+
+class Broken(Rule):
+    """Fails at step 2."""
+
+    name: ClassVar[str] = "broken"
+    findings: ClassVar = {"broken.id": FindingKind(Severity.ERROR, "never said")}
+    dear: ClassVar[bool] = True
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        if step.step == 2:
+            raise ValueError("no such thing")
+        return ()

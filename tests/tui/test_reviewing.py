@@ -1,0 +1,123 @@
+"""Rules that have not seen a trace look at it when it is opened, and the panels follow."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from support.rules import Slow
+from support.tui import screen_text, settle
+from textual.pilot import Pilot
+
+from flexinspect import plugins, review
+from flexinspect.app import InspectorApp
+from flexinspect.rules.numbers import NumbersRule
+from flexinspect.screens import reviewing
+from flexinspect.state import remember
+from flexinspect.trace.reader import open_trace
+
+CHILD = """
+import sys
+from support.rules import Slow
+from flexinspect import plugins, review
+plugins.load_all = lambda group: ({"slow": Slow}, {})
+if sys.argv[2:] == ["read-only"]:
+    from flexinspect.trace import append
+    append.os.access = lambda path, mode: False
+sys.exit(review.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
+    """The words after the trace of the process that reviews; its only rule is `Slow`."""
+    words: list[str] = []
+    made = {"numbers": NumbersRule, "slow": Slow}
+    monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
+    tests = str(Path(__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path, tests]))
+    monkeypatch.setattr(
+        reviewing, "command", lambda path: [sys.executable, "-c", CHILD, str(path), *words]
+    )
+    return words
+
+
+async def until(pilot: Pilot[None], text: str) -> str:
+    for _ in range(600):
+        await settle(pilot)
+        if text in (shown := " ".join(screen_text(pilot.app).split())):
+            return shown
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{text} never came: {shown}")
+
+
+async def test_what_dear_rules_say_appears_while_somebody_looks(
+    trace: Path, child: list[str]
+) -> None:
+    remember(panels=("findings",), slots=1)
+    async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
+        await settle(pilot)
+        assert "1 error" in screen_text(pilot.app)
+        await until(pilot, "1 error, 2 warnings")
+        await pilot.press("shift+down")
+        shown = await until(pilot, "why: It matters.")
+    assert "fix: Cut it." in shown
+    assert "query: SELECT * FROM steps" in shown
+    with open_trace(trace) as reader:
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+
+
+async def test_what_cannot_be_stored_is_shown_and_said(trace: Path, child: list[str]) -> None:
+    child.append("read-only")
+    before = trace.read_bytes()
+    app = InspectorApp(trace)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await until(pilot, "2 warnings")
+        await pilot.pause()
+        (told,) = [note.message for note in app._notifications]
+    assert told == f"What was found is not stored in {trace}: it is read-only."
+    assert trace.read_bytes() == before
+
+
+async def test_closing_ends_the_process_that_looks(
+    trace: Path, child: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began = tmp_path / "began"
+    sleeper = f"open({str(began)!r}, 'w').close(); import time; time.sleep(60)"
+    monkeypatch.setattr(reviewing, "command", lambda path: [sys.executable, "-c", sleeper])
+    ended: list[int | None] = []
+    real = asyncio.create_subprocess_exec
+
+    async def noted(*words: str, **options: object) -> asyncio.subprocess.Process:
+        process = await real(*words, **options)  # type: ignore[arg-type]
+        ended.append(process.pid)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
+        for _ in range(500):
+            await pilot.pause(0.02)
+            if began.exists():
+                break
+        assert began.exists()
+    import psutil
+
+    (pid,) = ended
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie":
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the process still runs")
+
+
+async def test_a_trace_that_every_rule_has_seen_starts_no_process(
+    trace: Path, child: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_trace(trace) as reader:
+        review.review(reader, [Slow()])
+    monkeypatch.setattr(reviewing, "command", lambda path: ["/does/not/exist"])
+    async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
+        await until(pilot, "2 warnings")
+        await settle(pilot)
