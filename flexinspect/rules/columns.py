@@ -17,7 +17,7 @@ from flexinspect.masks import BoolArray
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.rows import count_readers
+from flexinspect.rules.emptyrows import count_readers
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.views import (
     OUTSIDE,
