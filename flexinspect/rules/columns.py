@@ -18,7 +18,7 @@ from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.rules.emptyrows import count_readers
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import Intent, Scene
 from flexinspect.rules.views import (
     OUTSIDE,
     View,
@@ -95,7 +95,8 @@ class ColumnsRule(Rule):
         """Whether windows in all layers may have moved past what was not seen."""
         self._shares: dict[int, float] = {}
         """Number of a segment to the largest share it got, while that is tiny."""
-        self._is_weighed = False
+        self._open: set[int] = set()
+        """Those of them that a generated row of known attention could see."""
 
     def begin(self, scene: Scene) -> None:
         """Begin with nothing read."""
@@ -179,7 +180,7 @@ class ColumnsRule(Rule):
     def _is_to_be_read(self, pos: int) -> bool:
         """Say whether the mask meant has a later row read a key.
 
-        Of an assumed one only what is plain counts: rows of the same segment, and those that fuse.
+        Of an assumed one only what is plain counts: rows of the same segment and generated ones.
         """
         intent, segment = self.scene.intent, self.scene.segment_at(pos)
         if intent is None or segment is None:
@@ -188,9 +189,7 @@ class ColumnsRule(Rule):
             return rule_reads(intent.rule, pos, self._length)
         if segment.kind not in (*_READ, SegmentKind.CUE):
             return False
-        cues = [s.stop for s in self.scene.segments if s.kind is SegmentKind.CUE]
-        later = [segment.stop, *(stop for stop in cues if stop <= self._length)]
-        return pos + 1 < max(later) or self._length > self.scene.n_prompt
+        return pos + 1 < segment.stop or self._length > self.scene.n_prompt
 
     def _orphan(self, keys: Positions, is_meant: bool) -> Finding:
         """Return the finding; cells that a declared mask lost are said by the rule of masks."""
@@ -249,27 +248,40 @@ class ColumnsRule(Rule):
                     for number, share in self._shares.items()
                     if number < len(shares) and not shares[number] > TINY_MASS
                 }
-                self._is_weighed = True
+                for number in self._shares:
+                    segment = self.scene.segments[number]
+                    if any(view.sees(segment) for view in views):
+                        self._open.add(number)
                 return
 
     def _unused(self) -> list[Finding]:
         """Return the segments never seen, and those seen without getting any attention."""
         intent = self.scene.intent
-        if not self._readers or self._slides:
+        if not self._readers or self._slides or self._is_no_generation(intent):
             return []
         found = []
-        last = max(self._length, self.scene.n_prompt) - 1
-        unseen = [s for s in self._unseen if intent is None or rule_sees(intent.rule, last, s)]
+        unseen = [s for s in self._unseen if intent is None or self._is_to_be_seen(s, intent)]
         if unseen:
             found.append(self._never_seen(unseen))
-        weak = [
-            (self.scene.segments[number], share)
-            for number, share in self._shares.items()
-            if self.scene.segments[number] not in self._unseen
-        ]
-        if weak and self._is_weighed:
+        weak = [(self.scene.segments[n], self._shares[n]) for n in self._shares if n in self._open]
+        if weak:
             found.append(self._never_weighed(weak))
         return found
+
+    def _is_to_be_seen(self, segment: Segment, intent: Intent) -> bool:
+        """Say whether the mask meant shows a segment to the newest row, and nothing else tells so.
+
+        Without a cue, what generated rows miss of the paraphrases is all that there is to say.
+        """
+        if segment.kind is SegmentKind.SHARED:
+            return not intent.assumed and rule_sees(intent.rule, self._length - 1, segment)
+        has_cue = any(s.kind is SegmentKind.CUE for s in self.scene.segments)
+        return has_cue and rule_sees(intent.rule, self._length - 1, segment)
+
+    def _is_no_generation(self, intent: Intent | None) -> bool:
+        """Say whether this is a lone forward, whose last segment need not be there to fuse."""
+        is_declared = intent is not None and not intent.assumed
+        return not is_declared and self._length <= self.scene.n_prompt
 
     def _never_seen(self, segments: Sequence[Segment]) -> Finding:
         intent = self.scene.intent
