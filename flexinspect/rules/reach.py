@@ -8,26 +8,21 @@ over the layers, each with its own mask, says from which layer on, and through w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.masks import BoolArray, MaskRule
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.closure import Leak, Words, follow, pack, rule_reach
 from flexinspect.rules.scene import Intent, Scene
 from flexinspect.rules.views import OUTSIDE, paraphrases, views_of
 from flexinspect.rules.words import counted, listed, numbers, printable
 
 LEAK = "reach.leak"
 BY_DESIGN = "reach.by-design"
-
-Words = npt.NDArray[np.uint64]
-"""Cells packed 64 to a word: (rows, words)."""
 
 _NAMED = 4
 """Rows that a sentence names one by one, with their words."""
@@ -38,20 +33,6 @@ _MASKS = (
     "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
     "ORDER BY c.layer"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Leak:
-    """Segment `target` depends on `source` from `layer` on, through the rows `carriers`.
-
-    The carriers are all rows outside of both that the target sees and that depend on the source, so
-    with them cut nothing is left.
-    """
-
-    target: int
-    source: int
-    layer: int
-    carriers: tuple[int, ...]
 
 
 class ReachRule(Rule):
@@ -107,6 +88,7 @@ class ReachRule(Rule):
             return ()
         self._looked_at.add(key)
         leaks, is_design = self._leaks(step)
+        leaks.sort(key=lambda leak: leak.layer)
         return [self._finding(step, leaks, is_design)] if leaks else ()
 
     def _leaks(self, step: StepRecord) -> tuple[list[Leak], bool]:
@@ -117,14 +99,11 @@ class ReachRule(Rule):
         for view in views:
             if not view.first:
                 packed.update(dict.fromkeys(view.layers, pack(view.cells, n)))
-        if not packed:
-            return [], False
         sources = self._sources()
-        leaks = follow(packed, self._targets, sources)
+        leaks = follow(packed, self._targets, sources) if packed else []
         if not leaks:
             return [], False
-        told, is_design = self._told_of(leaks, sources)
-        return _causes(told, self._targets, sources), is_design
+        return self._told_of(leaks, sources)
 
     def _sources(self) -> list[Segment]:
         """Return the segments that others may have to be kept from.
@@ -134,7 +113,11 @@ class ReachRule(Rule):
         intent, kinds = self.scene.intent, [SegmentKind.PARAPHRASE]
         if intent is not None and not intent.assumed:
             kinds.append(SegmentKind.SHARED)
-        return [s for s in self.scene.segments if s.kind in kinds and s.label not in OUTSIDE]
+        return [
+            s
+            for s in self.scene.segments
+            if s in self._targets or (s.kind in kinds and s.label not in OUTSIDE)
+        ]
 
     def _told_of(
         self, leaks: Sequence[Leak], sources: Sequence[Segment]
@@ -206,131 +189,6 @@ class ReachRule(Rule):
 
 
 RULE: type[Rule] = ReachRule
-
-
-def pack(cells: BoolArray, n: int, n_rows: int | None = None) -> Words:
-    """Return the first n rows and keys of a mask (heads, rows, keys), in any head, 64 to a word.
-
-    A single row stands for all. `n_rows` may ask for fewer rows than keys.
-    """
-    n_rows = n if n_rows is None else n_rows
-    some = cells[:, :n_rows, :n]
-    rows = some[0] if len(some) == 1 else some.any(axis=0)
-    bits = np.packbits(rows, axis=1)
-    padded = np.zeros((len(bits), -(-n // 64) * 8), np.uint8)
-    padded[:, : bits.shape[1]] = bits
-    words: Words = padded.view(np.uint64)
-    return np.broadcast_to(words, (n_rows, words.shape[1]))
-
-
-def follow(
-    packed: Mapping[int, Words], targets: Sequence[Segment], sources: Sequence[Segment]
-) -> list[Leak]:
-    """Return which targets depend on which sources after all layers, without seeing them directly.
-
-    `packed` are the masks by layer, all of `pack` and one length. A row keeps what it had, as the
-    residual stream does. Layers that are not known are taken to pass nothing on.
-    """
-    layers = sorted(packed)
-    n = len(packed[layers[0]])
-    leaks = []
-    for number, source in enumerate(sources):
-        inputs = _spread(packed, layers, source, n)
-        for index, target in enumerate(targets):
-            if target != source and inputs[-1][target.start : target.stop].any():
-                leaks += _leak(packed, layers, inputs, (index, number), (target, source))
-    return leaks
-
-
-def _spread(
-    packed: Mapping[int, Words], layers: Sequence[int], source: Segment, n: int
-) -> list[BoolArray]:
-    """Return which rows depend on a segment: before the first layer, and after each."""
-    has = np.zeros(n, np.bool_)
-    has[source.start : source.stop] = True
-    inputs, settled = [has], None
-    for layer in layers:
-        mask = packed[layer]
-        if mask is not settled:
-            now: BoolArray = has | (mask & _bits(has)).any(axis=1)
-            settled = mask if np.array_equal(now, has) else None
-            has = now
-        inputs.append(has)
-    return inputs
-
-
-def _leak(
-    packed: Mapping[int, Words],
-    layers: Sequence[int],
-    inputs: Sequence[BoolArray],
-    names: tuple[int, int],
-    segments: tuple[Segment, Segment],
-) -> list[Leak]:
-    """Return the leak of a target that depends on a source, nothing when it sees it in a layer."""
-    target, source = segments
-    carriers = np.zeros_like(inputs[0])
-    for layer, has in zip(layers, inputs, strict=False):
-        seen = _cells(np.bitwise_or.reduce(packed[layer][target.start : target.stop]), len(has))
-        if seen[source.start : source.stop].any():
-            return []
-        carriers |= seen & has
-    carriers[target.start : target.stop] = False
-    after = [bool(has[target.start : target.stop].any()) for has in inputs[1:]]
-    first = layers[after.index(True)]
-    return [Leak(*names, first, tuple(np.flatnonzero(carriers).tolist()))]
-
-
-def _bits(has: BoolArray) -> Words:
-    words: Words = pack(has[None, None], len(has), 1)[0]
-    return words
-
-
-def _cells(words: Words, n: int) -> BoolArray:
-    return np.unpackbits(words.view(np.uint8), count=n).view(np.bool_)
-
-
-def _causes(
-    leaks: Sequence[Leak], targets: Sequence[Segment], sources: Sequence[Segment]
-) -> list[Leak]:
-    """Return the leaks that pass through other rows than those of a third segment.
-
-    What that one got hold of, it got by a leak of its own, which is told of, or by open cells.
-    """
-    inside = [range(s.start, s.stop) for s in (*targets, *sources)]
-    return [
-        leak
-        for leak in leaks
-        if any(all(pos not in segment for segment in inside) for pos in leak.carriers)
-    ]
-
-
-def rule_reach(
-    rule: MaskRule, targets: Sequence[Segment], sources: Sequence[Segment]
-) -> tuple[BoolArray, BoolArray]:
-    """Return what a rule joins in one layer, and over any number: bool (targets, sources) each.
-
-    Counted over runs of positions that no border of a segment or of the rule divides: in each, the
-    last row sees all that the others see.
-    """
-    n = max(segment.stop for segment in (*targets, *sources))
-    spans = [pos for s in (*targets, *sources) for pos in (s.start, s.stop)]
-    borders = {0, n, *spans, *rule.starts, *rule.head, *rule.low}
-    starts = np.array(sorted(border for border in borders if 0 <= border < n))
-    rows = np.append(starts[1:], n) - 1
-    region = np.searchsorted(rule.starts, rows, side="right") - 1
-    head, low = (np.asarray(column)[region][:, None] for column in (rule.head, rule.low))
-    sees = (starts <= rows[:, None]) & ((starts < head) | (starts >= low))
-    closure = sees | np.eye(len(starts), dtype=np.bool_)
-    for _ in range(int(np.ceil(np.log2(len(starts)))) + 1):
-        closure = (closure.astype(np.int64) @ closure) > 0
-
-    def joined(cells: BoolArray) -> BoolArray:
-        inside = [
-            [(s.start <= starts) & (starts < s.stop) for s in some] for some in (targets, sources)
-        ]
-        return np.array([[cells[np.ix_(t, s)].any() for s in inside[1]] for t in inside[0]])
-
-    return joined(sees), joined(closure)
 
 
 def _severity(intent: Intent | None, by_design: bool) -> Severity:

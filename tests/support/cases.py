@@ -12,11 +12,11 @@ CASES = Path(__file__).parents[1] / "cases"
 
 
 def found_in_case(tmp_path: Path, name: str, declare: str = "") -> list[Finding]:
-    """Run `flexinspect run` over a case, with a declaration in TOML where one is given."""
-    out = tmp_path / f"{name}.flextrace"
+    """Run `flexinspect run` over a case (or a path without its suffix), with a declaration."""
+    out = tmp_path / f"{Path(name).name}.flextrace"
     words = ["-m", "flexinspect", "run", "--no-ui", "--out", str(out)]
     if declare:
-        declaration = tmp_path / f"{name}.toml"
+        declaration = tmp_path / f"{Path(name).name}.toml"
         declaration.write_text(declare, encoding="utf-8")
         words += ["--declare", str(declaration)]
     ran = run_alone([*words, str(CASES / f"{name}.py")])
