@@ -8,58 +8,23 @@ mask is looked at when it is new to the trace, and remembered by its fingerprint
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.masks import BoolArray, row_chunks
-from flexinspect.records import CallRecord, MaskRecord, StepRecord
+from flexinspect.masks import BoolArray
+from flexinspect.records import CallRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.emptyrows import EmptyRows, asked_cells, count_readers, find_empty_rows
 from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import Positions, counted, listed
+from flexinspect.rules.words import Positions, counted, listed, numbers
 
 EMPTY_ROW = "mask.empty-row"
 
-_CHUNK = 256
-"""Rows looked at in one piece, so that a copy of a large mask takes a few MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmptyRows:
-    """Rows of one mask that see no key, in all heads or only in `heads`.
-
-    `mask` comes without its cells. `rows` counts from the mask's first row, ascending; `last` is
-    the mask's last row. `readers` says for each of the rows how many other rows have it among their
-    keys, in any head; None where cells were not recorded. `averaged` says of each row whether
-    softmax gave all keys the same weight instead of none (None: of no row).
-    """
-
-    mask: MaskRecord
-    rows: Positions
-    last: int
-    readers: npt.NDArray[np.int64] | None
-    heads: tuple[int, ...] = ()
-    n_heads: int = 1
-    averaged: BoolArray | None = None
-
-    def only(self, keep: BoolArray) -> EmptyRows:
-        """Return some of the rows."""
-        readers = None if self.readers is None else self.readers[keep]
-        averaged = None if self.averaged is None else self.averaged[keep]
-        return replace(self, rows=self.rows[keep], readers=readers, averaged=averaged)
-
-    @property
-    def has_newest(self) -> bool:
-        """Whether the last row is one of them: the one whose output chooses the next token."""
-        return int(self.rows[-1]) == self.last
-
-    @property
-    def n_read(self) -> int:
-        """How many of the rows others read (0 where that is not known)."""
-        return 0 if self.readers is None else int(np.count_nonzero(self.readers))
+_NAMED = 8
+"""Rows of a call outside of a model that a sentence names."""
 
 
 class RowsRule(Rule):
@@ -71,8 +36,23 @@ class RowsRule(Rule):
     """
 
     name: ClassVar[str] = "rows"
+    loose: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        EMPTY_ROW: FindingKind(Severity.ERROR, "rows of the executed mask that see no key at all")
+        EMPTY_ROW: FindingKind(
+            Severity.ERROR,
+            "rows of the executed mask that see no key at all",
+            "Attention adds nothing in such a row, and whoever reads it takes in a state that "
+            "knows nothing of the text before it; a dense softmax over it would be NaN.",
+            "In the mask panel the row is closed from end to end. A hook on the input of o_proj "
+            "shows zeros in these rows in every layer.",
+            "Give every token a segment: the usual causes are separators or a BOS that belong to "
+            "none, and spans counted on ids without the special tokens. A rule that keeps the "
+            "diagonal open (q_idx == kv_idx) leaves no row empty.",
+            "SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, "
+            "m.rule_source FROM calls c JOIN masks m ON m.fingerprint = c.mask "
+            "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
+            "AND c.layer = {layer} ORDER BY c.layer",
+        )
     }
 
     def __init__(self) -> None:
@@ -112,6 +92,8 @@ class RowsRule(Rule):
     def _judge(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
     ) -> list[Finding]:
+        if self.scene.is_loose:
+            return [_loose(step, part, calls[0])]
         part = part.only(self._not_told(step, part, calls))
         if not len(part.rows):
             return []
@@ -175,6 +157,7 @@ class RowsRule(Rule):
             head=part.heads[0] if len(part.heads) == 1 else None,
             positions=listed(positions),
             evidence={**_evidence(part), "layers": layers, "path": calls[0].path, "meant": meant},
+            layers=tuple(layers) if len(layers) > 1 else (),
         )
 
     def _newly_read(self, step: StepRecord) -> list[Finding]:
@@ -211,106 +194,32 @@ class RowsRule(Rule):
 RULE: type[Rule] = RowsRule
 
 
-def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
-    """Return the rows of a mask that see nothing in any head, and those that do so in some."""
-    cells, offset = asked_cells(mask), mask.q_offset - mask.kv_offset
-    if cells is None:
-        return _empty_blocks(mask)
-    if mask.kind.startswith("none"):
-        return ()
-    if cells.shape[1] == 1 < mask.q_len:  # one row that is broadcast
-        cells = np.broadcast_to(cells, (len(cells), mask.q_len, cells.shape[2]))
-    empty = _empty_by_head(cells, offset)
-    if empty is None:
-        return ()
-    everywhere = empty.all(axis=0)
-    parts = []
-    for rows, heads in (
-        (np.flatnonzero(everywhere), ()),
-        (np.flatnonzero(empty.any(axis=0) & ~everywhere), _heads_of(empty & ~everywhere)),
-    ):
-        if len(rows):
-            readers = count_readers(cells, rows + offset, offset)
-            last, averaged = cells.shape[1] - 1, _averaged(mask, rows)
-            parts.append(EmptyRows(_bare(mask), rows, last, readers, heads, len(cells), averaged))
-    return tuple(parts)
+def _loose(step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
+    """Return the finding of a call outside of a model, whose rows have no place in a text.
 
-
-def asked_cells(mask: MaskRecord) -> BoolArray | None:
-    """Return the cells without the rows that were meant to be closed and are averaged instead.
-
-    Such a row has all keys, but nobody asked for them, and what it makes of them is no attention:
-    it sees no key in any sense that matters, and whom it reads does not matter either.
+    That a row is read is known where rows and keys are of the same tokens, so of one length.
     """
-    if mask.cells is None or mask.averaged is None:
-        return mask.cells
-    asked: BoolArray = mask.cells & ~mask.averaged[..., None]
-    return asked
-
-
-def _averaged(mask: MaskRecord, rows: Positions) -> BoolArray | None:
-    if mask.averaged is None:
-        return None
-    averaged: BoolArray = np.any(mask.averaged, axis=0)
-    return averaged.repeat(len(rows)) if len(averaged) == 1 else averaged[rows]
-
-
-def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
-    """Return which rows are empty, bool (heads, rows), or None when none is.
-
-    A row that sees itself is not empty, which settles most masks by their diagonal: of 8192 rows
-    and keys in a hundredth of the time that reading all cells takes.
-    """
-    heads, n_rows, n_keys = cells.shape
-    closed = np.ones((heads, n_rows), np.bool_)
-    if 0 <= offset <= n_keys - n_rows:
-        closed = ~cells.diagonal(offset, 1, 2)
-        if not closed.any():
-            return None
-    rows = np.flatnonzero(closed.any(axis=0))
-    empty = np.zeros((heads, n_rows), np.bool_)
-    for start, stop in row_chunks(len(rows), _CHUNK):
-        some = rows[start:stop]
-        empty[:, some] = ~cells[:, some].any(axis=2)
-    return empty if empty.any() else None
-
-
-def count_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDArray[np.int64]:
-    """Return for each key how many rows see it in any head, without the key's own row.
-
-    `columns` count from the mask's first key and may lie outside; row r is at column r + offset.
-    """
-    counts = np.zeros(len(columns), np.int64)
-    inside = np.flatnonzero((columns >= 0) & (columns < cells.shape[2]))
-    columns = columns[inside]
-    for start, stop in row_chunks(cells.shape[1], _CHUNK):
-        seen: BoolArray = np.any(cells[:, start:stop, columns], axis=0)
-        own_row = columns - offset - start
-        here = np.flatnonzero((own_row >= 0) & (own_row < stop - start))
-        seen[own_row[here], here] = False
-        counts[inside] += np.count_nonzero(seen, axis=0)
-    return counts
-
-
-def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
-    """Return the rows of blocks that the compiled kernel never visits."""
-    if not mask.compiled or mask.partial is None or mask.block_q is None:
-        return ()
-    visited = mask.partial if mask.full is None else mask.partial | mask.full
-    empty = ~visited.any(axis=(0, 2))
-    rows = np.flatnonzero(empty.repeat(mask.block_q)[: mask.q_len])
-    if not len(rows):
-        return ()
-    return (EmptyRows(_bare(mask), rows, mask.q_len - 1, None, n_heads=len(visited)),)
-
-
-def _bare(mask: MaskRecord) -> MaskRecord:
-    """Return the mask without what is large, as it is remembered for the whole run."""
-    return replace(mask, cells=None, averaged=None, partial=None, full=None)
-
-
-def _heads_of(empty: BoolArray) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(empty.any(axis=1)).tolist())
+    one, is_square = len(part.rows) == 1, part.mask.q_len == part.mask.kv_len
+    n_rows = part.last + 1
+    is_read = is_square and part.n_read > 0
+    rows = numbers(part.rows[:_NAMED].tolist()) + ("" if len(part.rows) <= _NAMED else ", ...")
+    who = f"{'Row' if one else f'{len(part.rows)} rows'} {rows} of {n_rows}"
+    sentence = (
+        f"{who} {'sees' if one else 'see'} no key{_in_heads(part)} in this call; "
+        f"{_outcome(call, part, one)}{_read(replace(part, last=-1), one) if is_square else ''}."
+    )
+    is_bad = is_read or len(part.rows) == n_rows
+    return Finding(
+        id=EMPTY_ROW,
+        severity=Severity.WARNING if is_bad else Severity.NOTE,
+        sentence=sentence,
+        generation=step.generation,
+        branch=step.branch,
+        step=step.step,
+        head=part.heads[0] if len(part.heads) == 1 else None,
+        positions=listed(step.kv_before + part.rows),
+        evidence={**_evidence(part), "path": call.path},
+    )
 
 
 def _severity(part: EmptyRows, meant: bool) -> Severity:
@@ -329,8 +238,16 @@ def _evidence(part: EmptyRows) -> dict[str, Any]:
         "heads": list(part.heads) or "all",
         "read": None if part.readers is None else part.n_read,
         "readers": None if part.readers is None else int(part.readers.max()),
+        "first_reader": _first_reader(part),
         "newest": part.has_newest,
     }
+
+
+def _first_reader(part: EmptyRows) -> int | None:
+    """Return the position of the first row that reads one of the rows, None when none does."""
+    if part.first_reader is None or not part.n_read:
+        return None
+    return part.mask.q_offset + int(part.first_reader[part.first_reader >= 0].min())
 
 
 def _in_heads(part: EmptyRows) -> str:

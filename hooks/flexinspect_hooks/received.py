@@ -91,10 +91,13 @@ class MaskBook:
         by_head: set[tuple[Any, ...]] = set()
         numbers = []
         key: tuple[Any, ...]
+        lengths: tuple[int, ...]
         for ref in refs:
             mask = ref.mask
             # A block mask must fit its call exactly, so its identity says the lengths as well.
             lengths = () if isinstance(mask, BlockMask) else (ref.query.shape[2], ref.key.shape[2])
+            if mask is None:  # what ran instead is the call's own
+                lengths = (*lengths, ref.is_causal)
             shared = key = (id(mask), ref.path, lengths)
             if by_head and shared in by_head:
                 key = (*shared, ref.query.shape[1])

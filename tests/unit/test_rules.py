@@ -24,7 +24,7 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.rules import numbers, rows
+from flexinspect.rules import emptyrows, numbers, rows
 from flexinspect.rules.base import FindingKind, Rule, RuleBook
 from flexinspect.rules.scene import Intent, Scene
 from flexinspect.rules.words import printable
@@ -579,7 +579,7 @@ def test_a_long_list_of_positions_is_cut_and_counted() -> None:
 
 
 def test_masks_are_remembered_without_their_cells() -> None:
-    (part,) = rows.find_empty_rows(step(0, cells=without(5)).masks[0])
+    (part,) = emptyrows.find_empty_rows(step(0, cells=without(5)).masks[0])
     assert (part.mask.cells, part.mask.partial, part.mask.full) == (None, None, None)
     assert part.rows.tolist() == [5]
 
@@ -594,7 +594,7 @@ def test_empty_rows_and_readers_are_those_of_a_slow_count(seed: int) -> None:
     empty = ~cells.any(axis=2)
     every = np.flatnonzero(empty.all(axis=0))
     some = np.flatnonzero(empty.any(axis=0) & ~empty.all(axis=0))
-    parts = rows.find_empty_rows(mask)
+    parts = emptyrows.find_empty_rows(mask)
     assert [p.rows.tolist() for p in parts] == [r.tolist() for r in (every, some) if len(r)]
     for part in parts:
         assert part.readers is not None

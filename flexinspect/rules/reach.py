@@ -1,0 +1,209 @@
+"""What reaches a segment over several layers, though no cell of the mask joins the two.
+
+A row that sees one segment carries it on to whoever sees that row a layer later: separators that
+see everything and are seen by all join what the mask keeps apart. The closure of the executed masks
+over the layers, each with its own mask, says from which layer on, and through which rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.prompts import Segment, SegmentKind
+from flexinspect.records import StepRecord
+from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.closure import Leak, Words, follow, pack, rule_reach
+from flexinspect.rules.scene import Intent, Scene
+from flexinspect.rules.views import OUTSIDE, paraphrases, views_of
+from flexinspect.rules.words import counted, listed, numbers, printable
+
+LEAK = "reach.leak"
+BY_DESIGN = "reach.by-design"
+
+_NAMED = 4
+"""Rows that a sentence names one by one, with their words."""
+
+_MASKS = (
+    "SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, m.rule_source "
+    "FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask "
+    "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
+    "ORDER BY c.layer"
+)
+
+
+class ReachRule(Rule):
+    """Follows the prompt's segments through the layers, once per set of masks.
+
+    An error beyond a declared mask, a warning where none was declared. Where the declared mask
+    itself joins over the layers what it keeps apart in each of them, that is a warning of its own.
+    """
+
+    name: ClassVar[str] = "reach"
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        LEAK: FindingKind(
+            Severity.ERROR,
+            "segments that do not see each other reach each other over several layers",
+            "Each picture of the mask looks isolated, and yet the segment's hidden states change "
+            "with the text of the other one.",
+            "Change a token of the segment that is reached and compare the other one's hidden "
+            "states: they move from the layer named on. In the mask panel the rows named are open "
+            "over one segment, and seen by the other.",
+            "Let the rows named see only what everybody may know, or see nothing of them from the "
+            "other segments: each separator belongs to the segment before it.",
+            _MASKS,
+        ),
+        BY_DESIGN: FindingKind(
+            Severity.WARNING,
+            "the declared mask itself joins over the layers segments that it keeps apart in each",
+            "The rule does what it says, but what it says is not isolation: information passes "
+            "through the rows that several segments share.",
+            "Draw the declared mask in the mask panel and follow the rows named: open over one "
+            "segment, and seen by the other.",
+            "If the segments are meant to be independent, close the rows named over them, or give "
+            "each segment rows of its own; else nothing is to be done.",
+            _MASKS,
+        ),
+    }
+
+    def __init__(self) -> None:
+        self._looked_at: set[tuple[tuple[int, str], ...]] = set()
+
+    def begin(self, scene: Scene) -> None:
+        """Begin with no mask followed."""
+        super().begin(scene)
+        self._looked_at = set()
+        self._targets = paraphrases(scene.segments)
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        """Return what reaches what in a step that computes the whole prompt."""
+        # A decode row changes nothing of what the prompt's rows have become.
+        if step.kv_before or len(self._targets) < 2 or step.q_len < self._targets[-1].stop:
+            return ()
+        key = tuple((call.layer, call.mask or "") for call in step.calls)
+        if key in self._looked_at:
+            return ()
+        self._looked_at.add(key)
+        leaks, is_design = self._leaks(step)
+        leaks.sort(key=lambda leak: leak.layer)
+        return [self._finding(step, leaks, is_design)] if leaks else ()
+
+    def _leaks(self, step: StepRecord) -> tuple[list[Leak], bool]:
+        """Return what is worth telling, and whether it is the declared mask's own design."""
+        views, _ = views_of(step, self.scene)
+        n = self._targets[-1].stop
+        packed: dict[int, Words] = {}
+        for view in views:
+            if not view.first:
+                packed.update(dict.fromkeys(view.layers, pack(view.cells, n)))
+        sources = self._sources()
+        leaks = follow(packed, self._targets, sources) if packed else []
+        if not leaks:
+            return [], False
+        return self._told_of(leaks, sources)
+
+    def _sources(self) -> list[Segment]:
+        """Return the segments that others may have to be kept from.
+
+        Text before them is often shared; only a declared mask says whether it is.
+        """
+        intent, kinds = self.scene.intent, [SegmentKind.PARAPHRASE]
+        if intent is not None and not intent.assumed:
+            kinds.append(SegmentKind.SHARED)
+        return [
+            s
+            for s in self.scene.segments
+            if s in self._targets or (s.kind in kinds and s.label not in OUTSIDE)
+        ]
+
+    def _told_of(
+        self, leaks: Sequence[Leak], sources: Sequence[Segment]
+    ) -> tuple[list[Leak], bool]:
+        """Return the leaks beyond what the mask meant joins itself, else those that it does join.
+
+        What its rule lets a segment see directly is no leak, and only missing here.
+        """
+        intent = self.scene.intent
+        if intent is None:  # a function of the user's own: it means what it does
+            return list(leaks), True
+        direct, over_layers = rule_reach(intent.rule, self._targets, sources)
+        beyond = [leak for leak in leaks if not over_layers[leak.target, leak.source]]
+        if beyond:
+            return beyond, False
+        return [leak for leak in leaks if not direct[leak.target, leak.source]], True
+
+    def _finding(self, step: StepRecord, leaks: Sequence[Leak], by_design: bool) -> Finding:
+        intent, sources = self.scene.intent, self._sources()
+        first = leaks[0]
+        target, source = self._targets[first.target], sources[first.source]
+        carriers = np.array(sorted({pos for leak in leaks for pos in leak.carriers}), np.intp)
+        return Finding(
+            id=BY_DESIGN if by_design else LEAK,
+            severity=_severity(intent, by_design),
+            sentence=(
+                f"{_capital(target.label)} reaches {printable(source.label)} from layer "
+                f"{first.layer} on, through {self._through(first.carriers)}, though none of its "
+                f"{counted(len(target), 'row')} sees it directly{self._others(leaks)}"
+                f"{_said(intent, by_design)}."
+            ),
+            generation=step.generation,
+            branch=step.branch,
+            step=step.step,
+            layer=first.layer,
+            positions=listed(carriers),
+            evidence={
+                "pairs": [
+                    [self._targets[leak.target].label, sources[leak.source].label, leak.layer]
+                    for leak in leaks
+                ],
+                "carriers": len(carriers),
+                "declared": intent is not None and not intent.assumed,
+            },
+            series=f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}",
+        )
+
+    def _through(self, carriers: Sequence[int]) -> str:
+        """Return `rows 7 "," and 8 "and" (separator 1)`, or how many there are."""
+        labels: dict[str, None] = {}
+        for pos in carriers:
+            segment = self.scene.segment_at(pos)
+            if segment is not None:
+                labels.setdefault(printable(segment.label))
+        names = list(labels)
+        where = f" ({' and '.join(names)})" if 0 < len(names) < 3 else ""
+        if len(names) > 2:
+            where = f" ({names[0]} and {len(names) - 1} other segments)"
+        if len(carriers) > _NAMED:
+            return f"{len(carriers)} rows, {numbers(carriers[: 2 * _NAMED])}{where}"
+        words = [self.scene.position(pos).removeprefix("position ") for pos in carriers]
+        if len(words) == 1:
+            return f"row {words[0]}{where}"
+        return f"rows {', '.join(words[:-1])} and {words[-1]}{where}"
+
+    def _others(self, leaks: Sequence[Leak]) -> str:
+        n = len(leaks) - 1
+        return f"; so {'does' if n == 1 else 'do'} {counted(n, 'other pair')} of segments" * (n > 0)
+
+
+RULE: type[Rule] = ReachRule
+
+
+def _severity(intent: Intent | None, by_design: bool) -> Severity:
+    if by_design or intent is None or intent.assumed:
+        return Severity.WARNING
+    return Severity.ERROR
+
+
+def _said(intent: Intent | None, by_design: bool) -> str:
+    if by_design:
+        return "; the declared mask itself has it so"
+    if intent is not None and intent.assumed:
+        return "; no mask was declared, so the segments are taken to be meant apart"
+    return "; the declared mask keeps the two apart over all layers"
+
+
+def _capital(text: str) -> str:
+    return printable(text[:1].upper() + text[1:])
