@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from flexinspect.findings import Finding
 from flexinspect.records import CallRecord, StepRecord, TokenRecord
-from flexinspect.rules import fedborders, fedsay
+from flexinspect.rules import fedsay
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.fedborders import BorderCheck
+from flexinspect.rules.fedborders import BorderCheck, Verdict
 from flexinspect.rules.fedfacts import Fed
 from flexinspect.rules.fedkinds import KINDS
 from flexinspect.rules.fedmask import HeadBorders, find_borders
@@ -40,6 +40,7 @@ class FedRule(Rule):
         self._fed = Fed.of(scene)
         self._is_judged = not self._fed.tokens
         self._check = BorderCheck(scene, self._fed)
+        self._verdicts: dict[str, tuple[Verdict, ...]] = {}
 
     def look(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is wrong with the prompt, once it is known, and with the step's masks."""
@@ -77,17 +78,23 @@ class FedRule(Rule):
         for call in step.calls:
             if call.mask is not None:
                 by_mask.setdefault(call.mask, []).append(call)
-        verdicts: dict[fedborders.Verdict, list[CallRecord]] = {}
+        verdicts: dict[Verdict, list[CallRecord]] = {}
         for fingerprint, calls in by_mask.items():
-            mask = self.scene.mask(fingerprint)
-            if fingerprint not in self._borders:
-                self._borders[fingerprint] = find_borders(mask) if mask is not None else None
-            for part in self._borders[fingerprint] or ():
-                verdict = self._check.judge(mask, part)
-                if verdict is not None:
-                    verdicts.setdefault(verdict, []).extend(calls)
+            if fingerprint not in self._verdicts:
+                self._verdicts[fingerprint] = tuple(self._judged(fingerprint))
+            for verdict in self._verdicts[fingerprint]:
+                verdicts.setdefault(verdict, []).extend(calls)
         for verdict, calls in verdicts.items():
             yield self._check.finding(step, verdict, calls)
+
+    def _judged(self, fingerprint: str) -> Iterator[Verdict]:
+        mask = self.scene.mask(fingerprint)
+        if fingerprint not in self._borders:
+            self._borders[fingerprint] = find_borders(mask) if mask is not None else None
+        for part in self._borders[fingerprint] or ():
+            verdict = self._check.judge(mask, part)
+            if verdict is not None:
+                yield verdict
 
 
 RULE: type[Rule] = FedRule

@@ -154,7 +154,7 @@ class BorderCheck:
             inside = [b for b in borders if one.start < b < one.stop]
             if not inside:
                 continue
-            lost = range(inside[-1], one.stop) if n > 0 else range(one.start, inside[0])
+            lost = range(inside[0], one.stop) if n > 0 else range(one.start, inside[-1])
             end = "last" if n > 0 else "first"
             many = f"{end} token" if len(lost) == 1 else f"{end} {len(lost)} tokens"
             parts.append(f"the {many} of '{printable(one.label)}' ({self._first(lost)})")

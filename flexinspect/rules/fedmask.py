@@ -114,8 +114,10 @@ def compare(
     tries = sorted({*range(-REACH, REACH + 1), *also} - {0}, key=lambda n: (abs(n), n < 0))
     places = {edge for one in segments for edge in (one.start, one.stop)}
     for n in tries:
-        fits = all(b + n in places for b in borders) and not _missing(borders, apart, n)
-        if fits and (len(borders) > 1 or abs(n) <= 4):
+        fits = all(b + n in places for b in borders) and _is_regular(
+            {b + n for b in borders}, apart
+        )
+        if fits and not _missing(borders, apart, n) and (len(borders) > 1 or abs(n) <= 4):
             return Compared((n,) * len(borders), cut)
     return Compared(_drift(borders, apart), cut)
 
@@ -129,6 +131,16 @@ def _missing(borders: Borders, apart: Sequence[Segment], n: int) -> list[Segment
     ]
 
 
+def _is_regular(borders: set[int], apart: Sequence[Segment]) -> bool:
+    """Say whether gaps are all treated alike: before, after, or on both sides there is a border."""
+    sides = {
+        (earlier.stop in borders, later.start in borders)
+        for earlier, later in pairwise(apart)
+        if earlier.stop < later.start
+    }
+    return len(sides) < 2
+
+
 def _drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
     """Return growing offsets when the borders are those declared, in order, off by a few more."""
     starts = [one.start for one in apart[1:]]
@@ -137,6 +149,7 @@ def _drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
         if len(places) != len(borders) or len(places) < 2:
             continue
         offsets = [place - b for place, b in zip(places, borders, strict=True)]
-        if grows(offsets) and max(map(abs, offsets)) <= REACH:
+        n_off = sum(offset != 0 for offset in offsets)
+        if grows(offsets) and n_off > 1 and max(map(abs, offsets)) <= REACH:
             return tuple(offsets)
     return ()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flexinspect.pieces import Piece
+from flexinspect.pieces import Piece, Span
 from flexinspect.rules.fedfacts import Fed
 
 REACH = 32
@@ -70,7 +70,8 @@ def leads(fed: Fed) -> set[int]:
 
 def _by_lines(fed: Fed, spans: Sequence[Piece]) -> int | None:
     begins, ends = fed.edges
-    n_begin = sum(span.start in begins for span in spans)
+    # The first may begin with whatever comes first in the prompt, which tells nothing.
+    n_begin = sum(span.start in begins for span in spans[1:])
     n_end = sum(span.stop in ends for span in spans)
     if n_begin > len(spans) // 4 or n_begin + n_end > len(spans):
         return None
@@ -116,11 +117,17 @@ def _by_gaps(fed: Fed, spans: Sequence[Piece]) -> int | None:
     return next((n for n in likely if _same_between(fed, gaps, n)), None)
 
 
-def _same_between(fed: Fed, gaps: Sequence[tuple[int, int]], n: int) -> bool:
+def _same_between(fed: Fed, gaps: Sequence[Span], n: int) -> bool:
     offset = n - fed.start
     if gaps[0][0] + offset < 0 or gaps[-1][1] + n > fed.stop:
         return False
-    return len({tuple(fed.ids[a + offset : b + offset]) for a, b in gaps}) == 1
+    if fed.has_text and any(map(str.isalnum, "".join(fed.texts[slice(*_moved(gaps[0], offset))]))):
+        return False  # paraphrases have words in common
+    return len({tuple(fed.ids[slice(*_moved(gap, offset))]) for gap in gaps}) == 1
+
+
+def _moved(gap: Span, n: int) -> Span:
+    return gap[0] + n, gap[1] + n
 
 
 def _by_ends(fed: Fed, spans: Sequence[Piece]) -> int | None:
