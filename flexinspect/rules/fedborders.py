@@ -14,7 +14,7 @@ from flexinspect.records import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.fedfacts import Fed
 from flexinspect.rules.fedkinds import DRIFT, MERGED, SHIFTED
 from flexinspect.rules.fedmask import Borders, HeadBorders, borders_of_rule, compare
-from flexinspect.rules.fedshift import find_shift, leads
+from flexinspect.rules.fedshift import REACH, find_shift, leads
 from flexinspect.rules.fedwords import lengths
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import counted, layers, printable
@@ -46,7 +46,7 @@ class BorderCheck:
     def _meant(self) -> Borders:
         """The borders that the declared rule has, or the one that is assumed."""
         intent = self._scene.intent
-        return () if intent is None else borders_of_rule(intent.rule, self._scene.n_prompt)
+        return () if intent is None else borders_of_rule(intent.rule, self._scene.n_prompt + 1)
 
     @cached_property
     def _spans_off_by(self) -> int | None:
@@ -69,16 +69,29 @@ class BorderCheck:
             return None
         apart = [one for one in self._apart if one.start < mask.q_len]
         found = compare(part.borders, self._scene.segments, apart, leads(self._fed))
-        if found.cut:
-            off = {*found.offsets}
+        offsets = found.offsets or self._off_by(part.borders, mask.q_len)
+        if found.cut or offsets:
+            off = {*offsets}
             if not off or off == {-(self._spans_off_by or 0)}:
                 return None
             kind = SHIFTED if len(off) == 1 else DRIFT
-            return Verdict(kind, part.heads, part.borders, found.offsets)
+            return Verdict(kind, part.heads, part.borders, offsets)
         missing = self._really_missing(found.missing, apart)
         if not missing or not self._is_made(mask, part.borders):
             return None
         return Verdict(MERGED, part.heads, part.borders, missing=missing)
+
+    def _off_by(self, borders: Borders, n_rows: int) -> tuple[int, ...]:
+        """Return by how much all borders lie before those of a declared rule, empty if they do not.
+
+        Such a rule says where a separator belongs, so even a border inside of one may be off.
+        """
+        intent, meant = self._scene.intent, [b for b in self._meant if b < n_rows]
+        if intent is None or intent.assumed or len(borders) < 2 or len(borders) != len(meant):
+            return ()
+        offsets = tuple(b - border for b, border in zip(meant, borders, strict=True))
+        is_near = 0 < abs(offsets[0]) <= REACH or offsets[0] in leads(self._fed)
+        return offsets if is_near and len({*offsets}) == 1 else ()
 
     def _really_missing(
         self, missing: Iterable[Segment], apart: Sequence[Segment]
@@ -159,6 +172,9 @@ class BorderCheck:
             many = f"{end} token" if len(lost) == 1 else f"{end} {len(lost)} tokens"
             parts.append(f"the {many} of '{printable(one.label)}' ({self._first(lost)})")
             positions += list(lost)
+        if not parts:  # inside of separators
+            there, here = self._scene.position(borders[0]), self._scene.position(borders[0] + n)
+            return f"the first is at {there} instead of {here}", borders[:32]
         told = parts if len(parts) <= _MOST else [*parts[:_MOST], f"{len(parts) - _MOST} more"]
         listed = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
         what = "what comes after" if n > 0 else "what comes before"

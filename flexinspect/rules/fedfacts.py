@@ -84,9 +84,18 @@ class Fed:
 
     @cached_property
     def n_pads(self) -> int:
-        """How many of the first tokens are padding, as the padding mask says."""
+        """How many of the first tokens are padding, as the padding mask or their id says."""
         first = [one for one in self.segments[:2] if one.label == "padding"]
-        return len(first[0]) if first and first[0].kind is SegmentKind.SHARED else 0
+        if first and first[0].kind is SegmentKind.SHARED:
+            return len(first[0])
+        pad = self.pad
+        return next((n for n, id_ in enumerate(self.ids) if id_ != pad), 0) if self.ids else 0
+
+    @property
+    def pad(self) -> int | None:
+        """The id of padding, None when it may be a BOS or EOS too."""
+        pad = self.words.pad
+        return None if pad in (self.words.bos, *self.words.eos) else pad
 
     @cached_property
     def first(self) -> int:

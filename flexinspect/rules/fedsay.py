@@ -201,10 +201,12 @@ class _Say:
         at = fed.stop - 1 if cut.at_end else fed.first
         are = "is" if len(after) == 1 else "are"
         rest = f"; {self._named(after)} {are} not in it, or not wholly" if after else ""
+        by_character = cut.unit == "position" and words.counts_characters(fed)
+        in_characters = ", as if positions had been counted in characters" if by_character else ""
         sentence = (
             f"The prompt that was fed {side} inside of {_name(cut.piece)}, with "
             f"{self._scene.position(at)}: {cut.n_lost} of its {counted(cut.n, cut.unit)} were not "
-            f"fed{rest}."
+            f"fed{rest}{in_characters}."
         )
         evidence = {
             "lost": cut.n_lost,

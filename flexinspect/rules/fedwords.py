@@ -74,14 +74,11 @@ def misses_bos(fed: Fed) -> bool:
 
 def padding_inside(fed: Fed) -> Iterator[tuple[Located, list[int]]]:
     """Yield pieces that hold padding, and where: as the padding mask says, or by its id."""
-    pad = fed.words.pad
-    if pad in (fed.words.bos, *fed.words.eos):
-        pad = None
     for one in fed.located:
         if one.span is None or one.piece.label.lower().startswith("padding"):
             continue
         inside = range(max(one.span[0], fed.start), min(one.span[1], fed.stop))
-        pads = [p for p in inside if p < fed.first or fed.ids[p - fed.start] == pad]
+        pads = [p for p in inside if p < fed.first or fed.ids[p - fed.start] == fed.pad]
         if pads:
             yield one, pads
 
@@ -108,6 +105,15 @@ def truncated(fed: Fed) -> Cut | None:
             if cut is not None:
                 return cut
     return None
+
+
+def counts_characters(fed: Fed) -> bool:
+    """Say whether the declared spans would be words or lines as positions in the prompt's text."""
+    whole = "".join(fed.texts).strip(SPECIAL)
+    ends = [edge for span in fed.spans for edge in (span.start, span.stop)]
+    if not fed.has_text or len(ends) < 4 or ends[-1] > len(whole) + 1:
+        return False
+    return all(edge in (0, len(whole)) or not whole[edge - 1 : edge + 1].isalnum() for edge in ends)
 
 
 def _cut_text(fed: Fed, piece: Piece) -> Cut | None:

@@ -29,6 +29,7 @@ QUESTIONS = [
     "Which city is the capital of Kenya?",
     "Name the capital of Kenya.",
 ]
+NAMES = ["<|eot_id|>", "</s>", "<|im_end|>", "<end_of_turn>"]
 Look = Callable[..., list[Finding]]
 Span = tuple[int, int, str]
 
@@ -219,6 +220,15 @@ def test_a_prompt_that_is_cut_at_its_end_or_beginning_is_told(
     assert "2 of its 8 positions were not fed; 'question 3' is not in it" in by_span.sentence
 
 
+def test_spans_counted_in_characters_are_told_as_such(ask: Look, fed: list[int]) -> None:
+    at, characters = 0, []
+    for question in QUESTIONS:
+        characters.append((at, at + len(question), question[:4]))
+        at += len(question) + 1
+    finding = one(ask(fed, characters), "segments.truncated")
+    assert "as if positions had been counted in characters." in finding.sentence
+
+
 def test_pieces_that_come_in_chunks_are_waited_for(
     demo: Any, tokenizer: Any, fed: list[int], spans: list[Span], tmp_path: Path
 ) -> None:
@@ -263,7 +273,11 @@ def test_a_bos_too_few_and_too_many_are_found(ask: Look, fed: list[int]) -> None
     assert segments_of(ask(fed)) == []
 
 
-@pytest.mark.parametrize("name", ["<|eot_id|>", "</s>", "<|im_end|>", "<end_of_turn>"])
+def test_padding_that_no_mask_tells_of_is_no_missing_bos(ask: Look, fed: list[int]) -> None:
+    assert segments_of(ask([0, 0, 0, *fed])) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_special_token_of_another_model_is_found_in_pieces(
     name: str, ask: Look, tokenizer: Any
 ) -> None:
@@ -405,6 +419,21 @@ def test_one_layer_alone_is_named_and_a_declared_mask_makes_it_an_error(
     assert finding.evidence["shift"] == 3
     assert "In layer 1 the borders" in finding.sentence
     assert "last 3 tokens of 'one' (from position 4" in finding.sentence
+
+
+def test_borders_that_are_off_inside_of_separators_are_found_when_a_mask_was_declared(
+    llama: Any, cells: Cells, tmp_path: Path
+) -> None:
+    declared = [(1, 5, "one"), (7, 11, "two"), (13, 17, "three"), (19, 21, "cue")]
+    look = partial(planted, tmp_path, llama, lambda: llama(row(n=21)), segments=declared)
+    cells.other = isolated([(0, 6), (6, 12), (12, 18)], 21, reads=18)
+    found = look(name="off", mask="segment-isolation")
+    assert of(look(name="assumed"), "segments.shifted") == []
+    finding = one(found, "segments.shifted")
+    assert (finding.evidence["shift"], finding.severity) == (1, Severity.ERROR)
+    assert finding.positions == (6, 12, 18)
+    cells.other = isolated([(0, 7), (7, 13), (13, 19)], 21, reads=19)
+    assert segments_of(look(name="right", mask="segment-isolation")) == []
 
 
 def test_some_heads_alone_are_named(llama: Any, cells: Cells, tmp_path: Path) -> None:
