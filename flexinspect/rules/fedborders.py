@@ -14,7 +14,7 @@ from flexinspect.records import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.fedfacts import Fed
 from flexinspect.rules.fedkinds import DRIFT, MERGED, SHIFTED
 from flexinspect.rules.fedmask import Borders, HeadBorders, borders_of_rule, compare
-from flexinspect.rules.fedshift import REACH, find_shift, leads
+from flexinspect.rules.fedshift import find_shift, leads, reach_of
 from flexinspect.rules.fedwords import lengths
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import counted, layers, printable
@@ -86,12 +86,13 @@ class BorderCheck:
 
         Such a rule says where a separator belongs, so even a border inside of one may be off.
         """
-        intent, meant = self._scene.intent, [b for b in self._meant if b < n_rows]
-        if intent is None or intent.assumed or len(borders) < 2 or len(borders) != len(meant):
+        intent = self._scene.intent
+        if intent is None or intent.assumed or len(borders) < 2 or {*borders} <= {*self._meant}:
             return ()
-        offsets = tuple(b - border for b, border in zip(meant, borders, strict=True))
-        is_near = 0 < abs(offsets[0]) <= REACH or offsets[0] in leads(self._fed)
-        return offsets if is_near and len({*offsets}) == 1 else ()
+        for n in reach_of(self._fed):
+            if borders == tuple(b - n for b in self._meant if 0 < b - n < n_rows):
+                return (n,) * len(borders)
+        return ()
 
     def _really_missing(
         self, missing: Iterable[Segment], apart: Sequence[Segment]
