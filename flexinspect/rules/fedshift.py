@@ -94,9 +94,10 @@ def _by_lines_each(fed: Fed, spans: Sequence[Piece]) -> tuple[int, ...] | None:
 
 
 def grows(offsets: Sequence[int]) -> bool:
-    """Say whether offsets drift one way, and are not all the same."""
-    up, down = sorted(offsets), sorted(offsets, reverse=True)
-    return offsets[0] != offsets[-1] and list(offsets) in (up, down)
+    """Say whether offsets go further and further one way, and are not all the same."""
+    far = [abs(offset) for offset in offsets]
+    is_one_way = min(offsets) >= 0 or max(offsets) <= 0
+    return is_one_way and far == sorted(far) and far[0] != far[-1]
 
 
 def _fits(fed: Fed, spans: Sequence[Piece], n: int) -> bool:
