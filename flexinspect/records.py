@@ -308,9 +308,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRecord:
-    """One prompt to its end. `declared` describes the mask that was meant (a preset's rule).
+    """One prompt to its end.
 
-    `model` names one of the manifest's `models`; it is empty where there is one model alone.
+    `declared` describes the mask that was meant (a preset's rule), and, under the keys of
+    `flexinspect.pieces`, the pieces that were declared and the special tokens there are. `model`
+    names one of the manifest's `models`; it is empty where there is one model alone.
     """
 
     generation: int

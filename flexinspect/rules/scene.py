@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexinspect import masks
+from flexinspect import masks, pieces
 from flexinspect.masks import MaskRule
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, MaskRecord, StepRecord, TokenRecord
@@ -147,7 +147,9 @@ def _intent(generation: GenerationRecord) -> Intent | None:
     rule = masks.declared_rule(generation.declared)
     if rule is not None:
         return Intent(rule)
-    if generation.declared:  # a function of the user's own: what it means is not known
+    if {*generation.declared} - {
+        *pieces.KEYS
+    }:  # a function of the user's own: what it means is not known
         return None
     if _count(generation.segments, SegmentKind.PARAPHRASE) < 2:
         return None

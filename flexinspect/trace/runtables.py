@@ -25,7 +25,7 @@ GENERATIONS = table(
     mask        text  name of the mask preset or rule that was asked for
     positions   text  position ids: contiguous or reset
     expected    json  the answers that count as right, a list of strings
-    declared    json  the mask that was meant, an object
+    declared    json  the mask, the pieces and the special tokens that were meant, an object
     started_at  real  seconds since the epoch
     model       text  its model, by name in the manifest's list `models`; empty for the only one
     """,

@@ -17,12 +17,14 @@ from flexinspect import masks
 from flexinspect.datasets import Sample
 from flexinspect.errors import DatasetError, MaskError
 from flexinspect.job import Job
+from flexinspect.pieces import to_declared
 from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.generate import Choice, Generated, generate
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
+from flexinspect_hooks.saidwords import facts_of_tokenizer, written_special
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
@@ -47,6 +49,7 @@ class Ensemble:
         self._compiled = compiled
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
+        self._facts = facts_of_tokenizer(self.vocabulary)
 
     def plan(self, sample: Sample) -> Plan:
         """Compose the prompt and build the mask of a sample. Raises `UsageError` and kin."""
@@ -172,9 +175,14 @@ class Ensemble:
             segments=prompt.segments,
             tokens=tuple(tokens),
             expected=plan.sample.answers,
-            declared=plan.declared,
+            declared={**plan.declared, **self._said(tokens)},
             started_at=time.time(),
         )
+
+    def _said(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
+        """Return what matters of special tokens for this prompt; its pieces are its segments."""
+        ids, texts = [token.token_id for token in tokens], [token.text for token in tokens]
+        return to_declared((), written_special(self._facts, ids, texts))
 
     def _token(
         self,

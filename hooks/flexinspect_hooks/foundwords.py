@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flexinspect.pieces import WordFacts
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.story import IdWords, TokenizerWords, Words
 
@@ -74,9 +75,9 @@ class FoundWords:
         return self._words.special
 
     @property
-    def bos_id(self) -> int | None:
-        """The id that begins a text."""
-        return self._words.bos_id
+    def facts(self) -> WordFacts:
+        """What is known of special tokens."""
+        return self._words.facts
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the ids of a text, none for one that has none."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from flexinspect.errors import UsageError
+from flexinspect.pieces import places_of_ids, places_of_text
 from flexinspect.prompts import Segment, SegmentKind
 
 Wish = tuple[int, int, str] | tuple[str, str] | str
@@ -173,34 +174,20 @@ def _search(
     Its ids in the prompt may be others than on its own (a leading space, a merge with its
     neighbour), so the second way takes every token that holds a part of it.
     """
-    try:
-        ids = list(encode(text))
-    except UsageError:
-        ids = []
+    ids = encoded(text, encode)
     for begin in dict.fromkeys((after, prompt.n_pads)):
-        span = _search_ids(ids, prompt.ids, begin) or _search_text(text, prompt.texts, begin)
+        places = chain(
+            places_of_ids(ids, prompt.ids, begin), places_of_text(text, prompt.texts, begin)
+        )
+        span = next(places, None)
         if span is not None:
             return prompt.start + span[0], prompt.start + span[1]
     return None
 
 
-def _search_ids(ids: list[int], within: Sequence[int], after: int) -> tuple[int, int] | None:
-    whole = list(within)
-    for start in range(after, len(whole) - len(ids) + 1):
-        if ids and whole[start : start + len(ids)] == ids:
-            return start, start + len(ids)
-    return None
-
-
-def _search_text(text: str, texts: Sequence[str], after: int) -> tuple[int, int] | None:
-    begin = "".join(texts[after:]).find(text)
-    if begin < 0:
-        return None
-    end, at = begin + len(text), 0
-    held: list[int] = []
-    for index, part in enumerate(texts[after:], start=after):
-        # A token that ends inside a character adds nothing; the character comes with a later one.
-        if (at < end and at + len(part) > begin) or (not part and begin <= at < end):
-            held.append(index)
-        at += len(part)
-    return (held[0], held[-1] + 1) if held else None
+def encoded(text: str, encode: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
+    """Return the ids of a text, none for one that cannot have any."""
+    try:
+        return tuple(encode(text))
+    except UsageError:
+        return ()

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 
 from flexinspect import masks
 from flexinspect.masks import MaskRule
+from flexinspect.pieces import WordFacts, to_declared
 from flexinspect.prompts import Segment, close_generated, segment_of
 from flexinspect.records import GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.fedrows import FedRows
+from flexinspect_hooks.saidwords import facts_of_tokenizer, pieces_of, written_special
 from flexinspect_hooks.sequence import Place
 from flexinspect_hooks.spans import FedPrompt, Wanted, lay_out
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
@@ -26,7 +28,7 @@ class Words(Protocol):
     @property
     def special(self) -> frozenset[int]: ...
     @property
-    def bos_id(self) -> int | None: ...
+    def facts(self) -> WordFacts: ...
     def encode(self, text: str) -> Sequence[int]: ...
     def text_of(self, token_id: int) -> str: ...
     def token_of(self, token_id: int) -> str: ...
@@ -45,7 +47,7 @@ class TokenizerWords:
     def __init__(self, tokenizer: Any) -> None:
         words = self._words = Vocabulary(tokenizer)
         self.special = words.special
-        self.bos_id: int | None = getattr(tokenizer, "bos_token_id", None)
+        self.facts = facts_of_tokenizer(words)
         self.encode, self.text_of, self.token_of = words.encode, words.text_of, words.token_of
 
     def adder(self) -> Callable[[int], str]:
@@ -62,7 +64,7 @@ class IdWords:
 
     has_text = False
     special: frozenset[int] = frozenset()
-    bos_id: int | None = None
+    facts = WordFacts()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids that are written in a text, nothing for any other text."""
@@ -92,6 +94,8 @@ class Wishes:
     segments: tuple[Wanted, ...] = ()
     mask: str | MaskRule | None = None
     separators: str = "attached"
+    config: WordFacts = field(default_factory=WordFacts)
+    """What the model's configuration says of special tokens, for words that know none."""
 
     @property
     def mask_name(self) -> str:
@@ -99,6 +103,16 @@ class Wishes:
         if self.mask is None:
             return "not declared"
         return self.mask if isinstance(self.mask, str) else self.mask.name
+
+    @property
+    def facts(self) -> WordFacts:
+        """What is known of special tokens."""
+        return self.words.facts if self.words.has_text else self.config
+
+    def said(self, ids: Sequence[int], texts: Sequence[str]) -> Mapping[str, Any]:
+        """Return the declared pieces, and what matters of special tokens for this prompt."""
+        facts = written_special(self.facts, ids, texts)
+        return to_declared(pieces_of(self.segments, self.words.encode), facts)
 
     def declared(self, segments: Sequence[Segment]) -> Mapping[str, Any]:
         """Return the declared mask of these segments, empty when none was declared."""
@@ -136,7 +150,7 @@ class Story:
         texts = [add(id_) for id_ in ids] if ids is not None else [""] * place.n_new
         n_pads = rows.n_pads()
         first = known[n_pads] if n_pads < len(known) else None
-        has_bos = first is not None and first == words.bos_id
+        has_bos = first is not None and first == words.facts.bos
         searched = texts if words.has_text else ()
         prompt = FedPrompt(known, searched, place.pos, n_pads, has_bos)
         segments, troubles = lay_out(wishes.segments, prompt, words.encode)
@@ -153,7 +167,7 @@ class Story:
             positions="contiguous" if _is_contiguous(told[n_pads:]) else "as fed",
             segments=segments,
             tokens=tuple(tokens),
-            declared=wishes.declared(segments),
+            declared={**wishes.declared(segments), **wishes.said(ids or (), texts)},
             started_at=time.time(),
         )
         after = told[-1] + 1 if told else place.pos

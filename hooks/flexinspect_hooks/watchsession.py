@@ -28,6 +28,7 @@ from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.logits import reduce_chosen
 from flexinspect_hooks.program import without_us
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.saidwords import facts_of_config
 from flexinspect_hooks.sequence import SEVERAL_ROWS, UNKNOWN_CACHE, Fed, Place, Sequences
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.story import Story, Wishes
@@ -84,7 +85,7 @@ class WatchSession(CaptureSession):
             recorder=company.recorder if company else None,
         )
         self.context.sees_kernels = True
-        self._wishes = wishes
+        self._wishes = replace(wishes, config=facts_of_config(model))
         self._names = ArgumentNames(model)
         self._sequences = Sequences(company.numbers if company else None)
         self._name = company.name if company else ""

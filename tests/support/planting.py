@@ -24,7 +24,7 @@ def planted(
         run()
     with open_trace(out) as reader:
         off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
-        assert off == []
+        assert off == [], off
         found = reader.findings()
         for finding in found:
             if finding.query:  # evidence that cannot be looked up is none

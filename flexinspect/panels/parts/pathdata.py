@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from flexinspect import pieces
 from flexinspect.panels.base import Missing, Place
 from flexinspect.records import PATHS, BuildRecord, CallRecord, MaskRecord
 from flexinspect.trace.callranges import (
@@ -163,7 +164,7 @@ def _now(reader: TraceReader, place: Place, near: Iterable[StepPath]) -> Now:
         events += events_between(reader, step.started_at, end, like="%compil%", limit=5)
     return Now(
         phase=step.phase if step else "",
-        asked=about.mask if about.declared else "",
+        asked=about.mask if {*about.declared} - {*pieces.KEYS} else "",
         backends=tuple(dict.fromkeys(call.backend for call in calls)),
         gates=_gates(calls),
         gate_kind=next((call.gate_kind for call in calls if call.gate_kind), ""),

@@ -1,0 +1,73 @@
+"""What a generation keeps of what was said of it: the pieces as declared, and the special tokens.
+
+It is gathered once per generation, and of many special tokens only those are kept that the rules
+may have to name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from flexinspect.pieces import Piece, WordFacts
+from flexinspect_hooks.spans import Wanted, encoded
+from flexinspect_hooks.vocabulary import Vocabulary
+
+
+def facts_of_tokenizer(words: Vocabulary) -> WordFacts:
+    """Return what a tokenizer says of special tokens, all of them."""
+    tokenizer = words.tokenizer
+    names = getattr(tokenizer, "all_special_tokens", ())
+    special = dict(zip(map(str, names), map(int, tokenizer.all_special_ids), strict=False))
+    bos, pad = (_id(getattr(tokenizer, f"{name}_token_id", None)) for name in ("bos", "pad"))
+    return WordFacts(
+        bos, _ids(getattr(tokenizer, "eos_token_id", None)), pad, _adds_bos(words), special
+    )
+
+
+def facts_of_config(model: Any) -> WordFacts:
+    """Return what a model's configuration says of special tokens."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", None) or config
+    bos, eos, pad = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
+    return WordFacts(_id(bos), _ids(eos), _id(pad))
+
+
+def pieces_of(
+    wanted: Iterable[Wanted], encode: Callable[[str], Sequence[int]]
+) -> tuple[Piece, ...]:
+    """Return declared pieces as a trace keeps them."""
+    return tuple(
+        Piece(one.label, one.start, one.stop)
+        if one.text is None
+        else Piece(one.label, text=one.text, ids=encoded(one.text, encode))
+        for one in wanted
+    )
+
+
+def written_special(facts: WordFacts, ids: Sequence[int], texts: Sequence[str]) -> WordFacts:
+    """Return the facts with those special tokens alone whose characters are among the words.
+
+    `ids` and `texts` are those of the prompt; a special token itself is no word.
+    """
+    known = frozenset(facts.special.values())
+    words = "".join(" " if i in known else text for i, text in zip(ids, texts, strict=True))
+    return replace(facts, special={s: i for s, i in facts.special.items() if s and s in words})
+
+
+def _adds_bos(words: Vocabulary) -> bool | None:
+    try:
+        return bool(words.bos())
+    except Exception:  # a tokenizer with an `encode` of its own
+        return None
+
+
+def _id(value: Any) -> int | None:
+    return next(iter(_ids(value)), None)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Return one id or a list of them, as configurations have it."""
+    found = value if isinstance(value, list | tuple) else (value,)
+    return tuple(one for one in found if type(one) is int and one >= 0)
