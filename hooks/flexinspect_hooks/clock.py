@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+Note = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
+"""An event of a step: its kind, its text, and facts where it has some."""
 
 
 @dataclass(slots=True)
@@ -29,7 +33,7 @@ class StepContext:
     chosen: Tensor | None = None
     wall_ms: float = 0.0
     capture_s: float = 0.0
-    events: list[tuple[str, str]] = field(default_factory=list)
+    events: list[Note] = field(default_factory=list)
 
     @property
     def kv_after(self) -> int:
