@@ -24,7 +24,8 @@ CRASH = "observer.crash"
 
 FAILED_EVENT = "kernel-failed"
 NOT_RETURNED = "not-returned"
-"""The event of a process that was ended from outside of Python, with the call it was in."""
+CRASHED = "crashed"
+"""The events of a process that was taken down: within a kernel call, and elsewhere."""
 
 _ENDS = ("forward-failed", "error")
 
@@ -106,7 +107,7 @@ class FailuresRule(Rule):
             "m[b, 0, q, k], not link by link, m[b][0][q][k]; give a mask the batch and heads of "
             "the call, or None.",
             "SELECT key, value FROM run WHERE key IN ('state', 'reason') UNION ALL "
-            "SELECT kind, text FROM events WHERE kind = 'not-returned'",
+            "SELECT kind, text FROM events WHERE kind IN ('not-returned', 'crashed')",
         ),
     }
 
@@ -130,7 +131,7 @@ class FailuresRule(Rule):
         """Take a failed call, or tell of it when the forward ended with it."""
         if event.kind == FAILED_EVENT:
             return self._failed(event)
-        if event.kind == NOT_RETURNED:
+        if event.kind in (NOT_RETURNED, CRASHED):
             return [self._crash(event)]
         return self._ended() if event.kind in _ENDS else ()
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.records import BuildRecord
+from flexinspect_hooks import crumbs
+from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove
 from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels
 from flexinspect_hooks.memory import peak_bytes
@@ -71,6 +73,7 @@ class KernelCalls:
     _places: list[_Place] = field(default_factory=list)
     _told: set[tuple[Any, ...]] = field(default_factory=set)
     _outer: BaseException | None = None
+    _step: StepContext | None = None
 
     def install(self, take: Callable[[nn.Module, list[Done]], None]) -> Iterable[Remove]:
         """Watch the kernels and the attention layers; `take` gets what is left when one is done.
@@ -118,8 +121,9 @@ class KernelCalls:
 
         return remove
 
-    def open(self) -> None:
+    def open(self, step: StepContext) -> None:
         """A step begins."""
+        self._step = step
         self.done.clear()
         self._builds.clear()
         self._places.clear()
@@ -152,10 +156,14 @@ class KernelCalls:
     def note(self, call: KernelCall) -> Note:
         """Return what has to be known of a call before it is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
+        if call.compiled and call.name == FLEX:
+            crumbs.entered(self._place(), call.given)
         return Note(call, self._swallowed(), time.perf_counter(), peak)
 
     def after(self, note: Note, output: Any) -> None:
         """Keep what it was."""
+        if note.call.compiled:
+            crumbs.left()
         if note.call.name == BUILD:
             (self._builds if self.context.is_open else _unclaimed).append(self._build(note))
             return
@@ -165,6 +173,8 @@ class KernelCalls:
 
     def failed(self, note: Note, error: BaseException) -> None:
         """Say so at once, once for each layer and message: the step may never be recorded."""
+        if note.call.compiled:
+            crumbs.left()
         words = in_words(error)
         layer = None
         if self._places:
@@ -178,6 +188,13 @@ class KernelCalls:
             text = f"{where}{note.call.name} raised {words} ({lengths})"
             data = {"layer": layer, "kernel": note.call.name, "error": words, **facts}
             self.context.tell("kernel-failed", text, data)
+
+    def _place(self) -> tuple[int | None, int | None, int | None]:
+        """Return generation, step and layer of a call that is made now, each None if in none."""
+        step = self._step if self.context.is_open else None
+        if step is None:
+            return None, None, None
+        return step.generation, step.step, self._places[-1].layer if self._places else None
 
     def _swallowed(self) -> str | None:
         error = sys.exception()

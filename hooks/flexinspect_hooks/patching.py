@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexinspect.errors import AttentionCallError, MaskError, ModelError
+from flexinspect_hooks import crumbs
 from flexinspect_hooks.maskmods import MaskMod, Window
 from flexinspect_hooks.masksource import MaskSource
 
@@ -155,9 +156,14 @@ class FlexPatch:
         layer = getattr(module, "layer_idx", -1)
         try:
             _refuse_unsupported(kwargs)
+            if self.compiled:
+                about = {"query": query, "key": key, "block_mask": attention_mask}
+                crumbs.entered((None, self.counts.forwards - 1, layer), about)
             out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
         except Exception as error:
             raise self._failure(layer, error) from error
+        finally:
+            crumbs.left()
         self.counts.calls += 1
         self.counts.layers.add(layer)
         LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"
