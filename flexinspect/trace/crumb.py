@@ -19,7 +19,11 @@ SUFFIX = "-crumb"
 _HEAD = struct.Struct("<B3x6i")
 _SIZE = 512
 _ROOM = _SIZE - _HEAD.size
-_NONE = -1
+
+Place = tuple[int, int, int]
+"""Generation, step and layer, -1 for what is not known."""
+
+NOWHERE: Place = (-1, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +58,18 @@ class Crumb:
         self._n_bytes = 0
         self._is_over = False
 
-    def enter(
-        self,
-        generation: int | None,
-        step: int | None,
-        layer: int | None,
-        lengths: tuple[int, int],
-        what: str,
-    ) -> None:
-        """Say which call begins; `lengths` are its rows and keys. Costs half a microsecond."""
-        if self._is_over or os.getpid() != self._pid:  # a forked child shares the file
-            return
+    def enter(self, place: Place, q_len: int, kv_len: int, what: str) -> None:
+        """Say which call begins; a forked child, which shares the file, must not call this."""
         if self._map is None and not self._open():
             return
         assert self._map is not None
         if what != self._what:
             self._write(what)
-        place = [_NONE if n is None else n for n in (generation, step, layer)]
-        _HEAD.pack_into(self._map, 0, 1, *place, *lengths, self._n_bytes)
+        _HEAD.pack_into(self._map, 0, 1, *place, q_len, kv_len, self._n_bytes)
 
     def leave(self) -> None:
         """Say that it returned, or raised."""
-        if self._map is not None and os.getpid() == self._pid:
+        if self._map is not None:
             self._map[0] = 0
 
     def remove(self) -> None:
@@ -89,6 +83,8 @@ class Crumb:
                 self._path.unlink()
 
     def _open(self) -> bool:
+        if self._is_over:
+            return False
         try:
             with self._path.open("w+b") as file:
                 file.truncate(_SIZE)

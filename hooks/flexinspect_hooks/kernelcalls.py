@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.records import BuildRecord
+from flexinspect.trace.crumb import NOWHERE, Place
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove
@@ -157,7 +158,9 @@ class KernelCalls:
         """Return what has to be known of a call before it is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
         if call.compiled and call.name == FLEX:
-            crumbs.entered(self._place(), call.given)
+            given = call.given
+            rules = (given.get("score_mod"), given.get("block_mask"))
+            crumbs.entered(self._place(), given["query"], given["key"], *rules)
         return Note(call, self._swallowed(), time.perf_counter(), peak)
 
     def after(self, note: Note, output: Any) -> None:
@@ -189,12 +192,12 @@ class KernelCalls:
             data = {"layer": layer, "kernel": note.call.name, "error": words, **facts}
             self.context.tell("kernel-failed", text, data)
 
-    def _place(self) -> tuple[int | None, int | None, int | None]:
-        """Return generation, step and layer of a call that is made now, each None if in none."""
+    def _place(self) -> Place:
+        """Return generation, step and layer of a call that is made now."""
         step = self._step if self.context.is_open else None
         if step is None:
-            return None, None, None
-        return step.generation, step.step, self._places[-1].layer if self._places else None
+            return NOWHERE
+        return step.generation, step.step, self._places[-1].layer if self._places else -1
 
     def _swallowed(self) -> str | None:
         error = sys.exception()

@@ -27,6 +27,9 @@ from flexinspect_hooks.masksource import MaskSource
 BACKEND = "flexinspect"
 """Prefix of the name under which the patch registers itself."""
 
+COMPILING = 3
+"""Forwards in which kernels are compiled, and are noted for whoever sees the process die."""
+
 _numbers = itertools.count(1)
 
 
@@ -156,9 +159,9 @@ class FlexPatch:
         layer = getattr(module, "layer_idx", -1)
         try:
             _refuse_unsupported(kwargs)
-            if self.compiled:
-                about = {"query": query, "key": key, "block_mask": attention_mask}
-                crumbs.entered((None, self.counts.forwards - 1, layer), about)
+            if self.compiled and self.counts.forwards <= COMPILING:
+                place = (-1, self.counts.forwards - 1, layer)
+                crumbs.entered(place, query, key, None, attention_mask)
             out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
         except Exception as error:
             raise self._failure(layer, error) from error
