@@ -37,12 +37,16 @@ STEPS = 3
 
 
 class Builds:
-    """Looks at the builds of one generation, step by step."""
+    """Looks at the builds of one run, step by step.
 
-    def begin(self) -> None:
-        """Begin with no mask seen."""
+    What a step built is held against the step before, be it of another generation: a loop over
+    sequences of one length builds the same mask again for each.
+    """
+
+    def __init__(self) -> None:
         self._last: str | None = None
         self._same = 0
+        self._told: set[str] = set()
 
     def look(self, step: StepRecord, scene: Scene) -> list[Finding]:
         """Return what was built for nothing in a step; nothing where masks are not known."""
@@ -102,8 +106,9 @@ class Builds:
         only = masks.pop() if len(masks) == 1 else None
         self._same = self._same + 1 if built and only is not None and only == self._last else 0
         self._last = only
-        if self._same < STEPS - 1:
+        if self._same < STEPS - 1 or only is None or only in self._told:
             return []
+        self._told.add(only)
         ms = built[0].wall_ms
         sentence = (
             f"The mask of step {step.step} is the one of the {self._same} steps before it, and "

@@ -105,7 +105,6 @@ class PathRule(Rule):
     def begin(self, scene: Scene) -> None:
         """Begin with no step seen."""
         super().begin(scene)
-        self._builds.begin()
         self._whole = ("", False)
         """The one path of all layers in all steps so far, and whether the last had one row."""
         self._standing: list[tuple[dict[int, str], Finding]] = []
