@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from flexinspect.attention import TOLERANCE
+from flexinspect.attention import TOLERANCE, bar
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, EventRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
@@ -21,10 +21,6 @@ GATE = "observer.gate"
 INCOMPLETE = "observer.incomplete"
 NOT_WEIGHTS = "observer.not-weights"
 
-HALF_OUTPUT = 0.1
-"""The bar for an output that was recomputed in float32 where the kernel rounded scores to half."""
-
-_HALVES = ("bfloat16", "float16")
 _BROKEN = ("hook-off", "rule-off", "step-unread")
 _UNFOLLOWED = "not-followed"
 _UNSEEN = "unseen"
@@ -180,12 +176,7 @@ RULE: type[Rule] = ObserverRule
 
 
 def _bar(call: CallRecord) -> float:
-    """Return the gate above which a call's picture is not what ran: the attention panel's.
-
-    Eager attention rounds its scores to the model's type, which an output that is recomputed in
-    float32 shows where scores are large.
-    """
-    return HALF_OUTPUT if call.dtype in _HALVES and call.gate_kind == "output" else TOLERANCE
+    return bar(call.gate_kind, call.dtype)
 
 
 def _finding(

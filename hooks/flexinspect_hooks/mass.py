@@ -86,6 +86,8 @@ def _lifted(scores: Tensor, closed: Tensor) -> Tensor:
 def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
     if mask.cells is None or ref.unknown_scores:
         return ""
+    if ref.kwargs.get("dropout") or ref.kwargs.get("s_aux") is not None:
+        return ""  # weights that are drawn by lot, or shared with a sink, are not repeated here
     return "output" if ref.lse is None else "lse"
 
 
