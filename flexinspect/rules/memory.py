@@ -21,6 +21,9 @@ MIB = 1 << 20
 LARGE = 96 * MIB
 """Growth of the peak while a mask is built, from which on it is told of."""
 
+MOST_PER_CELL = 64
+"""Bytes for a cell of the grid; ten were measured."""
+
 HUGE = 1024 * MIB
 """Growth that needs no reason to be too much."""
 
@@ -131,8 +134,8 @@ class MemoryRule(Rule):
         for build in step.builds:
             if not build.heads:
                 self._without_heads.add((build.rule, build.q_len, build.kv_len))
-        largest = max(step.builds, key=lambda build: build.peak_growth)
-        if largest.peak_growth < LARGE or largest.peak_growth <= self._peak:
+        largest = max(step.builds, key=_of_grid)
+        if _of_grid(largest) < LARGE or _of_grid(largest) <= self._peak:
             return []
         self._peak = largest.peak_growth
         for_nothing = self._heads_ignored(step, largest)
@@ -189,6 +192,15 @@ class MemoryRule(Rule):
 
 
 RULE: type[Rule] = MemoryRule
+
+
+def _of_grid(build: BuildRecord) -> int:
+    """Return by how much a build raised the peak, 0 where its grid cannot be the reason.
+
+    A compiled build of a small grid takes memory too: that of the compiler.
+    """
+    cells = (build.batch or 1) * (build.heads or 1) * build.q_len * build.kv_len
+    return build.peak_growth if build.peak_growth <= cells * MOST_PER_CELL else 0
 
 
 def _beyond_cache(memory: MemoryRecord) -> int:

@@ -79,6 +79,10 @@ def test_a_gibibyte_is_too_much_whatever_the_reason() -> None:
     assert found.severity is Severity.WARNING
 
 
+def test_what_the_compiler_took_is_not_the_grids() -> None:
+    assert look(step(0, builds=(build(101, n=8),))) == []
+
+
 def test_small_masks_and_smaller_ones_after_the_peak_are_nothing() -> None:
     assert look(step(0, builds=(build(40),)), step(1, builds=(build(90),))) == []
     again = look(step(0, builds=(build(200),)), step(1, builds=(build(150),)))
