@@ -141,7 +141,8 @@ class ObserverRule(Rule):
                 severity = Severity.WARNING if event.kind in _BROKEN else Severity.NOTE
                 evidence = {"event": event.kind}
                 words = printable(event.text)
-                found.append(_finding(step, INCOMPLETE, severity, words, evidence, (), event.kind))
+                series = event.text if event.kind in _BROKEN else event.kind
+                found.append(_finding(step, INCOMPLETE, severity, words, evidence, (), series))
         return found
 
     def _not_weights(self, step: StepRecord, events: Sequence[EventRecord]) -> Finding:
