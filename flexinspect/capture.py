@@ -50,6 +50,8 @@ class Capture:
 
     def __init__(self) -> None:
         self.state = CaptureState()
+        self.was_killed = False
+        """Whether we ended it at once."""
         self._stderr: deque[str] = deque(maxlen=LAST_WORDS)
 
     @property
@@ -73,6 +75,7 @@ class Capture:
     def kill(self) -> None:
         """End the process at once; its trace holds every finished step."""
         if self._process.poll() is None:
+            self.was_killed = True
             self._process.kill()
 
     def show_output(self) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.capture import Capture, start
+from flexinspect.crash import settle_dead
 from flexinspect.errors import TraceError
 from flexinspect.job import Job, ScriptJob
 from flexinspect.panels.source import Source
@@ -25,7 +26,6 @@ from flexinspect.trace.places import discard
 from flexinspect.trace.ranges import step_bounds
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.sequences import n_generations, newest_events
-from flexinspect.trace.settle import settle
 
 LAST_LINES = 6
 CHECK_EVERY_S = 1.0
@@ -145,7 +145,7 @@ class Feed:
         if self.reader is not None:
             self.reader.close()
         if not said.over and said.recording is not None and said.recording.exists():
-            settle(said.recording, process.how_it_ended(self._code or 0), process.pid)
+            settle_dead(said.recording, process, self._code or 0)
             said.path = said.recording
         elif said.over and said.path is None and said.recording is not None:
             discard(said.recording)

@@ -13,6 +13,7 @@ from rich.console import Console
 from flexinspect.capture import Capture, start
 from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgress
 from flexinspect.commands.summary import Summary, print_summary, summarise
+from flexinspect.crash import settle_dead
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.job import Job
@@ -20,7 +21,6 @@ from flexinspect.scriptcapture import KILLED_AT
 from flexinspect.text import visible
 from flexinspect.trace.places import discard
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.settle import settle
 
 LOOK_EVERY_S = 0.05
 INTERRUPTED = 130
@@ -142,7 +142,7 @@ class LiveRun:
         """Print the result and, if the run went wrong, why."""
         state = self._process.state
         if not state.over and state.recording is not None and state.recording.exists():
-            settle(state.recording, self._process.how_it_ended(code), self._process.pid)
+            settle_dead(state.recording, self._process, code)
             state.path = state.recording
         elif state.over and state.path is None and state.recording is not None:
             discard(state.recording)  # what our own look at it may have put beside it

@@ -65,7 +65,10 @@ class Rule:
         return ()
 
     def hear(self, event: EventRecord) -> Sequence[Finding]:
-        """Return what an event means that belongs to no recorded step, such as a failed call."""
+        """Return what an event means that belongs to no recorded step, such as a failed call.
+
+        One that belongs to no generation may come before the first has begun.
+        """
         return ()
 
     def end(self) -> Sequence[Finding]:
@@ -82,6 +85,8 @@ class RuleBook:
         self._rules = [rule for rule in rules if rule.loose] if is_loose else list(rules)
         self._is_loose = is_loose
         self._scene = scene or Scene()
+        for rule in self._rules:  # an event may come before the first generation
+            rule.scene = self._scene
         self._told: set[tuple[int, int, str, str]] = set()
 
     @property

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexinspect.errors import TraceWriteError
+from flexinspect.trace.crumb import SUFFIX
 from flexinspect.trace.owner import recorded_by
 from flexinspect.trace.schema import APPLICATION_ID
 
@@ -25,8 +26,8 @@ NETWORK = frozenset(
 )
 """File systems on which the shared memory or the locks of WAL cannot be relied on."""
 
-COMPANIONS = ("-wal", "-shm", "-journal")
-"""What SQLite puts beside a file; part of it as long as they are there."""
+COMPANIONS = ("-wal", "-shm", "-journal", SUFFIX)
+"""What SQLite and a recording process put beside a file; part of it as long as they are there."""
 
 
 def network_file_system(folder: Path) -> str | None:

@@ -167,7 +167,7 @@ class AttentionHook:
         """Forget what an aborted step may have left."""
         self._refs.clear()
         if self._kernels is not None:
-            self._kernels.open()
+            self._kernels.open(step)
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""

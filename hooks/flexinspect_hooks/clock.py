@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+Note = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
+"""An event of a step: its kind, its text, and facts where it has some."""
+
 
 @dataclass(slots=True)
 class StepContext:
@@ -34,7 +37,7 @@ class StepContext:
     """What it returned."""
     wall_ms: float = 0.0
     capture_s: float = 0.0
-    events: list[tuple[str, str]] = field(default_factory=list)
+    events: list[Note] = field(default_factory=list)
 
     @property
     def kv_after(self) -> int:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.records import BuildRecord
+from flexinspect.trace.crumb import NOWHERE, Place
+from flexinspect_hooks import crumbs
+from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove
 from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels
 from flexinspect_hooks.memory import peak_bytes
@@ -37,7 +40,7 @@ class Done(NamedTuple):
     module: nn.Module | None = None
 
 
-class Place(NamedTuple):
+class Inside(NamedTuple):
     """An attention module whose forward is running, and the mask that it was given."""
 
     layer: int
@@ -49,7 +52,7 @@ class Note(NamedTuple):
     """A call under way: where, what it makes up for, when it began, the peak memory before it."""
 
     call: KernelCall
-    place: Place | None
+    place: Inside | None
     swallowed: str | None
     started: float
     peak: int
@@ -97,6 +100,7 @@ class KernelCalls:
     _failed: dict[int, str] = field(default_factory=dict)
     _told: set[tuple[Any, ...]] = field(default_factory=set)
     _outer: BaseException | None = None
+    _step: StepContext | None = None
     _root: int = 0
 
     def install(self) -> Iterable[Remove]:
@@ -129,8 +133,9 @@ class KernelCalls:
 
         return remove
 
-    def open(self) -> None:
+    def open(self, step: StepContext) -> None:
         """A step begins."""
+        self._step = step
         self.done.clear()
         self._builds.clear()
         self._failed.clear()
@@ -164,12 +169,18 @@ class KernelCalls:
     def before(self, call: KernelCall) -> Note | None:
         """Return what has to be known of a call before it is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
-        place = _place(self.context.layer_of, self._root) if self.context.is_open else None
-        told = self.swallowed(None if place is None else place.layer)
-        return Note(call, place, told, time.perf_counter(), peak)
+        place = _inside(self.context.layer_of, self._root) if self.context.is_open else None
+        layer = None if place is None else place.layer
+        if call.compiled and call.name == FLEX:
+            given = call.given
+            rules = (given.get("score_mod"), given.get("block_mask"))
+            crumbs.entered(self._where(layer), given["query"], given["key"], *rules)
+        return Note(call, place, self.swallowed(layer), time.perf_counter(), peak)
 
     def after(self, note: Note, output: Any) -> None:
         """Keep what it was."""
+        if note.call.compiled:
+            crumbs.left()
         if note.call.name == BUILD:
             (self._builds if self.context.is_open else _unclaimed).append(self._build(note))
             return
@@ -182,6 +193,8 @@ class KernelCalls:
 
     def raised(self, call: KernelCall, layer: int | None, error: BaseException) -> None:
         """Say so at once, once for each layer and message: the step may never be recorded."""
+        if call.compiled:
+            crumbs.left()
         words = in_words(error)
         if layer is not None:
             self._failed[layer] = words
@@ -194,6 +207,13 @@ class KernelCalls:
             text = f"{where}{call.name} raised {words} ({lengths})"
             data = {"layer": layer, "kernel": call.name, "error": words, **facts}
             self.context.tell("kernel-failed", text, data)
+
+    def _where(self, layer: int | None) -> Place:
+        """Return generation, step and layer of a call that is made now."""
+        step = self._step if self.context.is_open else None
+        if step is None:
+            return NOWHERE
+        return step.generation, step.step, -1 if layer is None else layer
 
     def swallowed(self, layer: int | None) -> str | None:
         """Return what a call that is made now makes up for, None for nothing."""
@@ -221,7 +241,7 @@ _CALL_IMPL = nn.Module._call_impl.__code__
 """What runs a module's forward, whoever replaced that on the instance."""
 
 
-def _place(layer_of: Mapping[int, int], root: int) -> Place | None:
+def _inside(layer_of: Mapping[int, int], root: int) -> Inside | None:
     """Return the innermost attention layer whose forward is running, as the stack tells.
 
     No further than to the model itself, whose id is `root`.
@@ -235,7 +255,7 @@ def _place(layer_of: Mapping[int, int], root: int) -> Place | None:
         module = told["self"]
         layer = layer_of.get(id(module))
         if layer is not None:
-            return Place(layer, module, _handed(told["args"], told["kwargs"]))
+            return Inside(layer, module, _handed(told["args"], told["kwargs"]))
         if id(module) == root:
             return None
     return None

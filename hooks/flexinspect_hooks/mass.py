@@ -96,6 +96,8 @@ def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
 def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
     if mask.cells is None or ref.unknown_scores:
         return ""
+    if ref.kwargs.get("dropout") or ref.kwargs.get("s_aux") is not None:
+        return ""  # weights that are drawn by lot, or shared with a sink, are not repeated here
     return "output" if ref.lse is None else "lse"
 
 

@@ -20,11 +20,15 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexinspect.errors import AttentionCallError, MaskError, ModelError
+from flexinspect_hooks import crumbs
 from flexinspect_hooks.maskmods import MaskMod, Window
 from flexinspect_hooks.masksource import MaskSource
 
 BACKEND = "flexinspect"
 """Prefix of the name under which the patch registers itself."""
+
+COMPILING = 3
+"""Forwards in which kernels are compiled, and are noted for whoever sees the process die."""
 
 _numbers = itertools.count(1)
 
@@ -155,9 +159,14 @@ class FlexPatch:
         layer = getattr(module, "layer_idx", -1)
         try:
             _refuse_unsupported(kwargs)
+            if self.compiled and self.counts.forwards <= COMPILING:
+                place = (-1, self.counts.forwards - 1, layer)
+                crumbs.entered(place, query, key, None, attention_mask)
             out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
         except Exception as error:
             raise self._failure(layer, error) from error
+        finally:
+            crumbs.left()
         self.counts.calls += 1
         self.counts.layers.add(layer)
         LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"

@@ -28,6 +28,7 @@ from flexinspect.models import ModelSource
 from flexinspect.provenance import git_state
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks import crumbs
 from flexinspect_hooks.cores import available_cores
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class CaptureProcess:
         source = models.resolve(self.job.model, load_config())
         samples = self._samples()
         self.writer = self._open_trace(source)
+        crumbs.leave_crumbs(self.writer.recording_path)
         _say(
             protocol.TRACE,
             path=str(self.writer.path),
@@ -239,6 +241,7 @@ class CaptureProcess:
         self._quietly(lambda: self.writer.update_run(cost=session.cost()))
 
     def _close(self, state: str) -> None:
+        crumbs.remove_crumbs()
         self._quietly(lambda: self.writer.update_run(ended_at=time.time()))
         self._quietly(lambda: self.writer.close(state))
         kept: Path | None = self.writer.path

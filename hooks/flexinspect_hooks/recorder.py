@@ -82,6 +82,13 @@ class _Begun(NamedTuple):
     rules: RuleBook
 
 
+class _Told(NamedTuple):
+    """An event outside of every generation, and the rules of the session that tells it."""
+
+    event: EventRecord
+    rules: RuleBook
+
+
 class Recorder:
     """Owns the writer thread. A full disk stops the recording; it never stops the model.
 
@@ -114,7 +121,11 @@ class Recorder:
         """Queue a generation; `rules` look at each of its steps before that is written."""
         self.put(_Begun(record, rules))
 
-    def put(self, item: FinishedStep | Item | _Begun | Callable[[], Item]) -> None:
+    def tell(self, event: EventRecord, rules: RuleBook) -> None:
+        """Queue an event; `rules` hear it if no generation is open that it belongs to."""
+        self.put(_Told(event, rules))
+
+    def put(self, item: FinishedStep | Item | _Begun | _Told | Callable[[], Item]) -> None:
         """Queue something to be written, in order. Called from the model's thread.
 
         A callable is asked for it in the writer thread, when everything before it is written.
@@ -202,11 +213,17 @@ class Recorder:
             if (rules := self._rules.pop(item.generation, None)) is not None:
                 self._say(*rules.end())
             self._sink.end_generation(item)
+        elif isinstance(item, _Told):
+            self._hear(item.event, item.rules)
         else:
-            self._sink.write_event(item)
-            rules = self._rules.get(-1 if item.generation is None else item.generation)
-            if rules is not None:
-                self._say(*rules.hear(item))
+            self._hear(item, None)
+
+    def _hear(self, event: EventRecord, rules: RuleBook | None) -> None:
+        self._sink.write_event(event)
+        if event.generation is not None:
+            rules = self._rules.get(event.generation, rules)
+        if rules is not None:
+            self._say(*rules.hear(event))
 
     def _name_rules(self, names: Sequence[str]) -> None:
         """Say in the manifest which rules look, so that nobody asks them a second time."""
@@ -251,8 +268,8 @@ class Recorder:
 
 def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDraft) -> StepRecord:
     noted = [
-        EventRecord(kind, text, step.started_at, step.generation, step.step)
-        for kind, text in step.events
+        EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
+        for kind, text, *facts in step.events
     ]
     return StepRecord(
         generation=step.generation,

@@ -25,6 +25,7 @@ from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.job import ScriptJob
 from flexinspect.records import EventRecord, OutputRecord
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks import crumbs
 from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.children import ChildCount
 from flexinspect_hooks.madetokenizers import MadeTokenizers
@@ -76,6 +77,7 @@ class ScriptRun:
         self._is_making = False
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
+        crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
             protocol.TRACE,
             path=str(self.writer.path),
@@ -212,6 +214,7 @@ class ScriptRun:
         if os.getpid() != self._pid:
             return
         self._is_closing = True
+        crumbs.remove_crumbs()
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
         self._tokenizers.end()

@@ -283,8 +283,7 @@ class CaptureSession:
 
     def _reduce(self, step: StepContext, buffer: StepBuffer) -> list[tuple[Hook, Any]]:
         kept = []
-        if (told := self._graphs.look(step.phase)) is not None:
-            step.events.append(told)
+        step.events += self._graphs.look(step.phase)
         with torch.no_grad():
             for hook in list(self._hooks):
                 buffer.owner = hook
@@ -363,7 +362,8 @@ class CaptureSession:
         generation = step.generation if step is not None else None
         number = step.step if step is not None else None
         at = time.time()
-        self.recorder.put(EventRecord(kind, text, at, generation, number, facts or {}))
+        event = EventRecord(kind, text, at, generation, number, facts or {})
+        self.recorder.tell(event, self._book)
 
 
 def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:

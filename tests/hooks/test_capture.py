@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from flexinspect import masks
 from flexinspect.errors import TraceWriteError, UsageError
+from flexinspect.findings import Finding
 from flexinspect.job import SamplingOptions
 from flexinspect.prompts import Prompt
 from flexinspect.records import (
@@ -43,6 +44,7 @@ class MemorySink:
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
         self.events: list[EventRecord] = []
+        self.findings: list[Finding] = []
 
     def begin_generation(self, record: GenerationRecord) -> None:
         self.steps.clear()
@@ -52,6 +54,9 @@ class MemorySink:
 
     def write_event(self, record: EventRecord) -> None:
         self.events.append(record)
+
+    def write_findings(self, findings: Iterable[Finding]) -> None:
+        self.findings += findings
 
     def end_generation(self, record: GenerationEnd) -> None:
         pass

@@ -1,0 +1,85 @@
+"""Which call of compiled FlexAttention this process is in, noted for whoever sees it die.
+
+Loaded before torch is: what needs it loads it in a call, when it is there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from flexinspect.trace.crumb import Crumb, Place
+
+_crumbs: list[Crumb] = []
+"""Of the trace that this process records for whoever started it; at most one."""
+
+_words: dict[tuple[Any, Any], str] = {}
+"""What a call is, by the code of its rules."""
+
+_last: list[Any] = [None, None, ""]
+"""The rules of the last call, by id, and what it was: all layers of a step share them."""
+
+
+def leave_crumbs(trace: Path) -> None:
+    """Note calls beside this trace from now on, in this process and in none forked from it."""
+    if not _crumbs:
+        os.register_at_fork(after_in_child=_crumbs.clear)
+    _crumbs[:] = [Crumb(trace)]
+
+
+def remove_crumbs() -> None:
+    """Note nothing any more."""
+    while _crumbs:
+        _crumbs.pop().remove()
+
+
+def entered(place: Place, query: Any, key: Any, score_mod: Any, block_mask: Any) -> None:
+    """Note that a compiled call begins, with its arguments. Costs a microsecond or two."""
+    if _crumbs:
+        if _last[0] != id(score_mod) or _last[1] != id(block_mask):
+            _last[:] = id(score_mod), id(block_mask), _what(score_mod, block_mask)
+        _crumbs[0].enter(place, query.size(-2), key.size(-2), _last[2])
+
+
+def left() -> None:
+    """Note that it is over."""
+    if _crumbs:
+        _crumbs[0].leave()
+
+
+def _what(score_mod: Any, block_mask: Any) -> str:
+    mask_mod = getattr(block_mask, "mask_mod", None)
+    key = (getattr(score_mod, "__code__", None), getattr(mask_mod, "__code__", None))
+    if key not in _words:
+        _words[key] = _describe(score_mod, mask_mod)
+    return _words[key]
+
+
+def _describe(score_mod: Any, mask_mod: Any) -> str:
+    from flexinspect_hooks.ruleidentity import rule_name
+
+    parts = ["compiled"]
+    if score_mod is not None:
+        parts.append(f"score rule{_captured(score_mod)}")
+    if mask_mod is not None:
+        parts.append(f"mask rule {rule_name(mask_mod)}{_captured(mask_mod)}")
+    return f"flex ({', '.join(parts)})"
+
+
+def _captured(rule: Any) -> str:
+    """Return ` with captured tensor` for a rule that reads tensors from around it."""
+    from torch import Tensor
+
+    code, around = getattr(rule, "__code__", None), getattr(rule, "__globals__", {})
+    cells = [_content(cell) for cell in getattr(rule, "__closure__", None) or ()]
+    names = [around.get(name) for name in getattr(code, "co_names", ())]
+    n = sum(isinstance(value, Tensor) for value in (*cells, *names))
+    return "" if not n else " with captured tensor" if n == 1 else f" with {n} captured tensors"
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is not set yet
+        return None

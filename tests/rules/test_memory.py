@@ -1,0 +1,185 @@
+"""Memory that attention does not explain is told of with its numbers, and healthy runs are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.patches import Own
+from support.planting import of, one, planted, serious
+from support.tiny import ids, make_model
+from test_path import case
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.records import ArrayRecord, BuildRecord, GenerationRecord, MemoryRecord, StepRecord
+from flexinspect.rules.memory import MIB, MemoryRule
+from flexinspect.rules.scene import Scene
+
+N = 60
+
+
+def step(number: int, rss: int = 0, **changes: Any) -> StepRecord:
+    memory = MemoryRecord(1000 * MIB + rss, MIB, number * 1000)
+    times = (0.0, 10.0, 0.1)
+    phase = "decode" if number else "prefill"
+    made = StepRecord(0, number, phase, 1 if number else 9, number, number + 1, *times)
+    return replace(made, memory=memory, **changes)
+
+
+def look(*steps: StepRecord, loose: bool = False) -> list[Finding]:
+    scene, rule = Scene(), MemoryRule()
+    scene.begin(GenerationRecord(0, "s", "m", "c", (), ()), is_loose=loose)
+    rule.begin(scene)
+    found: list[Finding] = []
+    for record in steps:
+        scene.learn(record)
+        found += rule.look(record)
+    return [*found, *rule.end()]
+
+
+def build(growth: int, heads: int | None = None, n: int = 4096, rule: str = "rule") -> BuildRecord:
+    return BuildRecord(None, None, heads, n, n, rule, 80.0, growth * MIB)
+
+
+def curve(of_step: Callable[[int], float], n: int = N) -> list[Finding]:
+    return look(step(0), *(step(i, int(of_step(i) * MIB)) for i in range(1, n)))
+
+
+# -- building masks --------------------------------------------------------------------------------
+
+
+def test_a_peak_in_the_making_of_a_mask_is_a_note() -> None:
+    found = one(look(step(0, builds=(build(160),))), "memory.mask-creation")
+    assert found.severity is Severity.NOTE
+    assert found.sentence == (
+        "The peak of memory of step 0 lies in building a block mask, not in attention: 160 MiB for "
+        "the grid 1 x 1 x 4096 x 4096 in 80 ms (rule rule)."
+    )
+
+
+def test_heads_for_a_rule_that_is_built_without_them_as_well_are_a_warning() -> None:
+    found = one(look(step(0, builds=(build(9, n=256), build(1168, 8)))), "memory.mask-creation")
+    assert found.severity is Severity.WARNING
+    assert found.sentence.endswith("; H can be None, as the rule ignores the head.")
+
+
+def test_heads_that_may_be_needed_are_a_note_with_the_question() -> None:
+    found = one(look(step(0, builds=(build(300, 8),))), "memory.mask-creation")
+    assert found.severity is Severity.NOTE
+    assert "H can be None if the rule ignores the head" in found.sentence
+
+
+def test_a_gibibyte_is_too_much_whatever_the_reason() -> None:
+    found = one(look(step(0, builds=(build(2600, n=16384),))), "memory.mask-creation")
+    assert found.severity is Severity.WARNING
+
+
+def test_what_the_compiler_took_is_not_the_grids() -> None:
+    assert look(step(0, builds=(build(101, n=8),))) == []
+
+
+def test_small_masks_and_smaller_ones_after_the_peak_are_nothing() -> None:
+    assert look(step(0, builds=(build(40),)), step(1, builds=(build(90),))) == []
+    again = look(step(0, builds=(build(200),)), step(1, builds=(build(150),)))
+    assert len(of(again, "memory.mask-creation")) == 1
+
+
+def test_a_long_prompt_with_a_mask_for_every_head(tmp_path: Path) -> None:
+    model = make_model("llama", max_position_embeddings=4096, num_attention_heads=8)
+    Own(model, heads=8)
+    fed = torch.tensor([ids(1800, 1)])
+    found = planted(tmp_path, model, lambda: model(fed, use_cache=False), level="basic")
+    assert one(found, "memory.mask-creation").evidence["grid"] == [1, 8, 1800, 1800]
+
+
+# -- growth ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "grows",
+    [
+        pytest.param(lambda i: 4 * i, id="evenly"),
+        pytest.param(lambda i: 4 * i + 3 * (i % 2), id="with a wobble"),
+        pytest.param(lambda i: 20 * (i // 5), id="in jumps of five steps"),
+        pytest.param(lambda i: 300 + 6 * i, id="after a high start"),
+        pytest.param(lambda i: 0.1 * i * i, id="faster and faster"),
+    ],
+)
+def test_steady_growth_is_told_of_once_at_the_end(grows: Callable[[int], float]) -> None:
+    (found,) = curve(grows)
+    assert (found.id, found.severity) == ("memory.growth", Severity.NOTE)
+    assert found.evidence["per_step"] >= 2 * MIB
+
+
+def test_the_growth_is_counted() -> None:
+    (found,) = curve(lambda i: 4 * i)
+    assert found.sentence == (
+        "Memory beyond the KV cache grew by 4.0 MiB per step, 176 MiB from step 15 to 59."
+    )
+
+
+@pytest.mark.parametrize(
+    "grows",
+    [
+        pytest.param(lambda i: 0, id="flat"),
+        pytest.param(lambda i: 400 * (i > 5), id="one jump in the beginning"),
+        pytest.param(lambda i: 400 * (i > 40), id="one jump late"),
+        pytest.param(lambda i: 0.2 * i, id="a little"),
+        pytest.param(lambda i: 90 * (i % 7), id="up and down"),
+        pytest.param(lambda i: -5 * i, id="down"),
+    ],
+)
+def test_memory_that_does_not_grow_steadily_is_nothing(grows: Callable[[int], float]) -> None:
+    assert curve(grows) == []
+
+
+def test_a_few_steps_tell_nothing() -> None:
+    assert curve(lambda i: 50 * i, n=12) == []
+
+
+def test_a_loop_that_keeps_what_each_step_made(tmp_path: Path) -> None:
+    model, kept = make_model("llama"), []
+
+    def run(keep: bool) -> Callable[[], None]:
+        def loop() -> None:
+            cache, fed = None, torch.tensor([ids(9, 1)])
+            for _ in range(30):
+                out = model(fed, past_key_values=cache)
+                cache, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
+                if keep:
+                    kept.append(torch.ones(8 << 18))  # 8 MiB
+
+        return loop
+
+    found = planted(tmp_path, model, run(True))
+    assert one(found, "memory.growth").evidence["per_step"] > 6 * MIB
+    assert of(planted(tmp_path, model, run(False), name="clean"), "memory.growth") == []
+
+
+# -- our own share ---------------------------------------------------------------------------------
+
+
+def test_what_capture_holds_is_told_of_when_it_is_large() -> None:
+    large = ArrayRecord("hidden", np.broadcast_to(np.zeros(1, np.float32), (100, 1 << 20)))
+    (found,) = look(step(0, arrays=(large,)))
+    assert (found.id, found.severity) == ("memory.capture", Severity.NOTE)
+    assert "Capture recorded 400 MiB of step 0 (1 array), 40% of the 1000 MiB" in found.sentence
+    small = ArrayRecord("hidden", np.zeros((100, 100), np.float32))
+    assert look(step(0, arrays=(small,))) == []
+
+
+# -- the cases -------------------------------------------------------------------------------------
+
+
+def test_the_square_of_the_length(tmp_path: Path) -> None:
+    found = case(tmp_path, "p03_square_of_the_length")
+    peak = one(found, "memory.mask-creation")
+    assert peak.severity is Severity.WARNING
+    assert peak.evidence["grid"] == [1, 8, 2048, 2048]
+    assert "H can be None" in peak.sentence
+    assert serious(found) == [peak]
