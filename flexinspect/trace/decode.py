@@ -193,7 +193,8 @@ def inputs(values: Row) -> InputsRecord:
 
 def call(values: Row) -> CallRecord:
     """Return a call from the cleaned columns after its number."""
-    return CallRecord(*values)
+    *rest, causal, window = values
+    return CallRecord(*rest, None if causal is None else bool(causal), window)
 
 
 def build(values: Row) -> BuildRecord:

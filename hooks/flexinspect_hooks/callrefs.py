@@ -64,6 +64,17 @@ class CallRef(NamedTuple):
         return bool(getattr(self.module, "is_causal", True)) if self.causal is None else self.causal
 
     @property
+    def window(self) -> int | None:
+        """How many keys the layer's sliding window holds, None without one.
+
+        As transformers passes it on; a kernel that own code calls is not told, but the layer is.
+        """
+        found = self.kwargs.get("sliding_window", SAME)
+        if found is SAME:
+            found = _window_of(self.module)
+        return found if type(found) is int and found > 0 else None
+
+    @property
     def handed_words(self) -> str | None:
         """The mask that the layer was given, in words; None when it is the one of the call."""
         same = self.handed is SAME or self.handed is self.mask
@@ -83,6 +94,8 @@ class CallShape(NamedTuple):
     softcap: float | None
     handed: str | None
     swallowed: str | None
+    causal: bool | None
+    window: int | None
 
     def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
         """Return the call's record."""
@@ -106,6 +119,8 @@ class CallShape(NamedTuple):
             self.softcap,
             self.handed,
             self.swallowed,
+            self.causal,
+            self.window,
         )
 
 
@@ -127,8 +142,18 @@ def shape_of(ref: CallRef) -> CallShape:
     scale = ref.kwargs.get("scaling")
     cap = float(ref.softcap) if ref.softcap else None
     shapes = (query.shape, ref.key.shape)
-    about = (ref.handed_words, ref.swallowed)
+    causal = getattr(ref.module, "is_causal", None)
+    about = (ref.handed_words, ref.swallowed, causal if type(causal) is bool else None, ref.window)
     return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about)
+
+
+def _window_of(module: nn.Module) -> Any:
+    """Return the sliding window that an attention module states, or its model for all layers."""
+    own = module.__dict__
+    if "sliding_window" in own:
+        return own["sliding_window"]
+    config = own.get("config")
+    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
 def mask_words(mask: Any) -> str:
