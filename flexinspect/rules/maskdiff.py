@@ -6,7 +6,7 @@ milliseconds per 2000 x 2000 cells, and one row of a decode step some microsecon
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -49,9 +49,10 @@ class Difference:
     """Cells that ran and were not meant (`leaked`) and the other way round (`lost`), of one head.
 
     `future` are those of the leaked whose key comes after the row. Pairs are (row, key) in
-    positions. `n_open` and `n_meant` count open cells, `n_closed` closed ones. `between` counts
-    leaked pairs by (group of the row, group of the key). `leaking` and `losing` are positions of
-    rows. `furthest` is the last key that each row sees. Rows that see nothing are not counted.
+    positions; `first_across` is the first leaked one of two parts that are to be apart. `n_open` and
+    `n_meant` count open cells, `n_closed` closed ones. `between` counts leaked pairs by (part of the
+    row, part of the key). `leaking` and `losing` are positions of rows. `furthest` is the last key
+    that each row sees, from `first_row` on. Rows that see nothing are not counted.
     """
 
     lost: int = 0
@@ -62,12 +63,14 @@ class Difference:
     n_closed: int = 0
     first_lost: tuple[int, int] | None = None
     first_leaked: tuple[int, int] | None = None
+    first_across: tuple[int, int] | None = None
     nearest_lost: int = _FAR
     between: dict[tuple[int, int], int] = field(default_factory=dict)
     leaking: list[int] = field(default_factory=list)
     losing: list[int] = field(default_factory=list)
     furthest: list[int] = field(default_factory=list)
     n_rows: int = 0
+    first_row: int = 0
 
 
 # -- what was meant -------------------------------------------------------------------------------
@@ -152,22 +155,30 @@ def _packed(cells: BoolArray, frame: Frame) -> Iterator[tuple[int, Packed, Packe
     counting = np.packbits(keys)
     for start, stop in row_chunks(len(cells), _CHUNK):
         some = cells[start:stop]
-        sees = some.any(axis=1)
+        sees: BoolArray = np.any(some, axis=1)
         if frame.rows is not None:
             sees &= frame.rows[start:stop]
         ran = np.packbits(some[:, : frame.n_keys], axis=1)
         yield start, ran, np.where(sees[:, None], counting, np.uint8(0))
 
 
-def difference(cells: BoolArray, rule: MaskRule, frame: Frame, groups: Sequence[int]) -> Difference:
-    """Return how cells (rows, keys) differ from a rule; `groups` are first positions of segments.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Segments by their first positions, and which of them are to be apart from each other."""
 
-    The slow way, for what is known to differ.
-    """
-    out = Difference(n_rows=len(cells))
-    width = len(groups) + 1
+    starts: Ints
+    apart: BoolArray
+
+    def of(self, positions: Ints) -> Ints:
+        """Return the segment of each position."""
+        found = np.searchsorted(self.starts, positions, side="right") - 1
+        return np.maximum(found, 0)
+
+
+def difference(cells: BoolArray, rule: MaskRule, frame: Frame, parts: Parts) -> Difference:
+    """Return how cells (rows, keys) differ from a rule: the slow way, for those that do."""
+    out = Difference(n_rows=len(cells), first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
-    key_group = np.searchsorted(groups, key_idx, side="right")
     for start, packed, counting in _packed(cells, frame):
         ran, meant, counts = (
             np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_)
@@ -181,19 +192,13 @@ def difference(cells: BoolArray, rule: MaskRule, frame: Frame, groups: Sequence[
         out.n_closed += int(np.count_nonzero(counts & ~ran))
         last = np.where(ran.any(axis=1), key_idx[-1] - ran[:, ::-1].argmax(axis=1), -1)
         out.furthest += last.tolist()
-        _add_leaked(out, leaked, q_idx, key_idx, key_group, groups, width)
+        _add_leaked(out, leaked, q_idx, key_idx, parts)
         _add_lost(out, lost, q_idx, key_idx)
     return out
 
 
 def _add_leaked(
-    out: Difference,
-    leaked: BoolArray,
-    q_idx: Ints,
-    key_idx: Ints,
-    key_group: Ints,
-    groups: Sequence[int],
-    width: int,
+    out: Difference, leaked: BoolArray, q_idx: Ints, key_idx: Ints, parts: Parts
 ) -> None:
     rows, keys = np.nonzero(leaked)
     if not len(rows):
@@ -203,11 +208,17 @@ def _add_leaked(
     out.leaking += q_idx[leaked.any(axis=1)].tolist()
     if out.first_leaked is None:
         out.first_leaked = int(q_idx[rows[0]]), int(key_idx[keys[0]])
-    group = np.searchsorted(groups, q_idx, side="right")[rows] * width + key_group[keys]
-    for pair, n in enumerate(np.bincount(group).tolist()):
+    width = len(parts.starts)
+    row_part, key_part = parts.of(q_idx)[rows], parts.of(key_idx)[keys]
+    for pair, n in enumerate(np.bincount(row_part * width + key_part).tolist()):
         if n:
-            where = (pair // width - 1, pair % width - 1)
+            where = (pair // width, pair % width)
             out.between[where] = out.between.get(where, 0) + n
+    if out.first_across is None:
+        across = parts.apart[row_part] & parts.apart[key_part] & (row_part != key_part)
+        if across.any():
+            at = int(across.argmax())
+            out.first_across = int(q_idx[rows[at]]), int(key_idx[keys[at]])
 
 
 def _add_lost(out: Difference, lost: BoolArray, q_idx: Ints, key_idx: Ints) -> None:
@@ -226,17 +237,15 @@ def _add_lost(out: Difference, lost: BoolArray, q_idx: Ints, key_idx: Ints) -> N
 OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other"
 
 
-def pattern(
-    cells: BoolArray, rule: MaskRule, frame: Frame, found: Difference
-) -> tuple[str, int]:
+def pattern(cells: BoolArray, rule: MaskRule, frame: Frame, found: Difference) -> tuple[str, int]:
     """Return what ran instead of the rule: a name, and how far it is moved or its window."""
     if found.n_rows > 1 and not found.n_closed and found.future:
         return OPEN, 0
     if not wrong_cells(cells, MaskRule("causal", (0,), (0,), (0,)), frame, most=1):
         return CAUSAL, 0
-    if not found.leaked:
-        if not wrong_cells(cells, rule, replace(frame, window=found.nearest_lost), most=1):
-            return WINDOW, found.nearest_lost
+    window = replace(frame, window=found.nearest_lost)
+    if not found.leaked and not wrong_cells(cells, rule, window, most=1):
+        return WINDOW, found.nearest_lost
     if found.n_rows > 1 and cells.size <= _MOST_CELLS:
         enough = max((found.lost + found.leaked) // 8, 1)
         for n in _MOVES:

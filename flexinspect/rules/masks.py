@@ -8,10 +8,10 @@ what comes back at later steps is counted, not told again.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,44 +19,396 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray, MaskRule
 from flexinspect.prompts import SegmentKind
 from flexinspect.records import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules import maskdiff, maskkinds
+from flexinspect.rules import maskdiff, masklayers
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.maskdiff import CAUSAL, OPEN, Difference, Frame
-from flexinspect.rules.maskwords import Group, Seen, Told
+from flexinspect.rules.maskdiff import MOVED, OPEN, OTHER, WINDOW, Frame, Parts
+from flexinspect.rules.maskkinds import MASKS
+from flexinspect.rules.maskwords import (
+    LOST,
+    NO_MASK,
+    PADDING,
+    Case,
+    Group,
+    id_of,
+    padding_sentence,
+    pieces_left,
+    sentence,
+)
 from flexinspect.rules.scene import Scene
+from flexinspect.rules.words import MAX_POSITIONS
 
-_CAUSAL = MaskRule("causal", (0,), (0,), (0,))
-_KEPT_RULES = 8
+_PLAIN = MaskRule("causal", (0,), (0,), (0,))
+_EARLIER = 8
 _KNOWN = 1024
 
 
 class MasksRule(Rule):
-    """Compares the cells that ran with the declared mask; from level advanced on."""
+    """Compares the cells that ran with what was meant; without cells (level basic) it is silent.
+
+    That a causal layer got no mask at all is seen at every level.
+    """
 
     name: ClassVar[str] = "masks"
-    findings: ClassVar[Mapping[str, FindingKind]] = maskkinds.MASKS
+    findings: ClassVar[Mapping[str, FindingKind]] = MASKS
 
     def __init__(self) -> None:
-        self._earlier: deque[tuple[int, MaskRule]] = deque(maxlen=_KEPT_RULES)
+        self._earlier: deque[tuple[int, MaskRule]] = deque(maxlen=_EARLIER)
         self._right: set[tuple[object, ...]] = set()
-        self._real: BoolArray | None = None
-        self._told: dict[tuple[object, ...], str] = {}
+        self._begun: tuple[int, MaskRule] | None = None
 
     def begin(self, scene: Scene) -> None:
-        """Begin with nothing told; remember what earlier generations meant."""
-        before = getattr(self, "scene", None)
+        """Begin with nothing told; remember what the generation before meant."""
         super().begin(scene)
-        if before is not None and self._rule is not None:
-            self._remember(self._number, self._rule)
-        intent = scene.intent
-        self._number = scene.generation.generation
-        self._rule = intent.rule if intent is not None else None
-        self._told = {}
+        before, intent = self._begun, scene.intent
+        if before is not None and all(before[1] != rule for _, rule in self._earlier):
+            self._earlier.append(before)
+        self._begun = None if intent is None else (scene.generation.generation, intent.rule)
+        self._parts = _parts(scene)
         self._real = _without_padding(scene)
-        self._words = Told(scene)
+        self._apart = _paraphrases(scene) if intent is not None and intent.assumed else None
+        self._told: dict[tuple[object, ...], str] = {}
         if len(self._right) > _KNOWN:
             self._right.clear()
 
-    def _remember(self, number: int, rule: MaskRule) -> None:
-        if all(rule != known for _, known in self._earlier):
-            self._earlier.append((number, rule))
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        """Return how the masks of a step differ from what was meant, each difference once."""
+        if step.kv_before == 0:
+            self._take_padding(step)
+        groups = self._groups(step)
+        found: list[Finding] = []
+        for group in groups:
+            found += self._judge(step, group)
+        if len(groups) > 1 and not found:
+            found += masklayers.differing(self.scene, step, groups, self._real)
+        return found
+
+    def _take_padding(self, step: StepRecord) -> None:
+        for wide in step.arrays:
+            if wide.stream == "inputs.mask" and len(wide.array):
+                real = np.asarray(wide.array[0], np.bool_)
+                self._real = None if real.all() else real
+
+    def _groups(self, step: StepRecord) -> list[Group]:
+        """Return the masks of a step with their layers, those that ran in no known mask left out.
+
+        A layer that is not causal, or attends to other rows (cross attention), is judged only
+        against a declared mask over this sequence.
+        """
+        by_mask: dict[tuple[object, ...], list[CallRecord]] = {}
+        for call in step.calls:
+            if call.q_len == step.q_len:
+                by_mask.setdefault((call.mask, call.window, call.kv_len), []).append(call)
+        found = []
+        n_layers = len({call.layer for call in step.calls}) if by_mask else 0
+        for calls in by_mask.values():
+            mask = self.scene.mask(calls[0].mask)
+            if mask is not None and (calls[0].causal is not False or self._is_declared):
+                layers = tuple(sorted({call.layer for call in calls}))
+                found.append(Group(mask, calls[0], layers, n_layers))
+        return found if len(found) < 2 else _with_paths(found)
+
+    @property
+    def _is_declared(self) -> bool:
+        intent = self.scene.intent
+        return intent is not None and not intent.assumed
+
+    # -- one mask --------------------------------------------------------------------------------
+
+    def _judge(self, step: StepRecord, group: Group) -> list[Finding]:
+        intent = self.scene.intent
+        frame = _frame(step, group.call)
+        if self._is_declared and group.mask.cells is not None:
+            assert intent is not None
+            found = self._against(step, group, frame, intent.rule, "the declared mask")
+        else:
+            found = self._future(step, group, frame)
+            if not found and self._apart is not None and intent is not None:
+                found = self._assumed(step, group, frame, intent.rule)
+        if not found and self._real is not None and group.mask.cells is not None:
+            found = self._padding(step, group, frame)
+        return found
+
+    def _against(
+        self, step: StepRecord, group: Group, frame: Frame, rule: MaskRule, name: str
+    ) -> list[Finding]:
+        """Return how the cells differ from the declared rule."""
+        heads, first = self._differing(group.mask, rule, frame)
+        if first is None:
+            return []
+        cells, own = first
+        whole = replace(own, window=None)
+        if frame.window and not maskdiff.wrong_cells(cells, rule, whole, most=1):
+            return []  # as declared: that the layer's own window did not apply is its own matter
+        case = self._case(step, group, (cells, own), rule, heads)
+        return self._tell(replace(case, name=f"{name} ({rule.name})"))
+
+    def _assumed(
+        self, step: StepRecord, group: Group, frame: Frame, rule: MaskRule
+    ) -> list[Finding]:
+        """Return where paraphrases see each other: of others nothing is meant."""
+        apart, cells = self._apart, group.mask.cells
+        if apart is None or cells is None or frame.q_offset >= len(apart):
+            return []  # of generated rows nothing is meant
+        rows = _of(apart, frame.q_offset, step.q_len, beyond=False)
+        keys = _of(apart, frame.kv_offset, frame.n_keys, beyond=False)
+        heads, first = self._differing(group.mask, rule, replace(frame, rows=rows, keys=keys))
+        if first is None:
+            return []
+        case = self._case(step, group, first, rule, heads)
+        across = {pair: n for pair, n in case.found.between.items() if pair[0] != pair[1]}
+        if not across:
+            return []
+        case.found.between, case.found.lost = across, 0
+        return self._tell(replace(case, assumed=True, name="what was named"))
+
+    def _future(self, step: StepRecord, group: Group, frame: Frame) -> list[Finding]:
+        """Return where causality is broken in a layer that calls itself causal."""
+        mask, call = group.mask, group.call
+        if step.q_len == 1 or not call.causal or mask.kind == "none, causal":
+            return []
+        if self.scene.generation.declared and mask.kind != NO_MASK:
+            return []  # a function of the user's own, which may well look ahead
+        if mask.cells is None:
+            return self._unseen(step, group)
+        heads, first = self._differing(mask, None, frame)
+        if first is None:
+            return []
+        case = self._case(step, group, first, _PLAIN, heads)
+        case.found.lost = 0
+        case = replace(case, name="a causal mask", pieces=0, segments=0)
+        is_sure = mask.kind == NO_MASK or group.is_added
+        blockwise = not is_sure and maskdiff.is_blockwise(case.found, first[1])
+        if not blockwise:
+            return self._tell(case)
+        severity = Severity.WARNING if case.pattern == OPEN else Severity.NOTE
+        return self._tell(replace(case, pattern=OTHER), severity)
+
+    def _unseen(self, step: StepRecord, group: Group) -> list[Finding]:
+        """Return what is known without cells: with no mask every cell is open."""
+        if group.mask.kind != NO_MASK or step.q_len * step.kv_after > 1 << 22:
+            return []
+        cells = np.ones((1, step.q_len, group.call.kv_len), np.bool_)
+        group = replace(group, mask=replace(group.mask, cells=cells))
+        return self._future(step, group, _frame(step, group.call))
+
+    def _padding(self, step: StepRecord, group: Group, frame: Frame) -> list[Finding]:
+        """Return which rows see keys of padding."""
+        cells, real = group.mask.cells, self._real
+        assert cells is not None
+        assert real is not None
+        keys = ~_of(real, frame.kv_offset, frame.n_keys)
+        rows = _of(real, frame.q_offset, step.q_len)
+        if not keys.any() or not rows.any():
+            return []
+        closed = MaskRule("no padding", (0,), (0,), (1 << 30,))
+        heads, first = self._differing(group.mask, closed, replace(frame, rows=rows, keys=keys))
+        if first is None:
+            return []
+        case = self._case(step, group, first, closed, heads)
+        return self._tell(case, Severity.ERROR, PADDING)
+
+    # -- comparing -------------------------------------------------------------------------------
+
+    def _differing(
+        self, mask: MaskRecord, rule: MaskRule | None, frame: Frame
+    ) -> tuple[tuple[int, ...], tuple[BoolArray, Frame] | None]:
+        """Return the heads whose cells differ, and the cells and frame of the first of them.
+
+        Without a rule what is asked is whether a row sees the future.
+        """
+        cells = mask.cells
+        if cells is None:
+            return (), None
+        n_rows = max(mask.q_len, 1)
+        if cells.shape[1] == 1 < n_rows:  # one row that is broadcast
+            cells = np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
+        key = (mask.fingerprint, rule, frame.q_offset, frame.kv_offset, frame.n_keys, frame.window)
+        keep = n_rows > 1 and frame.rows is None and self._real is None
+        if keep and key in self._right:
+            return (), None
+        heads, first = [], None
+        for head in range(len(cells)):
+            own = self._own_frame(mask, frame, head, n_rows)
+            if _is_wrong(cells[head], rule, own):
+                heads.append(head)
+                first = first or (cells[head], own)
+        if keep and not heads:
+            self._right.add(key)
+        return tuple(heads), first
+
+    def _own_frame(self, mask: MaskRecord, frame: Frame, head: int, n_rows: int) -> Frame:
+        """Return the frame of a head, without padding and rows that are averaged."""
+        if self._real is None and mask.averaged is None:
+            return frame
+        rows, keys = frame.rows, frame.keys
+        if self._real is not None and rows is None:
+            rows = _of(self._real, frame.q_offset, n_rows)
+            keys = _of(self._real, frame.kv_offset, frame.n_keys)
+        if mask.averaged is not None:
+            closed = np.broadcast_to(mask.averaged[min(head, len(mask.averaged) - 1)], n_rows)
+            rows = ~closed if rows is None else rows & ~closed
+        return replace(frame, rows=rows, keys=keys)
+
+    def _case(
+        self,
+        step: StepRecord,
+        group: Group,
+        first: tuple[BoolArray, Frame],
+        rule: MaskRule,
+        heads: tuple[int, ...],
+    ) -> Case:
+        cells, frame = first
+        found = maskdiff.difference(cells, rule, frame, self._parts)
+        pattern, amount = maskdiff.pattern(cells, rule, frame, found)
+        earlier = None
+        if pattern in (MOVED, OTHER) and step.q_len > 1:
+            rules = [one for one in self._earlier if one[1] != rule]
+            same = (n for n, r in rules if not maskdiff.wrong_cells(cells, r, frame, most=1))
+            earlier = next(same, None)
+        pieces, segments = pieces_left(self.scene, found)
+        n_heads = len(group.mask.cells) if group.mask.cells is not None else 1
+        about = (pattern, amount, earlier, heads, n_heads, pieces, segments)
+        return Case(step, group, found, rule.name, False, *about)
+
+    # -- telling ---------------------------------------------------------------------------------
+
+    def _tell(
+        self, case: Case, severity: Severity | None = None, finding_id: str | None = None
+    ) -> list[Finding]:
+        """Return the finding of a difference: under the id of an earlier one that it goes on with.
+
+        A mask that leaks in the prompt leaks in generated rows too, whatever each step looks like.
+        """
+        found, step, group = case.found, case.step, case.group
+        if not found.leaked and not found.lost:
+            return []
+        place = (step.branch, group.layers)
+        sides = [side for side, n in (("leaks", found.leaked), ("loses", found.lost)) if n]
+        news = [side for side in sides if (*place, side) not in self._told]
+        known = next((self._told[(*place, s)] for s in sides if s not in news), None)
+        if known is None:
+            finding_id = finding_id or id_of(case)
+        elif not news:
+            finding_id = known
+        else:
+            found.leaked, finding_id = 0, LOST
+        for side in news:
+            self._told[(*place, side)] = finding_id
+        return [self._finding(case, finding_id, severity or _severity(case, finding_id))]
+
+    def _finding(self, case: Case, finding_id: str, severity: Severity) -> Finding:
+        found, group, step = case.found, case.group, case.step
+        words = padding_sentence if finding_id == PADDING else sentence
+        positions = found.leaking if found.leaked else found.losing
+        heads = case.heads if len(case.heads) < case.n_heads else ()
+        return Finding(
+            id=finding_id,
+            severity=severity,
+            sentence=words(self.scene, case, finding_id),
+            generation=step.generation,
+            branch=step.branch,
+            step=step.step,
+            layer=group.layers[0],
+            head=heads[0] if heads else None,
+            positions=tuple(positions[:MAX_POSITIONS]),
+            evidence=_evidence(case),
+            layers=group.layers if len(group.layers) > 1 else (),
+            series="layers " + ", ".join(map(str, group.layers)),
+        )
+
+
+RULE: type[Rule] = MasksRule
+
+
+def _severity(case: Case, finding_id: str) -> Severity:
+    found = case.found
+    if case.assumed:
+        return Severity.WARNING
+    is_row_0 = finding_id == LOST and case.step.q_len == 1 and found.n_open == 1
+    if is_row_0 and case.pattern != WINDOW and found.furthest == [0]:
+        return Severity.NOTE  # a row that takes itself for row 0: the decode rules say so
+    return Severity.ERROR
+
+
+def _evidence(case: Case) -> dict[str, Any]:
+    found, mask, call = case.found, case.group.mask, case.group.call
+    facts: dict[str, Any] = {
+        "mask": mask.fingerprint,
+        "kind": mask.kind,
+        "rule": mask.rule,
+        "path": call.path,
+        "backend": call.backend,
+        "meant": case.name,
+        "open": found.n_open,
+        "meant_open": found.n_meant,
+        "leaked": found.leaked,
+        "lost": found.lost,
+        "future": found.future,
+        "first_leaked": found.first_leaked,
+        "first_across": found.first_across,
+        "first_lost": found.first_lost,
+        "pattern": case.pattern,
+        "heads": list(case.heads),
+    }
+    extra = {"amount": case.amount or None, "earlier": case.earlier, "swallowed": call.swallowed}
+    if case.segments > 1:
+        extra |= {"pieces": case.pieces, "segments": case.segments}
+    return facts | {name: fact for name, fact in extra.items() if fact is not None}
+
+
+def _is_wrong(cells: BoolArray, rule: MaskRule | None, frame: Frame) -> bool:
+    if rule is None:
+        return maskdiff.sees_future(cells, frame)
+    if len(cells) == 1 and frame.rows is None:
+        return not maskdiff.row_is_meant(cells[0], rule, frame) and bool(
+            maskdiff.wrong_cells(cells, rule, frame, most=1)
+        )
+    return maskdiff.wrong_cells(cells, rule, frame, most=1) > 0
+
+
+def _frame(step: StepRecord, call: CallRecord) -> Frame:
+    kv_offset = max(step.kv_after - call.kv_len, 0)
+    return Frame(step.kv_before, kv_offset, min(call.kv_len, step.kv_after), call.window)
+
+
+def _with_paths(groups: list[Group]) -> list[Group]:
+    """Return groups that know the path of most other layers, where it is not theirs."""
+    paths = Counter[str]()
+    for group in groups:
+        paths[group.call.path] += len(group.layers)
+    flex = [path for path in paths if path.startswith("flex")]
+    most = max(paths, key=lambda path: (paths[path], path in flex))
+    if len(paths) == 1:
+        return groups
+    return [replace(g, elsewhere=most if g.call.path != most else "") for g in groups]
+
+
+def _of(flags: BoolArray, start: int, n: int, *, beyond: bool = True) -> BoolArray:
+    """Return the flags of n positions, `beyond` for those after the prompt."""
+    some = flags[start : start + n]
+    if len(some) == n:
+        return some
+    return np.concatenate((some, np.full(n - len(some), beyond)))
+
+
+def _without_padding(scene: Scene) -> BoolArray | None:
+    first = scene.segments[0] if scene.segments else None
+    if first is None or first.label != "padding":
+        return None
+    return np.arange(scene.n_prompt) >= first.stop
+
+
+def _parts(scene: Scene) -> Parts:
+    segments = scene.segments
+    starts = np.array([segment.start for segment in segments] or [0])
+    apart = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
+    return Parts(starts, np.array(apart))
+
+
+def _paraphrases(scene: Scene) -> BoolArray:
+    """Return which positions of the prompt belong to paraphrases."""
+    flags = np.zeros(scene.n_prompt, np.bool_)
+    for segment in scene.segments:
+        if segment.kind is SegmentKind.PARAPHRASE:
+            flags[segment.start : segment.stop] = True
+    return flags

@@ -143,8 +143,9 @@ def shape_of(ref: CallRef) -> CallShape:
     cap = float(ref.softcap) if ref.softcap else None
     shapes = (query.shape, ref.key.shape)
     causal = getattr(ref.module, "is_causal", None)
-    about = (ref.handed_words, ref.swallowed, causal if type(causal) is bool else None, ref.window)
-    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about)
+    about = (ref.handed_words, ref.swallowed)
+    said = (causal if type(causal) is bool else None, ref.window)
+    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about, *said)
 
 
 def _window_of(module: nn.Module) -> Any:
