@@ -49,10 +49,10 @@ class Difference:
     """Cells that ran and were not meant (`leaked`) and the other way round (`lost`), of one head.
 
     `future` are those of the leaked whose key comes after the row. Pairs are (row, key) in
-    positions; `first_across` is the first leaked one of two parts that are to be apart. `n_open` and
-    `n_meant` count open cells, `n_closed` closed ones. `between` counts leaked pairs by (part of the
-    row, part of the key). `leaking` and `losing` are positions of rows. `furthest` is the last key
-    that each row sees, from `first_row` on. Rows that see nothing are not counted.
+    positions; `first_across` is the first leaked one of two parts that are to be apart. `n_open`
+    and `n_meant` count open cells, `n_closed` closed ones. `between` counts leaked pairs by (part
+    of the row, part of the key). `leaking` and `losing` are positions of rows. `furthest` is the
+    last key that each row sees, from `first_row` on. Rows that see nothing are not counted.
     """
 
     lost: int = 0

@@ -8,21 +8,31 @@ what comes back at later steps is counted, not told again.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray, MaskRule
-from flexinspect.prompts import SegmentKind
 from flexinspect.records import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules import maskdiff, masklayers
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.maskdiff import MOVED, OPEN, OTHER, WINDOW, Frame, Parts
+from flexinspect.rules.maskdiff import MOVED, OPEN, OTHER, Frame
 from flexinspect.rules.maskkinds import MASKS
+from flexinspect.rules.maskplaces import (
+    evidence_of,
+    flags_of,
+    frame_of,
+    join,
+    paraphrases,
+    parts_of,
+    severity_of,
+    with_paths,
+    without_padding,
+)
 from flexinspect.rules.maskwords import (
     LOST,
     NO_MASK,
@@ -63,9 +73,9 @@ class MasksRule(Rule):
         if before is not None and all(before[1] != rule for _, rule in self._earlier):
             self._earlier.append(before)
         self._begun = None if intent is None else (scene.generation.generation, intent.rule)
-        self._parts = _parts(scene)
-        self._real = _without_padding(scene)
-        self._apart = _paraphrases(scene) if intent is not None and intent.assumed else None
+        self._parts = parts_of(scene)
+        self._real = without_padding(scene)
+        self._apart = paraphrases(scene) if intent is not None and intent.assumed else None
         self._told: dict[tuple[object, ...], str] = {}
         if len(self._right) > _KNOWN:
             self._right.clear()
@@ -98,14 +108,14 @@ class MasksRule(Rule):
         for call in step.calls:
             if call.q_len == step.q_len:
                 by_mask.setdefault((call.mask, call.window, call.kv_len), []).append(call)
-        found = []
+        found: list[Group] = []
         n_layers = len({call.layer for call in step.calls}) if by_mask else 0
         for calls in by_mask.values():
             mask = self.scene.mask(calls[0].mask)
             if mask is not None and (calls[0].causal is not False or self._is_declared):
-                layers = tuple(sorted({call.layer for call in calls}))
-                found.append(Group(mask, calls[0], layers, n_layers))
-        return found if len(found) < 2 else _with_paths(found)
+                which = tuple(sorted({call.layer for call in calls}))
+                join(found, Group(mask, calls[0], which, n_layers))
+        return found if len(found) < 2 else with_paths(found)
 
     @property
     def _is_declared(self) -> bool:
@@ -116,7 +126,7 @@ class MasksRule(Rule):
 
     def _judge(self, step: StepRecord, group: Group) -> list[Finding]:
         intent = self.scene.intent
-        frame = _frame(step, group.call)
+        frame = frame_of(step, group.call)
         if self._is_declared and group.mask.cells is not None:
             assert intent is not None
             found = self._against(step, group, frame, intent.rule, "the declared mask")
@@ -149,8 +159,8 @@ class MasksRule(Rule):
         apart, cells = self._apart, group.mask.cells
         if apart is None or cells is None or frame.q_offset >= len(apart):
             return []  # of generated rows nothing is meant
-        rows = _of(apart, frame.q_offset, step.q_len, beyond=False)
-        keys = _of(apart, frame.kv_offset, frame.n_keys, beyond=False)
+        rows = flags_of(apart, frame.q_offset, step.q_len, beyond=False)
+        keys = flags_of(apart, frame.kv_offset, frame.n_keys, beyond=False)
         heads, first = self._differing(group.mask, rule, replace(frame, rows=rows, keys=keys))
         if first is None:
             return []
@@ -189,15 +199,15 @@ class MasksRule(Rule):
             return []
         cells = np.ones((1, step.q_len, group.call.kv_len), np.bool_)
         group = replace(group, mask=replace(group.mask, cells=cells))
-        return self._future(step, group, _frame(step, group.call))
+        return self._future(step, group, frame_of(step, group.call))
 
     def _padding(self, step: StepRecord, group: Group, frame: Frame) -> list[Finding]:
         """Return which rows see keys of padding."""
         cells, real = group.mask.cells, self._real
         assert cells is not None
         assert real is not None
-        keys = ~_of(real, frame.kv_offset, frame.n_keys)
-        rows = _of(real, frame.q_offset, step.q_len)
+        keys = ~flags_of(real, frame.kv_offset, frame.n_keys)
+        rows = flags_of(real, frame.q_offset, step.q_len)
         if not keys.any() or not rows.any():
             return []
         closed = MaskRule("no padding", (0,), (0,), (1 << 30,))
@@ -242,8 +252,8 @@ class MasksRule(Rule):
             return frame
         rows, keys = frame.rows, frame.keys
         if self._real is not None and rows is None:
-            rows = _of(self._real, frame.q_offset, n_rows)
-            keys = _of(self._real, frame.kv_offset, frame.n_keys)
+            rows = flags_of(self._real, frame.q_offset, n_rows)
+            keys = flags_of(self._real, frame.kv_offset, frame.n_keys)
         if mask.averaged is not None:
             closed = np.broadcast_to(mask.averaged[min(head, len(mask.averaged) - 1)], n_rows)
             rows = ~closed if rows is None else rows & ~closed
@@ -294,7 +304,7 @@ class MasksRule(Rule):
             found.leaked, finding_id = 0, LOST
         for side in news:
             self._told[(*place, side)] = finding_id
-        return [self._finding(case, finding_id, severity or _severity(case, finding_id))]
+        return [self._finding(case, finding_id, severity or severity_of(case, finding_id))]
 
     def _finding(self, case: Case, finding_id: str, severity: Severity) -> Finding:
         found, group, step = case.found, case.group, case.step
@@ -311,49 +321,13 @@ class MasksRule(Rule):
             layer=group.layers[0],
             head=heads[0] if heads else None,
             positions=tuple(positions[:MAX_POSITIONS]),
-            evidence=_evidence(case),
+            evidence=evidence_of(case),
             layers=group.layers if len(group.layers) > 1 else (),
             series="layers " + ", ".join(map(str, group.layers)),
         )
 
 
 RULE: type[Rule] = MasksRule
-
-
-def _severity(case: Case, finding_id: str) -> Severity:
-    found = case.found
-    if case.assumed:
-        return Severity.WARNING
-    is_row_0 = finding_id == LOST and case.step.q_len == 1 and found.n_open == 1
-    if is_row_0 and case.pattern != WINDOW and found.furthest == [0]:
-        return Severity.NOTE  # a row that takes itself for row 0: the decode rules say so
-    return Severity.ERROR
-
-
-def _evidence(case: Case) -> dict[str, Any]:
-    found, mask, call = case.found, case.group.mask, case.group.call
-    facts: dict[str, Any] = {
-        "mask": mask.fingerprint,
-        "kind": mask.kind,
-        "rule": mask.rule,
-        "path": call.path,
-        "backend": call.backend,
-        "meant": case.name,
-        "open": found.n_open,
-        "meant_open": found.n_meant,
-        "leaked": found.leaked,
-        "lost": found.lost,
-        "future": found.future,
-        "first_leaked": found.first_leaked,
-        "first_across": found.first_across,
-        "first_lost": found.first_lost,
-        "pattern": case.pattern,
-        "heads": list(case.heads),
-    }
-    extra = {"amount": case.amount or None, "earlier": case.earlier, "swallowed": call.swallowed}
-    if case.segments > 1:
-        extra |= {"pieces": case.pieces, "segments": case.segments}
-    return facts | {name: fact for name, fact in extra.items() if fact is not None}
 
 
 def _is_wrong(cells: BoolArray, rule: MaskRule | None, frame: Frame) -> bool:
@@ -364,51 +338,3 @@ def _is_wrong(cells: BoolArray, rule: MaskRule | None, frame: Frame) -> bool:
             maskdiff.wrong_cells(cells, rule, frame, most=1)
         )
     return maskdiff.wrong_cells(cells, rule, frame, most=1) > 0
-
-
-def _frame(step: StepRecord, call: CallRecord) -> Frame:
-    kv_offset = max(step.kv_after - call.kv_len, 0)
-    return Frame(step.kv_before, kv_offset, min(call.kv_len, step.kv_after), call.window)
-
-
-def _with_paths(groups: list[Group]) -> list[Group]:
-    """Return groups that know the path of most other layers, where it is not theirs."""
-    paths = Counter[str]()
-    for group in groups:
-        paths[group.call.path] += len(group.layers)
-    flex = [path for path in paths if path.startswith("flex")]
-    most = max(paths, key=lambda path: (paths[path], path in flex))
-    if len(paths) == 1:
-        return groups
-    return [replace(g, elsewhere=most if g.call.path != most else "") for g in groups]
-
-
-def _of(flags: BoolArray, start: int, n: int, *, beyond: bool = True) -> BoolArray:
-    """Return the flags of n positions, `beyond` for those after the prompt."""
-    some = flags[start : start + n]
-    if len(some) == n:
-        return some
-    return np.concatenate((some, np.full(n - len(some), beyond)))
-
-
-def _without_padding(scene: Scene) -> BoolArray | None:
-    first = scene.segments[0] if scene.segments else None
-    if first is None or first.label != "padding":
-        return None
-    return np.arange(scene.n_prompt) >= first.stop
-
-
-def _parts(scene: Scene) -> Parts:
-    segments = scene.segments
-    starts = np.array([segment.start for segment in segments] or [0])
-    apart = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
-    return Parts(starts, np.array(apart))
-
-
-def _paraphrases(scene: Scene) -> BoolArray:
-    """Return which positions of the prompt belong to paraphrases."""
-    flags = np.zeros(scene.n_prompt, np.bool_)
-    for segment in scene.segments:
-        if segment.kind is SegmentKind.PARAPHRASE:
-            flags[segment.start : segment.stop] = True
-    return flags

@@ -193,7 +193,8 @@ def _future_words(scene: Scene, case: Case) -> str:
 def _count_words(scene: Scene, case: Case) -> str:
     found, name = case.found, case.name
     if case.assumed:
-        return f": {_between(scene, found)} ({counted(found.leaked, 'pair')})"
+        moved = f", as if moved by {case.amount:+d}" if case.pattern == MOVED else ""
+        return f": {_between(scene, found)} ({counted(found.leaked, 'pair')}{moved})"
     lost = counted(found.lost, "pair")
     if not found.leaked:
         return f", which closes {lost} that {name} opens{_pattern_words(case)}"
