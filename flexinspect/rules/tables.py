@@ -67,12 +67,15 @@ class TablesRule(Rule):
         by_mask: dict[str | None, list[CallRecord]] = {}
         for call in step.calls:
             by_mask.setdefault(call.mask, []).append(call)
-        found = []
+        alike: dict[tuple[object, ...], tuple[MaskRecord, list[CallRecord]]] = {}
         for fingerprint, calls in by_mask.items():
             known = self.scene.mask(fingerprint)
             if known is not None and known.kind == "block":
-                found += self._judge(step, known, calls)
-        return found
+                # Layers that build a mask each have one of their own, with the same trouble.
+                stale = self._stale.get(known.fingerprint)
+                key = (known.rule, known.batch, known.heads, stale and stale.missing.tobytes())
+                alike.setdefault(key, (known, []))[1].extend(calls)
+        return [f for mask, calls in alike.values() for f in self._judge(step, mask, calls)]
 
     def _judge(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
@@ -129,7 +132,7 @@ class TablesRule(Rule):
                 "first": [row, key],
             },
             layers=_layers(calls),
-            series=f"{mask.rule} in layers {_layers(calls)}",
+            series=_series(mask, calls),
         )
 
     # -- sizes -----------------------------------------------------------------------------------
@@ -173,7 +176,7 @@ class TablesRule(Rule):
                     "kv_heads": call.kv_heads,
                 },
                 layers=_layers(calls),
-                series=f"{mask.rule} in layers {_layers(calls)}",
+                series=_series(mask, calls),
             )
         ]
 
@@ -263,6 +266,10 @@ def _n_blocks(mask: MaskRecord) -> int:
 def _layers(calls: Sequence[CallRecord]) -> tuple[int, ...]:
     found = tuple(sorted({call.layer for call in calls}))
     return found if len(found) > 1 else ()
+
+
+def _series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
+    return f"{mask.rule} in layers {', '.join(map(str, sorted({c.layer for c in calls})))}"
 
 
 def _where(step: StepRecord, calls: Sequence[CallRecord], scene: Scene) -> str:
