@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from flexinspect.masks import BoolArray
 from flexinspect.prompts import SegmentKind
 from flexinspect.records import CallRecord, StepRecord
 from flexinspect.rules.maskdiff import WINDOW, Frame, Parts
-from flexinspect.rules.maskwords import LOST, NO_MASK, Case, Group
+from flexinspect.rules.maskwords import LOST, NO_MASK, Case, Group, id_of
 from flexinspect.rules.scene import Scene
 
 
@@ -34,6 +35,24 @@ def join(groups: list[Group], new: Group) -> None:
             groups[number] = replace(known, layers=both)
             return
     groups.append(new)
+
+
+def merged(cases: Sequence[Case]) -> list[Case]:
+    """Return cases with those made one that are the same trouble in layers of two kinds."""
+    found: dict[tuple[object, ...], Case] = {}
+    for case in cases:
+        group = case.group
+        received = (group.mask.kind, group.call.path, group.call.swallowed)
+        key = (id_of(case), case.assumed, case.pattern, case.heads, *received)
+        known = found.setdefault(key, case)
+        if known is case:
+            continue
+        counts = [one.found.leaked + one.found.lost for one in (known, case)]
+        more = known if counts[0] >= counts[1] else case
+        layers = tuple(sorted({*known.group.layers, *group.layers}))
+        varies = known.varies or counts[0] != counts[1]
+        found[key] = replace(more, group=replace(more.group, layers=layers), varies=varies)
+    return list(found.values())
 
 
 def _executed_the_same(a: Group, b: Group) -> bool:

@@ -27,6 +27,7 @@ from flexinspect.rules.maskplaces import (
     flags_of,
     frame_of,
     join,
+    merged,
     paraphrases,
     parts_of,
     severity_of,
@@ -85,9 +86,8 @@ class MasksRule(Rule):
         if step.kv_before == 0:
             self._take_padding(step)
         groups = self._groups(step)
-        found: list[Finding] = []
-        for group in groups:
-            found += self._judge(step, group)
+        cases = [case for group in groups for case in self._judge(step, group)]
+        found = [self._tell(case) for case in (merged(cases) if len(cases) > 1 else cases)]
         if len(groups) > 1 and not found:
             found += masklayers.differing(self.scene, step, groups, self._real)
         return found
@@ -124,7 +124,7 @@ class MasksRule(Rule):
 
     # -- one mask --------------------------------------------------------------------------------
 
-    def _judge(self, step: StepRecord, group: Group) -> list[Finding]:
+    def _judge(self, step: StepRecord, group: Group) -> list[Case]:
         intent = self.scene.intent
         frame = frame_of(step, group.call)
         if self._is_declared and group.mask.cells is not None:
@@ -140,7 +140,7 @@ class MasksRule(Rule):
 
     def _against(
         self, step: StepRecord, group: Group, frame: Frame, rule: MaskRule, name: str
-    ) -> list[Finding]:
+    ) -> list[Case]:
         """Return how the cells differ from the declared rule."""
         heads, first = self._differing(group.mask, rule, frame)
         if first is None:
@@ -150,11 +150,9 @@ class MasksRule(Rule):
         if frame.window and not maskdiff.wrong_cells(cells, rule, whole, most=1):
             return []  # as declared: that the layer's own window did not apply is its own matter
         case = self._case(step, group, (cells, own), rule, heads)
-        return self._tell(replace(case, name=f"{name} ({rule.name})"))
+        return [replace(case, name=f"{name} ({rule.name})")]
 
-    def _assumed(
-        self, step: StepRecord, group: Group, frame: Frame, rule: MaskRule
-    ) -> list[Finding]:
+    def _assumed(self, step: StepRecord, group: Group, frame: Frame, rule: MaskRule) -> list[Case]:
         """Return where paraphrases see each other: of others nothing is meant."""
         apart, cells = self._apart, group.mask.cells
         if apart is None or cells is None or frame.q_offset >= len(apart):
@@ -169,9 +167,9 @@ class MasksRule(Rule):
         if not across:
             return []
         case.found.between, case.found.lost = across, 0
-        return self._tell(replace(case, assumed=True, name="what was named"))
+        return [replace(case, assumed=True, name="what was named")]
 
-    def _future(self, step: StepRecord, group: Group, frame: Frame) -> list[Finding]:
+    def _future(self, step: StepRecord, group: Group, frame: Frame) -> list[Case]:
         """Return where causality is broken in a layer that calls itself causal."""
         mask, call = group.mask, group.call
         if step.q_len == 1 or not call.causal or mask.kind == "none, causal":
@@ -189,11 +187,11 @@ class MasksRule(Rule):
         is_sure = mask.kind == NO_MASK or group.is_added
         blockwise = not is_sure and maskdiff.is_blockwise(case.found, first[1])
         if not blockwise:
-            return self._tell(case)
+            return [case]
         severity = Severity.WARNING if case.pattern == OPEN else Severity.NOTE
-        return self._tell(replace(case, pattern=OTHER), severity)
+        return [replace(case, pattern=OTHER, severity=severity)]
 
-    def _unseen(self, step: StepRecord, group: Group) -> list[Finding]:
+    def _unseen(self, step: StepRecord, group: Group) -> list[Case]:
         """Return what is known without cells: with no mask every cell is open."""
         if group.mask.kind != NO_MASK or step.q_len * step.kv_after > 1 << 22:
             return []
@@ -201,7 +199,7 @@ class MasksRule(Rule):
         group = replace(group, mask=replace(group.mask, cells=cells))
         return self._future(step, group, frame_of(step, group.call))
 
-    def _padding(self, step: StepRecord, group: Group, frame: Frame) -> list[Finding]:
+    def _padding(self, step: StepRecord, group: Group, frame: Frame) -> list[Case]:
         """Return which rows see keys of padding."""
         cells, real = group.mask.cells, self._real
         assert cells is not None
@@ -215,7 +213,7 @@ class MasksRule(Rule):
         if first is None:
             return []
         case = self._case(step, group, first, closed, heads)
-        return self._tell(case, Severity.ERROR, PADDING)
+        return [replace(case, id=PADDING)]
 
     # -- comparing -------------------------------------------------------------------------------
 
@@ -282,29 +280,21 @@ class MasksRule(Rule):
 
     # -- telling ---------------------------------------------------------------------------------
 
-    def _tell(
-        self, case: Case, severity: Severity | None = None, finding_id: str | None = None
-    ) -> list[Finding]:
+    def _tell(self, case: Case) -> Finding:
         """Return the finding of a difference: under the id of an earlier one that it goes on with.
 
         A mask that leaks in the prompt leaks in generated rows too, whatever each step looks like.
         """
-        found, step, group = case.found, case.step, case.group
-        if not found.leaked and not found.lost:
-            return []
-        place = (step.branch, group.layers)
+        found, place = case.found, (case.step.branch, case.group.layers)
         sides = [side for side, n in (("leaks", found.leaked), ("loses", found.lost)) if n]
         news = [side for side in sides if (*place, side) not in self._told]
         known = next((self._told[(*place, s)] for s in sides if s not in news), None)
-        if known is None:
-            finding_id = finding_id or id_of(case)
-        elif not news:
-            finding_id = known
-        else:
+        finding_id = id_of(case) if known is None else known
+        if known is not None and news:
             found.leaked, finding_id = 0, LOST
         for side in news:
             self._told[(*place, side)] = finding_id
-        return [self._finding(case, finding_id, severity or severity_of(case, finding_id))]
+        return self._finding(case, finding_id, case.severity or severity_of(case, finding_id))
 
     def _finding(self, case: Case, finding_id: str, severity: Severity) -> Finding:
         found, group, step = case.found, case.group, case.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flexinspect.findings import Severity
 from flexinspect.prompts import SegmentKind
 from flexinspect.records import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.maskdiff import CAUSAL, MOVED, OPEN, WINDOW, Difference
@@ -59,7 +60,8 @@ class Case:
     """A mask that is not the one meant: what ran where, and how it differs.
 
     `amount` belongs to the pattern (moved by, window of). `earlier` is the generation whose mask it
-    is. `pieces` are how many block-diagonal pieces of `segments` are left.
+    is. `pieces` are how many block-diagonal pieces of `segments` are left. `id` and `severity` are
+    given where they do not follow from the rest.
     """
 
     step: StepRecord
@@ -74,11 +76,20 @@ class Case:
     n_heads: int = 1
     pieces: int = 0
     segments: int = 0
+    id: str = ""
+    severity: Severity | None = None
+    varies: bool = False
+
+    def pairs(self, n: int) -> str:
+        """Return "3 pairs", "up to" so many where it varies over the layers."""
+        return ("up to " if self.varies else "") + counted(n, "pair")
 
 
 def id_of(case: Case) -> str:
     """Return the id that a difference goes by."""
     group, found = case.group, case.found
+    if case.id:
+        return case.id
     if group.is_added and found.leaked:
         return BOOL_ADDED
     if case.pattern == OPEN:
@@ -165,7 +176,7 @@ def _merged_words(scene: Scene, case: Case) -> str:
     pieces = counted(case.pieces, "block-diagonal piece")
     return (
         f", whose mask holds {pieces}, where {_named(case)} {case.segments} segments: "
-        f"{_between(scene, found)} ({counted(found.leaked, 'pair')})"
+        f"{_between(scene, found)} ({case.pairs(found.leaked)})"
     )
 
 
@@ -179,28 +190,28 @@ def _not_applied_words(scene: Scene, case: Case) -> str:
         )
     lost = f", and {found.lost} that it opens are closed" if found.lost else ""
     if case.assumed:
-        return f": {_between(scene, found)} ({counted(found.leaked, 'pair')})"
+        return f": {_between(scene, found)} ({case.pairs(found.leaked)})"
     return (
-        f", so {case.name} was not applied: {counted(found.leaked, 'pair')} that it closes "
+        f", so {case.name} was not applied: {case.pairs(found.leaked)} that it closes "
         f"{'is' if found.leaked == 1 else 'are'} open{_across(scene, found)}{lost}"
     )
 
 
 def _future_words(scene: Scene, case: Case) -> str:
-    return f", in which {_future_rows(scene, case.found)} ({counted(case.found.future, 'pair')})"
+    return f", in which {_future_rows(scene, case.found)} ({case.pairs(case.found.future)})"
 
 
 def _count_words(scene: Scene, case: Case) -> str:
     found, name = case.found, case.name
     if case.assumed:
         moved = f", as if moved by {case.amount:+d}" if case.pattern == MOVED else ""
-        return f": {_between(scene, found)} ({counted(found.leaked, 'pair')}{moved})"
-    lost = counted(found.lost, "pair")
+        return f": {_between(scene, found)} ({case.pairs(found.leaked)}{moved})"
+    lost = case.pairs(found.lost)
     if not found.leaked:
         return f", which closes {lost} that {name} opens{_pattern_words(case)}"
     also = f" and closes {lost} that it opens" if found.lost else ""
     return (
-        f", which opens {counted(found.leaked, 'pair')} that {name} closes{_across(scene, found)}"
+        f", which opens {case.pairs(found.leaked)} that {name} closes{_across(scene, found)}"
         f"{also}{_pattern_words(case)}"
     )
 
@@ -318,5 +329,5 @@ def padding_sentence(scene: Scene, case: Case, finding_id: str) -> str:
     return (
         f"{where(case.group, case.heads, case.n_heads)} ran {ran(case.group)}, in which {rows} "
         f"{'sees' if len(found.leaking) == 1 else 'see'} keys of padding "
-        f"({counted(found.leaked, 'pair')}){_pair(scene, found)}."
+        f"({case.pairs(found.leaked)}){_pair(scene, found)}."
     )

@@ -239,6 +239,14 @@ def test_segments_alone_make_it_a_warning_that_says_so(tmp_path: Path) -> None:
     assert "no mask was declared; 3 segments are taken to be kept apart" in finding.sentence
 
 
+def test_layers_of_two_kinds_with_one_trouble_are_one_finding(tmp_path: Path) -> None:
+    model = make_model("gemma2", sliding_window=9)
+    found = planted(tmp_path, model, lambda: generated(model, fed()), **ISOLATED)
+    (finding,) = of_masks(found)
+    assert (finding.id, finding.layers) == ("mask.not-applied", (0, 1, 2))
+    assert "up to 137 pairs that it closes are open" in finding.sentence
+
+
 # -- healthy runs ---------------------------------------------------------------------------------
 
 
