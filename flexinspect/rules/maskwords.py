@@ -225,7 +225,8 @@ def _across(scene: Scene, found: Difference) -> str:
     across = [p for p in across if kinds[p[0]] is kinds[p[1]] is SegmentKind.PARAPHRASE]
     row, key = max(across, key=lambda pair: found.between[pair])
     n = found.between[row, key]
-    which = "it lets" if found.leaked == 1 else f"{n} of them let"
+    some = "they let" if n == found.leaked else f"{n} of them let"
+    which = "it lets" if found.leaked == 1 else some
     return f" ({which} {_label(scene, row)} see {_label(scene, key)})"
 
 

@@ -94,7 +94,7 @@ def test_keys_that_a_cache_dropped_are_not_lost(shown: Shown) -> None:
     for zoom in (0, data.frame.last_zoom):
         assert shown.load(scene.SLIDING, 3, view="difference", zoom=zoom).sheet.total("lost") == 0
     assert sentence(shown, scene.SLIDING, 17, 3).endswith(
-        'may not look at 3 "w3" (paraphrase 1): its key is no longer in the cache'
+        'may not look at 3 "is" (paraphrase 1): its key is no longer in the cache'
     )
 
 
