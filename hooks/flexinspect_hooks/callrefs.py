@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 from flexinspect.records import CallRecord
 from flexinspect_hooks.kernelcalls import Done
 from flexinspect_hooks.kernels import FLEX
+
+_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""What each module states, as asking a configuration takes longer than all else about a call."""
 
 SAME: Any = object()
 """In place of the mask that a layer was handed: the call's own."""
@@ -71,7 +75,9 @@ class CallRef(NamedTuple):
         """
         found = self.kwargs.get("sliding_window", SAME)
         if found is SAME:
-            found = _window_of(self.module)
+            found = _windows.get(self.module, SAME)
+            if found is SAME:
+                found = _windows[self.module] = _window_of(self.module)
         return found if type(found) is int and found > 0 else None
 
     @property
