@@ -75,9 +75,7 @@ class CallRef(NamedTuple):
         """
         found = self.kwargs.get("sliding_window", SAME)
         if found is SAME:
-            found = _windows.get(self.module, SAME)
-            if found is SAME:
-                found = _windows[self.module] = _window_of(self.module)
+            found = _stated_window(self.module)
         return found if type(found) is int and found > 0 else None
 
     @property
@@ -152,6 +150,16 @@ def shape_of(ref: CallRef) -> CallShape:
     about = (ref.handed_words, ref.swallowed)
     said = (causal if type(causal) is bool else None, ref.window)
     return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about, *said)
+
+
+def _stated_window(module: nn.Module) -> Any:
+    try:
+        return _windows[module]
+    except KeyError:
+        found = _windows[module] = _window_of(module)
+        return found
+    except TypeError:  # of calls in no known layer there is but a proxy of the model
+        return None
 
 
 def _window_of(module: nn.Module) -> Any:
