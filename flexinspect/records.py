@@ -103,7 +103,9 @@ class CallRecord:
     when it was not computed); `gate_kind` says how: "lse" or "output". A `softcap` c makes
     c * tanh(score / c) of each scaled score, before the mask. Of own code more is known: `handed`
     is the mask that the layer was given, in words (None when its kernel got the same), and
-    `swallowed` the exception that the call made up for (None when there was none).
+    `swallowed` the exception that the call made up for (None when there was none). `causal` is
+    whether the layer calls itself causal (None when it does not say), `window` how many keys its
+    sliding window holds (None without one).
     """
 
     layer: int
@@ -123,6 +125,8 @@ class CallRecord:
     softcap: float | None = None
     handed: str | None = None
     swallowed: str | None = None
+    causal: bool | None = None
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,9 @@ class MaskRecord:
     float in every cell, bool (1 or heads, n_q), None when no row is: that is meant to close them,
     but softmax gives all these keys the same weight, so that `cells` has them open. `partial` and
     `full` are the block tables of batch 0, bool (heads, row blocks, key blocks); `full` is None
-    when no block is full, both are None at level basic for a decode row.
+    when no block is full, both are None at level basic for a decode row. `ruled` is what the rule
+    by itself opens of each block, uint8 (1 or heads, row blocks, key blocks): 0 nothing, 1 some, 2
+    all of its cells; only of compiled calls, whose cells do not tell.
     """
 
     fingerprint: str
@@ -229,6 +235,7 @@ class MaskRecord:
     averaged: npt.NDArray[np.bool_] | None = None
     partial: npt.NDArray[np.bool_] | None = None
     full: npt.NDArray[np.bool_] | None = None
+    ruled: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,5 +161,5 @@ def _count(segments: Iterable[Segment], kind: SegmentKind) -> int:
 
 
 def _size(mask: MaskRecord) -> int:
-    arrays = (mask.cells, mask.averaged, mask.partial, mask.full)
+    arrays = (mask.cells, mask.averaged, mask.partial, mask.full, mask.ruled)
     return 512 + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

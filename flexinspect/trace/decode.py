@@ -193,7 +193,8 @@ def inputs(values: Row) -> InputsRecord:
 
 def call(values: Row) -> CallRecord:
     """Return a call from the cleaned columns after its number."""
-    return CallRecord(*values)
+    causal = values[-2]
+    return CallRecord(*(*values[:-2], None if causal is None else bool(causal), values[-1]))
 
 
 def build(values: Row) -> BuildRecord:

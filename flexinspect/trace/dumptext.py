@@ -37,7 +37,7 @@ _TOKENS = ("pos", "id", "position id", "segment", "step", "special", "token", "t
 _CANDIDATES = ("rank", "id", "logit", "logprob", "score", "score logprob", "text")
 _CALLS = (
     *("layer", "path", "backend", "mask", "batch", "heads", "kv heads", "q", "kv", "head dim"),
-    *("dtype", "scale", "gate", "gate kind", "handed", "swallowed"),
+    *("dtype", "scale", "gate", "gate kind", "handed", "swallowed", "causal", "window"),
 )
 _BUILDS = ("layer", "batch", "heads", "q", "kv", "ms", "peak growth", "rule")
 _STATS = ("layer", "module", "nan", "inf", "bad row", "min", "max", "mean", "std", "norm")
@@ -151,7 +151,7 @@ def _inputs(row: InputsRecord) -> Iterator[str]:
 def _call(c: CallRecord) -> Sequence[Any]:
     about = (c.layer, c.path, c.backend, c.mask, c.batch, c.q_heads, c.kv_heads, c.q_len, c.kv_len)
     last = (c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind, c.handed, c.swallowed)
-    return [*map(_safe, (*about, *last))]
+    return [*map(_safe, (*about, *last, c.causal, c.window))]
 
 
 def _build(b: BuildRecord) -> Sequence[Any]:

@@ -232,7 +232,7 @@ def _calls(out: list[Statement], key: Key, records: Sequence[CallRecord]) -> Non
         scale, gate, cap = record.scale, record.gate, record.softcap
         if gate != gate or scale != scale or cap != cap:
             numbers = (_optional(scale), _optional(gate), record.gate_kind, _optional(cap))
-            row = (*row[:-6], *numbers, *row[-2:])
+            row = (*row[:-8], *numbers, *row[-4:])
         flat += (*key, number)
         flat += row
     _add(out, schema.CALLS, flat, len(records))
@@ -280,7 +280,7 @@ def _new_masks(record: StepRecord, known: Collection[str]) -> list[MaskRecord]:
 def _mask_arrays(mask: MaskRecord) -> Iterable[tuple[str, Stored]]:
     from flexinspect.trace.arrays import encode
 
-    for name in ("cells", "averaged", "partial", "full"):
+    for name in ("cells", "averaged", "partial", "full", "ruled"):
         array = getattr(mask, name)
         if array is not None:
             yield f"mask.{name}", encode(array)

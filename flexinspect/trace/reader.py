@@ -286,6 +286,7 @@ class TraceReader(Queries):
             averaged=have.get("mask.averaged"),
             partial=have.get("mask.partial"),
             full=have.get("mask.full"),
+            ruled=have.get("mask.ruled"),
         )
 
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:

@@ -95,6 +95,8 @@ CALLS = table(
     softcap     real?  cap on the scores, NULL when there is none
     handed      text?  mask that the layer was given, NULL when its kernel got the same
     swallowed   text?  exception that the call made up for, NULL when there was none
+    causal      int?   1 when the layer calls itself causal, 0 when not, NULL when it does not say
+    window      int?   keys that its sliding window holds, NULL without one
     """,
 )
 
@@ -226,6 +228,7 @@ STREAMS = {
     "mask.averaged": "bool (heads, rows): rows closed by the lowest float: averaged over all",
     "mask.partial": "bool (heads, row blocks, key blocks): blocks where the rule is applied",
     "mask.full": "bool (heads, row blocks, key blocks): blocks taken whole, without the rule",
+    "mask.ruled": "uint8 (heads, row blocks, key blocks): the rule opens 0 nothing, 1 some, 2 all",
     "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",
     "attention.lse": "float (layers, heads): log-sum-exp of the newest row's scores, natural",
     "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",

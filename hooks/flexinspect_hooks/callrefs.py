@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,9 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 from flexinspect.records import CallRecord
 from flexinspect_hooks.kernelcalls import Done
 from flexinspect_hooks.kernels import FLEX
+
+_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""What each module states, as asking a configuration takes longer than all else about a call."""
 
 SAME: Any = object()
 """In place of the mask that a layer was handed: the call's own."""
@@ -64,6 +68,17 @@ class CallRef(NamedTuple):
         return bool(getattr(self.module, "is_causal", True)) if self.causal is None else self.causal
 
     @property
+    def window(self) -> int | None:
+        """How many keys the layer's sliding window holds, None without one.
+
+        As transformers passes it on; a kernel that own code calls is not told, but the layer is.
+        """
+        found = self.kwargs.get("sliding_window", SAME)
+        if found is SAME:
+            found = _stated_window(self.module)
+        return found if type(found) is int and found > 0 else None
+
+    @property
     def handed_words(self) -> str | None:
         """The mask that the layer was given, in words; None when it is the one of the call.
 
@@ -92,6 +107,8 @@ class CallShape(NamedTuple):
     softcap: float | None
     handed: str | None
     swallowed: str | None
+    causal: bool | None
+    window: int | None
 
     def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
         """Return the call's record."""
@@ -115,6 +132,8 @@ class CallShape(NamedTuple):
             self.softcap,
             self.handed,
             self.swallowed,
+            self.causal,
+            self.window,
         )
 
 
@@ -136,8 +155,29 @@ def shape_of(ref: CallRef) -> CallShape:
     scale = ref.kwargs.get("scaling")
     cap = float(ref.softcap) if ref.softcap else None
     shapes = (query.shape, ref.key.shape)
+    causal = getattr(ref.module, "is_causal", None)
     about = (ref.handed_words, ref.swallowed)
-    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about)
+    said = (causal if type(causal) is bool else None, ref.window)
+    return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about, *said)
+
+
+def _stated_window(module: nn.Module) -> Any:
+    try:
+        return _windows[module]
+    except KeyError:
+        found = _windows[module] = _window_of(module)
+        return found
+    except TypeError:  # of calls in no known layer there is but a proxy of the model
+        return None
+
+
+def _window_of(module: nn.Module) -> Any:
+    """Return the sliding window that an attention module states, or its model for all layers."""
+    own = module.__dict__
+    if "sliding_window" in own:
+        return own["sliding_window"]
+    config = own.get("config")
+    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
 def mask_words(mask: Any) -> str:

@@ -30,6 +30,7 @@ class Executed:
 
     cells: npt.NDArray[Any] | None
     averaged: npt.NDArray[Any] | None
+    ruled: npt.NDArray[Any] | None = None
 
 
 def shared(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
@@ -56,7 +57,7 @@ def fingerprint_of(mask: ReceivedMask, tables: Tables, executed: Executed) -> st
     for bits in (executed.cells, executed.averaged):
         if bits is not None:
             digest.update(np.packbits(bits).tobytes())
-    for grid in (tables.partial, tables.full):
+    for grid in (tables.partial, tables.full, executed.ruled):
         if grid is not None:
             digest.update(grid.tobytes())
     return digest.hexdigest()
@@ -84,6 +85,7 @@ def mask_record(
         averaged=executed.averaged,
         partial=tables.partial,
         full=tables.full,
+        ruled=executed.ruled,
     )
 
 

@@ -49,8 +49,8 @@ class ReceivedMask:
     head, bool (1 or q heads, q_len, kv_len), 1 where all share it; None at level basic and for
     masks that are too large. `averaged`, bool (1 or heads, q_len), says of a float mask which rows
     are at its lowest float throughout. `bias` (1 or heads, kv_len) is what a dense mask adds to the
-    scores of the newest row, 0 where closed. All are dropped before the writer thread gets the
-    mask.
+    scores of the newest row, 0 where closed. `ruled` is what the rule of a compiled call opens of
+    each block, as `MaskRecord` has it. All are dropped before the writer thread gets the mask.
     """
 
     number: int
@@ -68,10 +68,11 @@ class ReceivedMask:
     cells: Tensor | None = None
     averaged: Tensor | None = None
     bias: Tensor | None = None
+    ruled: Tensor | None = None
 
     def drop_tensors(self) -> None:
         """Let go of what is on its way to the writer thread."""
-        self.cells = self.averaged = self.bias = None
+        self.cells = self.averaged = self.bias = self.ruled = None
 
 
 class MaskBook:
@@ -127,8 +128,9 @@ class MaskBook:
         mask.cells = _executed(ref, mask, self._indices)
         if mask.cells is not None:
             buffer.put(f"mask.{number}.cells", mask.cells)
-        if mask.averaged is not None:
-            buffer.put(f"mask.{number}.averaged", mask.averaged)
+        for name in ("averaged", "ruled"):
+            if (about := getattr(mask, name)) is not None:
+                buffer.put(f"mask.{number}.{name}", about)
         return mask
 
     def record(self, mask: ReceivedMask, values: Values, draft: StepDraft) -> str:
@@ -136,7 +138,7 @@ class MaskBook:
         prefix = f"mask.{mask.number}."
         tables = self._tables_of([values.get(prefix + name) for name in _TABLES])
         cells, averaged = (values.get(prefix + name) for name in ("cells", "averaged"))
-        executed = Executed(shared(cells), told(averaged))
+        executed = Executed(shared(cells), told(averaged), values.get(prefix + "ruled"))
         fingerprint = fingerprint_of(mask, tables, executed)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
@@ -207,6 +209,7 @@ def _executed(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | N
         cells = _rule_cells(received, heads, mask.q_len, mask.kv_len, indices)
         if cells is None or not mask.compiled:
             return cells
+        mask.ruled = _ruled(cells, received)
         return _as_compiled(cells, received, heads)
     if isinstance(received, Tensor) and received.dim() >= 2:
         return _tensor_cells(ref, mask, indices)
@@ -308,6 +311,19 @@ def _as_compiled(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor | N
     if full_num is None or full_idx is None:
         return cells & partial
     return (cells & partial) | _spread(full_num, full_idx, block_mask, q_len, kv_len)
+
+
+def _ruled(cells: Tensor, block_mask: BlockMask) -> Tensor:
+    """Return what a rule's cells open of each block, uint8: 0 nothing, 1 some, 2 all.
+
+    A block that sticks out of the mask is never full, as in `create_block_mask`.
+    """
+    heads, q_len, kv_len = cells.shape
+    size_q, size_kv = (int(size) for size in block_mask.BLOCK_SIZE)
+    padded = torch.nn.functional.pad(cells, (0, -kv_len % size_kv, 0, -q_len % size_q))
+    blocks = padded.view(heads, -1, size_q, padded.shape[2] // size_kv, size_kv)
+    counts = blocks.sum((2, 4), dtype=torch.int32)
+    return ((counts > 0).to(torch.uint8) + (counts == size_q * size_kv)).to(torch.uint8)
 
 
 def _spread(

@@ -134,7 +134,9 @@ def test_no_preset_makes_a_finding_on_the_demo(out: Path, mask: str) -> None:
 def test_other_backends_and_sliding_windows_make_no_finding(
     prompt: Prompt, out: Path, family: str, backend: str
 ) -> None:
-    assert record_run(make_model(family), prompt, out, backend=backend) == []
+    declared = {"preset": "causal", "starts": [0], "head": [0], "low": [0]}
+    run = record_run(make_model(family), prompt, out, backend=backend, declared=declared)
+    assert run == []
     assert findings_of(out) == []
 
 
@@ -245,7 +247,9 @@ def test_an_own_mask_that_closes_rows_is_an_error_with_their_words(
     def hole(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & ~((q_idx >= first) & (q_idx < stop))
 
-    record_run(llama, prompt, out, source=OwnMask(hole, name="hole", device=CPU))
+    declared = {"preset": "causal", "starts": [0], "head": [0], "low": [0]}
+    own = OwnMask(hole, name="hole", device=CPU)
+    record_run(llama, prompt, out, source=own, declared=declared)
     (finding,) = findings_of(out)
     n_readers = len(prompt.ids) - stop
     assert (finding.id, finding.severity, finding.step) == ("mask.empty-row", Severity.ERROR, 0)

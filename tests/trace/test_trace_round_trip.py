@@ -394,7 +394,7 @@ def test_the_columns_of_a_table_are_the_fields_of_its_record() -> None:
         (schema.MEMORY, 3, MemoryRecord),
     ):
         assert list(table.names[skip:]) == names(kind)
-    assert list(schema.MASKS.names[3:]) == names(MaskRecord)[:-4]
+    assert list(schema.MASKS.names[3:]) == names(MaskRecord)[:-5]
     assert list(schema.STEPS.names[12:]) == names(LogitsRecord)[:-1]
 
 

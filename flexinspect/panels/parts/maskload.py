@@ -21,7 +21,7 @@ from flexinspect.masksheets.counting import (
     packed_rule,
     tally,
 )
-from flexinspect.panels.parts.maskparts import WHOLE, Fed, Part, Sheet
+from flexinspect.panels.parts.maskparts import WHOLE, Fed, Part, Sheet, close_dropped
 from flexinspect.panels.source import Source
 from flexinspect.trace.bits import (
     Cells,
@@ -169,7 +169,7 @@ def _make_part(source: Source, fed: tuple[Fed, ...], row: int, wanted: Wanted) -
             packed[number, : line.shape[1]] = line[0]
     positions = np.array([one.pos for one in fed], np.int32)
     known = tuple(one.mask in found for one in fed)
-    counted = _tally([(0, packed)], positions, n_keys, row, wanted, known)
+    counted = _tally([(0, packed)], positions, n_keys, row, wanted, known, fed)
     return Part(row, fed, positions, n_keys, heads, known, counted, packed)
 
 
@@ -180,12 +180,12 @@ def _long_part(source: Source, fed: Fed, row: int, wanted: Wanted) -> Part:
         cells = None
     n_keys = fed.kv_offset + (fed.kv_len if cells is None else cells.n_keys)
     if cells is None:
-        counted = _tally([], positions, n_keys, row, wanted, False)
+        counted = _tally([], positions, n_keys, row, wanted, False, (fed,))
         return Part(row, (fed,), positions, n_keys, 1, False, counted, None)
     n_bytes = fed.n_rows * -(-n_keys // 8)
     whole = np.empty((fed.n_rows, n_bytes // fed.n_rows), np.uint8) if n_bytes <= WHOLE else None
     chunks = _chunks(source, cells, fed, min(max(wanted.head, 0), cells.heads - 1), whole)
-    counted = _tally(chunks, positions, n_keys, row, wanted, True)
+    counted = _tally(chunks, positions, n_keys, row, wanted, True, (fed,))
     return Part(row, (fed,), positions, n_keys, cells.heads, True, counted, whole, cells)
 
 
@@ -215,12 +215,14 @@ def _tally(
     row: int,
     wanted: Wanted,
     known: bool | tuple[bool, ...],
+    fed: tuple[Fed, ...],
 ) -> Tally:
     rule = wanted.rule
 
     def declared(start: int, stop: int) -> Packed:
         assert rule is not None
         rows = packed_rule(rule, positions[start:stop], n_keys)
+        close_dropped(rows, fed, start)
         if not isinstance(known, bool):
             rows[~np.array(known[start:stop])] = 0  # nothing is lost where nothing is known
         return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -35,6 +35,19 @@ class Fed:
     mask: str | None
     kv_offset: int
     kv_len: int
+
+
+def close_dropped(rows: Packed, fed: Sequence[Fed], start: int) -> None:
+    """Close the keys that a sliding cache had dropped when the rows were fed: nobody lost them.
+
+    `rows` are packed, from row `start` of a part on; `fed` is the part's.
+    """
+    for number, one in enumerate(fed[start : start + len(rows)] if len(fed) > 1 else fed):
+        whole, rest = divmod(one.kv_offset, 8)
+        some = rows if len(fed) == 1 else rows[number : number + 1]
+        some[:, :whole] = 0
+        if rest and whole < some.shape[1]:
+            some[:, whole] &= 0xFF >> rest
 
 
 @dataclass(frozen=True)

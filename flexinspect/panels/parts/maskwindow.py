@@ -12,7 +12,7 @@ from flexinspect.masksheets.counting import CHUNK_ROWS
 from flexinspect.masksheets.windows import Grid, States, Window
 from flexinspect.panels.parts.maskblocks import BlockPart
 from flexinspect.panels.parts.maskframe import View
-from flexinspect.panels.parts.maskparts import Part, Sheet
+from flexinspect.panels.parts.maskparts import Part, Sheet, close_dropped
 
 
 def load_states(sheet: Sheet, grid: Grid, view: View) -> States:
@@ -64,6 +64,7 @@ def _add_part(sheet: Sheet, part: Part, grid: Grid, window: Window) -> None:
     windows.fold_rows(packed, start, grid, window.open)
     if window.lost is not None and window.leaked is not None:
         meant = sheet.declared(start, stop, part.n_keys)
+        close_dropped(meant, part.fed, start - part.row)
         known = np.array([part.is_known(row) for row in range(start, stop)])
         meant[~known] = 0
         windows.fold_rows(meant & ~packed, start, grid, window.lost)

@@ -51,8 +51,11 @@ def cell_words(data: MaskData) -> CellWords | None:
         leaked = meant is False
         why = f"leaked, {rule_name(data)} closes it{_block_words(data, row, key)}" if leaked else ""
         return CellWords(who, whom, "may look at", why, "bad" if leaked else "text")
+    if meant and key < data.sheet.part_of(row).fed_at(row).kv_offset:
+        return CellWords(who, whom, "may not look at", "its key is no longer in the cache")
     if meant:
-        why = f"lost, {rule_name(data)} opens it, but {_gone(data, row, key)}"
+        gone = f"it was not executed{_block_words(data, row, key)}"
+        why = f"lost, {rule_name(data)} opens it, but {gone}"
         return CellWords(who, whom, "may not look at", why, "bad")
     if data.sheet.row_count(row) == 0:
         why = "the row sees nothing at all" + _empty_reason(data, position)
@@ -89,13 +92,6 @@ def _received_words(data: MaskData, row: int, key: int, is_open: bool | None) ->
     if is_open is None:
         return CellWords(who, whom, "and", "what was executed here was not recorded", "muted")
     return CellWords(who, whom, "may look at" if is_open else "may not look at", "")
-
-
-def _gone(data: MaskData, row: int, key: int) -> str:
-    fed = data.sheet.part_of(row).fed_at(row)
-    if key < fed.kv_offset:
-        return "its key is no longer in the cache"
-    return f"it was not executed{_block_words(data, row, key)}"
 
 
 def _block_words(data: MaskData, row: int, key: int) -> str:
