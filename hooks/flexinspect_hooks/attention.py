@@ -110,7 +110,8 @@ class AttentionHook:
             out = function(module, query, key, value, *args, **kwargs)
             # fmt: off
             keep(CallRef(layer, name, path, module, query, key, value, args, kwargs, out[0],
-                         note.path, note.lse, note.softcap or kwargs.get("softcap")))
+                         note.path, note.lse, note.softcap or kwargs.get("softcap"),
+                         function=function))
             # fmt: on
             note.lse = None
             return out
@@ -134,7 +135,7 @@ class AttentionHook:
             out = function(module, query, key, value, *args, **kwargs)
             with suppress(Exception):  # the layer is not seen then, and the step says so
                 whole = (layer, name, _path(backend), module, query, key, value, args, kwargs)
-                self._refs += _own_calls(whole, out[0], kernels.since(mark))
+                self._refs += _own_calls(whole, out[0], kernels.since(mark), function)
             return out
 
         return attention
@@ -159,11 +160,7 @@ class AttentionHook:
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
-        builds: tuple[BuildRecord, ...] = ()
-        if self._kernels is not None:
-            builds = self._take_loose(self._kernels, step)
-        refs = list(self._refs)
-        self._refs.clear()
+        refs, builds = self.take(step)
         self._count(len({ref.layer for ref in refs}), step)
         if not refs:
             return _Kept(builds=builds) if builds else None
@@ -176,6 +173,15 @@ class AttentionHook:
         for mask in masks:
             mask.drop_tensors()
         return _Kept(tuple(map(shape_of, refs)), tuple(masks), tuple(numbers), kinds, builds)
+
+    def take(self, step: StepContext) -> tuple[list[CallRef], tuple[BuildRecord, ...]]:
+        """Return the calls of a step and the masks built for it, and keep them no longer."""
+        builds: tuple[BuildRecord, ...] = ()
+        if self._kernels is not None:
+            builds = self._take_loose(self._kernels, step)
+        refs = list(self._refs)
+        self._refs.clear()
+        return refs, builds
 
     def _take_loose(self, kernels: KernelCalls, step: StepContext) -> tuple[BuildRecord, ...]:
         """Take kernel calls outside of the known layers, and return the masks that were built.
@@ -234,7 +240,9 @@ class AttentionHook:
             record_activations(values, stream, draft)
 
 
-def _own_calls(whole: tuple[Any, ...], output: Tensor, inner: list[Done]) -> list[CallRef]:
+def _own_calls(
+    whole: tuple[Any, ...], output: Tensor, inner: list[Done], function: Callable[..., Any]
+) -> list[CallRef]:
     """Return the call of an attention function; of one that is not known, the kernels it called."""
     layer, name, path, module, query, key, value, args, kwargs = whole
     if name not in _KNOWN and (found := _kernel_calls(inner, layer, name, module)):
@@ -249,6 +257,7 @@ def _own_calls(whole: tuple[Any, ...], output: Tensor, inner: list[Done]) -> lis
             *(layer, name, path, module, query, key, value, args, kwargs, output, told, lse, cap),
             causal=causal,
             swallowed=last.swallowed if last is not None else None,
+            function=function,
         )
     ]
 
