@@ -18,16 +18,18 @@ examples:
   flexinspect run --model llama3.2_3b_it --prompt "Who wrote Emma?" --prompt "Emma's author?"
   flexinspect open run.flextrace          (open may be left out)
   flexinspect show run.flextrace --panel mask --step 3
+  flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
   flexinspect models
 
-exit codes: 0 done, 1 the run failed, 2 it could not be done as asked, 130 interrupted
+exit codes: 0 done, 1 the run failed or what was to be proved is not so,
+2 it could not be done as asked, 130 interrupted
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from flexinspect.commands import dump, models, run, show
+    from flexinspect.commands import dump, models, prove, run, show
     from flexinspect.commands import open as open_
 
     parser = argparse.ArgumentParser(
@@ -38,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, open_, show, dump, models):
+    for command in (run, open_, show, prove, dump, models):
         command.add_parser(subparsers)
     return parser
 

@@ -26,6 +26,7 @@ from flexinspect_hooks.proofs.rows import Moved, States, points_of
 from flexinspect_hooks.proofs.subject import Report, RunIds, Subject, subject_of
 from flexinspect_hooks.spans import Wish
 
+_MOST_NAMES = 4
 _LOUD = 1e-2
 """Noise above this part of the states' size is a warning."""
 
@@ -347,8 +348,8 @@ def _lines(subject: Subject, states: States, results: Sequence[Changed], noise: 
             f"{leaks} of {counted(kept, 'row')} MOVED" if leaks else f"{counted(kept, 'row')} kept"
         )
         said = [f"  {printable(one.segment.label)} ({counted(one.n_changed, 'token')}): {how}"]
-        said += [f"read by {', '.join(reads)}"] if reads else []
-        said += [f"not read by {', '.join(reads_not)}"] if reads_not else []
+        said += [f"read by {_few(reads)}"] if reads else []
+        said += [f"not read by {_few(reads_not)}"] if reads_not else []
         out.append("; ".join(said))
     return out
 
@@ -372,6 +373,14 @@ def _facts(states: States, results: Sequence[Changed], noise: Moved) -> dict[str
             for one in results
         ],
     }
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return names with commas, the last and the first few of many."""
+    if len(names) <= _MOST_NAMES:
+        return ", ".join(names)
+    hidden = len(names) - _MOST_NAMES
+    return f"{', '.join(names[: _MOST_NAMES - 1])}, {hidden} more, {names[-1]}"
 
 
 def _and(names: Sequence[str]) -> str:

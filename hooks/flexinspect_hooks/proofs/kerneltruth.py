@@ -37,6 +37,10 @@ _TF32 = 1e-3
 """Rounding of float32 products on CUDA, where they may be made with fewer bits."""
 
 
+_Where = tuple[int, int, str, tuple[int, int, int]]
+"""Step, layer, path, and (heads, rows, keys) of a call."""
+
+
 def prove_kernel(
     model: nn.Module,
     ids: Tensor | Sequence[int] | str,
@@ -141,7 +145,7 @@ def _calls(
 
 def _compared(ref: CallRef, step: StepContext, own: Tensor | None) -> Compared:
     heads, rows, keys = ref.query.shape[1], ref.query.shape[2], ref.key.shape[2]
-    place = (step.step, ref.layer, ref.path, (heads, rows, keys))
+    place: _Where = (step.step, ref.layer, ref.path, (heads, rows, keys))
     mask = executed(ref, step)
     if own is not None:
         mask.cells = _cut(own, mask, heads)
@@ -204,9 +208,7 @@ class _Tally:
             self.first = one
 
 
-def _differences(
-    ref: CallRef, mask: ReceivedMask, place: tuple[Any, ...], *, exact: bool
-) -> Compared:
+def _differences(ref: CallRef, mask: ReceivedMask, place: _Where, *, exact: bool) -> Compared:
     drawn, tally = _Drawn(ref, mask), _Tally()
     for start, got in _kernel_weights(ref):
         want, is_open = drawn.weights(start, start + got.shape[-1])

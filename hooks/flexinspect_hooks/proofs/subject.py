@@ -30,7 +30,8 @@ class Subject:
     """A run that can be repeated with other ids.
 
     `ids` (batch, rows) lie on the model's device. `real` (batch, rows) is false for padding.
-    `special` are ids that stand for no text. Segments and words are those of batch row 0.
+    `special` are ids that stand for no text, `text_of` gives an id's text. Segments
+    and words are those of batch row 0.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Subject:
     scene: Scene
     real: BoolArray
     special: frozenset[int]
+    text_of: Callable[[int], str]
 
     @property
     def n_rows(self) -> int:
@@ -79,6 +81,7 @@ def subject_of(
         *(model, fed, run or (lambda changed: model(changed, **given)), scene),
         real=_real(fed, given.get("attention_mask")),
         special=words.special | config_ids(model),
+        text_of=words.text_of,
     )
 
 
