@@ -183,6 +183,8 @@ def _finding(entries: Sequence[_Entry], subject: Subject, states: States, noise:
     intent = subject.scene.intent
     if intent is not None and intent.assumed:
         sentence += " No mask was declared; the segments were taken to be isolated."
+    elif entry.through and _is_declared(entry, subject):
+        sentence = f"{sentence[:-1]}, and the declared mask itself leads that way."
     rows = np.flatnonzero(leak.rows[batch])
     return found(
         LEAK,
@@ -193,6 +195,16 @@ def _finding(entries: Sequence[_Entry], subject: Subject, states: States, noise:
         positions=listed(rows),
         evidence=_evidence(entries, far, size, noise),
     )
+
+
+def _is_declared(entry: _Entry, subject: Subject) -> bool:
+    """Say whether the declared mask opens the way that a leak took."""
+    intent, segment = subject.scene.intent, entry.leak.segment
+    if intent is None:
+        return False
+    cells, through = intent.rule.dense(subject.n_rows), list(entry.through)
+    reads = cells[through, segment.start : segment.stop].any(axis=1)
+    return bool((cells[entry.leak.first[1], through] & reads).any())
 
 
 def _evidence(entries: Sequence[_Entry], far: float, size: float, noise: Moved) -> dict[str, Any]:
