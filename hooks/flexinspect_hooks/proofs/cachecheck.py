@@ -96,8 +96,8 @@ def prove_cache(
 
     `run(ids)` generates in whatever way your code does, with its cache; without it `new_tokens`
     tokens are chosen greedily, with `attention_mask` (0 and 1, of padding) and `position_ids`
-    handed on. `recompute(ids)` runs longer ids without a cache under the same mask; without it the
-    model is called with use_cache=False and the position ids and padding that the run had fed.
+    handed on. `recompute(ids)` runs longer ids without cached keys under the same mask; without it
+    the model is called with the position ids and padding that the run had fed.
     The steps in between are compared too, at the next recompute.
 
     Raises `UsageError` when the run makes no step after the prompt.
@@ -168,7 +168,12 @@ def _greedy(
 
 
 def _without_cache(model: nn.Module) -> Recompute:
-    return lambda ids, others: model(ids, use_cache=False, **others)
+    """Return what feeds all ids at once, into an empty cache.
+
+    With use_cache=False transformers reads position ids that begin again as several documents, and
+    masks them from each other, which the run's own prompt was not.
+    """
+    return lambda ids, others: model(ids, use_cache=True, **others)
 
 
 def _recorded(subject: Subject, points: Sequence[Point], run: RunIds) -> _Fed:
