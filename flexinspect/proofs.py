@@ -207,4 +207,6 @@ def amount(value: float) -> str:
     """Return a size in a sentence: "0.24", "3.1", "2e-07"."""
     if value == 0 or value != value:
         return f"{value:.0f}"
-    return f"{value:.2g}" if 1e-3 <= value < 1000 else f"{value:.0e}"
+    if 100 <= value < 10_000:
+        return f"{value:.0f}"
+    return f"{value:.2g}" if 1e-3 <= value < 100 else f"{value:.0e}"
