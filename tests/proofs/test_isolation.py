@@ -22,9 +22,9 @@ from proofs.planted import (
     proved,
     serious,
 )
-from support.tiny import FAMILIES, ids, make_model
+from support.tiny import COMMON, FAMILIES, ids, make_model
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import flexinspect
 from flexinspect.errors import UsageError
@@ -284,6 +284,25 @@ def test_a_run_that_differs_from_itself_is_judged_above_its_noise() -> None:
         leak = only(proved(model, cells), LEAK)
     assert (leak.layer, leak.positions) == (0, (13,))
     assert leak.evidence["noise"] > 0
+
+
+def experts() -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def test_experts_that_round_otherwise_with_other_company_are_no_leak() -> None:
+    model = experts()
+    proof = proved(model, isolated(), mask="segment-isolation")
+    assert serious(proof) == []
+    noise = only(proof, "proof.unstable")
+    assert noise.evidence["rounding"]
+    assert "Rounding moves rows that read nothing of what was changed" in noise.sentence
+    causal = mask_for(model, np.tri(ROWS, dtype=np.bool_))
+    with other_mask(model.model.layers[1], causal):
+        leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
+    assert (leak.layer, leak.positions) == (1, tuple(range(9, 17)))
 
 
 def test_dropout_is_a_warning_that_names_the_training_mode() -> None:

@@ -8,7 +8,7 @@ told by the first layer in which a row moves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.errors import UsageError
-from flexinspect.findings import Finding, Severity
+from flexinspect.findings import Finding
 from flexinspect.masks import BoolArray, MaskRule
 from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.proofs import ISOLATED, UNREAD, UNSTABLE, Proof, amount, found
+from flexinspect.proofs import ISOLATED, UNREAD, Proof, amount, found
 from flexinspect.rules.words import counted, printable
-from flexinspect_hooks.proofs.leaks import NOISE_FACTOR, Leak, explained
+from flexinspect_hooks.proofs.leaks import Leak, explained
+from flexinspect_hooks.proofs.noise import above, is_mixing, mixing_noise, own_noise, unstable
 from flexinspect_hooks.proofs.rows import Moved, States, points_of
 from flexinspect_hooks.proofs.subject import Report, RunIds, Subject, subject_of
 from flexinspect_hooks.spans import Wish
 
 _MOST_NAMES = 4
-_LOUD = 1e-2
-"""Noise above this part of the states' size is a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +103,22 @@ def isolation_of(subject: Subject, *, seed: int = 0, report: Report | None = Non
     states = States(points_of(subject.model), subject.n_rows)
     say("running the prompt twice", None)
     states.keep(subject.forward)
-    noise = _noise(states, subject)
+    noise = own_noise(states, subject)
     results: list[Changed] = []
     for number, segment in enumerate(sources):
         say(f"changing {printable(segment.label)}", number / len(sources))
         results.append(_changed(subject, states, segment, noise, seed))
     say("looking where leaks enter", 1.0)
+    mixed = _mixed(subject, states, results)
+    if mixed is not None:
+        noise = np.maximum(noise, mixed)
+        results = [replace(one, moved=above(one.moved, noise)) for one in results]
     leaks = [_leak(one) for one in results if one.leaking.any()]
     findings = [
         *explained(leaks, subject, states, noise),
         *_unread(subject, results),
-        *_verdict(subject, states, results, noise, n_leaks=len(leaks)),
+        *([unstable(subject, states, noise, is_mixed=mixed is not None)] if noise.any() else []),
+        *([] if leaks else [_isolated(states, results, noise)]),
     ]
     lines = _lines(subject, states, results, noise)
     return Proof("isolation", tuple(lines), tuple(findings), _facts(states, results, noise))
@@ -213,20 +217,6 @@ def other_ids(subject: Subject, positions: Sequence[int], seed: int) -> Tensor:
 # -- running it ------------------------------------------------------------------------------------
 
 
-def _noise(states: States, subject: Subject) -> Moved:
-    """Return how far a run is from itself at each point (points,), over three more runs if any."""
-    noise = _furthest(states.moved(subject.forward), subject)
-    if noise.any():
-        for _ in range(2):
-            noise = np.maximum(noise, _furthest(states.moved(subject.forward), subject))
-    return noise
-
-
-def _furthest(moved: Moved, subject: Subject) -> Moved:
-    furthest: Moved = np.where(subject.real, moved, 0).max(axis=(1, 2))
-    return furthest
-
-
 def _changed(
     subject: Subject, states: States, segment: Segment, noise: Moved, seed: int
 ) -> Changed:
@@ -239,12 +229,20 @@ def _changed(
             "layers did not change.",
             hint="run(ids) must feed the ids that it is given.",
         )
-    moved = np.where(moved > NOISE_FACTOR * noise[:, None, None], moved, 0).astype(np.float32)
+    moved = above(moved, noise)
     kept = _kept(subject, segment)
     readers = np.zeros_like(kept)
     readers[0] = subject.real[0] & ~kept[0]
     readers[0, segment.start : segment.stop] = False
     return Changed(segment, ids, len(positions), kept, readers, moved)
+
+
+def _mixed(subject: Subject, states: States, results: Sequence[Changed]) -> Moved | None:
+    """Return how far rounding alone moves rows at each point, None where nothing tells of any."""
+    leaks = [_leak(one) for one in results if one.leaking.any()]
+    if not any(is_mixing(leak, subject, states) for leak in leaks):
+        return None
+    return mixing_noise(states, [np.where(one.kept, one.moved, 0) for one in results])
 
 
 def _leak(result: Changed) -> Leak:
@@ -291,14 +289,7 @@ def _unread(subject: Subject, results: Sequence[Changed]) -> list[Finding]:
     return [found(UNREAD, sentence, positions=positions, evidence={"unread": names})]
 
 
-def _verdict(
-    subject: Subject, states: States, results: Sequence[Changed], noise: Moved, *, n_leaks: int
-) -> list[Finding]:
-    out = []
-    if noise.any():
-        out.append(_unstable(subject, states, noise))
-    if n_leaks:
-        return out
+def _isolated(states: States, results: Sequence[Changed], noise: Moved) -> Finding:
     rows = sum(int(one.kept.sum()) for one in results)
     n_layers = len(states.points) - 1
     stayed = (
@@ -311,23 +302,7 @@ def _verdict(
         f"not see them ({counted(rows, 'row')} compared) stayed {stayed} in all {n_layers} layers."
     )
     evidence = {"rows": rows, "segments": len(results), "noise": float(noise.max())}
-    return [*out, found(ISOLATED, sentence, evidence=evidence)]
-
-
-def _unstable(subject: Subject, states: States, noise: Moved) -> Finding:
-    point = int(noise.argmax())
-    size = float(states.of[point].float().abs().max())
-    layer = states.points[point].layer
-    where = "before the layers" if layer is None else f"in layer {layer}"
-    training = " The model is in training mode." if subject.model.training else ""
-    sentence = (
-        f"The same ids, run again, gave states that differ by up to {amount(noise[point])} {where} "
-        f"(largest value {amount(size)}); only what moves more than {NOISE_FACTOR} times as far is "
-        f"judged.{training}"
-    )
-    severity = Severity.WARNING if noise[point] > _LOUD * size else Severity.NOTE
-    evidence = {"noise": [float(value) for value in noise], "size": size}
-    return found(UNSTABLE, sentence, severity=severity, layer=layer, evidence=evidence)
+    return found(ISOLATED, sentence, evidence=evidence)
 
 
 def _lines(subject: Subject, states: States, results: Sequence[Changed], noise: Moved) -> list[str]:

@@ -15,13 +15,19 @@ from flexinspect.prompts import Segment
 from flexinspect.proofs import LEAK, amount, found
 from flexinspect.rules.words import counted, listed, printable
 from flexinspect_hooks.layers import attention_layers
-from flexinspect_hooks.proofs.rows import Moved, Point, States, distance, seen, set_back
+from flexinspect_hooks.proofs.rows import (
+    NOISE_FACTOR,
+    Moved,
+    Point,
+    States,
+    distance,
+    seen,
+    set_back,
+)
 from flexinspect_hooks.proofs.subject import Subject
 
 _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """What attention modules call the projection that their heads' outputs go into."""
-NOISE_FACTOR = 4
-"""A row has moved when it is this many times further off than a run is from itself."""
 _CARRIERS = 4
 """Rows that carried a leak on which a sentence names."""
 
@@ -83,7 +89,7 @@ def _entry(leak: Leak, subject: Subject, states: States, noise: Moved) -> _Entry
     point = states.points[leak.point]
     if point.layer is None:
         return _Entry(leak)
-    heads, n_heads = _heads(leak, subject, point.layer)
+    heads, n_heads = heads_of(leak, subject, point.layer)
     through = _carriers(leak, subject, states, noise)
     return _Entry(leak, through, heads, n_heads)
 
@@ -113,7 +119,7 @@ def _carriers(leak: Leak, subject: Subject, states: States, noise: Moved) -> tup
     return ()
 
 
-def _heads(leak: Leak, subject: Subject, layer: int) -> tuple[tuple[int, ...] | None, int]:
+def heads_of(leak: Leak, subject: Subject, layer: int) -> tuple[tuple[int, ...] | None, int]:
     """Return the heads of a layer whose output moves at the leak's first row, and how many it has.
 
     None when the layer's heads are not seen: it has no output projection of a known name.
@@ -178,7 +184,7 @@ def _finding(entries: Sequence[_Entry], subject: Subject, states: States, noise:
     sentence = (
         f"{_changed(leak)} moves {_where(subject, batch, row)} "
         f"{_place(layer)} by {amount(far)} (largest value of the row: {amount(size)})"
-        f"{_way(entry, subject)}{_only_heads(entry)}{_others(entries)}."
+        f"{_way(entry, subject)}{_onlyheads_of(entry)}{_others(entries)}."
     )
     intent = subject.scene.intent
     if intent is not None and intent.assumed:
@@ -254,7 +260,7 @@ def _way(entry: _Entry, subject: Subject) -> str:
     return "" if entry.leak.point == 0 else ", directly"
 
 
-def _only_heads(entry: _Entry) -> str:
+def _onlyheads_of(entry: _Entry) -> str:
     heads = entry.heads
     if not heads or len(heads) == entry.n_heads:
         return ""

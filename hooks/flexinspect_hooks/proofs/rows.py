@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from flexinspect.errors import UsageError
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
 
+NOISE_FACTOR = 4
+"""A row has moved when it is this many times further off than a run is from itself."""
+
 Moved = npt.NDArray[np.float32]
 """How far each row moved: (points, batch, rows), the largest of a row's values; 0 is bit-equal."""
 
