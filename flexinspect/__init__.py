@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
-__all__ = ["FlexInspectError", "TraceReader", "__version__", "open_trace", "watch"]
+__all__ = ["FlexInspectError", "TraceReader", "__version__", "open_trace", "prove", "watch"]
 
 if TYPE_CHECKING:
     from flexinspect.errors import FlexInspectError
     from flexinspect.trace.reader import TraceReader, open_trace
 
+    prove: Any
     watch: Any
 
 
@@ -27,8 +28,8 @@ def __getattr__(name: str) -> Any:
         from flexinspect.trace import reader
 
         return getattr(reader, name)
-    if name == "watch":
+    if name in ("prove", "watch"):
         from flexinspect import plugins
 
-        return plugins.load("flexinspect.capture", "watch")
+        return plugins.load("flexinspect.capture", name)
     raise AttributeError(f"module 'flexinspect' has no attribute {name!r}")

@@ -51,9 +51,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_program_flags(parser)
-    _add_model_flags(parser)
-    _add_data_flags(parser)
-    _add_attention_flags(parser)
+    add_model_flags(parser)
+    add_data_flags(parser)
+    add_attention_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
     parser.set_defaults(run=run)
@@ -78,7 +78,8 @@ def _add_program_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which model runs, and where."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", help="demo, an alias, a hub id or a folder (default: demo)")
     group.add_argument("--weights", choices=("pretrained", "random"))
@@ -90,7 +91,8 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_data_flags(parser: argparse.ArgumentParser) -> None:
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what is asked."""
     group = parser.add_argument_group("data")
     group.add_argument(
         "--dataset",
@@ -99,10 +101,10 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
         "(default: demo, unless --prompt is given)",
     )
     group.add_argument("--prompt", action="append", help="a paraphrase; repeat it for each one")
-    group.add_argument("--max-samples", type=_positive, help="default: 1")
+    group.add_argument("--max-samples", type=positive, help="default: 1")
     group.add_argument(
         *("--num-paraphrases", "--num_paraphrases"),
-        type=_positive,
+        type=positive,
         help="default: the first five, or all that --indices names",
     )
     group.add_argument(
@@ -113,7 +115,8 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cue", help="before the answer (default: Answer:)")
 
 
-def _add_attention_flags(parser: argparse.ArgumentParser) -> None:
+def add_attention_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how the paraphrases see each other."""
     from flexinspect.masks import PRESETS, SEPARATORS
     from flexinspect.prompts import POSITIONS
 
@@ -134,7 +137,7 @@ def _add_attention_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding (greedy unless a sampling flag is given)")
-    group.add_argument("--max-new-tokens", type=_positive, help="default: 32")
+    group.add_argument("--max-new-tokens", type=positive, help="default: 32")
     group.add_argument("--stop", choices=("newline", "eos"), help="where an answer ends")
     group.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
     group.add_argument("--temperature", type=float)
@@ -157,7 +160,7 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads",
         default=None,
-        type=_positive,
+        type=positive,
         help="CPU threads (default: cores less one; of your own program: as it sets them)",
     )
     switches = {
@@ -170,7 +173,8 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, default=False, action="store_true", help=text)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Read a whole number above 0 from a flag."""
     try:
         value = int(text)
     except ValueError:
@@ -235,7 +239,8 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
             hint="Name a script, or use --mask and --prompt.",
         )
     job = job_of(args)
-    _check_early(job)
+    check_job(job)
+    check_trace(job)
     return job
 
 
@@ -314,8 +319,8 @@ def default_name(stem: str, folder: Path) -> str:
     return str(path)
 
 
-def _check_early(job: Job) -> None:
-    """Refuse at once what needs no process to see: unknown model, preset, existing trace."""
+def check_job(job: Job) -> None:
+    """Refuse at once what needs no model to see: an unknown one, a preset, a text, a seed."""
     from flexinspect import masks, models
     from flexinspect.config import load_config
 
@@ -327,7 +332,6 @@ def _check_early(job: Job) -> None:
     models.resolve(job.model, load_config())
     if ":" not in job.mask:
         masks.check_preset(job.mask)
-    check_trace(job)
 
 
 def check_trace(job: Job | ScriptJob) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["watch"]
+__all__ = ["prove", "watch"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from flexinspect_hooks.watching import watch
 
         return watch
+    if name == "prove":
+        from flexinspect_hooks.proofs import prove
+
+        return prove
     raise AttributeError(f"module 'flexinspect_hooks' has no attribute {name!r}")

@@ -113,7 +113,8 @@ class AttentionHook:
             out = function(module, query, key, value, *args, **kwargs)
             # fmt: off
             keep(CallRef(layer, name, path, module, query, key, value, args, kwargs, out[0],
-                         note.path, note.lse, note.softcap or kwargs.get("softcap")))
+                         note.path, note.lse, note.softcap or kwargs.get("softcap"),
+                         function=function))
             # fmt: on
             note.lse = None
             return out
@@ -138,7 +139,8 @@ class AttentionHook:
                 told = kernels.swallowed(layer)
                 out = _plainly(kernels, function, whole)
                 cap = kwargs.get("softcap")
-                self._refs.append(CallRef(*whole, out[0], "", None, cap, swallowed=told))
+                ref = CallRef(*whole, out[0], "", None, cap, swallowed=told, function=function)
+                self._refs.append(ref)
                 return out
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             mark = len(kernels.done)
@@ -149,7 +151,7 @@ class AttentionHook:
                     _tell_raised(kernels, whole, error)
                 raise
             with suppress(Exception):  # the layer is not seen then, and the step says so
-                self._refs += _own_calls(whole, out[0], kernels.since(mark))
+                self._refs += _own_calls(whole, out[0], kernels.since(mark), function)
             return out
 
         return attention
@@ -171,11 +173,7 @@ class AttentionHook:
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept | None:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
-        builds: tuple[BuildRecord, ...] = ()
-        if self._kernels is not None:
-            builds = self._take_loose(self._kernels, step)
-        refs = list(self._refs)
-        self._refs.clear()
+        refs, builds = self.take(step)
         self._count(len({ref.layer for ref in refs}), step)
         if not refs:
             return _Kept(builds=builds) if builds else None
@@ -191,6 +189,15 @@ class AttentionHook:
         for mask in masks:
             mask.drop_tensors()
         return _Kept(tuple(map(shape_of, refs)), tuple(masks), tuple(numbers), kinds, builds)
+
+    def take(self, step: StepContext) -> tuple[list[CallRef], tuple[BuildRecord, ...]]:
+        """Return the calls of a step and the masks built for it, and keep them no longer."""
+        builds: tuple[BuildRecord, ...] = ()
+        if self._kernels is not None:
+            builds = self._take_loose(self._kernels, step)
+        refs = list(self._refs)
+        self._refs.clear()
+        return refs, builds
 
     def _take_loose(self, kernels: KernelCalls, step: StepContext) -> tuple[BuildRecord, ...]:
         """Take kernels that were called directly, and return the masks that were built.
@@ -285,7 +292,9 @@ def _tell_raised(kernels: KernelCalls, whole: tuple[Any, ...], error: BaseExcept
         kernels.raised(KernelCall(SDPA if path == "sdpa" else path, given, False), layer, error)
 
 
-def _own_calls(whole: tuple[Any, ...], output: Tensor, inner: list[Done]) -> list[CallRef]:
+def _own_calls(
+    whole: tuple[Any, ...], output: Tensor, inner: list[Done], function: Callable[..., Any]
+) -> list[CallRef]:
     """Return the call of an attention function; of one that is not known, the kernels it called."""
     layer, name, path, module, query, key, value, args, kwargs = whole
     if name not in _KNOWN and (found := _kernel_calls(inner, layer, name, module)):
@@ -300,6 +309,7 @@ def _own_calls(whole: tuple[Any, ...], output: Tensor, inner: list[Done]) -> lis
             *(layer, name, path, module, query, key, value, args, kwargs, output, told, lse, cap),
             causal=causal,
             swallowed=last.swallowed if last is not None else None,
+            function=function,
         )
     ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from flexinspect.records import CallRecord
 from flexinspect_hooks.kernelcalls import Done
-from flexinspect_hooks.kernels import FLEX
+from flexinspect_hooks.kernels import FLEX, KernelCall, repeated
 
 _windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """What each module states, as asking a configuration takes longer than all else about a call."""
@@ -26,6 +27,7 @@ class CallRef(NamedTuple):
     A tuple, because one is made per layer inside the forward. `causal` is what the kernel was told
     (None: what the module is). `unknown_scores` says that a score_mod or dropout changes scores or
     weights in a way that is not repeated here. `handed` is the mask that the layer was given.
+    `function` or `kernel` is what was called, to call it again.
     """
 
     layer: int
@@ -45,6 +47,20 @@ class CallRef(NamedTuple):
     unknown_scores: bool = False
     handed: Any = SAME
     swallowed: str | None = None
+    function: Callable[..., Any] | None = None
+    kernel: KernelCall | None = None
+
+    def again(self, value: Tensor) -> Tensor:
+        """Make the same call with other values (B, kv heads, keys, D); returns (B, rows, heads, D).
+
+        Raises whatever the call raises.
+        """
+        if self.kernel is not None:
+            output, _ = _output(repeated(self.kernel, value))
+            return cast(Tensor, output).transpose(1, 2)
+        assert self.function is not None
+        given = (self.module, self.query, self.key, value, *self.args)
+        return cast(Tensor, self.function(*given, **self.kwargs)[0])
 
     @property
     def path(self) -> str:
@@ -222,6 +238,7 @@ def of_kernel(done: Done, layer: int, backend: str, module: nn.Module) -> CallRe
         unknown_scores=bool(changed),
         handed=SAME if done.layer is None else done.handed,
         swallowed=done.swallowed,
+        kernel=done.call,
     )
 
 

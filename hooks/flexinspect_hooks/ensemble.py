@@ -105,7 +105,7 @@ class Ensemble:
 
         An exception or an interrupt ends the generation in the trace before it goes on upwards.
         """
-        session.begin_generation(self._record(number, plan))
+        session.begin_generation(self.record_of(number, plan))
         generated: list[int] = []
         state, reason = "failed", ""
         try:
@@ -158,7 +158,8 @@ class Ensemble:
             on_choice=record,
         )
 
-    def _record(self, number: int, plan: Plan) -> GenerationRecord:
+    def record_of(self, number: int, plan: Plan) -> GenerationRecord:
+        """Return the record of a generation that is about to begin."""
         prompt = plan.prompt
         tokens: list[TokenRecord] = []
         for index, segment in enumerate(prompt.segments[:-1]):

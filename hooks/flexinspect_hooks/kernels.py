@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.attention.flex_attention as flex_module
 import torch.nn.functional as functional
+from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
@@ -36,6 +37,15 @@ class KernelCall(NamedTuple):
     name: str
     given: dict[str, Any]
     compiled: bool
+
+
+def repeated(call: KernelCall, value: Tensor) -> Any:
+    """Make a call of an attention kernel again, with other values."""
+    given = {**call.given, "value": value}
+    if call.name == SDPA:
+        return functional.scaled_dot_product_attention(**given)
+    kernel = flex_module.flex_attention
+    return torch.compile(kernel)(**given) if call.compiled else kernel(**given)
 
 
 class Observer(Protocol):

@@ -107,7 +107,7 @@ class CaptureProcess:
     def run(self) -> int:
         """Run the job; whatever happens, leave a valid trace or none."""
         source = models.resolve(self.job.model, load_config())
-        samples = self._samples()
+        samples = samples_of(self.job)
         self.writer = self._open_trace(source)
         crumbs.leave_crumbs(self.writer.recording_path)
         _say(
@@ -142,22 +142,6 @@ class CaptureProcess:
         except TraceWriteError as error:
             raise UsageError(error.message, hint=error.hint) from error
 
-    def _samples(self) -> list[Sample]:
-        job = self.job
-        if job.prompts:
-            found = [datasets.from_prompts(job.prompts)]
-        else:
-            found = datasets.load(job.dataset, max_samples=job.max_samples)
-        if not found:
-            raise DatasetError(f"The dataset {job.dataset} has no samples.")
-        return [datasets.choose_paraphrases(s, self._how_many(s), job.indices) for s in found]
-
-    def _how_many(self, sample: Sample) -> int | None:
-        """Five paraphrases of a dataset's sample unless the user chose, all of a prompt's."""
-        if self.job.num_paraphrases or self.job.indices or self.job.prompts:
-            return self.job.num_paraphrases
-        return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
-
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
         threads = self._import_torch()
         loaded = self._load(source)
@@ -174,7 +158,7 @@ class CaptureProcess:
         self._report("importing torch", {})
         import torch
 
-        threads = self.job.threads or _default_threads()
+        threads = self.job.threads or default_threads()
         torch.set_num_threads(threads)
         self._report("importing transformers", {})
         import transformers
@@ -290,6 +274,24 @@ class CaptureProcess:
         )
 
 
+def samples_of(job: Job) -> list[Sample]:
+    """Return the samples that a job asks for, with their paraphrases. Raises `DatasetError`."""
+    if job.prompts:
+        found = [datasets.from_prompts(job.prompts)]
+    else:
+        found = datasets.load(job.dataset, max_samples=job.max_samples)
+    if not found:
+        raise DatasetError(f"The dataset {job.dataset} has no samples.")
+    return [datasets.choose_paraphrases(s, _how_many(job, s), job.indices) for s in found]
+
+
+def _how_many(job: Job, sample: Sample) -> int | None:
+    """Five paraphrases of a dataset's sample unless the user chose, all of a prompt's."""
+    if job.num_paraphrases or job.indices or job.prompts:
+        return job.num_paraphrases
+    return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
+
+
 def _model_facts(loaded: LoadedModel) -> dict[str, Any]:
     config = loaded.model.config
     heads = int(config.num_attention_heads)
@@ -315,7 +317,7 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), "flexinspect": __version__}
 
 
-def _default_threads() -> int:
+def default_threads() -> int:
     """Leave one core to everybody else: a busy neighbour makes OpenMP barriers wait for ms."""
     return max(available_cores() - 1, 1)
 

@@ -157,6 +157,26 @@ class MaskBook:
         return self._last_tables
 
 
+def executed(ref: CallRef, step: StepContext) -> ReceivedMask:
+    """Return the mask of one call with its cells, as they are recorded and drawn."""
+    mask = _describe(ref, 0, step)
+    if mask.q_len * mask.kv_len <= MAX_CELLS:
+        mask.cells = _executed(ref, mask, _Indices(ref.query.device))
+    return mask
+
+
+def dense_bias(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
+    """Return what a dense mask adds to the scores of its open cells, (1 or heads, rows, keys).
+
+    None where nothing is added. `mask` comes with its cells.
+    """
+    if mask.bias is None or mask.cells is None:
+        return None
+    heads = 1 if ref.path.startswith("flex") else None
+    added = _dense(ref.mask, mask.q_len, mask.kv_len)[0, :heads, : mask.q_len, : mask.kv_len]
+    return added.float().masked_fill(~mask.cells, 0.0)
+
+
 def _describe(ref: CallRef, number: int, step: StepContext) -> ReceivedMask:
     compiled = ref.path == "flex compiled"
     q_len, kv_len = ref.query.shape[2], ref.key.shape[2]

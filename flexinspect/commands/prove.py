@@ -1,0 +1,166 @@
+"""`flexinspect prove`: run a model, and judge what moved instead of what a mask says."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flexinspect.errors import FlexInspectError, UsageError
+from flexinspect.job import Job
+
+EXAMPLES = """\
+examples:
+  flexinspect prove isolation --model demo --dataset demo
+  flexinspect prove isolation --prompt "Who wrote Emma?" --prompt "Emma's author?" --mask document
+  flexinspect prove kernel --model llama3.2_3b_it --device cuda --max-new-tokens 2
+  flexinspect prove cache --mask shared-prefix --cache-check 4
+  flexinspect prove order --positions reset
+
+Code of your own is proved from Python, whatever it patches:
+  flexinspect.prove("isolation", model, ids, segments=[(1, 7, "a"), (9, 15, "b")], run=my_forward)
+docs/proofs.md shows each kind.
+
+exit codes: 0 it holds, 1 it does not (or the run failed), 2 it could not be done as asked,
+130 interrupted
+"""
+_NEW_TOKENS = {"isolation": 4, "order": 1, "kernel": 2, "cache": 16}
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    from flexinspect.commands import run as run_
+    from flexinspect.proofs import KINDS
+
+    parser = subparsers.add_parser(
+        "prove",
+        help="prove isolation, kernel or cache of a generation, by running it",
+        description="Run a paraphrase-ensemble generation under FlexAttention, and prove one "
+        "thing of it. isolation: the tokens of each segment are changed, and no row that must not "
+        "see it may move, in any layer. order: paraphrases change places, and the next token's "
+        "logits are compared. kernel: the weights that each attention call used are recovered and "
+        "compared with those that are drawn. cache: decode steps are compared with a full "
+        "recompute. A program of your own cannot be given here; call flexinspect.prove in it.",
+        argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("proof", choices=KINDS, metavar="|".join(KINDS), help="what to prove")
+    run_.add_model_flags(parser)
+    run_.add_data_flags(parser)
+    run_.add_attention_flags(parser)
+    group = parser.add_argument_group("the proof")
+    tokens = ", ".join(f"{kind} {n}" for kind, n in _NEW_TOKENS.items())
+    group.add_argument(
+        "--max-new-tokens",
+        type=run_.positive,
+        help=f"decode steps after the prompt (default: {tokens})",
+    )
+    group.add_argument(
+        "--cache-check",
+        type=run_.positive,
+        metavar="N",
+        help="cache: a full recompute every N steps, and at the last one (default: 1)",
+    )
+    group.add_argument("--threads", default=None, type=run_.positive, help="CPU threads")
+    group.add_argument("--json", default=False, action="store_true", help="print it as JSON")
+    parser.set_defaults(run=run, out="", level="basic", layers=None, overwrite=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prove what the flags ask for; 1 when it does not hold."""
+    try:
+        return _run(args)
+    except FlexInspectError as error:
+        if args.json:
+            said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
+            print(json.dumps({"proofs": [], **said}, indent=2))
+        raise
+
+
+def _run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    job = _job(args)
+    console = Console(highlight=False, markup=False)
+    done = []
+    for proof in _proofs(args, job):
+        done.append(proof)
+        if not args.json:
+            _show(proof, console)
+    holds = all(proof.holds for proof in done)
+    if args.json:
+        facts = {"proofs": [proof.as_json() for proof in done], "exit_code": int(not holds)}
+        json.dump(facts, sys.stdout, ensure_ascii=False, indent=2)
+        sys.stdout.write("\n")
+    return int(not holds)
+
+
+def _job(args: argparse.Namespace) -> Job:
+    """Return the job that the flags describe. Raises `FlexInspectError` for what cannot be."""
+    from flexinspect.commands.run import check_job, job_of
+
+    if hasattr(args, "cache_check") and args.proof != "cache":
+        raise UsageError(f"--cache-check goes with prove cache, not with prove {args.proof}.")
+    job = job_of(args)
+    if not hasattr(args, "max_new_tokens"):
+        job = replace(job, max_new_tokens=_NEW_TOKENS[args.proof])
+    check_job(job)
+    return job
+
+
+def _proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
+    """Yield the proof of each sample as it is done, with progress on stderr."""
+    from rich.console import Console
+
+    from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgress
+    from flexinspect.records import EventRecord
+
+    console = Console(stderr=True, highlight=False, markup=False)
+    is_shown = console.is_terminal and not args.json
+    progress: Progress = (
+        TerminalProgress(console) if is_shown else PlainProgress(console, quiet=args.json)
+    )
+
+    def tell(phase: str, data: Mapping[str, Any]) -> None:
+        progress.event(EventRecord("phase", phase, time.time(), data=data))
+
+    def report(phase: str, fraction: float | None) -> None:
+        if is_shown:  # in a file the many small steps of a proof would be noise
+            tell(phase, {} if fraction is None else {"fraction": fraction})
+
+    with progress:
+        tell("importing torch", {})
+        from flexinspect import plugins
+
+        prove = plugins.load("flexinspect.capture", "prove-run")
+        every = getattr(args, "cache_check", 1)
+        proofs = prove(args.proof, job, every=every, load_report=tell, report=report)
+    while True:
+        with progress:
+            proof = next(proofs, None)
+        if proof is None:
+            return
+        yield proof
+
+
+def _show(proof: Any, console: Any) -> None:
+    from rich.text import Text
+
+    from flexinspect.findings import Severity, worst_first
+    from flexinspect.text import visible
+
+    for line in proof.lines:
+        console.print(visible(line), soft_wrap=True)
+    for finding in worst_first(proof.findings):
+        label = Text(f"{finding.severity}: ", style=_STYLES[finding.severity])
+        said = Text.assemble(label, visible(finding.sentence), f" [{finding.id}]")
+        console.print(said, soft_wrap=True)
+        if finding.severity is Severity.ERROR:
+            for name in ("why", "confirm", "fix"):
+                console.print(f"  {name}: {visible(getattr(finding, name))}", soft_wrap=True)

@@ -1,0 +1,212 @@
+"""What a proof says: findings, the lines that tell what was done, and the facts in numbers.
+
+A proof runs a model and judges what moved. The running is done by the capture side
+(`flexinspect.prove`); here are the words, without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from flexinspect.findings import Finding, Severity, worst_first
+from flexinspect.rules.base import FindingKind
+from flexinspect.text import visible
+
+KINDS = ("isolation", "order", "kernel", "cache")
+
+LEAK, ISOLATED = "proof.leak", "proof.isolated"
+UNREAD, UNSTABLE, ORDER = "proof.unread", "proof.unstable", "proof.order"
+KERNEL_DIFFERS, KERNEL_SAME = "proof.kernel-differs", "proof.kernel-same"
+KERNEL_UNSEEN = "proof.kernel-unseen"
+CACHE_DIFFERS, CACHE_SAME = "proof.cache-differs", "proof.cache-same"
+
+_CALLS = (
+    "SELECT step, layer, path, backend, mask, gate FROM calls "
+    "WHERE generation = {generation} AND step = {step} AND layer = {layer}"
+)
+_CACHED = (
+    "SELECT step, q_len, kv_before, kv_after FROM steps "
+    "WHERE generation = {generation} AND step <= {step} ORDER BY step DESC LIMIT 2"
+)
+_SEGMENTS = "SELECT start, stop, label, kind FROM segments WHERE generation = {generation}"
+
+FINDINGS: Mapping[str, FindingKind] = {
+    LEAK: FindingKind(
+        Severity.ERROR,
+        "a row moved when tokens that it must not see were changed",
+        why="What this row computes depends on a segment that it was declared not to see, and "
+        "every later layer and token that reads the row carries it on.",
+        confirm="Record the same run with flexinspect.watch and look at the executed mask of the "
+        "named layer, at the named row; then run the proof again with that layer mended.",
+        fix="A leak that is direct is in that layer's own mask (another backend, no mask, spans "
+        "off by one); one that comes through other rows ends when these rows, mostly separators, "
+        "belong to one segment alone.",
+        query=_CALLS,
+    ),
+    ISOLATED: FindingKind(
+        Severity.NOTE,
+        "no row moved that must not see what was changed",
+        why="The isolation is one of behaviour: it holds whatever the code does with its masks.",
+        confirm="Plant a leak (a causal mask in one layer, for instance) and see the proof fail.",
+        fix="Nothing is to be mended.",
+        query=_SEGMENTS,
+    ),
+    UNREAD: FindingKind(
+        Severity.NOTE,
+        "rows that may see a segment do not move when it is changed",
+        why="A segment that the answer's rows never read adds nothing to the answer but time.",
+        confirm="Look at the mask panel at the row that chooses the next token: the segment's keys "
+        "are closed, or a sliding window ends before them.",
+        fix="Open the segment to the rows that should read it, or leave it out of the prompt.",
+        query=_SEGMENTS,
+    ),
+    UNSTABLE: FindingKind(
+        Severity.NOTE,
+        "the same ids gave other hidden states when they were run twice",
+        why="What moves less than the run differs from itself cannot be told from chance, so a "
+        "leak that small is not seen.",
+        confirm="Run the same ids twice and compare the logits bit by bit.",
+        fix="Call model.eval(); start every run with an empty cache; on CUDA, "
+        "torch.use_deterministic_algorithms(True).",
+        query="SELECT key, value FROM run",
+    ),
+    ORDER: FindingKind(
+        Severity.NOTE,
+        "how far the next token's logits move when two segments change places",
+        why="Segments of equal rights that do not see each other differ only in their distance "
+        "from the rows that read both; under rotary positions that changes the answer.",
+        confirm="Ask with the paraphrases in another order, and once more with --positions reset.",
+        fix="Begin the position ids of every segment at the same number if order must not matter.",
+        query="SELECT pos, position_id, segment FROM tokens WHERE generation = {generation}",
+    ),
+    KERNEL_DIFFERS: FindingKind(
+        Severity.ERROR,
+        "the kernel's own weights are not those that are drawn",
+        why="The picture of this layer's attention is not what ran, so nothing may be concluded "
+        "from it; the kernel honoured another mask, scale or score than the one recorded.",
+        confirm="Compare the received with the executed mask of the named call, at the named row "
+        "and key.",
+        fix="Build the block mask anew from the rule that is meant, for these lengths; for a mask "
+        "of your own in drawn=, correct the named cell.",
+        query=_CALLS,
+    ),
+    KERNEL_SAME: FindingKind(
+        Severity.NOTE,
+        "the kernel's own weights are those that are drawn",
+        why="The pictures of attention of this run show what the kernel did, cell by cell.",
+        confirm="Give another mask as drawn= and see the proof name its first cell that differs.",
+        fix="Nothing is to be mended.",
+        query=_CALLS,
+    ),
+    KERNEL_UNSEEN: FindingKind(
+        Severity.NOTE,
+        "attention whose weights could not be recovered or compared",
+        why="Nothing is proven of these layers, for or against.",
+        confirm="Look at the path panel: which function each layer called.",
+        fix="Call a kernel that is watched (flex_attention, scaled_dot_product_attention, or a "
+        "function registered with transformers), without dropout.",
+        query=_CALLS,
+    ),
+    CACHE_DIFFERS: FindingKind(
+        Severity.ERROR,
+        "a step with the cache differs from a full recompute by more than rounding",
+        why="From this step on the model answers another question than without a cache: keys are "
+        "missing, wrong, or hidden from the new row.",
+        confirm="Look at the step's key counts (cached before, seen by the newest row) and at its "
+        "executed mask, against those of the step before.",
+        fix="Give a decode row its offset in the mask, hand the cache on to every layer, and go on "
+        "with the position ids where the prompt ended.",
+        query=_CACHED,
+    ),
+    CACHE_SAME: FindingKind(
+        Severity.NOTE,
+        "steps with the cache equal a full recompute but for rounding",
+        why="The cache holds what it should, and decode rows see what rows of a prompt see.",
+        confirm="Mask one key of a decode step by hand and see the proof name step and layer.",
+        fix="Nothing is to be mended.",
+        query=_CACHED,
+    ),
+}
+"""All that a proof may find, with its words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The outcome of one proof.
+
+    `lines` say what was done and seen, `findings` what follows from it, `facts` the same in
+    numbers, ready for JSON; docs/proofs.md names their keys for each kind.
+    """
+
+    kind: str
+    lines: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing was found that is an error."""
+        return all(finding.severity is not Severity.ERROR for finding in self.findings)
+
+    def __str__(self) -> str:
+        said = [f"{one.severity}: {visible(one.sentence)}" for one in worst_first(self.findings)]
+        return "\n".join([*map(visible, self.lines), *said])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for scripts: plain lists, numbers and strings."""
+        findings = [asdict(one) for one in worst_first(self.findings)]
+        return {
+            "proof": self.kind,
+            "holds": self.holds,
+            "lines": list(self.lines),
+            "findings": findings,
+            "facts": dict(self.facts),
+        }
+
+
+def found(
+    finding_id: str,
+    sentence: str,
+    *,
+    severity: Severity | None = None,
+    step: int | None = None,
+    layer: int | None = None,
+    head: int | None = None,
+    positions: Sequence[int] = (),
+    evidence: Mapping[str, Any] | None = None,
+    layers: Sequence[int] = (),
+) -> Finding:
+    """Return a finding of a proof with the words of its kind."""
+    kind = FINDINGS[finding_id]
+    finding = Finding(
+        finding_id,
+        severity or kind.severity,
+        sentence,
+        step=step,
+        layer=layer,
+        head=head,
+        positions=tuple(positions),
+        evidence=evidence or {},
+        layers=tuple(layers),
+        why=kind.why,
+        confirm=kind.confirm,
+        fix=kind.fix,
+    )
+    places = {
+        "generation": finding.generation,
+        "branch": finding.branch,
+        "step": "step" if step is None else step,
+        "layer": "layer" if layer is None else layer,
+    }
+    return replace(finding, query=kind.query.format(**places))
+
+
+def amount(value: float) -> str:
+    """Return a size in a sentence: "0.24", "3.1", "2e-07"."""
+    if value == 0 or value != value:
+        return f"{value:.0f}"
+    if 100 <= value < 10_000:
+        return f"{value:.0f}"
+    return f"{value:.2g}" if 1e-3 <= value < 100 else f"{value:.0e}"

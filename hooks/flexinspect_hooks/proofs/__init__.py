@@ -1,0 +1,56 @@
+"""Proofs by doing: run the model, and judge what moved instead of what an object says.
+
+Importing this package loads no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from flexinspect.errors import UsageError
+from flexinspect.proofs import KINDS, Proof
+
+_MODULES = {
+    "isolation": "isolation",
+    "order": "order",
+    "kernel": "kerneltruth",
+    "cache": "cachecheck",
+}
+
+
+def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
+    """Prove something of a model by running it on `ids`, and return what was found.
+
+    `kind` is one of "isolation" (changing a segment moves no row that must not see it), "order"
+    (how far the next token's logits move when two segments change places), "kernel" (the weights
+    that the kernel used are those that are drawn) and "cache" (steps with the cache equal a full
+    recompute). The options of each are the keywords of `prove_isolation`, `prove_order`,
+    `prove_kernel` and `prove_cache`; docs/proofs.md lists them.
+
+    Raises `UsageError` for an unknown kind or option, and for what cannot be proved.
+    """
+    prover = _prover(kind)
+    known = [name for name in inspect.signature(prover).parameters if name not in ("model", "ids")]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {near[0]}=?" if near else f"It takes {', '.join(known)}."
+            raise UsageError(f"A proof of kind '{kind}' takes no option {name}=.", hint=hint)
+    proof: Proof = prover(model, ids, **options)
+    return proof
+
+
+def _prover(kind: str) -> Callable[..., Any]:
+    if kind not in KINDS:
+        near = difflib.get_close_matches(str(kind), KINDS, 1)
+        raise UsageError(
+            f"There is no proof '{kind}'; the proofs are {', '.join(KINDS)}.",
+            hint=f"Did you mean {near[0]}?" if near else None,
+        )
+    module = import_module(f"{__name__}.{_MODULES[kind]}")
+    prover: Callable[..., Any] = getattr(module, f"prove_{kind}")
+    return prover

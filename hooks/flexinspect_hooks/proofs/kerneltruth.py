@@ -1,0 +1,327 @@
+"""Kernel truth: the weights that the kernel itself used, recovered by calling it again.
+
+Attention is linear in its values, so the same call with columns of the identity in their place
+gives the weights as its output, as many keys at a time as a head is wide. What is drawn is the
+softmax of the same queries and keys under the mask that is recorded as executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flexinspect.errors import UsageError
+from flexinspect.proofs import Proof
+from flexinspect.rules.words import counted
+from flexinspect_hooks.attention import AttentionHook
+from flexinspect_hooks.callrefs import CallRef
+from flexinspect_hooks.clock import StepClock, StepContext
+from flexinspect_hooks.fedrows import ArgumentNames
+from flexinspect_hooks.hook import CaptureContext
+from flexinspect_hooks.layers import attention_layers
+from flexinspect_hooks.proofs.kernelwords import Cell, Compared, facts, said
+from flexinspect_hooks.proofs.subject import Report, RunIds, Subject, device_of, subject_of
+from flexinspect_hooks.received import ReceivedMask, dense_bias, executed
+from flexinspect_hooks.spans import Wish
+
+_LOST = 1e-6
+"""A kernel that gives an open cell nothing at all hides it, when more than this is drawn."""
+_ROUNDINGS = 4
+_TF32 = 1e-3
+"""Rounding of float32 products on CUDA, where they may be made with fewer bits."""
+
+
+_Where = tuple[int, int, str, tuple[int, int, int]]
+"""Step, layer, path, and (heads, rows, keys) of a call."""
+
+
+def prove_kernel(
+    model: nn.Module,
+    ids: Tensor | Sequence[int] | str,
+    *,
+    segments: Iterable[Wish] | None = None,
+    tokenizer: Any = None,
+    run: RunIds | None = None,
+    attention_mask: Any = None,
+    position_ids: Any = None,
+    drawn: Any = None,
+    steps: int = 3,
+    report: Report | None = None,
+) -> Proof:
+    """Compare the weights that each kernel call used with those that are drawn, cell by cell.
+
+    `ids`, `segments`, `tokenizer`, `run`, `attention_mask` and `position_ids` as for isolation;
+    segments only give the words. The first `steps` forwards of the run are compared. `drawn` is a
+    mask to compare with in place of the executed one that is recorded: bool (rows, keys) or
+    (heads, rows, keys) over the whole sequence. Of a batch, row 0 is compared.
+
+    Raises `UsageError` when no attention call was seen, or `drawn` does not fit.
+    """
+    subject = subject_of(
+        *(model, ids),
+        run=run,
+        segments=segments,
+        tokenizer=tokenizer,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+    )
+    return kernel_of(subject, drawn=drawn, steps=steps, report=report)
+
+
+def kernel_of(
+    subject: Subject, *, drawn: Any = None, steps: int = 3, report: Report | None = None
+) -> Proof:
+    """Compare the kernel calls of a subject's run."""
+    say = report or (lambda text, fraction: None)
+    own = None if drawn is None else _own_mask(drawn, device_of(subject.model))
+    done: list[Compared] = []
+
+    def compare(calls: Sequence[CallRef], step: StepContext) -> None:
+        if step.step >= steps:
+            return
+        for number, ref in enumerate(calls):
+            say(
+                f"step {step.step}: calling the kernel of layer {ref.layer} again",
+                number / len(calls),
+            )
+            done.append(_compared(ref, step, own))
+
+    with _calls(subject.model, compare):
+        subject.forward()
+    if not done:
+        raise UsageError(
+            "No attention call was seen in this run.",
+            hint="Its layers call no kernel that is watched, or the model is compiled as a whole.",
+        )
+    n_layers = len({*attention_layers(subject.model).values()} or {one.layer for one in done})
+    lines, findings = said(done, subject.scene, n_layers)
+    return Proof("kernel", lines, findings, {"calls": [facts(one) for one in done]})
+
+
+# -- the calls -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _calls(
+    model: nn.Module, take: Callable[[Sequence[CallRef], StepContext], None]
+) -> Iterator[None]:
+    """Hand over the attention calls of each forward as it ends."""
+    layer_of = attention_layers(model)
+    context = CaptureContext(
+        model, device_of(model), layer_of, {}, (), text_of=str, sees_kernels=True
+    )
+    hook, clock, names = AttentionHook(), StepClock(), ArgumentNames(model)
+    current: list[StepContext] = []
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        current[:] = [clock.open((), names(args, kwargs), "advanced")]
+        hook.open(current[0])
+        context.is_open = True
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        context.is_open = False
+        calls, _ = hook.take(current[0])
+        take(calls, current[0])
+
+    removes = list(hook.install(context))
+    hook.begin(context)
+    removes.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+    removes.append(model.register_forward_hook(end).remove)
+    try:
+        yield
+    finally:
+        for remove in reversed(removes):
+            remove()
+
+
+# -- one call --------------------------------------------------------------------------------------
+
+
+def _compared(ref: CallRef, step: StepContext, own: Tensor | None) -> Compared:
+    heads, rows, keys = ref.query.shape[1], ref.query.shape[2], ref.key.shape[2]
+    place: _Where = (step.step, ref.layer, ref.path, (heads, rows, keys))
+    mask = executed(ref, step)
+    if own is not None:
+        mask.cells = _cut(own, mask, heads)
+    why_not = _why_not(ref, mask)
+    if why_not:
+        return Compared(*place, why_not=why_not)
+    try:
+        return _differences(ref, mask, place, exact=not ref.unknown_scores)
+    except UsageError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        return Compared(
+            *place, why_not=f"the call could not be made again: {type(error).__name__}: {first}"
+        )
+
+
+def _why_not(ref: CallRef, mask: ReceivedMask) -> str:
+    given = ref.kernel.given if ref.kernel is not None else ref.kwargs
+    if given.get("dropout_p") or given.get("dropout"):
+        return "the call has dropout"
+    if ref.kernel is None and ref.function is None:
+        return "what was called is not known"
+    if mask.cells is None:
+        return "no executed mask is recorded for it"
+    return ""
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What was found so far, one chunk of keys after the other."""
+
+    largest: float = 0.0
+    n_wrong: int = 0
+    n_hidden: int = 0
+    first: Cell | None = None
+
+    def take(
+        self, at: int, got: Tensor, want: Tensor, is_open: Tensor, hidden: Tensor, far: Tensor
+    ) -> None:
+        """Take the keys from `at` on; all are (heads, rows, keys).
+
+        `hidden` are cells that are open in one and closed in the other, `far` have weights that
+        are not the same.
+        """
+        self.largest = max(self.largest, float((got - want).abs().nan_to_num().max()))
+        self.n_wrong += int((hidden | far).sum())
+        self.n_hidden += int(hidden.sum())
+        for wrong in (hidden, far):
+            if bool(wrong.any()):
+                self._tell(at, got, want, is_open, wrong)
+
+    def _tell(self, at: int, got: Tensor, want: Tensor, is_open: Tensor, wrong: Tensor) -> None:
+        """Remember the first wrong cell."""
+        row, head, key = (int(n) for n in wrong.transpose(0, 1).nonzero()[0])
+        cell = (head, row, key)
+        known = (float(got[cell]), float(want[cell]), bool(is_open[cell]))
+        one = Cell(head, row, at + key, *known)
+        if self.first is None or one.rank < self.first.rank:
+            self.first = one
+
+
+def _differences(ref: CallRef, mask: ReceivedMask, place: _Where, *, exact: bool) -> Compared:
+    drawn, tally = _Drawn(ref, mask), _Tally()
+    for start, got in _kernel_weights(ref):
+        want, is_open = drawn.weights(start, start + got.shape[-1])
+        hidden = ~is_open & (got != 0) & ~got.isnan()
+        far = torch.zeros_like(hidden)
+        if exact:
+            hidden |= is_open & (got == 0) & (want > _LOST) & ~drawn.skipped
+            far = ((got - want).abs() > drawn.slack(want)) | got.isnan()
+            far &= ~drawn.skipped
+        else:
+            got = torch.where(is_open, want, got)
+        got = torch.where(drawn.skipped & is_open, want, got)
+        tally.take(start, got, want, is_open, hidden, far)
+    largest = tally.largest if exact else None
+    return Compared(
+        *place,
+        row_of=mask.q_offset,
+        key_of=mask.kv_offset,
+        largest=largest,
+        n_wrong=tally.n_wrong,
+        n_hidden=tally.n_hidden,
+        first=tally.first,
+    )
+
+
+def _kernel_weights(ref: CallRef) -> Iterator[tuple[int, Tensor]]:
+    """Yield a first key and the kernel's weights on the keys from there, (heads, rows, keys)."""
+    width, n_keys = ref.value.shape[-1], ref.key.shape[2]
+    for start in range(0, n_keys, width):
+        n = min(width, n_keys - start)
+        value = torch.zeros_like(ref.value)
+        columns = torch.arange(n, device=value.device)
+        value[:, :, start + columns, columns] = 1
+        output = ref.again(value)
+        if tuple(output.shape[1:]) != (ref.query.shape[2], ref.query.shape[1], width):
+            raise ValueError(f"its output is {tuple(output.shape)}")
+        yield start, output[0, :, :, :n].float().transpose(0, 1)
+
+
+class _Drawn:
+    """The weights that are drawn: softmax of the call's scores under a mask, in float32."""
+
+    def __init__(self, ref: CallRef, mask: ReceivedMask) -> None:
+        cells = mask.cells
+        assert cells is not None
+        self._ref, self._cells = ref, cells
+        heads = ref.query.shape[1]
+        self._bias = dense_bias(ref, mask)
+        if self._bias is not None and self._bias.shape[0] not in (1, heads):
+            self._bias = self._bias[:1]
+        averaged = mask.averaged
+        top, lse = zip(*(self._reduced(head) for head in range(heads)), strict=True)
+        self._lse, largest = torch.stack(lse), torch.stack(top)
+        eps = torch.finfo(ref.query.dtype).eps
+        eps = max(eps, _TF32) if ref.query.is_cuda else eps
+        self._atol = _ROUNDINGS * eps
+        self._rtol = (_ROUNDINGS * eps * (1 + largest))[..., None]
+        empty = ~cells.any(-1, keepdim=True)
+        self.skipped = empty if averaged is None else empty | averaged[..., None]
+        """Rows of which only closed cells are compared, bool (1 or heads, rows, 1)."""
+
+    def weights(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return weights and open cells of some keys, (heads, rows, keys) each."""
+        heads = range(self._ref.query.shape[1])
+        scores = torch.stack([self._scores(head, start, stop) for head in heads])
+        is_open = self._cells[..., start:stop].expand_as(scores)
+        weights = (scores - self._lse[..., None]).exp().masked_fill(~is_open, 0).nan_to_num()
+        return weights, is_open
+
+    def slack(self, want: Tensor) -> Tensor:
+        """Return how far a kernel's weights may be from these by rounding."""
+        return self._atol + self._rtol * want
+
+    def _reduced(self, head: int) -> tuple[Tensor, Tensor]:
+        """Return the largest score of each row and its log-sum-exp, (rows,) each."""
+        scores = self._scores(head, 0, self._ref.key.shape[2])
+        is_open = self._cells[head if len(self._cells) > 1 else 0]
+        top = scores.masked_fill(~is_open, 0).abs().amax(-1)
+        return top, scores.masked_fill(~is_open, -torch.inf).logsumexp(-1)
+
+    def _scores(self, head: int, start: int, stop: int) -> Tensor:
+        """Return the scores of one head with some keys, (rows, keys), batch 0."""
+        ref = self._ref
+        shared = ref.query.shape[1] // ref.key.shape[1]
+        query, key = ref.query[0, head].float(), ref.key[0, head // shared, start:stop].float()
+        scale = ref.scale if ref.scale is not None else query.shape[-1] ** -0.5
+        scores = query @ key.mT * scale
+        if ref.softcap:
+            scores = ref.softcap * torch.tanh(scores / ref.softcap)
+        if self._bias is not None:
+            scores = scores + self._bias[head if len(self._bias) > 1 else 0, :, start:stop]
+        return scores
+
+
+# -- a mask of the user's own ----------------------------------------------------------------------
+
+
+def _own_mask(drawn: Any, device: torch.device) -> Tensor:
+    mask = torch.as_tensor(np.asarray(drawn) if not isinstance(drawn, Tensor) else drawn)
+    if mask.dtype is not torch.bool or mask.dim() not in (2, 3):
+        raise UsageError(
+            "drawn= must be bool (rows, keys) or (heads, rows, keys), true where a row sees a key."
+        )
+    return (mask[None] if mask.dim() == 2 else mask).to(device)
+
+
+def _cut(own: Tensor, mask: ReceivedMask, heads: int) -> Tensor:
+    """Return the part of a mask of the whole sequence that a call is about."""
+    rows = slice(mask.q_offset, mask.q_offset + mask.q_len)
+    cells = own[:, rows, mask.kv_offset : mask.kv_offset + mask.kv_len]
+    if cells.shape[0] not in (1, heads) or cells.shape[1:] != (mask.q_len, mask.kv_len):
+        raise UsageError(
+            f"drawn= is {tuple(own.shape)}, and the call has {counted(heads, 'head')} and rows up "
+            f"to {mask.q_offset + mask.q_len} over {mask.kv_len} keys."
+        )
+    return cells

@@ -1,0 +1,79 @@
+"""All that a proof may find has its words, its page, and a query that a trace answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.traces import sample_trace
+
+from flexinspect.findings import Severity
+from flexinspect.proofs import FINDINGS, KINDS, Proof, amount, found
+from flexinspect.trace.reader import open_trace
+
+PAGES = Path(__file__).parents[2] / "docs" / "findings"
+PARTS = (
+    *("**What it says.**", "**Why it matters.**", "**How to confirm.**", "**Likely fix.**"),
+    *("**How it is found, and the cost.**", "**Silent**", "**Public cases.**"),
+)
+
+
+@pytest.mark.parametrize("finding_id", FINDINGS)
+def test_an_id_has_all_its_words(finding_id: str) -> None:
+    kind = FINDINGS[finding_id]
+    assert finding_id.startswith("proof.")
+    for text in (kind.meaning, kind.why, kind.confirm, kind.fix, kind.query):
+        assert len(text) > 20
+
+
+@pytest.mark.parametrize("finding_id", FINDINGS)
+def test_an_id_has_a_page_with_an_example_and_every_part(finding_id: str) -> None:
+    page = (PAGES / f"{finding_id}.md").read_text("utf-8")
+    assert page.startswith(f"# {finding_id}: ")
+    assert "\n> " in page
+    assert [part for part in PARTS if part not in page] == []
+
+
+@pytest.mark.parametrize("finding_id", FINDINGS)
+def test_the_query_of_an_id_finds_rows_in_a_trace(finding_id: str, tmp_path: Path) -> None:
+    finding = found(finding_id, "A sentence.", step=1, layer=2)
+    with open_trace(sample_trace(tmp_path / "sample.flextrace")) as reader:
+        assert list(reader._query(finding.query, ()))
+
+
+def test_a_proof_holds_unless_something_is_an_error() -> None:
+    note, leak = found("proof.isolated", "Fine."), found("proof.leak", "Leak.")
+    assert Proof("isolation", ("did",), (note,)).holds
+    bad = Proof("isolation", ("did",), (note, leak))
+    assert not bad.holds
+    assert str(bad) == "did\nerror: Leak.\nnote: Fine."
+    assert [one["severity"] for one in bad.as_json()["findings"]] == ["error", "note"]
+    assert leak.severity is Severity.ERROR
+    assert leak.why
+
+
+def test_words_of_a_model_cannot_move_the_cursor() -> None:
+    proof = Proof("isolation", ("a\x1b[31m",), (found("proof.leak", "b\nc"),))
+    assert "\x1b" not in str(proof)
+    assert str(proof).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "0"),
+        (3e-7, "3e-07"),
+        (0.0016, "0.0016"),
+        (5.81, "5.8"),
+        (107.3, "107"),
+        (3e5, "3e+05"),
+    ],
+)
+def test_sizes_are_short(value: float, said: str) -> None:
+    assert amount(value) == said
+
+
+def test_there_is_a_prover_for_every_kind() -> None:
+    from flexinspect_hooks.proofs import _prover
+
+    assert [_prover(kind).__name__ for kind in KINDS] == [f"prove_{kind}" for kind in KINDS]
