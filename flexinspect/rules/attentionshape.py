@@ -18,7 +18,7 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import SegmentKind
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.newestrow import NewestRow, newest_row, open_keys
+from flexinspect.rules.newestrow import ROW_STREAMS, NewestRow, newest_row, open_keys
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import counted
 from flexinspect.rules.words import layers as in_layers
@@ -69,6 +69,7 @@ class AttentionShapeRule(Rule):
     """Looks at entropy, mass and log-sum-exp of the newest row, from level advanced on."""
 
     name: ClassVar[str] = "attention shape"
+    streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
     findings: ClassVar[Mapping[str, FindingKind]] = {
         SINK: FindingKind(
             Severity.NOTE,

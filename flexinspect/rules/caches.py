@@ -16,7 +16,7 @@ from flexinspect.rules.cachekinds import KINDS
 from flexinspect.rules.cachelayers import CacheLayers
 from flexinspect.rules.cachetexts import CacheTexts
 from flexinspect.rules.scene import Scene
-from flexinspect.rules.slots import slot_findings
+from flexinspect.rules.slots import STREAM, slot_findings
 
 
 class CachesRule(Rule):
@@ -27,6 +27,7 @@ class CachesRule(Rule):
     """
 
     name: ClassVar[str] = "caches"
+    streams: ClassVar[tuple[str, ...]] = (STREAM,)
     loose: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = KINDS
 

@@ -52,6 +52,7 @@ class ColumnsRule(Rule):
     """
 
     name: ClassVar[str] = "columns"
+    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "attention.mass")
     findings: ClassVar[Mapping[str, FindingKind]] = {
         ORPHAN_KEY: FindingKind(
             Severity.WARNING,

@@ -171,9 +171,9 @@ class FailuresRule(Rule):
         elif event.generation is None:
             what = f"{kernel} raised, called outside of a model: {error}"
         else:
-            what = (
-                f"The forward of step {event.step} ended{_in_layer(event)}: {kernel} raised {error}"
-            )
+            loose = event.step is None
+            whose = "A call outside of a model" if loose else f"The forward of step {event.step}"
+            what = f"{whose} ended{_in_layer(event)}: {kernel} raised {error}"
         severity = self.findings[finding_id].severity
         if finding_id == KERNEL_FAILED and (event.generation is None or _lengths_differ(data)):
             severity = Severity.NOTE if _lengths_differ(data) else Severity.WARNING

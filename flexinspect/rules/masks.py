@@ -60,6 +60,7 @@ class MasksRule(Rule):
     """
 
     name: ClassVar[str] = "masks"
+    streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
     findings: ClassVar[Mapping[str, FindingKind]] = MASKS
 
     def __init__(self) -> None:
@@ -174,7 +175,7 @@ class MasksRule(Rule):
         mask, call = group.mask, group.call
         if step.q_len == 1 or not call.causal or mask.kind == "none, causal":
             return []
-        if self.scene.generation.declared and mask.kind != NO_MASK:
+        if self.scene.has_own_rule and mask.kind != NO_MASK:
             return []  # a function of the user's own, which may well look ahead
         if mask.cells is None:
             return self._unseen(step, group)

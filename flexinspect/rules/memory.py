@@ -43,6 +43,7 @@ class MemoryRule(Rule):
     """Looks at what building masks costs, and at how the process grows from step to step."""
 
     name: ClassVar[str] = "memory"
+    streams: ClassVar[tuple[str, ...]] = ("*",)
     loose: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         CREATION: FindingKind(

@@ -12,7 +12,7 @@ from flexinspect.rules.scene import Scene
 
 Numbers = npt.NDArray[Any]
 
-_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
+ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
 
 
 class NewestRow(NamedTuple):
@@ -30,10 +30,10 @@ def newest_row(step: StepRecord) -> NewestRow | None:
     """Return the arrays of a step, None where attention was not recorded."""
     found: dict[str, Numbers] = {}
     for record in step.arrays:
-        if record.stream in _STREAMS:
+        if record.stream in ROW_STREAMS:
             found[record.stream] = record.array
-            if len(found) == len(_STREAMS):
-                arrays = NewestRow(*(found[stream] for stream in _STREAMS))
+            if len(found) == len(ROW_STREAMS):
+                arrays = NewestRow(*(found[stream] for stream in ROW_STREAMS))
                 return arrays if len(arrays.lse) == len(step.calls) else None
     return None
 

@@ -22,7 +22,7 @@ from flexinspect.records import (
     StepRecord,
 )
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.newestrow import newest_row
+from flexinspect.rules.newestrow import ROW_STREAMS, newest_row
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.sickparts import find_part, nan_scores, sick_call
 from flexinspect.rules.words import Positions, counted, listed, printable
@@ -55,6 +55,7 @@ class NumbersRule(Rule):
     """
 
     name: ClassVar[str] = "numbers"
+    streams: ClassVar[tuple[str, ...]] = ("hidden", *ROW_STREAMS)
     loose: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         NAN: FindingKind(

@@ -63,6 +63,7 @@ class PositionsRule(Rule):
     """
 
     name: ClassVar[str] = "positions"
+    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "inputs.positions")
     findings: ClassVar[Mapping[str, FindingKind]] = {
         JUMP: FindingKind(
             Severity.WARNING,

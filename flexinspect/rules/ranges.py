@@ -20,6 +20,7 @@ import numpy as np
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, LayerStatRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.newestrow import ROW_STREAMS
 from flexinspect.rules.saturation import capped_layers
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import layers as in_layers
@@ -83,6 +84,7 @@ class RangesRule(Rule):
     """
 
     name: ClassVar[str] = "ranges"
+    streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
     findings: ClassVar[Mapping[str, FindingKind]] = {
         OVERFLOW_RISK: FindingKind(
             Severity.NOTE,

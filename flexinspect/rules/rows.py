@@ -81,12 +81,12 @@ class RowsRule(Rule):
         for call in step.calls:
             if call.mask is not None and call.mask in self._known:
                 calls.setdefault(call.mask, []).append(call)
-        found = []
+        # Of earlier steps alone: a layer that reads what another one leaves empty in the same step
+        # ran something else, which is told of as that.
+        found = self._newly_read(step) if self._unread else []
         for fingerprint, received in calls.items():
             for part in self._known[fingerprint]:
                 found += self._judge(step, part, received)
-        if self._unread:
-            found += self._newly_read(step)
         return found
 
     def _judge(

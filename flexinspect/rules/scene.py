@@ -47,6 +47,8 @@ class Scene:
         self.generation = GenerationRecord(0, "", "", "", (), ())
         self.intent: Intent | None = None
         self.is_loose = False
+        self.has_own_rule = False
+        """Whether a function of the user's own is the declared mask: what it means is not known."""
 
     def begin(self, generation: GenerationRecord, *, is_loose: bool = False) -> None:
         """Take a generation's segments and prompt; masks stay known.
@@ -58,6 +60,7 @@ class Scene:
         self._segments = generation.segments
         self._tokens = {token.pos: token for token in generation.tokens}
         self.intent = _intent(generation)
+        self.has_own_rule = self.intent is None and _says_mask(generation)
 
     def learn(self, step: StepRecord) -> None:
         """Take the tokens that a step chose, and the masks that are new in it."""
@@ -147,13 +150,15 @@ def _intent(generation: GenerationRecord) -> Intent | None:
     rule = masks.declared_rule(generation.declared)
     if rule is not None:
         return Intent(rule)
-    if {*generation.declared} - {
-        *pieces.KEYS
-    }:  # a function of the user's own: what it means is not known
+    if _says_mask(generation):
         return None
     if _count(generation.segments, SegmentKind.PARAPHRASE) < 2:
         return None
     return Intent(masks.preset("segment-isolation", generation.segments), assumed=True)
+
+
+def _says_mask(generation: GenerationRecord) -> bool:
+    return not {*generation.declared} <= {*pieces.KEYS}
 
 
 def _count(segments: Iterable[Segment], kind: SegmentKind) -> int:
