@@ -11,6 +11,7 @@ import numpy as np
 
 from flexinspect.findings import Severity
 from flexinspect.masks import BoolArray
+from flexinspect.pieces import declared_words
 from flexinspect.prompts import SegmentKind
 from flexinspect.records import CallRecord, StepRecord
 from flexinspect.rules.maskdiff import WINDOW, Frame, Parts
@@ -96,6 +97,19 @@ def without_padding(scene: Scene) -> BoolArray | None:
     if first is None or first.label != "padding":
         return None
     return np.arange(scene.n_prompt) >= first.stop
+
+
+def without_bos(scene: Scene) -> BoolArray | None:
+    """Return which positions of the prompt are not the BOS at its beginning, None without one."""
+    first = scene.segments[0] if scene.segments else None
+    at = first.stop if first is not None and first.label == "padding" else 0
+    token, bos = scene.token(at), declared_words(scene.generation.declared).bos
+    segment = scene.segment_at(at)
+    is_named = segment is not None and segment.kind is SegmentKind.BOS
+    if not is_named and (token is None or bos is None or token.token_id != bos):
+        return None
+    others: BoolArray = np.arange(max(scene.n_prompt, at + 1)) != at
+    return others
 
 
 def parts_of(scene: Scene) -> Parts:

@@ -32,6 +32,7 @@ from flexinspect.rules.maskplaces import (
     parts_of,
     severity_of,
     with_paths,
+    without_bos,
     without_padding,
 )
 from flexinspect.rules.maskwords import (
@@ -76,7 +77,7 @@ class MasksRule(Rule):
             self._earlier.append(before)
         self._begun = None if intent is None else (scene.generation.generation, intent.rule)
         self._parts = parts_of(scene)
-        self._real = without_padding(scene)
+        self._real, self._no_bos = without_padding(scene), without_bos(scene)
         self._apart = paraphrases(scene) if intent is not None and intent.assumed else None
         self._told: dict[tuple[object, ...], str] = {}
         if len(self._right) > _KNOWN:
@@ -150,8 +151,24 @@ class MasksRule(Rule):
         whole = replace(own, window=None)
         if frame.window and not maskdiff.wrong_cells(cells, rule, whole, most=1):
             return []  # as declared: that the layer's own window did not apply is its own matter
+        if self._is_bos_alone(group.mask, rule, frame):
+            return []
         case = self._case(step, group, (cells, own), rule, heads)
         return [replace(case, name=f"{name} ({rule.name})")]
+
+    def _is_bos_alone(self, mask: MaskRecord, rule: MaskRule, frame: Frame) -> bool:
+        """Say whether the cells differ from a rule only in who sees the BOS.
+
+        Conventions differ, and nothing can leak through it: it sees nothing but itself.
+        """
+        if self._no_bos is None or rule.name == "causal":
+            return False
+        keys = flags_of(self._no_bos, frame.kv_offset, frame.n_keys)
+        rows = np.ones(max(mask.q_len, 1), np.bool_)
+        if self._real is not None:
+            keys = keys & flags_of(self._real, frame.kv_offset, frame.n_keys)
+            rows = flags_of(self._real, frame.q_offset, len(rows))
+        return self._differing(mask, rule, replace(frame, rows=rows, keys=keys))[1] is None
 
     def _assumed(self, step: StepRecord, group: Group, frame: Frame, rule: MaskRule) -> list[Case]:
         """Return where paraphrases see each other: of others nothing is meant."""

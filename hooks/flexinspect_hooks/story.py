@@ -150,7 +150,7 @@ class Story:
         texts = [add(id_) for id_ in ids] if ids is not None else [""] * place.n_new
         n_pads = rows.n_pads()
         first = known[n_pads] if n_pads < len(known) else None
-        has_bos = first is not None and first == words.facts.bos
+        has_bos = first is not None and first == wishes.facts.bos
         searched = texts if words.has_text else ()
         prompt = FedPrompt(known, searched, place.pos, n_pads, has_bos)
         segments, troubles = lay_out(wishes.segments, prompt, words.encode)
@@ -167,7 +167,10 @@ class Story:
             positions="contiguous" if _is_contiguous(told[n_pads:]) else "as fed",
             segments=segments,
             tokens=tuple(tokens),
-            declared={**wishes.declared(segments), **wishes.said(ids or (), texts)},
+            declared={
+                **wishes.declared(segments),
+                **wishes.said(ids or (), texts if ids is not None else ()),
+            },
             started_at=time.time(),
         )
         after = told[-1] + 1 if told else place.pos

@@ -55,6 +55,8 @@ class MemorySink:
     def write_event(self, record: EventRecord) -> None:
         self.events.append(record)
 
+    def update_run(self, **facts: Any) -> None: ...
+
     def write_findings(self, findings: Iterable[Finding]) -> None:
         self.findings += findings
 

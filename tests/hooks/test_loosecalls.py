@@ -121,7 +121,8 @@ def test_a_call_that_fails_is_told_with_its_lengths(bench: Bench) -> None:
     (generation,) = reader.generations()
     assert (generation.sample_id, generation.state) == (LOOSE_RAISED, "failed")
     assert (reader.n_steps(0), event.generation, event.step) == (0, 0, None)
-    (finding,) = reader.findings()
+    finding, note = reader.findings()
+    assert (note.id, note.severity) == ("path.kernel-failed", "note")
     assert finding.sentence == (
         "KV length 33 but mask built for 32: flex_attention raised ValueError."
     )

@@ -83,6 +83,9 @@ class MemorySink:
     def write_event(self, record: EventRecord) -> None:
         self.events.append(record)
 
+    def write_findings(self, findings: Any) -> None: ...
+    def update_run(self, **facts: Any) -> None: ...
+
     def end_generation(self, record: GenerationEnd) -> None:
         pass
 

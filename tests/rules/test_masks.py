@@ -27,9 +27,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.masks import MaskRule
+from flexinspect.rules.masks import MasksRule
 
 ISOLATED: dict[str, Any] = {"segments": SEGMENTS, "mask": "segment-isolation"}
-MASK_IDS = "mask."
 
 
 def run_own(tmp_path: Path, rule: Any, *, family: str = "llama", n: int = 4, **watch: Any) -> Any:
@@ -46,7 +46,7 @@ def _or_fed(prompt: Tensor | None) -> Tensor:
 
 
 def of_masks(found: list[Finding]) -> list[Finding]:
-    return [f for f in found if f.id.startswith(MASK_IDS) and f.id != "mask.empty-row"]
+    return [f for f in found if f.id in MasksRule.findings]
 
 
 # -- faults ---------------------------------------------------------------------------------------
