@@ -217,7 +217,8 @@ def test_a_loop_without_a_cache_and_one_with_chunks_are_clean(tmp_path: Path) ->
         model(FED[:, :7], past_key_values=cache)
         model(FED[:, 7:], past_key_values=cache)
 
-    assert serious(planted(tmp_path, model, run)) == []
+    found = serious(planted(tmp_path, model, run))
+    assert {finding.id for finding in found} <= {"cache.not-used"}
 
 
 # -- the cases -------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def case(name: str, tmp_path: Path) -> Path:
 
 def test_nan_in_masked_keys_is_harmless_and_in_masked_values_is_not(tmp_path: Path) -> None:
     with open_trace(case("c7_nan_in_masked_keys", tmp_path)) as reader:
-        (finding,) = reader.findings()
+        finding = one(reader.findings(), "numbers.nan")
         assert [row[0] for row in rows_of(reader, finding.query)] == [0]
     assert (finding.id, finding.severity) == ("numbers.nan", Severity.ERROR)
     assert (finding.generation, finding.positions) == (1, (15,))
