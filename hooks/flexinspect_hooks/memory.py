@@ -30,7 +30,6 @@ class MemoryHook:
         self._device = context.device
         self._model = sum(p.nbytes for p in context.model.parameters())
         self._model += sum(b.nbytes for b in context.model.buffers())
-        # Closed when the session ends: the writer thread has stopped reading by then.
         self._rss, close = _rss_reader()
         return [close]
 
@@ -42,8 +41,16 @@ class MemoryHook:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> tuple[int, int, int] | None:
-        """Read the CUDA allocator's counters (None elsewhere)."""
+    def reduce(
+        self, step: StepContext, buffer: StepBuffer
+    ) -> tuple[int, tuple[int, int, int] | None]:
+        """Read the RSS and the CUDA allocator's counters (None elsewhere).
+
+        Here and not in the writer thread, which may write this step with seven later ones.
+        """
+        return self._rss(), self._allocated()
+
+    def _allocated(self) -> tuple[int, int, int] | None:
         if self._device.type != "cuda":
             return None
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
@@ -51,15 +58,19 @@ class MemoryHook:
         return allocated["current"], reserved["current"], allocated["peak"]
 
     def record(
-        self, step: StepContext, kept: tuple[int, int, int] | None, values: Values, draft: StepDraft
+        self,
+        step: StepContext,
+        kept: tuple[int, tuple[int, int, int] | None],
+        values: Values,
+        draft: StepDraft,
     ) -> None:
         """Write the step's `MemoryRecord`; the cache's size follows from the calls' shapes."""
-        cuda = kept or (None, None, None)
+        rss, cuda = kept
         kv_cache = sum(
             2 * call.batch * call.kv_heads * call.kv_len * call.head_dim * _size(call.dtype)
             for call in draft.calls
         )
-        draft.memory = MemoryRecord(self._rss(), self._model, kv_cache, *cuda)
+        draft.memory = MemoryRecord(rss, self._model, kv_cache, *(cuda or (None, None, None)))
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -136,7 +136,7 @@ def test_a_random_model_that_loops_is_a_note(family: str, tmp_path: Path) -> Non
     """Gemma 2 does so by itself, as it reads tokens with the weights that it writes them with."""
     found = run(tmp_path, cycle(30) if family == "llama" else unchanged, model=make_model(family))
     assert one(found, "text.repetition").severity is Severity.NOTE
-    assert serious(found) == []
+    assert not [finding for finding in serious(found) if finding.id.startswith("text.")]
 
 
 def test_an_untrained_model_that_copies_what_it_is_fed_is_a_note(tmp_path: Path) -> None:
