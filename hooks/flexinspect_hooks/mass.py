@@ -21,6 +21,7 @@ from torch import Tensor
 from flexinspect.prompts import Segment
 from flexinspect.records import Array
 from flexinspect_hooks.buffer import StepBuffer, Values
+from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.received import ReceivedMask
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class MassReducer:
         borders = [segment.start for segment in segments] or [0]
         self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
         self._places = torch.arange(0, device=self._device)
+        # Where torch uses every core, work of the writer thread is the model's loss all the same.
+        self._has_core = torch.get_num_threads() < available_cores()
 
     def _upto(self, n: int) -> Tensor:
         """Return 0, 1, ..., n - 1."""
@@ -78,6 +81,7 @@ class MassReducer:
                 (self._upto(key[2]), self._borders - max(kv_after - key[2], 0)),
                 members if len(members) < len(refs) else None,
                 buffer,
+                may_wait=self._has_core,
             )
         return tuple(kinds)
 
@@ -137,6 +141,8 @@ def _reduce_group(
     spans: tuple[Tensor, Tensor],
     members: Sequence[int] | None,
     buffer: StepBuffer,
+    *,
+    may_wait: bool,
 ) -> None:
     """Reduce the newest rows of layers that share a mask and a shape; the keys are not kept."""
     first = refs[0]
@@ -153,7 +159,7 @@ def _reduce_group(
         outputs = torch.stack([ref.output[0, -1] for ref in refs]).float()
         inputs += [outputs, *keys, *(_plain(ref.value[0]) for ref in refs)]
     suffix = "" if members is None else "/" + ",".join(map(str, members))
-    held = _hold(refs)
+    held = _hold(refs) if may_wait else None
     plan = _Plan(suffix, first.softcap, bias is not None, first.lse is not None, held)
     buffer.later(partial(_reduced, plan), *inputs, wait=held is not None)
 

@@ -28,6 +28,7 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
+from flexinspect_hooks import mass
 from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.masksource import RuleMask
 from flexinspect_hooks.patching import FlexPatch
@@ -236,8 +237,70 @@ def array_of(step: StepRecord, stream: str, layer: int | None = None) -> np.ndar
     return next(a.array for a in step.arrays if (a.stream, a.layer) == (stream, layer))
 
 
+@pytest.fixture(params=["cores taken", "a core free"])
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what waits for the writer thread, which happens where it has a core of its own."""
+    sizes: list[int] = []
+    n_cores = torch.get_num_threads() + (request.param == "a core free")
+    monkeypatch.setattr(mass, "available_cores", lambda: n_cores)
+    original = mass._Held.__init__
+
+    def init(self: Any, tensors: Any, n_bytes: int) -> None:
+        sizes.append(n_bytes)
+        original(self, tensors, n_bytes)
+
+    monkeypatch.setattr(mass._Held, "__init__", init)
+    return sizes
+
+
+def is_held(request: pytest.FixtureRequest) -> bool:
+    return "a core free" in request.node.name
+
+
+@pytest.mark.parametrize("backend", ["", "sdpa"])
+def test_rows_that_wait_for_the_writer_thread_come_out_the_same(
+    prompt: Prompt, held: list[int], backend: str, request: pytest.FixtureRequest
+) -> None:
+    model = make_model("llama")
+    if backend:
+        model.set_attn_implementation(backend)
+    sink, _ = capture(model, prompt, patch=not backend)
+    assert bool(held) is is_held(request)
+    for step in sink.steps:
+        assert max(call.gate or 0.0 for call in step.calls) < 1e-4
+        np.testing.assert_allclose(array_of(step, "attention.mass").sum(-1), 1, atol=1e-4)
+
+
+def test_keys_that_are_written_to_meanwhile_give_no_row(
+    prompt: Prompt, held: list[int], monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
+    """As a cache does that is filled in place, or a program that changes its keys."""
+    model, waiting = make_model("llama"), mass._hold
+
+    def spoiled(refs: Any) -> Any:
+        found = waiting(refs)
+        if found is not None:
+            refs[0].key.add_(1)
+        return found
+
+    monkeypatch.setattr(mass, "_hold", spoiled)
+    sink, _ = capture(model, prompt)
+    gates = {call.gate is None for step in sink.steps for call in step.calls}
+    assert gates == {is_held(request)}
+    assert sink.events == []
+
+
+def test_no_more_keys_wait_than_there_is_room_for(
+    prompt: Prompt, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mass, "HOLD_BYTES", 0)
+    sink, _ = capture(make_model("llama"), prompt)
+    assert held == []
+    assert all(call.gate is not None for step in sink.steps for call in step.calls)
+
+
 def test_attention_mass_equals_the_reference_row_summed_by_segment(
-    llama: Any, prompt: Prompt
+    llama: Any, prompt: Prompt, held: list[int]
 ) -> None:
     rule = masks.preset("shared-prefix", prompt.segments)
     sink, _ = capture(llama, prompt, level="extreme", rule=rule)
