@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from flexinspect.errors import TraceError
-from flexinspect.findings import Finding
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     Array,
@@ -34,18 +33,15 @@ from flexinspect.records import (
 )
 from flexinspect.trace import arrays, decode, frames, schema
 from flexinspect.trace.connections import in_wal_mode
-from flexinspect.trace.encode import Statement
 from flexinspect.trace.frames import Library
-from flexinspect.trace.queries import BRANCH, STEP, Queries, place
+from flexinspect.trace.queries import BRANCH, STEP, place
 from flexinspect.trace.rows import (
     ArrayInfo,
     BranchRow,
-    EventRow,
-    FindingRow,
     GenerationRow,
-    OutputRow,
     StepRow,
 )
+from flexinspect.trace.said import SaidQueries
 
 _MANY = 1 << 62
 
@@ -55,7 +51,7 @@ def open_trace(path: str | Path) -> TraceReader:
     return TraceReader(path)
 
 
-class TraceReader(Queries):
+class TraceReader(SaidQueries):
     """A trace, read only. Any thread may use it: each gets a connection of its own.
 
     While a run records, every call sees all that is committed; `changed` tells when to look again.
@@ -309,64 +305,6 @@ class TraceReader(Queries):
     def array_records(self, generation: int, step: int, branch: int = 0) -> list[ArrayRecord]:
         """Return all arrays of a step as they were recorded (bfloat16 as uint16)."""
         return self._arrays((generation, branch, step), "AND owner IS NULL", ())
-
-    def findings(
-        self, generation: int | None = None, step: int | None = None, branch: int = 0
-    ) -> list[Finding]:
-        """Return what the rules said, in order: all, of one branch, or of one step of it."""
-        rows = self.finding_rows(generation=generation, step=step, branch=branch)
-        return [row.finding for row in rows]
-
-    def finding_rows(
-        self,
-        after_id: int = 0,
-        *,
-        generation: int | None = None,
-        step: int | None = None,
-        branch: int = 0,
-        limit: int = -1,
-    ) -> list[FindingRow]:
-        """Return findings with their numbers, from above `after_id` on, at most `limit`."""
-        where, params = place(generation, branch, step)
-        rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
-        return self._records(decode.finding, schema.FINDINGS, rest, [*params, after_id, limit])
-
-    def reviews(self) -> list[tuple[str, int]]:
-        """Return which rules have looked at which generations after these were recorded."""
-        rows = self._select(schema.REVIEWS, "ORDER BY rule, generation")
-        return [(str(row[0]), int(row[1])) for row in rows]
-
-    def add(self, statements: Sequence[Statement]) -> None:
-        """Let this reader say more findings, events and reviews than its file holds.
-
-        `statements` are those that would write them; the file stays as it is.
-        """
-        self._connections.overlay(statements)
-        self._added = True
-
-    def events(
-        self,
-        after_id: int = 0,
-        *,
-        generation: int | None = None,
-        step: int | None = None,
-        limit: int = -1,
-    ) -> list[EventRow]:
-        """Return events whose number is above `after_id`, in order.
-
-        All of them, or those of a generation or of one step of it; at most `limit`.
-        """
-        where = [("event", after_id), ("generation", generation), ("step", step)]
-        used = [(name, value) for name, value in where if value is not None]
-        tests = " AND ".join(f"{name} {'>' if name == 'event' else '='} ?" for name, _ in used)
-        params = [*(value for _, value in used), limit]
-        rest = f"WHERE {tests} ORDER BY event LIMIT ?"
-        return self._records(decode.event, schema.EVENTS, rest, params)
-
-    def output(self, after_id: int = 0, *, limit: int = -1) -> list[OutputRow]:
-        """Return what the program printed, pieces with numbers above `after_id`, in order."""
-        rest = "WHERE number > ? ORDER BY number LIMIT ?"
-        return self._records(decode.output, schema.OUTPUT, rest, (after_id, limit))
 
     def record(self, generation: int, step: int, branch: int = 0) -> StepRecord | None:
         """Return all that is known of a step as one record, None when it is not recorded.

@@ -25,6 +25,7 @@ from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext, cached_length, query_length
 from flexinspect_hooks.fedrows import ArgumentNames, FedRows
 from flexinspect_hooks.hook import Hook
+from flexinspect_hooks.kernelcalls import in_words
 from flexinspect_hooks.logits import reduce_chosen
 from flexinspect_hooks.program import without_us
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
@@ -249,7 +250,7 @@ class WatchSession(CaptureSession):
 
     def finish(self, state: str, error: BaseException | None) -> None:
         """End what is open; an exception that goes through is told, at the step it left."""
-        reason = _in_words(error) if error is not None else ""
+        reason = in_words(error) if error is not None else ""
         if error is not None and state != "finished":
             self._tell_error(error)
         elif self._step is not None:
@@ -278,7 +279,7 @@ class WatchSession(CaptureSession):
         generation = story.number if story is not None else None
         last = step or (waiting.step if waiting is not None else None)
         where = last.step if last is not None else None
-        text, data = _in_words(error), {"traceback": "".join(traceback.format_exception(error))}
+        text, data = in_words(error), {"traceback": "".join(traceback.format_exception(error))}
         self.recorder.put(EventRecord("error", text, time.time(), generation, where, data))
 
     def _tell(self, sentence: str) -> None:
@@ -395,8 +396,3 @@ def _newest_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
         return None
     row = logits[0, -1].detach()
     return row.clone() if copy else row
-
-
-def _in_words(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
