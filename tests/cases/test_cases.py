@@ -13,6 +13,7 @@ import pytest
 from facts import FACTS
 from loosefacts import LOOSE_FACTS
 from support.forks import Forks, Ran, run_alone
+from support.planting import serious
 
 from flexinspect.trace.reader import open_trace
 
@@ -303,3 +304,58 @@ def test_the_trace_of_a_case_holds_its_facts(
     with open_trace(path) as trace:
         assert [row.event.text for row in trace.events() if row.event.kind == "hook-off"] == []
         {**FACTS, **LOOSE_FACTS}[captured_name](trace)
+
+
+NOT_WITHOUT_A_WORD = ()
+"""Where nothing was declared, nothing can be wrong; what a declaration adds is in tests/rules."""
+
+SAID: dict[str, tuple[str, ...]] = {
+    "w01_bos_shift": ("mask.empty-row",),
+    "w02_orphan_tokens": ("mask.empty-row",),
+    "w04_missing_eos": NOT_WITHOUT_A_WORD,
+    "a01_placeholder_mask": ("mask.future",),
+    "a02_silent_fallback": ("path.fallback",),
+    "a05_patch_needs_a_tensor": NOT_WITHOUT_A_WORD,
+    "a07_no_mask_function": ("mask.none",),
+    "a09_bool_mask_is_added": ("mask.bool-added",),
+    "s01_leak_through_separators": NOT_WITHOUT_A_WORD,
+    "s03_order_of_paraphrases": (),
+    "s04_left_padding": (),
+    "k01_decode_without_offset": ("decode.no-offset",),
+    "k03_empty_cache_slots": ("cache.empty-slots",),
+    "k04_mask_one_short": ("lengths.mask-kv",),
+    "k07_lost_cache": ("cache.empty-layer",),
+    "k09_no_cache": ("cache.not-used",),
+    "b02_stale_tables": ("mask.stale-tables",),
+    "b06_blocks_for_tokens": (),
+    "p02_graph_every_step": ("graphs.every-step",),
+    "p03_square_of_the_length": ("memory.mask-creation",),
+    "n01_which_head": (),
+    "n02_bfloat16": (),
+    "l01_compiled_crash": ("observer.crash",),
+    "l01_compiled_does_not_build": ("kernel.does-not-build",),
+    "o01_not_weights": ("observer.not-weights",),
+    "o03_logger_breaks_flex": ("observer.logger-breaks-flex",),
+    "o04_drawn_mask_nobody_applied": NOT_WITHOUT_A_WORD,
+    "origin_wrapper": ("cache.not-used",),
+    "c1_plain_causal_prompt": (),
+    "c2_padded_batch": (),
+    "c3_open_decode_row": (),
+    "c4_two_graphs": (),
+    "c5_shifted_positions": (),
+    "c6_shared_mask": (),
+    "c7_nan_in_masked_keys": ("numbers.nan",),
+}
+"""The errors and warnings of each case as it is, with nothing declared: these ids and no other."""
+
+
+@pytest.mark.parametrize("captured_name", cases([*SAID]))
+def test_what_is_said_of_a_case_is_its_fault_and_nothing_else(
+    captured_name: str, captured: Callable[[str], tuple[Ran, Path]]
+) -> None:
+    with open_trace(captured(captured_name)[1]) as trace:
+        assert {finding.id for finding in serious(trace.findings())} == {*SAID[captured_name]}
+
+
+def test_every_case_is_said_something_of_or_silent() -> None:
+    assert sorted(SAID) == sorted(PRINTS)
