@@ -43,7 +43,7 @@ def test_the_case_of_separators_without_a_segment_names_rows_and_first_reader(
     finding = one(found, EMPTY)
     assert (finding.severity, finding.step, finding.positions) == (Severity.ERROR, 0, (0, 7, 8))
     assert (finding.layers, finding.evidence["first_reader"]) == ((0, 1, 2), 15)
-    assert finding.sentence.startswith("3 rows of shared and separator 1 see no key at all (first:")
+    assert finding.sentence.startswith("3 rows of bos and separator 1 see no key at all (first:")
     assert finding.sentence.endswith("and 2 other rows read them.")
     assert finding.why
     assert finding.fix

@@ -9,16 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from support.patches import Own
-from support.planting import of, one, planted, serious
-from support.tiny import ids, make_model
+from support.forks import run_alone
+from support.planting import of, one, serious
 from test_path import case
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import ArrayRecord, BuildRecord, GenerationRecord, MemoryRecord, StepRecord
 from flexinspect.rules.memory import MIB, MemoryRule
 from flexinspect.rules.scene import Scene
+from flexinspect.trace.reader import open_trace
 
 N = 60
 
@@ -89,11 +88,41 @@ def test_small_masks_and_smaller_ones_after_the_peak_are_nothing() -> None:
     assert len(of(again, "memory.mask-creation")) == 1
 
 
+BEGINNING = """
+import sys, torch, flexinspect
+from support.patches import Own
+from support.tiny import ids, make_model
+
+def watched(model, run, name):
+    with flexinspect.watch(model, out=f"{sys.argv[1]}/{name}.flextrace", level=sys.argv[2]):
+        run()
+"""
+
+
+def run_fresh(tmp_path: Path, code: str, level: str = "advanced") -> None:
+    """Run code in a process of its own: in ours the peak and what is free hide all growth."""
+    file, tests = tmp_path / "code.py", Path(__file__).parents[1]
+    file.write_text(f"import sys; sys.path.insert(0, {str(tests)!r})\n{BEGINNING}{code}")
+    ran = run_alone([str(file), str(tmp_path), level])
+    assert ran.code == 0, ran
+
+
+def said(path: Path) -> list[Finding]:
+    with open_trace(path) as reader:
+        return reader.findings()
+
+
+LONG = """
+model = make_model("llama", max_position_embeddings=4096, num_attention_heads=8)
+Own(model, heads=8)
+fed = torch.tensor([ids(1800, 1)])
+watched(model, lambda: model(fed, use_cache=False), "long")
+"""
+
+
 def test_a_long_prompt_with_a_mask_for_every_head(tmp_path: Path) -> None:
-    model = make_model("llama", max_position_embeddings=4096, num_attention_heads=8)
-    Own(model, heads=8)
-    fed = torch.tensor([ids(1800, 1)])
-    found = planted(tmp_path, model, lambda: model(fed, use_cache=False), level="basic")
+    run_fresh(tmp_path, LONG, "basic")
+    found = said(tmp_path / "long.flextrace")
     assert one(found, "memory.mask-creation").evidence["grid"] == [1, 8, 1800, 1800]
 
 
@@ -142,23 +171,26 @@ def test_a_few_steps_tell_nothing() -> None:
     assert curve(lambda i: 50 * i, n=12) == []
 
 
+LOOP = """
+def loop(model, kept):
+    cache, fed = None, torch.tensor([ids(9, 1)])
+    for _ in range(30):
+        out = model(fed, past_key_values=cache)
+        cache, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        if kept is not None:
+            kept.append(torch.ones(8 << 18))  # 8 MiB
+
+model = make_model("llama")
+watched(model, lambda: loop(model, None), "clean")
+watched(model, lambda: loop(model, []), "growing")
+"""
+
+
 def test_a_loop_that_keeps_what_each_step_made(tmp_path: Path) -> None:
-    model, kept = make_model("llama"), []
-
-    def run(keep: bool) -> Callable[[], None]:
-        def loop() -> None:
-            cache, fed = None, torch.tensor([ids(9, 1)])
-            for _ in range(30):
-                out = model(fed, past_key_values=cache)
-                cache, fed = out.past_key_values, out.logits[:, -1:].argmax(-1)
-                if keep:
-                    kept.append(torch.ones(8 << 18))  # 8 MiB
-
-        return loop
-
-    found = planted(tmp_path, model, run(True))
-    assert one(found, "memory.growth").evidence["per_step"] > 6 * MIB
-    assert of(planted(tmp_path, model, run(False), name="clean"), "memory.growth") == []
+    run_fresh(tmp_path, LOOP)
+    found = one(said(tmp_path / "growing.flextrace"), "memory.growth")
+    assert found.evidence["per_step"] > 6 * MIB
+    assert of(said(tmp_path / "clean.flextrace"), "memory.growth") == []
 
 
 # -- our own share ---------------------------------------------------------------------------------
