@@ -17,6 +17,7 @@ from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 
+_STATUS = Path("/proc/self/status")
 _STATM = Path("/proc/self/statm")
 
 
@@ -77,6 +78,11 @@ def peak_bytes(device: torch.device) -> int:
     """Return the peak memory so far: of the CUDA allocator, else of the process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    if _STATUS.exists():
+        # Not `ru_maxrss`: a program that is started begins there with what its parent held.
+        for line in _STATUS.read_bytes().splitlines():
+            if line.startswith(b"VmHWM:"):
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

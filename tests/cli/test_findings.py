@@ -215,8 +215,9 @@ def test_what_cannot_be_stored_is_said_all_the_same(
     code, out, _ = run()
     assert code == 1
     assert "  “ Jane” is long." in out.splitlines()
-    told = " ".join(out.split())
-    assert f"! What was found is not stored in {path}: it is read-only." in told.replace("- ", "-")
+    # A long path is broken where it must be.
+    sentence = f"! What was found is not stored in {path}: it is read-only."
+    assert "".join(sentence.split()) in "".join(out.split())
 
 
 def test_a_rule_that_fails_is_named(
