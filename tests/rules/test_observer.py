@@ -395,6 +395,7 @@ def test_a_crumb_in_a_folder_that_is_gone_is_none(tmp_path: Path) -> None:
     crumb.enter((-1, -1, -1), 1, 1, "flex")
     crumb.leave()
     crumb.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- the cases -------------------------------------------------------------------------------------

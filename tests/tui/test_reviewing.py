@@ -117,7 +117,9 @@ async def test_a_trace_that_every_rule_has_seen_starts_no_process(
 ) -> None:
     with open_trace(trace) as reader:
         review.review(reader, [Slow()])
-    monkeypatch.setattr(reviewing, "command", lambda path: ["/does/not/exist"])
+    started: list[Path] = []
+    monkeypatch.setattr(reviewing, "command", lambda path: started.append(path) or ["no"])
     async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
         await until(pilot, "2 warnings")
         await settle(pilot)
+    assert started == []
