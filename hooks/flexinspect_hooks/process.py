@@ -21,17 +21,26 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, datasets, models, protocol
 from flexinspect.config import load_config
+from flexinspect.control.addresses import Serving
 from flexinspect.datasets import Sample
-from flexinspect.errors import DatasetError, FlexInspectError, TraceWriteError, UsageError
+from flexinspect.errors import (
+    ControlError,
+    DatasetError,
+    FlexInspectError,
+    TraceWriteError,
+    UsageError,
+)
 from flexinspect.job import Job, parse_layers
 from flexinspect.models import ModelSource
 from flexinspect.provenance import git_state
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
+from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.cores import available_cores
 
 if TYPE_CHECKING:
+    from flexinspect_hooks.control.running import Running
     from flexinspect_hooks.models import LoadedModel
     from flexinspect_hooks.session import CaptureSession
 
@@ -41,6 +50,9 @@ REPORT_EVERY_S = 0.1
 """Progress of a phase is written at most this often."""
 
 INTERRUPTED = 130
+
+_NOT_SAID = ("argv", "out", "serving")
+"""Parts of a job that its manifest leaves out: said elsewhere, or a secret."""
 
 
 def main() -> int:
@@ -143,16 +155,51 @@ class CaptureProcess:
             raise UsageError(error.message, hint=error.hint) from error
 
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
-        threads = self._import_torch()
-        loaded = self._load(source)
-        compiled = self._compiled(loaded.device)
-        self.writer.update_run(model=_model_facts(loaded), compiled=compiled, threads=threads)
-        session = self._session(loaded)
+        control = self._control(source)
         try:
-            with session:
-                self._generations(loaded, samples, session, compiled=compiled)
+            threads = self._import_torch()
+            self._serve(control)  # its libraries load beside the weights
+            loaded = self._load(source)
+            compiled = self._compiled(loaded.device)
+            self.writer.update_run(model=_model_facts(loaded), compiled=compiled, threads=threads)
+            session = self._session(loaded)
+            session.gate = control.gate
+            self._levels.attach(session)
+            control.record_with(session.recorder)
+            try:
+                with session:
+                    self._generations(loaded, samples, session, compiled=compiled)
+                    self._hold(session, control)
+            finally:
+                self._conclude(session)
         finally:
-            self._conclude(session)
+            control.close()
+
+    def _control(self, source: ModelSource) -> Running:
+        from flexinspect_hooks.control.levels import SessionLevels
+        from flexinspect_hooks.control.running import Running
+
+        job = self.job
+        about = About("generation", source.name, str(self.writer.recording_path))
+        self._levels = SessionLevels(job.level, job.layers)
+        serving = Serving(*job.serving) if job.serving is not None else None
+        return Running(about, self._levels, is_served=job.control, serving=serving)
+
+    def _serve(self, control: Running) -> None:
+        control.start()
+        if control.url:
+            self._event("control", f"commands are taken at {control.url}", url=control.url)
+        if control.note:
+            self._event("control", f"No commands are taken: {control.note}")
+
+    def _hold(self, session: CaptureSession, control: Running) -> None:
+        """Keep the model alive until it is let go, if that was asked for; Ctrl-C lets it go too."""
+        if not self.job.hold:
+            return
+        self._report("holding the model (flexinspect ctl continue ends the run)", {})
+        with suppress(KeyboardInterrupt):
+            while (order := control.gate.hold(session.place)) is not None:
+                control.gate.done(order, ControlError("Nothing here can go back to a step."))
 
     def _import_torch(self) -> int:
         self._report("importing torch", {})
@@ -249,7 +296,7 @@ class CaptureProcess:
             "cwd": str(Path.cwd()),
             "pid": os.getpid(),
             "started_at": time.time(),
-            "job": {k: v for k, v in asdict(job).items() if k not in ("argv", "out")},
+            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_SAID},
             "model": {"name": source.name, "place": source.place},
             "level": job.level,
             "graphs_counted": True,

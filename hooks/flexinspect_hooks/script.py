@@ -21,6 +21,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, protocol
+from flexinspect.control.addresses import Serving
 from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.job import ScriptJob
 from flexinspect.records import EventRecord, OutputRecord
@@ -28,6 +29,9 @@ from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.children import ChildCount
+from flexinspect_hooks.control.levels import SessionLevels
+from flexinspect_hooks.control.running import Running
+from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
@@ -77,6 +81,7 @@ class ScriptRun:
         self._is_making = False
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
+        self._levels, self._running = _control_of(job, self.writer)
         crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
             protocol.TRACE,
@@ -141,7 +146,13 @@ class ScriptRun:
         if self._finder is None:
             from flexinspect_hooks.findmodels import ModelFinder
 
-            self._finder = ModelFinder(self.job, self.writer, self._tokenizers)
+            self._running.start()
+            finder = ModelFinder(self.job, self.writer, self._tokenizers)
+            finder.obey(self._running.gate, self._levels)
+            self._running.record_with(finder.recorder)
+            if self._running.note:
+                self.event("control", f"No commands are taken: {self._running.note}")
+            self._finder = finder
         return self._finder
 
     def _on_transformers(self) -> None:
@@ -214,6 +225,7 @@ class ScriptRun:
         if os.getpid() != self._pid:
             return
         self._is_closing = True
+        self._running.close()
         crumbs.remove_crumbs()
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
@@ -249,6 +261,7 @@ class ScriptRun:
 
     def _forked(self) -> None:
         """Become invisible: this is a forked child, and the trace is its parent's."""
+        self._running.forget()
         self._arrivals.remove()
         self._tokenizers.end()
         self._children.end()
@@ -266,6 +279,19 @@ def _nothing_seen() -> str:
         f"No transformers model was found: {why}. "
         "flexinspect.watch(module) in the code records any torch module."
     )
+
+
+def _control_of(job: ScriptJob, writer: TraceWriter) -> tuple[SessionLevels, Running]:
+    """Return what commands reach. What is wrong with an address leaves no trace behind."""
+    levels = SessionLevels(job.level, job.layers)
+    about = About("program", job.program, str(writer.recording_path))
+    serving = Serving(*job.serving) if job.serving is not None else None
+    try:
+        return levels, Running(about, levels, is_served=job.control, serving=serving)
+    except UsageError:
+        writer.close("failed")
+        writer.discard()
+        raise
 
 
 def _open_trace(job: ScriptJob) -> TraceWriter:

@@ -24,6 +24,9 @@ from flexinspect.provenance import git_state
 from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.control.levels import SessionLevels
+from flexinspect_hooks.control.running import Running
+from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.layers import attention_layers
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.program import state_of
@@ -45,6 +48,7 @@ def watch(
     segments: Iterable[Wish] | None = None,
     mask: str | MaskRule | None = None,
     layers: Sequence[int] | None = None,
+    control: bool = False,
 ) -> Watch:
     """Record what `model` does while the `with` block runs, whatever code calls it.
 
@@ -52,6 +56,9 @@ def watch(
     folder). `segments` are spans (start, stop, label) of the ids fed, or texts, or (text, label),
     to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskRule`, to
     compare with what ran. `layers` are those whose activations level extreme stores (default: all).
+
+    With `control` the `flexinspect ctl` command and others can pause the model meanwhile, and
+    change the level.
 
     Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way.
     """
@@ -66,7 +73,8 @@ def watch(
     if path.exists():
         raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
     wishes = Wishes(_words(tokenizer), read_wishes(segments), mask)
-    return Watch(model, path, wishes, level=level, layers=_checked(layers, model))
+    chosen = _checked(layers, model)
+    return Watch(model, path, wishes, level=level, layers=chosen, control=control)
 
 
 class Watch:
@@ -80,7 +88,10 @@ class Watch:
         *,
         level: str,
         layers: Sequence[int] | None,
+        control: bool = False,
     ) -> None:
+        self._is_controlled = control
+        self._running: Running | None = None
         self.path = path.absolute()
         self._model, self._wishes = model, wishes
         self._level, self._layers = level, layers
@@ -104,6 +115,8 @@ class Watch:
             )
             session.__enter__()
             session.watch_generate()
+            if self._is_controlled:
+                self._running = _controlled(session, writer)
         except BaseException:
             writer.close("failed")
             writer.discard()
@@ -126,6 +139,8 @@ class Watch:
         _watched.discard(id(self._model))
         self._session, state = None, state_of(error)
         # Whatever fails here must not take the place of the user's own exception.
+        if self._running is not None:
+            self._running.close()
         for step in (
             lambda: session.close(state, error),
             lambda: session.__exit__(kind, error, trace),
@@ -189,6 +204,22 @@ class Watch:
 
     def _nothing_yet(self) -> str:
         return f"Nothing is recorded yet; the trace will be {visible(str(self.path))}."
+
+
+def _controlled(session: WatchSession, writer: TraceWriter) -> Running:
+    """Take commands for a session from now on."""
+    stored = ",".join(map(str, session.context.layers))
+    levels = SessionLevels(session.level, stored)
+    title = type(session.context.model).__name__
+    about = About("watch", title, str(writer.recording_path))
+    running = Running(about, levels, is_served=True, serving=None)
+    levels.attach(session)
+    session.gate = running.gate
+    running.record_with(session.recorder)
+    running.start()
+    if running.note:
+        print(f"flexinspect: no commands are taken: {running.note}", file=sys.stderr)
+    return running
 
 
 def _quietly(call: Callable[[], object]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import socket
 from collections.abc import Collection
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flexinspect.control.addresses import is_loopback
 from flexinspect.control.codec import to_json
 from flexinspect.control.messages import Refusal
 
@@ -107,16 +107,6 @@ def hosts_of(host: str) -> frozenset[str]:
             own = set()
         return frozenset({host, socket.gethostname(), "localhost", "127.0.0.1", *map(str, own)})
     return frozenset({host, "localhost", "127.0.0.1", "::1"})
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches a server that listens on `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

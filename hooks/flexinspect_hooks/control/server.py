@@ -12,10 +12,10 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.control.addresses import Serving
 from flexinspect.control.registry import (
     Address,
     Entry,
@@ -35,15 +35,6 @@ CLOSE_S = 1.0
 """How long the end of the process waits for answers that are on their way."""
 
 BACKLOG = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """Where to listen over TCP, and what every request must bring. Port 0: a free one."""
-
-    host: str
-    port: int
-    token: str
 
 
 class ControlServer:
