@@ -159,8 +159,25 @@ def test_any_text_is_read_or_refused_and_nothing_else(text: str) -> None:
 
 
 _pieces = st.sampled_from(
-    [*WORDS, *SIGHTS, *COMPARISONS, *UNITS, *"()[],@", "finding", "mask.*", "and", "or", "not", "in"]
-    + ['"a"', "'\\n'", "1", "-2.5e3", "error", "layers.*"]
+    [
+        *WORDS,
+        *SIGHTS,
+        *COMPARISONS,
+        *UNITS,
+        *"()[],@",
+        "finding",
+        "mask.*",
+        "and",
+        "or",
+        "not",
+        "in",
+        '"a"',
+        "'\\n'",
+        "1",
+        "-2.5e3",
+        "error",
+        "layers.*",
+    ]
 )
 
 
@@ -229,7 +246,12 @@ def test_options_stand_in_brackets_at_the_end() -> None:
 
 @pytest.mark.parametrize(
     ("text", "under"),
-    [("nan [onec]", "onec"), ("nan [hits=x]", "hits=x"), ("nan [hits]", "hits"), ("nan [a b]", "a")],
+    [
+        ("nan [onec]", "onec"),
+        ("nan [hits=x]", "hits=x"),
+        ("nan [hits]", "hits"),
+        ("nan [a b]", "a"),
+    ],
 )
 def test_an_unknown_option_is_refused_with_a_mark_under_it(text: str, under: str) -> None:
     with pytest.raises(ExpressionError) as caught:
