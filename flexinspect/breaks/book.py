@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -13,7 +13,6 @@ from flexinspect.breaks.parser import parse
 from flexinspect.breaks.tree import Expression, sights_in, to_text, wants_calls
 from flexinspect.breaks.words import INF, NAN
 from flexinspect.control.messages import BreakpointInfo
-from flexinspect.errors import UsageError
 
 
 class Action(StrEnum):
@@ -66,13 +65,20 @@ class BreakpointBook:
 
     `version` changes with the set of enabled breakpoints, so that whoever prepares for them can see
     at the price of one comparison that nothing has changed; it is 0 while none was ever set.
+    `changed` is called after each change of that set, in the thread that made it.
     """
 
-    def __init__(self, *, finding_ids: Collection[str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        finding_ids: Collection[str] | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._breakpoints: dict[int, Breakpoint] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._finding_ids = finding_ids
+        self.changed = changed
         self.version = 0
 
     def add(
@@ -95,6 +101,7 @@ class BreakpointBook:
             number = next(self._numbers)
             made = Breakpoint(number, expression, options, not options.off, source=source)
             self._put(made)
+        self.changed()
         return made.info()
 
     def list(self) -> tuple[BreakpointInfo, ...]:
@@ -103,18 +110,19 @@ class BreakpointBook:
             return tuple(each.info() for each in self._breakpoints.values())
 
     def remove(self, number: int) -> None:
-        """Take one out. Raises `UsageError` for a number that none has."""
+        """Take one out. Raises `KeyError` for a number that none has."""
         with self._lock:
-            self._get(number)
             del self._breakpoints[number]
             self.version += 1
+        self.changed()
 
-    def enable(self, number: int, is_enabled: bool) -> BreakpointInfo:
-        """Switch one on or off. Raises `UsageError` for a number that none has."""
+    def enable(self, number: int, on: bool) -> BreakpointInfo:
+        """Switch one on or off. Raises `KeyError` for a number that none has."""
         with self._lock:
-            changed = replace(self._get(number), is_enabled=is_enabled)
-            self._put(changed)
-            return changed.info()
+            made = replace(self._breakpoints[number], is_enabled=on)
+            self._put(made)
+        self.changed()
+        return made.info()
 
     def annotate(self, number: int, note: str) -> None:
         """Say something of a breakpoint to whoever lists it."""
@@ -133,26 +141,18 @@ class BreakpointBook:
             met = self._breakpoints.get(number)
             if met is None or not met.is_enabled:
                 return Action.PASS
-            met = replace(met, n_hits=met.n_hits + 1)
-            counts = met.n_hits >= met.options.hits
-            if counts and met.options.once:
-                self._put(replace(met, is_enabled=False))
-            else:
-                self._breakpoints[number] = met
-            if not counts:
+            met = self._breakpoints[number] = replace(met, n_hits=met.n_hits + 1)
+            if met.n_hits < met.options.hits:
                 return Action.PASS
-            return Action.LOG if met.options.log else Action.STOP
+            if met.options.once:
+                self._put(replace(met, is_enabled=False))
+        if met.options.once:
+            self.changed()
+        return Action.LOG if met.options.log else Action.STOP
 
     def _put(self, made: Breakpoint) -> None:
         self._breakpoints[made.id] = made
         self.version += 1
-
-    def _get(self, number: int) -> Breakpoint:
-        found = self._breakpoints.get(number)
-        if found is None:
-            known = ", ".join(map(str, self._breakpoints)) or "none is set"
-            raise UsageError(f"There is no breakpoint {number} (there are: {known}).")
-        return found
 
 
 def book_of(

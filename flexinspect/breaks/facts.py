@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from flexinspect.breaks.words import INF, NAN
+from flexinspect.breaks.words import EMPTY_ROW, FALLBACK, INF, NAN
 from flexinspect.findings import Finding
 from flexinspect.records import UNKNOWN, CallRecord, LayerStatRecord, StepRecord
 
@@ -55,7 +55,7 @@ def facts_of(
     return Facts(
         values=_values(step),
         layers=_layers(step),
-        sightings=(*sightings, *_sick(step)),
+        sightings=(*sightings, *_sick(step), *_told(step)),
         looked=frozenset(recorded),
         findings=step.findings,
     )
@@ -140,3 +140,20 @@ def _sick(step: StepRecord) -> list[Sighting]:
                 said = f"{n} {word} {values} in {module}"
                 found.append(Sighting(kind, module if layer is not None else "", layer, said))
     return found
+
+
+_MEAN = {
+    "mask.empty-row": EMPTY_ROW,
+    "path.fallback": FALLBACK,
+    "path.bypass": FALLBACK,
+}
+"""Findings that say what a condition asks for, where nobody looked while the step ran."""
+
+
+def _told(step: StepRecord) -> list[Sighting]:
+    return [
+        Sighting(_MEAN[finding.id], "", layer, finding.sentence)
+        for finding in step.findings
+        if finding.id in _MEAN
+        for layer in finding.layers or (finding.layer,)
+    ]

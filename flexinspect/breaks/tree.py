@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flexinspect.breaks.words import SIGHTS, WORDS
+from flexinspect.breaks.words import EMPTY_ROW, FALLBACK, WORDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +200,4 @@ def has_finding(tree: Expression) -> bool:
 
 def wants_calls(tree: Expression) -> bool:
     """Say whether attention calls are to be looked at, one by one, while the model runs."""
-    return is_of_layers(tree) or any(seen.kind in SIGHTS for seen in sights_in(tree))
+    return is_of_layers(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in sights_in(tree))

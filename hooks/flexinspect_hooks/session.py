@@ -27,6 +27,8 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule, RuleBook
+from flexinspect_hooks.breakhooks import ModelBreaks
+from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.cores import available_cores
@@ -125,6 +127,7 @@ class CaptureSession:
             tell=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
         self._segments: tuple[Segment, ...] = ()
+        self._breaks: ModelBreaks | None = None
         self.capture_s = 0.0
         self.total_s = 0.0
 
@@ -195,6 +198,8 @@ class CaptureSession:
         Hooks of several sessions lie over each other in one place, so they go in reverse order:
         those of a session that ends before a later one wait for it, and see no step any more.
         """
+        if self._breaks is not None:
+            self._breaks.remove()
         own = [remove for owner, remove in self._removes if owner is None]
         self._removes = [pair for pair in self._removes if pair[0] is not None]
         while own:
@@ -204,6 +209,11 @@ class CaptureSession:
             last = _entered.pop()
             while last._removes:
                 last._removes.pop()[1]()
+
+    def break_on(self, breaking: Breaking) -> None:
+        """Judge these breakpoints: while a forward runs, and when its step is written."""
+        self._breaks = ModelBreaks(breaking, self.context, self.recorder.drain)
+        self.recorder.judge = breaking
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -245,6 +255,8 @@ class CaptureSession:
     def _begin_step(self, step: StepContext) -> None:
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
+        if self._breaks is not None:
+            self._breaks.open(step)
         step.arguments = {}  # a forward that fails must not leave a cache alive
         self._step, self.context.is_open = step, True
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from flexinspect import __version__, masks
+from flexinspect.breaks import BreakpointBook
 from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.findings import Finding
 from flexinspect.glance import Glance, glance
@@ -24,12 +25,15 @@ from flexinspect.provenance import git_state
 from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.layers import attention_layers
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.program import state_of
 from flexinspect_hooks.session import check_level
 from flexinspect_hooks.spans import Wish, read_wishes
+from flexinspect_hooks.stoppers import CallingStopper
 from flexinspect_hooks.story import IdWords, TokenizerWords, Wishes, Words
+from flexinspect_hooks.watchbreaks import Call, OnBreak, who_stops
 from flexinspect_hooks.watchsession import WatchSession
 
 _watched: set[int] = set()
@@ -45,6 +49,8 @@ def watch(
     segments: Iterable[Wish] | None = None,
     mask: str | MaskRule | None = None,
     layers: Sequence[int] | None = None,
+    breakpoints: Iterable[str] = (),
+    on_break: OnBreak = None,
 ) -> Watch:
     """Record what `model` does while the `with` block runs, whatever code calls it.
 
@@ -53,7 +59,12 @@ def watch(
     to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskRule`, to
     compare with what ran. `layers` are those whose activations level extreme stores (default: all).
 
-    Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way.
+    `breakpoints` are conditions as in docs/breakpoints.md. At a hit `on_break` is called with a
+    `BreakpointHit`, in the model's thread; "pdb" opens Python's debugger in the user's frame. By
+    default that is done on a terminal, and elsewhere the hit is printed on stderr.
+
+    Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way, a
+    breakpoint that cannot be read.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
@@ -66,7 +77,17 @@ def watch(
     if path.exists():
         raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
     wishes = Wishes(_words(tokenizer), read_wishes(segments), mask)
-    return Watch(model, path, wishes, level=level, layers=_checked(layers, model))
+    watched = Watch(
+        model,
+        path,
+        wishes,
+        level=level,
+        layers=_checked(layers, model),
+        on_break=who_stops(on_break),
+    )
+    for text in breakpoints:
+        watched.breakpoints.add(text, source="watch")
+    return watched
 
 
 class Watch:
@@ -80,7 +101,11 @@ class Watch:
         *,
         level: str,
         layers: Sequence[int] | None,
+        on_break: Call,
     ) -> None:
+        self.breakpoints = BreakpointBook()
+        """Those that are set; more may be added at any time."""
+        self._on_break = on_break
         self.path = path.absolute()
         self._model, self._wishes = model, wishes
         self._level, self._layers = level, layers
@@ -103,6 +128,8 @@ class Watch:
                 self._model, writer, self._wishes, level=self._level, layers=self._layers
             )
             session.__enter__()
+            stopper = CallingStopper(self._on_break)
+            session.break_on(Breaking(self.breakpoints, stopper, session.recorder.put))
             session.watch_generate()
         except BaseException:
             writer.close("failed")
@@ -133,6 +160,8 @@ class Watch:
             lambda: writer.close(state),
         ):
             _quietly(step)
+        if error is None:
+            session.pass_breakpoints()
 
     def _conclude(self, session: WatchSession, writer: TraceWriter) -> None:
         failure = session.recorder.failure

@@ -355,6 +355,12 @@ class WatchSession(CaptureSession):
             self._event("step-unread", f"What generate returned was not read: {what}")
         self._end()
         self._sequences.end()
+        self.pass_breakpoints()
+
+    def pass_breakpoints(self) -> None:
+        """Let breakpoints stop that the last step has met."""
+        if self._breaks is not None:
+            self._breaks.pass_on()
 
     def _take_last(self, result: Any) -> None:
         """Settle the last step with the token at the end of what `generate` returned."""

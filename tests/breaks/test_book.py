@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from flexinspect.breaks import Action, BreakpointBook, ExpressionError, complete
-from flexinspect.errors import UsageError
 
 
 def hits(book: BreakpointBook, n: int) -> list[str]:
@@ -56,10 +55,21 @@ def test_one_is_switched_off_and_on_and_taken_out() -> None:
     assert [each.id for each in book.list()] == [1]
     book.add("fallback")
     assert [each.id for each in book.list()] == [1, 3]
-    with pytest.raises(UsageError, match=r"no breakpoint 2 \(there are: 1, 3\)"):
+    with pytest.raises(KeyError):
         book.remove(2)
-    with pytest.raises(UsageError, match="no breakpoint 9"):
+    with pytest.raises(KeyError):
         book.enable(9, False)
+
+
+def test_who_prepares_for_breakpoints_is_told_of_each_change() -> None:
+    versions: list[int] = []
+    book = BreakpointBook(changed=lambda: versions.append(book.version))
+    book.add("nan [once]")
+    book.enable(1, False)
+    book.enable(1, True)
+    book.hit(1)
+    book.remove(1)
+    assert versions == [1, 2, 3, 4, 5]
 
 
 def test_hits_alone_do_not_change_the_version() -> None:
