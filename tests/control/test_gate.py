@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flexinspect.control.messages import Fork, Order, Place, Restore
 from flexinspect.errors import ControlError, FlexInspectError
 from flexinspect_hooks.control.gate import Gate
 
-PATIENCE_S = 10.0
+PATIENCE_S = 2.0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -155,9 +155,14 @@ class GateMachine(RuleBasedStateMachine):
             self._obey()
             wait_for(lambda: self.gate.view().order.state in ("done", "failed"))  # type: ignore[union-attr]
 
-    @rule()
-    @precondition(lambda self: not self.is_paused)
-    def forward(self) -> None:
+    @rule(n=st.integers(1, 3))
+    def forwards(self, n: int) -> None:
+        for _ in range(n):
+            if not self.is_paused:
+                self._forward()
+                self.all_is_as_it_should()
+
+    def _forward(self) -> None:
         self.model.forward()
         self.step += 1
         if self.left is not None:
@@ -212,7 +217,7 @@ class GateMachine(RuleBasedStateMachine):
             assert self.gate.view().place == Place(0, 0, self.step)
 
 
-GateMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
+GateMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestCommands = pytest.mark.timeout(120)(GateMachine.TestCase)
 
 
@@ -247,6 +252,18 @@ def test_judged_steps_are_written_before_the_next_one_starts() -> None:
     gate.judge(False)
     gate.between_steps(Place(0, 0, 1))
     assert written == ["settled"]
+
+
+def test_a_place_that_the_model_was_put_to_counts_as_no_step() -> None:
+    gate = Gate()
+    gate.between_steps(Place(0, 0, 3))
+    gate.step(2)
+    gate.order(Fork(Place(0, 0, 1), token_id=7))
+    order = gate.between_steps(Place(0, 0, 4))
+    assert order is not None
+    gate.done(order, Place(0, 0, 1))
+    assert gate.between_steps(Place(0, 0, 1)) is None
+    assert gate.view().says == "pausing after 1 more step"
 
 
 def test_a_run_to_a_step_of_a_generation_that_ends_before_pauses_at_the_next_one() -> None:
