@@ -44,9 +44,22 @@ def _print(hit: BreakpointHit, frame: FrameType) -> None:
 
 
 def _pdb(hit: BreakpointHit, frame: FrameType) -> None:
-    """Open Python's debugger at the next line of the user's own frame."""
+    """Open Python's debugger in the user's own frame, at once; `quit` is like Ctrl-C.
+
+    `Pdb.set_trace` would stop at whatever runs next, which is ours.
+    """
     _print(hit, frame)
-    pdb.Pdb().set_trace(_users(frame))
+    where, debugger = _users(frame), pdb.Pdb()
+    debugger.reset()
+    above: FrameType | None = where
+    while above is not None:
+        above.f_trace = debugger.trace_dispatch
+        debugger.botframe, above = above, above.f_back
+    debugger.interaction(where, None)
+    if debugger.quitting:
+        raise KeyboardInterrupt
+    if debugger.stopframe is not debugger.botframe or debugger.breaks:
+        sys.settrace(debugger.trace_dispatch)
 
 
 def _users(frame: FrameType) -> FrameType:
