@@ -6,7 +6,7 @@ no files.
 
 from __future__ import annotations
 
-from flexinspect.breaks.book import Action, Breakpoint, BreakpointBook, book_of
+from flexinspect.breaks.book import Action, Breakpoint, BreakpointBook
 from flexinspect.breaks.complete import Completion, complete
 from flexinspect.breaks.errors import ExpressionError
 from flexinspect.breaks.evaluate import Unknown, Verdict, evaluate, judge
@@ -25,7 +25,6 @@ __all__ = [
     "Sighting",
     "Unknown",
     "Verdict",
-    "book_of",
     "complete",
     "evaluate",
     "facts_of",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from flexinspect.breaks.options import Options, split_options
 from flexinspect.breaks.parser import parse
-from flexinspect.breaks.tree import Expression, sights_in, to_text, wants_calls
+from flexinspect.breaks.tree import Expression, has_finding, sights_in, to_text, wants_calls
 from flexinspect.breaks.words import INF, NAN
 from flexinspect.control.messages import BreakpointInfo
 
@@ -65,13 +65,14 @@ class BreakpointBook:
 
     `version` changes with the set of enabled breakpoints, so that whoever prepares for them can see
     at the price of one comparison that nothing has changed; it is 0 while none was ever set.
+    `finding_ids` gives the ids that a `finding` is checked against; without it none is refused.
     `changed` is called after each change of that set, in the thread that made it.
     """
 
     def __init__(
         self,
         *,
-        finding_ids: Collection[str] | None = None,
+        finding_ids: Callable[[], Collection[str]] | None = None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._breakpoints: dict[int, Breakpoint] = {}
@@ -95,7 +96,9 @@ class BreakpointBook:
         Raises `ExpressionError`, which points at what cannot be read.
         """
         condition, said = split_options(text)
-        expression = parse(condition, finding_ids=self._finding_ids)
+        expression = parse(condition)
+        if self._finding_ids is not None and has_finding(expression):
+            parse(condition, finding_ids=self._finding_ids())
         options = Options(max(said.hits, hits), said.once or once, said.log or log_only, said.off)
         with self._lock:
             number = next(self._numbers)
@@ -153,16 +156,6 @@ class BreakpointBook:
     def _put(self, made: Breakpoint) -> None:
         self._breakpoints[made.id] = made
         self.version += 1
-
-
-def book_of(
-    texts: Iterable[str], *, finding_ids: Collection[str] | None = None, source: str = ""
-) -> BreakpointBook:
-    """Return a book with these breakpoints. Raises `ExpressionError`."""
-    book = BreakpointBook(finding_ids=finding_ids)
-    for text in texts:
-        book.add(text, source=source)
-    return book
 
 
 def _note(expression: Expression) -> str:

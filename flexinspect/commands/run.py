@@ -12,6 +12,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+from flexinspect.commands.breakflags import add_break_flags, breakpoints_of, on_break
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts
 
@@ -22,6 +23,7 @@ examples:
   flexinspect run --model llama3.2_3b_it --mask shared-prefix --instruction "Answer briefly."
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
+  flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
 
   flexinspect run train_or_generate.py                 # your own program, unchanged
   flexinspect run script.py -- --its-own flags         # what follows the script is for it
@@ -31,7 +33,7 @@ examples:
 
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
-    *("--no-ui", "--json", "--verbose", "--threads"),
+    *("--no-ui", "--json", "--verbose", "--threads", "--break", "--wait"),
 )
 """Flags that go with a program of the user's."""
 
@@ -56,6 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_attention_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
+    add_break_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -272,6 +275,8 @@ def job_of(args: argparse.Namespace) -> Job:
         layers=args.layers,
         threads=args.threads,
         overwrite=args.overwrite,
+        breakpoints=breakpoints_of(args),
+        on_break=on_break(args, has_terminal=_on_a_terminal()),
         texts=Texts(**texts),
         sampling=_sampling({name: said[name] for name in _SAMPLING if name in said}),
         argv=tuple(sys.argv),

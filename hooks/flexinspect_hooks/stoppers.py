@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from collections import deque
@@ -25,10 +26,13 @@ _DEBUGGERS = ("pydevd", "flexinspect_hooks.debugging.terminal")
 
 
 class GateStopper:
-    """Pauses the model before its next step; inside a forward, where a debugger is attached."""
+    """Pauses the model before its next step; inside a forward, where a debugger is attached.
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    `say` tells whoever started the run that it pauses.
+    """
+
+    def __init__(self, gate: Gate, say: Callable[[str], None] = lambda _: None) -> None:
+        self._gate, self._say = gate, say
 
     def arm(self, on: bool) -> None:
         """Let the gate wait at each boundary until the step before it is judged."""
@@ -50,6 +54,10 @@ class GateStopper:
         """Pause at the next boundary, for all that was met in this step."""
         reason = "; ".join(f"breakpoint {hit.id}, {hit.reason}" for hit in hits)
         self._gate.stop_at(reason, hits[0].as_facts())
+        self._say(
+            f"Paused at {reason}. Go on with: flexinspect ctl continue --pid {os.getpid()} "
+            "(Ctrl-C ends the run)"
+        )
 
     def pass_on(self, settle: Callable[[], None], frame: FrameType) -> None:
         """Nothing: the gate does it."""
