@@ -45,7 +45,10 @@ OnBreak = Literal["wait", "stop"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of the ensemble generation. Field names are those of the command line's flags."""
+    """One run of the ensemble generation. Field names are those of the command line's flags.
+
+    `serving` is host, port and token of a control server over TCP; the token is nobody else's.
+    """
 
     out: str
     model: str = "demo"
@@ -71,6 +74,9 @@ class Job:
     overwrite: bool = False
     breakpoints: tuple[str, ...] = ()
     on_break: OnBreak = "wait"
+    hold: bool = False
+    control: bool = True
+    serving: tuple[str, int, str] | None = None
     texts: Texts = field(default_factory=Texts)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     argv: tuple[str, ...] = ()
@@ -90,6 +96,7 @@ class Job:
             values["sampling"] = SamplingOptions(**values.get("sampling", {}))
             for name in ("prompts", "argv", "breakpoints"):
                 values[name] = tuple(values.get(name, ()))
+            values["serving"] = _serving(values)
             return cls(**values)
         except (ValueError, TypeError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
@@ -122,6 +129,8 @@ class ScriptJob:
     overwrite: bool = False
     breakpoints: tuple[str, ...] = ()
     on_break: OnBreak = "wait"
+    control: bool = True
+    serving: tuple[str, int, str] | None = None
     declaration: Declaration = field(default_factory=Declaration)
     argv: tuple[str, ...] = ()
     git: Mapping[str, Any] | None = None
@@ -139,9 +148,15 @@ class ScriptJob:
             wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
             for name in ("args", "argv", "breakpoints"):
                 values[name] = tuple(values[name])
+            values["serving"] = _serving(values)
             return cls(**values, declaration=Declaration(tuple(wishes), **said))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+
+
+def _serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:
+    said = values.get("serving")
+    return None if said is None else (str(said[0]), int(said[1]), str(said[2]))
 
 
 def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:

@@ -66,6 +66,11 @@ class ModelBreaks:
         self._sights.looked |= self._looked
         self._judge()
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether any breakpoint is switched on."""
+        return self._breaking.is_armed
+
     def pass_on(self) -> None:
         """Let whoever was met in the steps before stop now."""
         self._breaking.stopper.pass_on(self._settle, sys._getframe(1))

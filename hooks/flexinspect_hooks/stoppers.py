@@ -18,9 +18,6 @@ from flexinspect.records import EventRecord
 from flexinspect_hooks.breaking import HIT_EVENT
 from flexinspect_hooks.control.gate import Gate
 
-STOPPED = 3
-"""Exit code of a run that a breakpoint ended."""
-
 _DEBUGGERS = ("pydevd", "flexinspect_hooks.debugging.terminal")
 """Modules that are loaded where a debugger may be."""
 

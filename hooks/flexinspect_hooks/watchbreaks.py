@@ -39,8 +39,13 @@ def _has_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
+def say_on_stderr(sentence: str) -> None:
+    """Say something to the user."""
+    print(f"flexinspect: {sentence}", file=sys.stderr)
+
+
 def _print(hit: BreakpointHit, frame: FrameType) -> None:
-    print(f"flexinspect: {hit.sentence()}", file=sys.stderr)
+    say_on_stderr(hit.sentence())
 
 
 def _pdb(hit: BreakpointHit, frame: FrameType) -> None:

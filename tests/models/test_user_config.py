@@ -80,7 +80,7 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
         ('[models]\n"a.b" = { path = "x/y", device = "cpu" }\n', 2, "unknown key 'device'"),
         ("models = 3\n", 1, "[models] must be a table"),
         ('\n[model]\nmine = "x/y"\n', 2, "did you mean [models]?"),
-        ("[colours]\n", 1, "known: [models] and [keys]"),
+        ("[colours]\n", 1, "known: [models], [keys], [breakpoints]"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(
@@ -182,8 +182,8 @@ def test_a_key_of_textual_itself_cannot_be_taken(home: Path) -> None:
 
 
 def test_breakpoints_are_read_by_name_and_the_project_goes_before_the_user(home: Path) -> None:
-    (home / ".config" / "flexinspect").mkdir(parents=True)
-    own = home / ".config" / "flexinspect" / "config.toml"
+    own = home.parent / "xdg" / "flexinspect" / "config.toml"
+    own.parent.mkdir(parents=True)
     own.write_text('[breakpoints]\nunsure = "entropy > 2"\nsick = "nan or inf"\n')
     (home / "flexinspect.toml").write_text('[breakpoints]\nunsure = "entropy > 3 [once]"\n')
     assert load_config().breakpoints == {"unsure": "entropy > 3 [once]", "sick": "nan or inf"}
