@@ -209,8 +209,7 @@ def _breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
         try:
             book.add(condition)
         except ExpressionError as error:
-            error.message = f"{file}:{_line_of(text, name)}: {error.message}"
-            raise
+            raise error.at(f"{file}:{_line_of(text, name)}") from None
     return dict(table)
 
 

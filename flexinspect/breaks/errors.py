@@ -22,6 +22,11 @@ class ExpressionError(UsageError):
         self.text = text
         self.start, self.stop = start, stop
 
+    def at(self, where: str) -> ExpressionError:
+        """Return the same error, which says where the expression stands."""
+        reason = f"{where}: {self.reason}"
+        return ExpressionError(reason, self.text, self.start, self.stop, hint=self.hint)
+
 
 def _printable(text: str) -> str:
     """Return the text in one line, each character of it in place of itself."""

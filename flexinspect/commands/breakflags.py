@@ -42,8 +42,7 @@ def breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
         try:
             book.add(text)
         except ExpressionError as error:
-            error.message = f"--break: {error.message}"
-            raise
+            raise error.at("--break") from None
     return (*load_config().breakpoints.values(), *given)
 
 
