@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Collection
 
+from flexinspect.errors import UsageError
 from flexinspect.job import OnBreak
 
 
@@ -53,6 +55,14 @@ def known_findings() -> Collection[str]:
     return catalogue().kinds.keys()
 
 
-def on_break(args: argparse.Namespace, *, has_terminal: bool) -> OnBreak:
-    """Say what a hit does: without a terminal, or under --json, nobody would see the pause."""
-    return "wait" if args.wait or (has_terminal and not args.json) else "stop"
+def on_break(args: argparse.Namespace) -> OnBreak:
+    """Say what a hit does: without a terminal, or under --json, nobody would see the pause.
+
+    Raises `UsageError` for --wait in a run that takes no commands: it would wait for ever.
+    """
+    if args.wait and not args.control:
+        raise UsageError(
+            "--wait pauses the run until a command comes, and --no-control takes none.",
+            hint="Leave one of them out.",
+        )
+    return "wait" if args.wait or (sys.stderr.isatty() and not args.json) else "stop"

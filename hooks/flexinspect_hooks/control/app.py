@@ -15,6 +15,7 @@ from starlette.routing import Route as StarletteRoute
 from flexinspect.control.codec import from_json, to_json
 from flexinspect.control.messages import Refusal
 from flexinspect.errors import ControlError, FlexInspectError
+from flexinspect_hooks.control.guard import TooLargeError
 from flexinspect_hooks.control.openapi import document
 from flexinspect_hooks.control.verbs import ROUTES, AbsentError, Route, Verbs
 
@@ -32,7 +33,7 @@ def make_app(verbs: Verbs) -> Starlette:
         for route in ROUTES
     ]
     routes.append(StarletteRoute("/openapi.json", _document, methods=["GET"]))
-    handlers: Any = {HTTPException: _not_found}
+    handlers: Any = {HTTPException: _not_found, Exception: _failed}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -54,6 +55,8 @@ def _endpoint(route: Route, verbs: Verbs) -> Endpoint:
             if route.body is not None:
                 given.append(_body(route.body, await request.body()))
             return JSONResponse(to_json(verb(*given)))
+        except TooLargeError as error:
+            return _refusal(413, error)
         except _UnreadableError as error:
             return _refusal(400, error)
         except AbsentError as error:
@@ -77,6 +80,11 @@ def _body(kind: type[Any], data: bytes) -> Any:
 
 def _refusal(status: int, error: FlexInspectError) -> Response:
     return JSONResponse(to_json(Refusal(error.message, error.hint)), status)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    what = f"{type(error).__name__}: {error}"
+    return JSONResponse(to_json(Refusal(f"The server itself failed: {what}")), 500)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

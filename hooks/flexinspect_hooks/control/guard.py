@@ -13,17 +13,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from flexinspect.control.addresses import is_loopback
 from flexinspect.control.codec import to_json
 from flexinspect.control.messages import Refusal
+from flexinspect.errors import ControlError
 
 LARGEST_BODY = 64 << 10
 """Bytes of a request's body."""
 
 
-class _TooLargeError(Exception):
+class TooLargeError(ControlError):
     """A body that says nothing of its size has grown past the limit."""
+
+    def __init__(self) -> None:
+        super().__init__(f"The body is larger than {LARGEST_BODY >> 10} KiB.")
 
 
 class SizeGuard:
-    """Refuses bodies above `LARGEST_BODY`, whether they say how large they are or not."""
+    """Refuses bodies above `LARGEST_BODY` that say how large they are.
+
+    Of others so much is read, and then the application gets a `TooLargeError`.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,15 +41,10 @@ class SizeGuard:
             return
         size = _header(scope, b"content-length")
         if size is not None and (not size.isdigit() or int(size) > LARGEST_BODY):
-            await _refuse(413, _TOO_LARGE, scope, receive, send)
-            return
-        try:
+            said = Refusal(TooLargeError().message)
+            await _refuse(413, said, scope, receive, send)
+        else:
             await self._app(scope, _counted(receive), send)
-        except _TooLargeError:
-            await _refuse(413, _TOO_LARGE, scope, receive, send)
-
-
-_TOO_LARGE = Refusal(f"The body is larger than {LARGEST_BODY >> 10} KiB.")
 
 
 def _counted(receive: Receive) -> Receive:
@@ -53,7 +55,7 @@ def _counted(receive: Receive) -> Receive:
         message = await receive()
         n += len(message.get("body", b""))
         if n > LARGEST_BODY:
-            raise _TooLargeError
+            raise TooLargeError
         return message
 
     return counted

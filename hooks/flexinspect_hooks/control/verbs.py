@@ -64,6 +64,7 @@ class Verbs:
             place=view.place,
             says=view.says,
             reason=view.reason,
+            until=view.until,
             level=cast(Level, parts.levels.level),
             layers=parts.levels.layers,
             kind=about.kind,
