@@ -17,8 +17,8 @@ class BreakpointHit:
     """Which breakpoint was met, where, and why.
 
     `reason` names condition, step, layer, values and token in words. `step` is None where it was
-    met between steps, `layer` where it is about none. `values` are those of the condition's names
-    that are known. `is_inside` says that the step's forward is still running.
+    met between steps, `layer` where it is about none. `values` are all that was known of the step
+    and of that layer, by the names of the language. `is_inside` says that the forward still runs.
     """
 
     id: int
