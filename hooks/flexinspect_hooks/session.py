@@ -28,6 +28,8 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule, RuleBook
+from flexinspect_hooks.breakhooks import ModelBreaks
+from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.control.gate import Gate
@@ -132,6 +134,7 @@ class CaptureSession:
         self.place = Place()
         """The last step that is finished."""
         self._switch = Switch()
+        self._breaks: ModelBreaks | None = None
         self.capture_s = 0.0
         self.total_s = 0.0
 
@@ -203,6 +206,8 @@ class CaptureSession:
         Hooks of several sessions lie over each other in one place, so they go in reverse order:
         those of a session that ends before a later one wait for it, and see no step any more.
         """
+        if self._breaks is not None:
+            self._breaks.remove()
         own = [remove for owner, remove in self._removes if owner is None]
         self._removes = [pair for pair in self._removes if pair[0] is not None]
         while own:
@@ -212,6 +217,20 @@ class CaptureSession:
             last = _entered.pop()
             while last._removes:
                 last._removes.pop()[1]()
+
+    def break_on(self, breaking: Breaking) -> None:
+        """Judge these breakpoints: while a forward runs, and when its step is written."""
+        self._breaks = ModelBreaks(breaking, self.context, self.recorder.drain)
+        self.recorder.judge = breaking
+
+    def pass_breakpoints(self) -> None:
+        """Let breakpoints stop that the last step of a generation has met.
+
+        Raises `KeyboardInterrupt` when the run is to stop.
+        """
+        if self._breaks is not None and self._breaks.is_armed:
+            self._breaks.pass_on()
+            pass_gate(self.gate, self.place)
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -263,6 +282,8 @@ class CaptureSession:
         self.level = self._switch.take(step, self.context)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
+        if self._breaks is not None:
+            self._breaks.open(step)
         step.arguments = {}  # a forward that fails must not leave a cache alive
         self._step, self.context.is_open = step, True
 

@@ -370,6 +370,7 @@ class WatchSession(CaptureSession):
             self._event("step-unread", f"What generate returned was not read: {what}")
         self._end()
         self._sequences.end()
+        self.pass_breakpoints()
 
     def _take_last(self, result: Any) -> None:
         """Settle the last step with the token at the end of what `generate` returned."""
