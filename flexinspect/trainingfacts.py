@@ -123,8 +123,9 @@ class TrainingStepRecord:
     `max_norm` the limit given to it; all None where not seen. `group_norms` are in the order of the
     run's groups; `group_ratios` are the norm of each group's change over that of its weights, from
     a sample of rows where a parameter is large. `gradients` are those of the parameters that were
-    recorded for this step; the counts are of all parameters. `data_ms` is the time in the watched loader, `other_ms` all that
-    lay outside of forward, backward, optimizer and loader. `detail` is how much was measured.
+    recorded for this step; the counts are of all parameters. `data_ms` is the time in the watched
+    loader, `other_ms` all that lay outside of forward, backward, optimizer and loader. `detail` is
+    how much was measured.
     """
 
     loss: float

@@ -152,8 +152,8 @@ def _training(row: TrainingStepRecord) -> Iterator[str]:
     sick = f"{row.n_exploding} explode  {row.n_vanishing} vanish  {row.n_dead} dead"
     yield f"      params   {row.n_parameters}  {sick}  {row.n_sick} not finite"
     if row.producer is not None:
-        name = visible(row.producer.name)
-        yield f"      producer {visible(row.producer.kind)} {name}  carriers {row.producer.n_carriers}"
+        kind, name = visible(row.producer.kind), visible(row.producer.name)
+        yield f"      producer {kind} {name}  carriers {row.producer.n_carriers}"
     rows = ((g.name, g.norm, g.max, g.n_nan, g.n_inf) for g in row.gradients)
     yield from _block("grads", ("name", "norm", "max", "nan", "inf"), rows, indent=6)
 
