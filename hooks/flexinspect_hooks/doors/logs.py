@@ -61,8 +61,9 @@ def debug_logging(
     """Write what the debuggers say to `file`, or to stderr without one; returns what ends it.
 
     The file is rotated at `max_bytes`, and `backups` older ones are kept. `signs` puts an emoji for
-    the level before each line. Records have their figures as `record.facts` too. Raises `UsageError`
-    for a file that cannot be written.
+    the level before each line. Records have their figures as `record.facts` too.
+
+    Raises `UsageError` for a file that cannot be written.
     """
     handler: logging.Handler
     try:

@@ -46,10 +46,10 @@ class ProfileSummary(Facts):
     """What `profile_model_performance` found.
 
     `batches` were profiled. `batch_ms` is their wall time each (profiling included), `batch_memory`
-    the bytes that tensors took net in each. `cpu_ms`, `cuda_ms` are the operators' own time, `flops`
-    those that torch can count, all over all batches. `operators` come with the dearest first.
-    `files` are the exported traces, for TensorBoard, Perfetto or chrome://tracing. `advice` says in
-    sentences what stands out.
+    the bytes of CUDA that each left allocated (empty without CUDA). `cpu_ms` and `cuda_ms` are the
+    operators' own time, `flops` those that torch can count, all over all batches. `operators` come
+    with the dearest first. `files` are the exported traces, for TensorBoard, Perfetto or
+    chrome://tracing. `advice` says in sentences what stands out.
     """
 
     batches: int
@@ -91,9 +91,9 @@ def profile_model_performance(
     timed: list[float] = []
     memory: list[int] = []
     with profile(
-        activities=_activities(),
+        activities=activities(),
         schedule=schedule(wait=WAIT, warmup=WARMUP, active=num_batches, repeat=1),
-        on_trace_ready=_exporter(folder),
+        on_trace_ready=exporter(folder),
         record_shapes=record_shapes,
         with_stack=with_stack,
         profile_memory=profile_memory,
@@ -106,17 +106,22 @@ def profile_model_performance(
             _finish()
             if number >= WAIT + WARMUP:
                 timed.append((time.perf_counter() - started) * 1e3)
-                memory.append(_held() - held)
+                memory += [_held() - held] if torch.cuda.is_available() else []
             profiler.step()
     return _summary(profiler, timed, memory, _files(folder) - before, tuple(scopes))
 
 
-def _activities() -> list[ProfilerActivity]:
+def activities() -> list[ProfilerActivity]:
+    """Return what can be profiled here: the CPU, and CUDA where it is."""
     with_cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     return [ProfilerActivity.CPU, *with_cuda]
 
 
-def _exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
+def exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
+    """Return what writes a profile into `folder`, as TensorBoard's plug-in reads it.
+
+    Raises `UsageError` for a folder that cannot be made.
+    """
     if folder is None:
         return None
     try:
@@ -156,29 +161,37 @@ def _held() -> int:
 def _summary(
     profiler: Any, timed: list[float], memory: list[int], files: set[str], scopes: tuple[str, ...]
 ) -> ProfileSummary:
-    events = [event for event in profiler.key_averages() if "ProfilerStep" not in event.key]
-    if not events:
+    costs = operator_costs(profiler)
+    if not costs:
         raise FlexInspectError(
             "torch.profiler saw no operator.", hint="Does another profiler run in this process?"
         )
-    cpu = sum(event.self_cpu_time_total for event in events) / 1e3
-    cuda = sum(event.self_device_time_total for event in events) / 1e3
-    costs = sorted((_cost(event, cpu, cuda) for event in events), key=lambda cost: -cost.share)
+    cpu, cuda = sum(c.self_cpu_ms for c in costs), sum(c.self_cuda_ms for c in costs)
     named = [cost for cost in costs[N_OPERATORS:] if cost.name in scopes]
-    operators = (*costs[:N_OPERATORS], *named)
-    flops = sum(cost.flops for cost in costs)
-    advice = tuple(_advice(costs, sum(timed), cpu, cuda))
     return ProfileSummary(
         batches=len(timed),
         batch_ms=tuple(timed),
         batch_memory=tuple(memory),
         cpu_ms=cpu,
         cuda_ms=cuda,
-        flops=flops,
-        operators=operators,
+        flops=sum(cost.flops for cost in costs),
+        operators=(*costs[:N_OPERATORS], *named),
         files=tuple(sorted(files)),
-        advice=advice,
+        advice=tuple(_advice(costs, sum(timed), cpu, cuda)),
     )
+
+
+def operator_costs(profiler: Any) -> list[OperatorCost]:
+    """Return what a profiler that has ended says of each operator, the dearest first."""
+    events = [event for event in profiler.key_averages() if not _is_frame(event.key)]
+    cpu = sum(event.self_cpu_time_total for event in events) / 1e3
+    cuda = sum(event.self_device_time_total for event in events) / 1e3
+    return sorted((_cost(event, cpu, cuda) for event in events), key=lambda cost: -cost.share)
+
+
+def _is_frame(name: str) -> bool:
+    """Say whether an event is the profiler's own, or a Python frame that `with_stack` records."""
+    return "ProfilerStep" in name or name.startswith("<") or ".py(" in name
 
 
 def _cost(event: Any, cpu: float, cuda: float) -> OperatorCost:
@@ -198,7 +211,12 @@ def _cost(event: Any, cpu: float, cuda: float) -> OperatorCost:
 
 
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
-_WAITS = ("aten::item", "aten::_local_scalar_dense", "cudaStreamSynchronize", "cudaDeviceSynchronize")
+_WAITS = (
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+)
 
 
 def _advice(costs: list[OperatorCost], wall: float, cpu: float, cuda: float) -> Iterable[str]:
@@ -214,6 +232,8 @@ def _advice(costs: list[OperatorCost], wall: float, cpu: float, cuda: float) -> 
         yield f"The host waited for the device {waits} times: look for .item() in the loop."
     if cuda and cuda < 0.5 * wall:
         yield f"The device worked {cuda / wall:.0%} of the time: larger batches, or faster loading."
-    small = sum(cost.calls for cost in costs if cost.calls and cost.self_cpu_ms / cost.calls < 0.005)
+    small = sum(
+        cost.calls for cost in costs if cost.calls and cost.self_cpu_ms / cost.calls < 0.005
+    )
     if not cuda and small > 0.8 * sum(cost.calls for cost in costs) and cpu > 0:
-        yield "Most operators take under 5 µs: calling them is the cost; larger batches, or compile."
+        yield "Most operators take under 5 µs: calling them is the cost; larger batches help."

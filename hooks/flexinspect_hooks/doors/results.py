@@ -39,7 +39,7 @@ class TensorInfo(Facts):
 
 @dataclass(frozen=True, eq=False)
 class GradientInfo(Facts):
-    """The gradient of one parameter; `largest` (absolute) and `tensor` from ADVANCED, EXTREME on."""
+    """The gradient of one parameter; `largest` (absolute) from ADVANCED on, `tensor` at EXTREME."""
 
     name: str
     norm: float
@@ -74,7 +74,7 @@ class GradientAnalysis(dict[str, GradientInfo]):
 class Anomaly(Facts):
     """One thing that is wrong: what, where, and what usually helps.
 
-    `kind` is one of nan, inf, explosion, vanishing, loss, shape, dtype, device, jump, error.
+    `kind` is one of nan, inf, explosion, vanishing, loss, shape, dtype, model, jump, error.
     `tensor` is what is known of the tensor, `stack` (EXTREME, or an error) where the program was.
     """
 

@@ -147,9 +147,7 @@ def board_of_settings(profile: str = "") -> SwitchBoard:
     return SwitchBoard(DebugSwitches(**profiles.get(profile, {})))
 
 
-def enable_debugging(
-    names: str | Iterable[str] | None = None, *, when: When | None = None
-) -> None:
+def enable_debugging(names: str | Iterable[str] | None = None, *, when: When | None = None) -> None:
     """Turn switches of the common board on: see `SwitchBoard.enable_debugging`."""
     common_board().enable_debugging(names, when=when)
 
