@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flexinspect.debugging import DebugLevel, DebugSwitches, Facts
 from flexinspect.errors import UsageError
 from flexinspect_hooks.doors.profiling import FOLDER, ProfileSummary, profile_model_performance
-from flexinspect_hooks.doors.saying import samples_in
+from flexinspect_hooks.doors.saying import rates_of, samples_in
 from flexinspect_hooks.doors.splits import DatasetSplits, make_splits
 from flexinspect_hooks.doors.steps import TrainingDebugger
 from flexinspect_hooks.doors.switches import SwitchBoard, When
@@ -223,7 +223,9 @@ class TrainingLoop:
         scaled.backward()
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
-        self.debugger.monitor_training_step(self.model, loss, self._step, scaler=self._scaler)
+        self.debugger.monitor_training_step(
+            self.model, loss, self._step, scaler=self._scaler, autocast=self._autocast
+        )
         self._update()
         self._schedule("batch", number)
         self._step += 1
@@ -238,8 +240,9 @@ class TrainingLoop:
 
     def _schedule(self, each: str, number: int) -> None:
         if self._scheduler is not None and self._each == each:
+            before = rates_of(self.optimizer)
             self._scheduler.step()
-            self._says.learning_rate(number, self.optimizer, self._scheduler, each)
+            self._says.learning_rate(number, self._scheduler, each, before)
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
         dtype = self._autocast

@@ -29,7 +29,6 @@ class SwitchLog:
         self.board = board
         self._explosion, self._vanishing = explosion, vanishing
         self._versions: dict[str, int] = {}
-        self._rates: tuple[float, ...] = ()
         self._placed: tuple[str, ...] = ()
 
     def _say(self, switch: str, step: int, work: Callable[[], tuple[str, dict[str, Any]]]) -> None:
@@ -56,12 +55,20 @@ class SwitchLog:
         self._say("debug_gradient_norms", batch, lambda: self._norms(batch, found))
         self._say("debug_backward_pass", batch, lambda: self._backward(batch, model, found))
 
-    def around(self, batch: int, model: nn.Module, scaler: Any = None) -> None:
+    def around(
+        self,
+        batch: int,
+        model: nn.Module,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         """Say what surrounds a batch: memory, devices where they changed, precision."""
         self._say(
             "debug_memory_usage", batch, lambda: _memory(f"Memory usage - Batch {batch}", model)
         )
-        self._say("debug_mixed_precision", batch, lambda: _precision(batch, model, scaler))
+        self._say(
+            "debug_mixed_precision", batch, lambda: _precision(batch, model, scaler, autocast)
+        )
         if self.board.acts("debug_device_placement", batch):
             self.board.guarded("debug_device_placement", lambda: self._placement(batch, model))
 
@@ -108,14 +115,15 @@ class SwitchLog:
 
         self._say("debug_early_stopping", 0, words)
 
-    def learning_rate(self, batch: int, optimizer: Any, scheduler: Any, when: str) -> None:
-        """Say the learning rates when the scheduler has made its step, and what changed."""
+    def learning_rate(
+        self, batch: int, scheduler: Any, when: str, before: tuple[float, ...]
+    ) -> None:
+        """Say the learning rates when the scheduler has made its step, and what they were."""
 
         def words() -> tuple[str, dict[str, Any]]:
-            rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
-            before, self._rates = self._rates, rates
+            rates = rates_of(scheduler.optimizer)
             kind = type(scheduler).__name__
-            change = "unchanged" if before in ((), rates) else f"was {_rates(before)}"
+            change = "unchanged" if before == rates else f"was {_rates(before)}"
             text = f"LR scheduling debugging: {kind}, each {when}, {_rates(rates)} ({change})"
             return text, {"scheduler": kind, "rates": rates, "before": before, "each": when}
 
@@ -209,10 +217,13 @@ def _held(held: Mapping[str, int]) -> str:
     return f"Allocated {allocated}, Reserved {reserved} ({where}), system {used:.0f} MB in use"
 
 
-def _precision(batch: int, model: nn.Module, scaler: Any) -> tuple[str, dict[str, Any]]:
+def _precision(
+    batch: int, model: nn.Module, scaler: Any, autocast: torch.dtype | None
+) -> tuple[str, dict[str, Any]]:
     kind = next((one.device.type for one in model.parameters()), "cpu")
-    is_on = torch.is_autocast_enabled(kind)
-    dtype = str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if is_on else None
+    if autocast is None and torch.is_autocast_enabled(kind):
+        autocast = torch.get_autocast_dtype(kind)
+    dtype = None if autocast is None else str(autocast).removeprefix("torch.")
     scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
     facts = {"scaler": type(scaler).__name__ if scaler is not None else None, "scale": scale}
     said = "no scaler" if scaler is None else f"{facts['scaler']} at {scale}"
@@ -260,6 +271,11 @@ def _dataset(
     more = "".join(f", {key} {value}" for key, value in about.items())
     text = f"Data loading - dataset {name}: {whole} samples, {parts}{more}"
     return text, {"name": name, "sizes": dict(sizes), **about}
+
+
+def rates_of(optimizer: Any) -> tuple[float, ...]:
+    """Return the learning rate of each parameter group."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def _rates(rates: Iterable[float]) -> str:

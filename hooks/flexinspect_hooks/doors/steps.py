@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel
@@ -100,12 +101,19 @@ class TrainingDebugger(Debugger):
     # -- a step ----------------------------------------------------------------------------------
 
     def monitor_training_step(
-        self, model: nn.Module, loss: Tensor | float, step: int, *, scaler: Any = None
+        self,
+        model: nn.Module,
+        loss: Tensor | float,
+        step: int,
+        *,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
     ) -> StepInfo:
         """Look at a step: call it after `backward()`, and before `optimizer.step()`.
 
-        With a gradient scaler call `scaler.unscale_(optimizer)` first. The step is counted in
-        `get_training_summary`, its anomalies are logged and kept.
+        With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
+        `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
+        step is counted in `get_training_summary`, its anomalies are logged and kept.
         """
         self._windows.boundary(step)
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
@@ -115,7 +123,7 @@ class TrainingDebugger(Debugger):
         self._remember(step, gradients)
         self._keep([info, *self._tensors(info, gradients)], info.anomalies)
         self.says.gradients(step, model, gradients)
-        self.says.around(step, model, scaler)
+        self.says.around(step, model, scaler, autocast)
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, gradients.total_norm)
         return info
