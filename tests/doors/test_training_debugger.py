@@ -82,6 +82,8 @@ def test_the_figures_of_a_run_of_a_thousand_steps(level: DebugLevel) -> None:
         "gradient_vanishing_rate": 0.001,
     }
     assert summary.anomaly_rate == 0.005
+    assert debugger.get_debug_summary().total_anomalies == 5
+    assert debugger.get_debug_summary().anomaly_rate == 0.005
     assert json.loads(json.dumps(summary))["gradient_explosion_rate"] == 0.002
 
 
@@ -103,7 +105,8 @@ def test_the_anomalies_name_step_and_parameter() -> None:
         (700, "explosion", "bias"),
         (900, "vanishing", "weight"),
     ]
-    assert debugger.get_debug_summary().total_anomalies == 12
+    by_kind = debugger.get_debug_summary().anomalies_by_kind
+    assert by_kind == {"loss": 3, "nan": 4, "explosion": 4, "vanishing": 1}
 
 
 def test_a_healthy_run_has_no_anomaly() -> None:

@@ -7,13 +7,15 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from flexinspect.advice import advice
 from flexinspect.debugging import DebugLevel, level_named
 from flexinspect.errors import UsageError
+from flexinspect_hooks.control.parts import Counts
+from flexinspect_hooks.control.parts import Debugger as Kind
 from flexinspect_hooks.doors import registry
 from flexinspect_hooks.doors.logs import LOGGER
 from flexinspect_hooks.doors.results import Anomaly, DebugSummary, TensorInfo
@@ -36,7 +38,7 @@ class Debugger:
     logged.
     """
 
-    kind = "general_debugger"
+    kind: ClassVar[Kind] = "general"
 
     def __init__(
         self,
@@ -90,6 +92,15 @@ class Debugger:
     def clear_debug_history(self) -> None:
         """Forget what is kept, and count from 0 again."""
         self._reset()
+
+    def counts(self) -> Counts:
+        """Return the counts that the control server gives out; may be called from any thread."""
+        return Counts(
+            total_anomalies=self._n_anomalies,
+            debug_history_length=len(self._history),
+            total_steps=self._n_analyses,
+            anomaly_steps=self._n_bad,
+        )
 
     @contextmanager
     def autograd_anomaly_detection(self) -> Iterator[None]:

@@ -41,7 +41,7 @@ class DiffusionModelDebugger(Debugger):
     `jump` is how many times the spread of the latents may grow in one step (from ADVANCED on).
     """
 
-    kind = "diffusion_debugger"
+    kind = "diffusion"
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import math
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from flexinspect.trainingfacts import (
     SummaryCount,
     TrainingStepRecord,
 )
+from flexinspect_hooks.control.parts import Counts
 from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log
 from flexinspect_hooks.doors.components import memory_of
 from flexinspect_hooks.doors.general import gradient_troubles
 from flexinspect_hooks.doors.profiling import FOLDER
 from flexinspect_hooks.doors.results import (
     Anomaly,
+    DebugSummary,
     GradientAnalysis,
     StepInfo,
     TensorInfo,
@@ -54,7 +56,7 @@ class TrainingDebugger(Debugger):
     parameter over time. EXTREME: figures of every weight and gradient, and a line per step.
     """
 
-    kind = "training_debugger"
+    kind = "training"
 
     def __init__(
         self,
@@ -141,6 +143,26 @@ class TrainingDebugger(Debugger):
     def get_training_summary(self) -> TrainingFigures:
         """Return how many steps were wrong, and in what, since the debugger was made or cleared."""
         return TrainingFigures(**self._count.summary.as_dict())  # type: ignore[arg-type]
+
+    def counts(self) -> Counts:
+        """Return the counts that the control server gives out; may be called from any thread."""
+        summary = self._count.summary
+        return replace(
+            super().counts(),
+            total_anomalies=self._n_total(),
+            total_steps=summary.total_steps,
+            anomaly_steps=summary.anomaly_steps,
+            gradient_explosions=summary.gradient_explosions,
+            gradient_vanishing=summary.gradient_vanishing,
+            loss_anomalies=summary.loss_anomalies,
+        )
+
+    def get_debug_summary(self) -> DebugSummary:
+        """Return the counts; `total_anomalies` counts steps with any, and reported errors."""
+        return replace(super().get_debug_summary(), total_anomalies=self._n_total())
+
+    def _n_total(self) -> int:
+        return self._count.summary.anomaly_steps + self._kinds["error"]
 
     def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
         """Return (step, norm) of all gradients together, or of one parameter's (from ADVANCED on).
