@@ -383,7 +383,24 @@ def test_the_profiler_switch_names_operators_and_the_other_exports(
     lines.clear()
     (record, *_) = said("tensorboard_profiler", lines, profile_folder=tmp_path)
     assert record.getMessage().endswith(f"exported to {tmp_path}")
-    assert [path.name.endswith(".pt.trace.json") for path in tmp_path.iterdir()] == [True, True]
+    assert [path.name.endswith(".pt.trace.json") for path in tmp_path.iterdir()] == [True]
+
+
+def test_profiling_rests_between_windows_of_ten_steps(lines: pytest.LogCaptureFixture) -> None:
+    board = SwitchBoard()
+    board.enable_debugging(["autograd_profiler"])
+    debugger, model = TrainingDebugger(switches=board), nn.Linear(2, 2)
+    for step in range(115):
+        debugger.monitor_training_step(model, 0.5, step)
+        if step in (9, 10, 110):
+            n_lines = {9: 0, 10: 1, 110: 1}[step]
+            assert len(lines.messages) == n_lines, step
+    board.disable_debugging()
+    debugger.monitor_training_step(model, 0.5, 115)  # a window ends with its switch
+    assert [line.split(":")[0] for line in lines.messages] == [
+        "Profiler - 10 steps",
+        "Profiler - 14 steps",
+    ]
 
 
 def test_anomaly_mode_names_the_operation_of_a_bad_step(lines: pytest.LogCaptureFixture) -> None:

@@ -144,7 +144,21 @@ def test_a_step_says_what_each_level_measures() -> None:
     assert advanced.memory is not None
     assert advanced.memory["parameters"] == 8 * 4
     assert advanced.parameters is None
-    assert list(extreme.parameters) == ["weight", "bias"]
+    assert list(extreme.parameters) == list(extreme.gradients) == ["weight", "bias"]
+    gradient = training.model.weight.grad
+    assert gradient is not None
+    assert extreme.gradients["weight"].max == float(gradient.max())
+
+
+def test_extreme_looks_at_weights_in_turn_and_at_all_when_a_step_is_bad() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(10)))
+    debugger = TrainingDebugger(DebugLevel.EXTREME)
+    infos = [debugger.monitor_training_step(model, 0.5, step) for step in range(6)]
+    assert [len(info.parameters) for info in infos] == [8, 8, 4, 8, 8, 4]
+    names = [name for name, _ in model.named_parameters()]
+    assert [name for info in infos for name in info.parameters] == names * 2
+    bad = debugger.monitor_training_step(model, math.nan, 6)
+    assert list(bad.parameters) == names
 
 
 def test_a_spoilt_step_names_its_parameters() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel
-from flexinspect.trainingfacts import EXPLOSION, VANISHING
+from flexinspect.trainingfacts import EXPLOSION, VANISHING, GradientFacts
 from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log, sick
 from flexinspect_hooks.doors.components import (
     component_infos,
@@ -19,14 +19,13 @@ from flexinspect_hooks.doors.components import (
     problems_of,
     tensors_in,
 )
-from flexinspect_hooks.doors.results import (
-    Anomaly,
-    GradientAnalysis,
-    GradientInfo,
-    ModelReport,
-    TensorInfo,
+from flexinspect_hooks.doors.results import Anomaly, GradientAnalysis, ModelReport, TensorInfo
+from flexinspect_hooks.doors.tensors import (
+    gradient_analysis,
+    gradients_of,
+    tensor_info,
+    tensor_infos,
 )
-from flexinspect_hooks.doors.tensors import gradients_of, tensor_info, tensor_infos
 from flexinspect_hooks.training import gradstats
 
 
@@ -77,8 +76,14 @@ class PyTorchDebugger(Debugger):
 
     def analyze_gradients(self, model: nn.Module) -> GradientAnalysis:
         """Return each parameter's gradient by name; those that have none are left out."""
-        found = gradients_of(model, self.level, self._explosion, self._vanishing)
-        anomalies = [bad for info in found.values() for bad in self._gradient_anomalies(info)]
+        level, limits = self.level, (self._explosion, self._vanishing)
+        facts = gradients_of(model, level)
+        found = gradient_analysis(model, facts, level, *limits)
+        anomalies = [
+            self._anomaly(kind, one.name, said, tensor=found[one.name].tensor)
+            for one in facts
+            for kind, said in gradient_troubles(one, *limits)
+        ]
         self._keep(self._kept(found), anomalies)
         return found
 
@@ -143,10 +148,6 @@ class PyTorchDebugger(Debugger):
             said = f"{info.name} is {info.dtype}, and {meant} is meant."
             yield self._anomaly("dtype", info.name, said, tensor=info)
 
-    def _gradient_anomalies(self, info: GradientInfo) -> Iterator[Anomaly]:
-        for kind, sentence in gradient_troubles(info, self._explosion, self._vanishing):
-            yield self._anomaly(kind, info.name, sentence, tensor=info.tensor)
-
     def _checked(self, kind: str, names: list[str], threshold: float) -> list[str]:
         beyond = "above" if kind == "explosion" else "below"
         said = f"Gradient {kind} in {{}}: its norm is {beyond} {threshold:g}."
@@ -159,22 +160,17 @@ class PyTorchDebugger(Debugger):
 
 
 def gradient_troubles(
-    info: GradientInfo, explosion: float, vanishing: float
+    facts: GradientFacts, explosion: float, vanishing: float
 ) -> Iterator[tuple[str, str]]:
-    """Return (kind, sentence) for what is wrong with a gradient."""
-    if info.has_nan or info.has_inf:
-        value = "nan" if info.has_nan else "inf"
-        yield value, f"NaN/Inf gradient detected in {info.name}: {value}"
-    if info.explodes:
-        yield (
-            "explosion",
-            f"Gradient explosion in {info.name}: norm {info.norm:.4g} above {explosion:g}.",
-        )
-    if info.vanishes:
-        yield (
-            "vanishing",
-            f"Gradient vanishing in {info.name}: norm {info.norm:.4g} below {vanishing:g}.",
-        )
+    """Return (kind, sentence) for what is wrong with a gradient; only a matrix vanishes."""
+    name, norm = facts.name, facts.norm
+    if facts.is_sick:
+        value = "nan" if facts.n_nan else "inf"
+        yield value, f"NaN/Inf gradient detected in {name}: {value}"
+    if facts.explodes(explosion):
+        yield "explosion", f"Gradient explosion in {name}: norm {norm:.4g} above {explosion:g}."
+    if facts.is_matrix and facts.vanishes(vanishing):
+        yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."
 
 
 def _fits(shape: Sequence[int], meant: Sequence[int | None]) -> bool:

@@ -133,10 +133,11 @@ class ModelReport(Facts):
 
 @dataclass(frozen=True, eq=False)
 class StepInfo(Facts):
-    """One training step. `memory` and `parameters` are measured from ADVANCED on.
+    """One training step. `memory` is measured from ADVANCED on.
 
     `anomalies` are this step's; `params_*` name parameters. `memory` is as `profile_memory_usage`
-    returns it, `parameters` are facts of the weights (EXTREME). `metrics` are the user's own.
+    returns it; `parameters` and `gradients` are figures of the weights that were looked at in this
+    step and of their gradients (EXTREME). `metrics` are the user's own.
     """
 
     step: int
@@ -151,6 +152,7 @@ class StepInfo(Facts):
     anomalies: tuple[Anomaly, ...] = ()
     memory: dict[str, int] | None = None
     parameters: dict[str, TensorInfo] | None = None
+    gradients: dict[str, TensorInfo] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     @property

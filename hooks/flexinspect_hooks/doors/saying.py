@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flexinspect.trainingfacts import GradientFacts, total_norm
 from flexinspect_hooks.doors.base import log
 from flexinspect_hooks.doors.components import memory_of, tensors_in
 from flexinspect_hooks.doors.general import gradient_troubles
-from flexinspect_hooks.doors.results import GradientAnalysis
 from flexinspect_hooks.doors.switches import SwitchBoard
 
 MB = 2**20
@@ -50,7 +50,7 @@ class SwitchLog:
         """Say what went into a forward pass and what came out."""
         self._say("debug_forward_pass", batch, lambda: _forward(batch, inputs, output, loss))
 
-    def gradients(self, batch: int, model: nn.Module, found: GradientAnalysis) -> None:
+    def gradients(self, batch: int, model: nn.Module, found: Sequence[GradientFacts]) -> None:
         """Say what the backward pass left, before the optimizer used it."""
         self._say("debug_gradient_norms", batch, lambda: self._norms(batch, found))
         self._say("debug_backward_pass", batch, lambda: self._backward(batch, model, found))
@@ -131,11 +131,12 @@ class SwitchLog:
 
     # -- in words --------------------------------------------------------------------------------
 
-    def _norms(self, batch: int, found: GradientAnalysis) -> tuple[str, dict[str, Any]]:
-        for info in found.values():
-            for _, sentence in gradient_troubles(info, self._explosion, self._vanishing):
-                log.warning("%s", sentence, extra={"facts": info})
-        norms = {name: info.norm for name, info in found.items()}
+    def _norms(self, batch: int, found: Sequence[GradientFacts]) -> tuple[str, dict[str, Any]]:
+        for facts in found:
+            for _, sentence in gradient_troubles(facts, self._explosion, self._vanishing):
+                log.warning("%s", sentence, extra={"facts": facts})
+        norms = {facts.name: facts.norm for facts in found}
+        total = total_norm(found)
         if not norms:
             return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
         low, high = (
@@ -143,20 +144,21 @@ class SwitchLog:
             max(norms, key=lambda name: norms[name]),
         )
         text = (
-            f"Gradient norms - Batch {batch}: total {found.total_norm:.4g}, largest {high} "
+            f"Gradient norms - Batch {batch}: total {total:.4g}, largest {high} "
             f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
         )
-        return text, {"total": found.total_norm, "norms": norms}
+        return text, {"total": total, "norms": norms}
 
     def _backward(
-        self, batch: int, model: nn.Module, found: GradientAnalysis
+        self, batch: int, model: nn.Module, found: Sequence[GradientFacts]
     ) -> tuple[str, dict[str, Any]]:
         wanted = {name: one for name, one in model.named_parameters() if one.requires_grad}
         versions = {name: one._version for name, one in wanted.items()}
         moved = [name for name in versions if versions[name] != self._versions.get(name)]
         is_first, self._versions = not self._versions, versions
-        without = [name for name in wanted if name not in found]
-        bad = [name for name, info in found.items() if info.has_nan or info.has_inf]
+        given = {facts.name for facts in found}
+        without = [name for name in wanted if name not in given]
+        bad = [facts.name for facts in found if facts.is_sick]
         updated = "" if is_first else f", {len(moved)} of {len(wanted)} updated since the last"
         text = (
             f"Backward pass debugging - Batch {batch}: {len(found)} of {len(wanted)} parameters "

@@ -6,7 +6,7 @@ import json
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from flexinspect.trainingfacts import (
     EXPLOSION,
     LOSS_TOLD,
     VANISHING,
+    GradientFacts,
     SummaryCount,
     TrainingStepRecord,
+    total_norm,
 )
 from flexinspect_hooks.control.parts import Counts
 from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log
@@ -31,18 +33,21 @@ from flexinspect_hooks.doors.profiling import FOLDER
 from flexinspect_hooks.doors.results import (
     Anomaly,
     DebugSummary,
-    GradientAnalysis,
     StepInfo,
     TensorInfo,
     TrainingFigures,
 )
 from flexinspect_hooks.doors.saying import SwitchLog
 from flexinspect_hooks.doors.switches import SwitchBoard, When, common_board
-from flexinspect_hooks.doors.tensors import gradients_of, tensor_infos
+from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
 
 PROFILED_STEPS = 10
 """Steps in one window of the profiler switches."""
+TURNS = 8
+"""At EXTREME every weight is looked at once in so many steps, or in fewer where they are few."""
+AT_LEAST = 8
+"""Weights that are looked at in one step."""
 
 Metric = Callable[[nn.Module, float, int], float]
 
@@ -53,7 +58,8 @@ class TrainingDebugger(Debugger):
     `switches` are its own board, or the one that all debuggers share. `explosion` and `vanishing`
     are the norms of one parameter's gradient beyond which a step is an anomaly. At all levels:
     loss, norms, NaN and Inf. From ADVANCED on: the largest gradient, memory, the norms of each
-    parameter over time. EXTREME: figures of every weight and gradient, and a line per step.
+    parameter over time. EXTREME: figures of weights and gradients, an eighth of them at each step
+    in turn and all of them at a step with an anomaly, and a line per step.
     """
 
     kind = "training"
@@ -77,6 +83,7 @@ class TrainingDebugger(Debugger):
         self._metrics: dict[str, Metric] = {}
         self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(maxlen=history)
         self._names: tuple[str, ...] = ()
+        self._turn = 0
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     def _reset(self) -> None:
@@ -119,15 +126,16 @@ class TrainingDebugger(Debugger):
         """
         self._windows.boundary(step)
         value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
-        gradients = gradients_of(model, self.level, self._explosion, self._vanishing)
-        self._count.add(_record(value, gradients))
+        gradients = gradients_of(model, self.level)
+        self._count.add(self._record(value, gradients))
         info = self._info(model, value, step, gradients)
         self._remember(step, gradients)
-        self._keep([info, *self._tensors(info, gradients)], info.anomalies)
+        tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
+        self._keep([info, *tensors], info.anomalies)
         self.says.gradients(step, model, gradients)
         self.says.around(step, model, scaler, autocast)
         if self.level is DebugLevel.EXTREME:
-            log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, gradients.total_norm)
+            log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
 
     def add_metric(self, name: str, measure: Metric) -> None:
@@ -205,37 +213,52 @@ class TrainingDebugger(Debugger):
     # -- parts -----------------------------------------------------------------------------------
 
     def _info(
-        self, model: nn.Module, loss: float, step: int, gradients: GradientAnalysis
+        self, model: nn.Module, loss: float, step: int, gradients: Sequence[GradientFacts]
     ) -> StepInfo:
-        is_advanced = self.level.includes(DebugLevel.ADVANCED)
-        is_extreme = self.level is DebugLevel.EXTREME
-        weights = dict(model.named_parameters()) if is_extreme else {}
-        parameters = tensor_infos(weights, self.level)
+        anomalies = self._anomalies(loss, step, gradients)
+        weights, grads = self._looked_at(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
             loss=loss,
             has_nan=math.isnan(loss),
             has_inf=math.isinf(loss),
-            gradient_norm=gradients.total_norm if gradients else None,
-            params_with_nan_grad=tuple(gradients.params_with_nan_grad),
-            params_with_inf_grad=tuple(gradients.params_with_inf_grad),
-            exploding=tuple(name for name, one in gradients.items() if one.explodes),
-            vanishing=tuple(name for name, one in gradients.items() if one.vanishes),
-            anomalies=tuple(self._anomalies(loss, step, gradients)),
-            memory=memory_of(model) if is_advanced else None,
-            parameters=parameters if is_extreme else None,
+            gradient_norm=total_norm(gradients) if gradients else None,
+            params_with_nan_grad=tuple(one.name for one in gradients if one.n_nan),
+            params_with_inf_grad=tuple(one.name for one in gradients if one.n_inf),
+            exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
+            vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
+            anomalies=tuple(anomalies),
+            memory=memory_of(model) if self.level.includes(DebugLevel.ADVANCED) else None,
+            parameters=weights,
+            gradients=grads,
             metrics=self._measured(model, loss, step),
         )
 
-    def _anomalies(self, loss: float, step: int, gradients: GradientAnalysis) -> list[Anomaly]:
+    def _anomalies(
+        self, loss: float, step: int, gradients: Sequence[GradientFacts]
+    ) -> list[Anomaly]:
         found = []
         if not math.isfinite(loss):
             said = f"The loss is {loss} at step {step}."
             found.append(self._anomaly("loss", "loss", said, step=step))
-        for name, info in gradients.items():
-            for kind, said in gradient_troubles(info, self._explosion, self._vanishing):
-                found.append(self._anomaly(kind, name, said, step=step, tensor=info.tensor))
+        for one in gradients:
+            for kind, said in gradient_troubles(one, self._explosion, self._vanishing):
+                found.append(self._anomaly(kind, one.name, said, step=step))
         return found
+
+    def _looked_at(
+        self, model: nn.Module, *, is_full: bool
+    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
+        """At EXTREME, return figures of weights and gradients: of some in turn, or of all."""
+        if self.level is not DebugLevel.EXTREME:
+            return None, None
+        named = dict(model.named_parameters())
+        if not is_full:
+            count = max(AT_LEAST, math.ceil(len(named) / TURNS))
+            names = list(named)[self._turn : self._turn + count]
+            self._turn = self._turn + count if self._turn + count < len(named) else 0
+            named = {name: named[name] for name in names}
+        return tensor_infos(named, self.level), gradient_infos(named, self.level)
 
     def _measured(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
         found = {}
@@ -248,33 +271,25 @@ class TrainingDebugger(Debugger):
                 log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
         return found
 
-    def _remember(self, step: int, gradients: GradientAnalysis) -> None:
-        norms = array("d", [gradients.total_norm])
+    def _remember(self, step: int, gradients: Sequence[GradientFacts]) -> None:
+        norms = array("d", [total_norm(gradients)])
         names: tuple[str, ...] = ()
         if self.level.includes(DebugLevel.ADVANCED):
-            norms.extend(info.norm for info in gradients.values())
-            names = tuple(gradients)
+            norms.extend(one.norm for one in gradients)
+            names = tuple(one.name for one in gradients)
             # One tuple for all steps that have the same parameters.
             self._names = names = self._names if names == self._names else names
         self._norms.append((step, names, norms))
 
-    def _tensors(self, info: StepInfo, gradients: GradientAnalysis) -> list[TensorInfo]:
-        if info.parameters is None:
-            return []
-        grads = [one.tensor for one in gradients.values() if one.tensor is not None]
-        return [*info.parameters.values(), *grads]
-
-
-def _record(loss: float, gradients: GradientAnalysis) -> TrainingStepRecord:
-    """Return a step as the engine counts it."""
-    found = gradients.values()
-    return TrainingStepRecord(
-        loss=loss,
-        loss_source=LOSS_TOLD,
-        learning_rates=(),
-        total_norm=gradients.total_norm,
-        n_parameters=len(gradients),
-        n_exploding=sum(info.explodes for info in found),
-        n_vanishing=sum(info.vanishes for info in found),
-        n_sick=sum(info.has_nan or info.has_inf for info in found),
-    )
+    def _record(self, loss: float, gradients: Sequence[GradientFacts]) -> TrainingStepRecord:
+        """Return a step as the engine counts it."""
+        return TrainingStepRecord(
+            loss=loss,
+            loss_source=LOSS_TOLD,
+            learning_rates=(),
+            n_parameters=len(gradients),
+            n_exploding=sum(one.explodes(self._explosion) for one in gradients),
+            n_vanishing=sum(one.is_matrix and one.vanishes(self._vanishing) for one in gradients),
+            n_dead=sum(one.is_dead for one in gradients),
+            n_sick=sum(one.is_sick for one in gradients),
+        )

@@ -104,16 +104,27 @@ def _first_bad(tensor: Tensor) -> tuple[int, ...] | None:
     return tuple(int(index) for index in (~tensor.detach().isfinite()).nonzero()[0].tolist())
 
 
-def gradients_of(
-    model: nn.Module, level: DebugLevel, explosion: float, vanishing: float
+def gradients_of(model: nn.Module, level: DebugLevel) -> list[GradientFacts]:
+    """Return the engine's facts of every gradient; the largest values from ADVANCED on."""
+    return model_gradients(model, with_max=level.includes(DebugLevel.ADVANCED))
+
+
+def gradient_infos(named: Mapping[str, nn.Parameter], level: DebugLevel) -> dict[str, TensorInfo]:
+    """Return what a level measures of the gradients of some parameters."""
+    grads = {name: gradient_of(one) for name, one in named.items()}
+    return tensor_infos({name: grad for name, grad in grads.items() if grad is not None}, level)
+
+
+def gradient_analysis(
+    model: nn.Module,
+    facts: Sequence[GradientFacts],
+    level: DebugLevel,
+    explosion: float,
+    vanishing: float,
 ) -> GradientAnalysis:
-    """Return what a level measures of every gradient that a model holds."""
-    facts = model_gradients(model, with_max=level.includes(DebugLevel.ADVANCED))
-    tensors: dict[str, TensorInfo] = {}
-    if level is DebugLevel.EXTREME:
-        grads = {name: gradient_of(one) for name, one in model.named_parameters()}
-        given = {name: grad for name, grad in grads.items() if grad is not None}
-        tensors = tensor_infos(given, level)
+    """Return every gradient by name; at EXTREME with the figures of its tensor."""
+    is_extreme = level is DebugLevel.EXTREME
+    tensors = gradient_infos(dict(model.named_parameters()), level) if is_extreme else {}
     found = {one.name: _gradient(one, explosion, vanishing, tensors) for one in facts}
     return GradientAnalysis(found, total_norm(facts))
 

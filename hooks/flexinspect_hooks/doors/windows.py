@@ -14,18 +14,21 @@ from flexinspect_hooks.doors.switches import SwitchBoard
 TABLE = "enable_autograd_profiler"
 EXPORT = "enable_tensorboard_profiler"
 OPERATORS_SAID = 5
+REST = 9
+"""After each window so many times its length is left alone: a profiled step takes twice its time."""
 
 
 class ProfilerWindows:
     """Profiles from step to step; each window of steps ends in a line of the log or an export.
 
+    Between two windows is a rest of nine times their length; the first begins at once.
     `boundary` is called once per step, in the thread that trains.
     """
 
     def __init__(self, board: SwitchBoard, *, steps: int, folder: str | Path = FOLDER) -> None:
         self._board, self._steps, self._folder = board, steps, folder
         self._profiler: Any = None
-        self._seen = 0
+        self._seen = self._rests = 0
         self._exports = False
 
     def boundary(self, step: int) -> None:
@@ -35,13 +38,18 @@ class ProfilerWindows:
             self._seen += 1
             if self._seen >= self._steps or not wanted:
                 self.close()
-        if wanted and self._profiler is None:
+        if not wanted:
+            self._rests = 0
+        elif self._profiler is None and self._rests:
+            self._rests -= 1
+        elif self._profiler is None:
             self._board.guarded(wanted[0], lambda: self._begin(EXPORT in wanted))
 
     def close(self) -> None:
         """End the window that is open, and say what it saw."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
+            self._rests = REST * self._steps
             switch = EXPORT if self._exports else TABLE
             self._board.guarded(switch, lambda: self._end(profiler))
 
