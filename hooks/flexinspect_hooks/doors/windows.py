@@ -15,7 +15,7 @@ TABLE = "enable_autograd_profiler"
 EXPORT = "enable_tensorboard_profiler"
 OPERATORS_SAID = 5
 REST = 9
-"""After each window so many times its length is left alone: a profiled step takes twice its time."""
+"""After each window so many times its length is left alone, as a profiled step takes far longer."""
 
 
 class ProfilerWindows:
