@@ -246,6 +246,22 @@ def test_the_history_is_bounded_and_the_counts_are_not() -> None:
     assert debugger.get_debug_summary().total_anomalies == 20
 
 
+def test_the_log_names_ten_anomalies_of_an_analysis_and_counts_the_others(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    for parameter in model.parameters():
+        parameter.data.fill_(math.nan)
+    debugger = PyTorchDebugger(DebugLevel.EXTREME)
+    debugger.analyze_model_parameters(model)
+    assert len(lines.messages) == 11
+    assert lines.messages[-1] == "… and 14 more anomalies of the same time"
+    assert debugger.get_debug_summary().total_anomalies == 24
+    stacks = {one.stack for one in debugger.history if "kind" in one}
+    assert len(stacks) == 1
+    assert "doors/general.py" not in stacks.pop()
+
+
 def test_only_extreme_keeps_each_tensor_of_a_model(classifier: nn.Module) -> None:
     kept = {}
     for level in DebugLevel:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,10 @@ HISTORY = 1000
 """Entries that a debugger keeps unless told otherwise."""
 ALERT_AFTER = 10
 """Analyses before a rate of anomalies says anything."""
+
+LINES = 10
+"""Anomalies of one analysis that the log names; the others are counted, and kept."""
+_OURS = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
 log = logging.getLogger(LOGGER)
 
@@ -61,6 +66,7 @@ class Debugger:
         self._n_anomalies = self._n_analyses = self._n_bad = 0
         self._alerts: deque[str] = deque(maxlen=20)
         self._is_alerted = False
+        self._stack_of, self._stack_text = -1, ""
         self._history.clear()
 
     @property
@@ -130,9 +136,18 @@ class Debugger:
     def _anomaly(
         self, kind: str, where: str, sentence: str, *, step: int | None = None, tensor: Any = None
     ) -> Anomaly:
-        is_full = self._level is DebugLevel.EXTREME
-        stack = "".join(traceback.format_stack()[:-2]) if is_full else ""
+        stack = self._stack() if self._level is DebugLevel.EXTREME else ""
         return Anomaly(kind, where, sentence, step, advice(kind), tensor, stack)
+
+    def _stack(self) -> str:
+        """Return where the program is; made once for the anomalies of one analysis."""
+        if self._stack_of != self._n_analyses:
+            self._stack_of = self._n_analyses
+            frames = traceback.extract_stack()
+            self._stack_text = "".join(
+                traceback.format_list([one for one in frames if one.filename not in _OURS])
+            )
+        return self._stack_text
 
     def _keep(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
         """Count one analysis, keep its entries, and meet its anomalies."""
@@ -143,14 +158,17 @@ class Debugger:
         self._met(found)
         self._alert()
 
-    def _met(self, anomalies: Iterable[Anomaly]) -> None:
-        for anomaly in anomalies:
+    def _met(self, anomalies: Sequence[Anomaly]) -> None:
+        for number, anomaly in enumerate(anomalies):
             self._n_anomalies += 1
             self._kinds[anomaly.kind] += 1
             self._history.append(anomaly)
-            log.warning("%s", anomaly.sentence, extra={"facts": anomaly})
+            if number < LINES:
+                log.warning("%s", anomaly.sentence, extra={"facts": anomaly})
             if self._on_anomaly is not None:
                 self._tell(self._on_anomaly, anomaly)
+        if len(anomalies) > LINES:
+            log.warning("… and %d more anomalies of the same time", len(anomalies) - LINES)
 
     def _tell(self, callback: OnAnomaly, anomaly: Anomaly) -> None:
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.trainingfacts import GradientFacts, total_norm
-from flexinspect_hooks.doors.base import log
+from flexinspect_hooks.doors.base import LINES, log
 from flexinspect_hooks.doors.components import memory_of, tensors_in
 from flexinspect_hooks.doors.general import gradient_troubles
 from flexinspect_hooks.doors.switches import SwitchBoard
@@ -132,9 +132,13 @@ class SwitchLog:
     # -- in words --------------------------------------------------------------------------------
 
     def _norms(self, batch: int, found: Sequence[GradientFacts]) -> tuple[str, dict[str, Any]]:
-        for facts in found:
-            for _, sentence in gradient_troubles(facts, self._explosion, self._vanishing):
-                log.warning("%s", sentence, extra={"facts": facts})
+        troubles = [
+            (facts, sentence)
+            for facts in found
+            for _, sentence in gradient_troubles(facts, self._explosion, self._vanishing)
+        ]
+        for facts, sentence in troubles[:LINES]:
+            log.warning("%s", sentence, extra={"facts": facts})
         norms = {facts.name: facts.norm for facts in found}
         total = total_norm(found)
         if not norms:
