@@ -257,3 +257,25 @@ def test_a_step_without_gradients_is_a_step() -> None:
     info = debugger.monitor_training_step(nn.Linear(2, 2), 0.5, 0)
     assert info.gradient_norm is None
     assert debugger.get_training_summary().total_steps == 1
+
+
+def test_a_debugger_that_fails_says_so_and_the_training_goes_on(
+    lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flexinspect_hooks.doors import steps
+
+    def broken(model: nn.Module, level: DebugLevel) -> None:
+        raise RuntimeError("no norms here")
+
+    training, debugger = Training(), TrainingDebugger()
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "gradients_of", broken)
+        info = debugger.monitor_training_step(training.model, training.loss(), 3)
+    assert (info.step, info.gradient_norm) == (3, None)
+    assert lines.messages == ["Step 3 could not be looked at: RuntimeError: no norms here"]
+    assert debugger.monitor_training_step(training.model, training.loss(), 4).gradient_norm > 0
+
+
+def test_a_loss_that_is_not_one_number_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UsageError, match=r"single number, and has shape \(2,\)"):
+        TrainingDebugger().monitor_training_step(nn.Linear(1, 1), torch.ones(2), 0)

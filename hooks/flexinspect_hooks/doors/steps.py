@@ -123,9 +123,22 @@ class TrainingDebugger(Debugger):
         With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
         `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
         step is counted in `get_training_summary`, its anomalies are logged and kept.
+
+        Where the debugger itself fails, that is logged, and the training goes on. Raises
+        `UsageError` for a loss that is not a single number.
         """
+        value = _number(loss)
+        try:
+            info = self._monitor(model, value, step)
+            self.says.around(step, model, scaler, autocast)
+        except Exception as error:
+            kind = type(error).__name__
+            log.warning("Step %d could not be looked at: %s: %s", step, kind, error)
+            return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
+        return info
+
+    def _monitor(self, model: nn.Module, value: float, step: int) -> StepInfo:
         self._windows.boundary(step)
-        value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
         gradients = gradients_of(model, self.level)
         self._count.add(self._record(value, gradients))
         info = self._info(model, value, step, gradients)
@@ -133,7 +146,6 @@ class TrainingDebugger(Debugger):
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._keep([info, *tensors], info.anomalies)
         self.says.gradients(step, model, gradients)
-        self.says.around(step, model, scaler, autocast)
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
@@ -293,3 +305,10 @@ class TrainingDebugger(Debugger):
             n_dead=sum(one.is_dead for one in gradients),
             n_sick=sum(one.is_sick for one in gradients),
         )
+
+
+def _number(loss: Tensor | float) -> float:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        shape = tuple(loss.shape)
+        raise UsageError(f"The loss must be a single number, and has shape {shape}: reduce it.")
+    return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
