@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from flexinspect.errors import UsageError
 
@@ -39,6 +39,10 @@ class SamplingOptions:
             raise UsageError("--top-k must be 0 (off) or more.")
 
 
+OnBreak = Literal["wait", "stop"]
+"""What a hit of a breakpoint does: pause the run, or end it because nobody could continue it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One run of the ensemble generation. Field names are those of the command line's flags.
@@ -68,6 +72,8 @@ class Job:
     threads: int | None = None
     trust_remote_code: bool = False
     overwrite: bool = False
+    breakpoints: tuple[str, ...] = ()
+    on_break: OnBreak = "wait"
     hold: bool = False
     control: bool = True
     serving: tuple[str, int, str] | None = None
@@ -88,7 +94,7 @@ class Job:
             values = {name: value for name, value in data.items() if name in known}
             values["texts"] = Texts(**values.get("texts", {}))
             values["sampling"] = SamplingOptions(**values.get("sampling", {}))
-            for name in ("prompts", "argv"):
+            for name in ("prompts", "argv", "breakpoints"):
                 values[name] = tuple(values.get(name, ()))
             values["serving"] = _serving(values)
             return cls(**values)
@@ -121,6 +127,8 @@ class ScriptJob:
     layers: str | None = None
     threads: int | None = None
     overwrite: bool = False
+    breakpoints: tuple[str, ...] = ()
+    on_break: OnBreak = "wait"
     control: bool = True
     serving: tuple[str, int, str] | None = None
     declaration: Declaration = field(default_factory=Declaration)
@@ -138,7 +146,7 @@ class ScriptJob:
             values: dict[str, Any] = json.loads(text)
             said = values.pop("declaration")
             wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
-            for name in ("args", "argv"):
+            for name in ("args", "argv", "breakpoints"):
                 values[name] = tuple(values[name])
             values["serving"] = _serving(values)
             return cls(**values, declaration=Declaration(tuple(wishes), **said))

@@ -27,7 +27,7 @@ examples:
   flexinspect museum
 
 exit codes: 0 done, 1 the run failed or what was to be proved is not so,
-2 it could not be done as asked, 130 interrupted
+2 it could not be done as asked, 3 a breakpoint ended the run, 130 interrupted
 """
 
 

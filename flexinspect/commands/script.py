@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flexinspect.commands.breakflags import breakpoints_of, on_break
 from flexinspect.commands.run import SCRIPT_FLAGS, check_trace, default_name
 from flexinspect.commands.serving import serving_of
 from flexinspect.errors import UsageError
@@ -42,6 +43,8 @@ def script_job(args: argparse.Namespace, given: Sequence[str]) -> ScriptJob:
         layers=args.layers,
         threads=args.threads,
         overwrite=args.overwrite,
+        breakpoints=breakpoints_of(args),
+        on_break=on_break(args),
         control=args.control,
         serving=serving_of(args),
         declaration=_declaration(args),

@@ -28,6 +28,7 @@ from flexinspect.errors import TraceWriteError
 from flexinspect.job import ScriptJob, parse_layers
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.control.levels import SessionLevels
@@ -135,11 +136,16 @@ class ModelFinder:
         self._loose: LooseCalls | None = None
         self._gate: Gate | None = None
         self._levels: SessionLevels | None = None
+        self._breaking: Breaking | None = None
         self.recorder.start()
 
     def obey(self, gate: Gate, levels: SessionLevels) -> None:
         """Let every session, from now on, wait at this gate and follow these levels."""
         self._gate, self._levels = gate, levels
+
+    def break_on(self, breaking: Breaking) -> None:
+        """Let every session, from now on, judge these breakpoints."""
+        self._breaking, self.recorder.judge = breaking, breaking
 
     # -- where models are met --------------------------------------------------------------------
 
@@ -239,6 +245,8 @@ class ModelFinder:
         session.gate = self._gate
         if self._levels is not None:
             self._levels.attach(session)
+        if self._breaking is not None:
+            session.break_on(self._breaking)
         self._sessions.append(session)
         self._tell_model({**model_facts(model), "name": company.name})
         return session

@@ -38,6 +38,7 @@ from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.cores import available_cores
+from flexinspect_hooks.runbreaks import RunBreaks
 
 if TYPE_CHECKING:
     from flexinspect_hooks.control.running import Running
@@ -107,6 +108,10 @@ def _say(kind: str, **facts: Any) -> None:
         print(protocol.line(kind, **facts), flush=True)
 
 
+def _tell_pause(text: str) -> None:
+    _say(protocol.STOPPED, text=text)
+
+
 class CaptureProcess:
     """One job from its first check to its closed trace."""
 
@@ -115,6 +120,7 @@ class CaptureProcess:
         self._last_report = (0.0, "")
         self._n_generations = 0
         self._unexpected = False
+        self._breaks: RunBreaks | None = None
 
     def run(self) -> int:
         """Run the job; whatever happens, leave a valid trace or none."""
@@ -135,7 +141,7 @@ class CaptureProcess:
             return 0
         except KeyboardInterrupt:
             state = "interrupted"
-            return INTERRUPTED
+            return self._stopped()
         except FlexInspectError as error:
             self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
             raise
@@ -145,6 +151,14 @@ class CaptureProcess:
             raise
         finally:
             self._close(state)
+
+    def _stopped(self) -> int:
+        """Return the exit code of a run that was stopped; if a breakpoint did it, say so."""
+        error = self._breaks.stopped() if self._breaks is not None else None
+        if error is None:
+            return INTERRUPTED
+        _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+        return error.exit_code
 
     def _open_trace(self, source: ModelSource) -> TraceWriter:
         try:
@@ -156,6 +170,7 @@ class CaptureProcess:
 
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
         control = self._control(source)
+        self._breaks = RunBreaks(self.job, control, _tell_pause)
         try:
             threads = self._import_torch()
             self._serve(control)  # its libraries load beside the weights
@@ -166,6 +181,7 @@ class CaptureProcess:
             session.gate = control.gate
             self._levels.attach(session)
             control.record_with(session.recorder)
+            session.break_on(self._breaks.begin(session.recorder))
             try:
                 with session:
                     self._generations(loaded, samples, session, compiled=compiled)
@@ -263,6 +279,7 @@ class CaptureProcess:
             plan = ensemble.plan(sample)
             self._n_generations += 1
             ensemble.run(number, plan, session)
+            session.pass_breakpoints()
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""

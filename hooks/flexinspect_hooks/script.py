@@ -40,6 +40,7 @@ from flexinspect_hooks.program import (
     state_of,
     without_us,
 )
+from flexinspect_hooks.runbreaks import RunBreaks
 
 if TYPE_CHECKING:
     from flexinspect_hooks.findmodels import ModelFinder
@@ -82,6 +83,7 @@ class ScriptRun:
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
         self._levels, self._running = _control_of(job, self.writer)
+        self._breaks = RunBreaks(job, self._running, self._tell_pause)
         crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
             protocol.TRACE,
@@ -117,8 +119,16 @@ class ScriptRun:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._ended_by(error)
+            stopped = self._breaks.stopped() if isinstance(error, KeyboardInterrupt) else None
+            if stopped is not None:
+                facts = {"message": stopped.message, "hint": stopped.hint}
+                self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+                raise SystemExit(stopped.exit_code) from None
             show_without_us(error)
             raise
+
+    def _tell_pause(self, text: str) -> None:
+        self._control.say(protocol.STOPPED, text=text)
 
     def _find(self, what: str) -> None:
         """Let the finder do something, by the name of its method; torch is loaded.
@@ -150,6 +160,7 @@ class ScriptRun:
             finder = ModelFinder(self.job, self.writer, self._tokenizers)
             finder.obey(self._running.gate, self._levels)
             self._running.record_with(finder.recorder)
+            finder.break_on(self._breaks.begin(finder.recorder))
             if self._running.note:
                 self.event("control", f"No commands are taken: {self._running.note}")
             self._finder = finder
@@ -235,7 +246,8 @@ class ScriptRun:
         self._tell_unseen()
         if cost is not None:
             self.tell(cost=cost)
-        self.tell(exit_code=exit_code_of(self._error))
+        stopped = self._breaks.stopped()
+        self.tell(exit_code=stopped.exit_code if stopped else exit_code_of(self._error))
         with suppress(TraceWriteError):
             self.writer.close(state_of(self._error))
         self._control.say(protocol.KEPT, path=str(self.writer.path), note=self._note())

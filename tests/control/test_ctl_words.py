@@ -25,23 +25,8 @@ STATUS = Status("paused", Place(0, 1, 7), "paused after step 7 (branch 1)", "ent
 
 
 def test_edits_are_read_in_the_order_they_are_given() -> None:
-    words = [
-        "--drop",
-        "3",
-        "--see",
-        "5:4",
-        "--unsee",
-        "4:5",
-        "--join",
-        "1,2,3",
-        "--open",
-        "9",
-        "--close",
-        "9:2",
-        "--preset",
-        "causal",
-    ]
-    args = build_parser().parse_args(["ctl", "edit", "4", *words])
+    words = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
+    args = build_parser().parse_args(["ctl", "edit", "4", *words.split()])
     assert edits_of(args) == (
         MaskEdit("drop", segments=(3,)),
         MaskEdit("see", segments=(5, 4)),

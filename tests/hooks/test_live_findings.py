@@ -29,7 +29,8 @@ from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import load
 from flexinspect_hooks.patching import FlexPatch
-from flexinspect_hooks.session import CaptureSession, built_in_rules
+from flexinspect_hooks.registered import built_in_rules
+from flexinspect_hooks.session import CaptureSession
 
 CPU = torch.device("cpu")
 NEW = 6
