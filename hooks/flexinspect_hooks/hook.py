@@ -34,6 +34,7 @@ from flexinspect.records import (
     MaskRecord,
     MemoryRecord,
 )
+from flexinspect.trainingfacts import TrainingStepRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 
@@ -46,6 +47,7 @@ class StepDraft:
 
     logits: LogitsRecord | None = None
     memory: MemoryRecord | None = None
+    training: TrainingStepRecord | None = None
     inputs: InputsRecord | None = None
     calls: list[CallRecord] = field(default_factory=list)
     builds: list[BuildRecord] = field(default_factory=list)

@@ -332,5 +332,6 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         memory=draft.memory,
         masks=tuple(draft.masks),
         arrays=tuple(draft.arrays),
+        training=draft.training,
         events=(*noted, *draft.events),
     )

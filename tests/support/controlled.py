@@ -14,8 +14,8 @@ from flexinspect_hooks.control.gate import Gate
 PATIENCE_S = 10.0
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
         time.sleep(0.0005)
