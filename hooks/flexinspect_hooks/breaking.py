@@ -109,13 +109,8 @@ class Breaking:
         book.changed = self._rearm
         self._rearm()
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether any breakpoint is switched on."""
-        return bool(self.book.enabled())
-
     def _rearm(self) -> None:
-        self.stopper.arm(self.is_armed)
+        self.stopper.arm(bool(self.book.enabled()))
 
     # -- while a step runs -----------------------------------------------------------------------
 
@@ -144,6 +139,8 @@ class Breaking:
                 self._log(hit)
             if action is Action.STOP:
                 self.stopper.stop_inside(hit, frame)
+            if met.options.once:
+                self._rearm()
 
     # -- in the writer thread --------------------------------------------------------------------
 
@@ -183,6 +180,8 @@ class Breaking:
                 stops.append(hit)
         if stops:
             self.stopper.stop(stops)
+        if any(met.options.once for met in breakpoints):
+            self._rearm()
 
     def _met(self, met: Breakpoint, facts: Facts, verdict: Verdict) -> BreakpointHit | None:
         """Count a hit; returns it if the run is to stop for it."""
