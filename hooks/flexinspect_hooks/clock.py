@@ -25,6 +25,7 @@ class StepContext:
     level: str
     started_at: float
     started: float
+    branch: int = 0
     token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None

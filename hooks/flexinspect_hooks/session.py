@@ -199,7 +199,7 @@ class CaptureSession:
 
         Raises `KeyboardInterrupt` when the run is to stop.
         """
-        if self._breaks is not None and self._breaks.is_armed:
+        if self._breaks is not None and self._breaks.is_at_work:
             self._breaks.pass_on()
             pass_gate(self.gate, self.place)
 
