@@ -281,6 +281,7 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         started_at=step.started_at,
         wall_ms=step.wall_ms,
         capture_ms=step.capture_s * 1e3,
+        branch=step.branch,
         logits=draft.logits,
         tokens=tokens,
         inputs=draft.inputs,

@@ -33,8 +33,8 @@ class OwnGround:
         over_kv = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
         over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
         q_idx = torch.arange(q_offset, q_offset + n_q, device=self._device)
-        cells: BoolArray = over_q(zero, zero, q_idx, torch.arange(last, device=self._device))
-        return np.asarray(cells.cpu())  # type: ignore[attr-defined]
+        cells: Tensor = over_q(zero, zero, q_idx, torch.arange(last, device=self._device))
+        return np.asarray(cells.cpu())
 
 
 def rule_of(source: MaskSource, device: torch.device) -> EditedRule:

@@ -189,10 +189,11 @@ class Journey:
     def _reasons(self) -> list[str]:
         said = self._conditions.changes(Conditions.of(self._model))
         device = next(self._model.parameters()).device.type
-        return said or [
+        same = (
             "Weights, threads and modes are the same: an operation of the model does not give the "
             f"same bits each time on {device}."
-        ]
+        )
+        return said or [same]
 
     def _end_if_over(self, line: Line) -> None:
         limits = self._limits
