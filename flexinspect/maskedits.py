@@ -4,6 +4,7 @@
     drop paraphrase 2                    nobody else sees it, nor the separator that belongs to it
     join paraphrase 1 and paraphrase 2   the two see each other
     let paraphrase 3 see paraphrase 1    one sees another
+    let cue not see paraphrase 2         or no longer does
     cell 12 3                            row 12, key 3: opened if it was closed, and the other way
     cell 12 3 open                       (or close)
     row 12                               opened to all before it; closed to itself alone if it was
@@ -18,7 +19,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +34,8 @@ END = masks.NOTHING
 """A `stop` beyond every position."""
 
 HINT = (
-    "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', 'let SEGMENT see SEGMENT', "
-    "'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
+    "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', "
+    "'let SEGMENT [not] see SEGMENT', 'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
 )
 
 
@@ -140,7 +141,8 @@ class Edit:
             case "join":
                 return f"join {self.names[0]} and {self.names[1]}"
             case "see":
-                return f"let {self.names[0]} see {self.names[1]}"
+                verb = "not see" if self.is_open is False else "see"
+                return f"let {self.names[0]} {verb} {self.names[1]}"
             case "preset" | "drop":
                 return f"{self.kind} {self.names[0]}"
         verb = {None: "", True: " open", False: " close"}[self.is_open]
@@ -168,7 +170,8 @@ _FORMS: tuple[tuple[str, str], ...] = (
     ("preset", r"preset (\S+)"),
     ("drop", r"drop (.+)"),
     ("join", r"join (.+) and (.+)"),
-    ("see", r"(?:let )?(.+) sees? (.+)"),
+    ("hide", r"let (.+) not see (.+)"),
+    ("see", r"let (.+) see (.+)"),
     ("cell", r"cell (\d{1,9})[ ,]+(\d{1,9})(?: (open|close))?"),
     ("row", r"row (\d{1,9})(?: (open|close))?"),
 )
@@ -181,6 +184,8 @@ def parse(text: str) -> Edit:
         found = re.fullmatch(form, said, re.IGNORECASE)
         if found is None:
             continue
+        if kind == "hide":
+            return Edit("see", tuple(found.groups()), (), False)
         if kind not in ("cell", "row"):
             return Edit(kind, tuple(found.groups()))
         *places, verb = found.groups()
@@ -233,7 +238,10 @@ def _see(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRul
             "later key.",
             hint=f"Say it the other way round, or 'drop {segments[reader].label}'.",
         )
-    return _with(rule, _seeing(reader, read, segments))
+    found = _seeing(reader, read, segments)
+    if edit.is_open is False:
+        found = [replace(patch, is_open=False) for patch in found]
+    return _with(rule, found)
 
 
 def _seeing(reader: int, read: int, segments: Sequence[Segment]) -> list[Patch]:

@@ -18,14 +18,16 @@ from flexinspect.datasets import Sample
 from flexinspect.errors import DatasetError, MaskError
 from flexinspect.job import Job
 from flexinspect.pieces import to_declared
-from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose
-from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, TokenRecord
-from flexinspect_hooks.generate import Choice, Generated, generate
+from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
+from flexinspect.records import EventRecord, GenerationRecord, TokenRecord
+from flexinspect_hooks.generate import Decoder
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.saidwords import facts_of_tokenizer, written_special
 from flexinspect_hooks.session import CaptureSession
+from flexinspect_hooks.travel.journey import Journey, Limits
+from flexinspect_hooks.travel.recording import TraceScribe, Words
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
 
@@ -105,15 +107,14 @@ class Ensemble:
 
         An exception or an interrupt ends the generation in the trace before it goes on upwards.
         """
-        session.begin_generation(self.record_of(number, plan))
-        generated: list[int] = []
+        begun = self.record_of(number, plan)
+        session.begin_generation(begun)
+        journey = self._journey(plan, session, begun)
         state, reason = "failed", ""
         try:
-            with FlexPatch(
-                self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
-            ):
-                out = self._generate(plan, session, generated)
-            state, reason = "finished", out.stop_reason
+            with journey.patch:
+                self._drive(journey)
+            state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
             raise
@@ -121,42 +122,27 @@ class Ensemble:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            answer = self.vocabulary.answer(generated, one_line=self._job.stop == "newline")
-            n_tokens = len(plan.prompt.ids) + len(generated)
-            segments = close_generated(plan.prompt.segments, n_tokens)
-            end = GenerationEnd(number, state, answer, segments, reason, time.time())
-            session.end_generation(end)
-        return answer
+            journey.close(state, reason)
+        return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
 
-    def _generate(self, plan: Plan, session: CaptureSession, generated: list[int]) -> Generated:
-        job, prompt = self._job, plan.prompt
-        stream = TextStream(self.vocabulary)
-        text: list[str] = []
+    def _drive(self, journey: Journey) -> None:
+        while not journey.is_over:
+            journey.advance()
 
-        def record(choice: Choice) -> None:
-            generated.append(choice.token_id)
-            text.append(stream.add(choice.token_id))
-            token = self._token(
-                len(prompt.ids) + choice.step,
-                choice.token_id,
-                text[-1],
-                prompt.next_position(choice.step),
-                len(prompt.segments) - 1,
-                choice.step,
-            )
-            session.chose(token, choice.chosen, choice.scores)
-
-        return generate(
-            self._model,
-            prompt,
-            max_new_tokens=job.max_new_tokens,
-            eos_ids=self._eos,
-            # At a line break, but not at one before the first word.
-            stops=(lambda _: "\n" in "".join(text).lstrip()) if job.stop == "newline" else None,
-            sampling=job.sampling,
-            seed=job.seed,
-            on_choice=record,
+    def _journey(self, plan: Plan, session: CaptureSession, begun: GenerationRecord) -> Journey:
+        job, prompt, words = self._job, plan.prompt, Words(self.vocabulary)
+        decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
+        patch = FlexPatch(
+            self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
         )
+        scribe = TraceScribe(session, prompt, begun, words, self._token, self._answer)
+        # At a line break, but not at one before the first word.
+        stops = words.ends_line if job.stop == "newline" else None
+        limits = Limits(job.max_new_tokens, self._eos, stops)
+        return Journey(self._model, decoder, patch, scribe, limits)
+
+    def _answer(self, token_ids: Sequence[int]) -> str:
+        return self.vocabulary.answer(token_ids, one_line=self._job.stop == "newline")
 
     def record_of(self, number: int, plan: Plan) -> GenerationRecord:
         """Return the record of a generation that is about to begin."""

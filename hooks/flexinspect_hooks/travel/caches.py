@@ -104,8 +104,9 @@ class CacheShelf:
         return list(self._caches.items())
 
     def use(self, branch: int) -> None:
-        """Note that a branch's cache was of use."""
-        self._caches.move_to_end(branch)
+        """Note that a branch's cache was of use, if it is here."""
+        if branch in self._caches:
+            self._caches.move_to_end(branch)
 
     def clear(self) -> None:
         """Let go of all of them."""

@@ -116,7 +116,7 @@ class Journey:
         *,
         segments: Sequence[Segment] = (),
     ) -> None:
-        self._model, self._decoder, self._patch = model, decoder, patch
+        self._model, self._decoder, self.patch = model, decoder, patch
         self._scribe, self._limits = scribe, limits
         self._segments = tuple(segments) or decoder.prompt.segments
         self._shelf = CacheShelf()
@@ -169,7 +169,7 @@ class Journey:
     def _enter(self, line: Line, step: int) -> None:
         """Take the mask of a step, and nothing of the cache where it is computed anew."""
         owner = line.owner(step)
-        self._patch.source = owner.source
+        self.patch.source = owner.source
         if owner.recomputed and step == owner.fork_step:
             self._decoder.stand(self._decoder.token_ids, new_cache(self._model))
 
@@ -258,6 +258,7 @@ class Journey:
     def _go(self, line: Line, step: int) -> tuple[str, ...]:
         """Stand behind a step of a line; returns why rows are other ones, empty when none is."""
         near = self._nearest(line, step)
+        self._shelf.use(near.branch)
         self._put_aside(self.line)
         why: tuple[str, ...] = ()
         if near.cache is not None and near.step == step:
@@ -265,8 +266,6 @@ class Journey:
         else:
             with self._scribe.muted():
                 why = self._replay(line, step, near)
-        if near.cache is not None:
-            self._shelf.use(near.branch)
         self._decoder.sampler.restore(line.random_after(step))
         self.line = line
         return why
@@ -300,7 +299,7 @@ class Journey:
         decoder.stand(line.token_ids(first), near.cache or new_cache(self._model))
         off: list[int] = []
         for number in range(first, step + 1):
-            self._patch.source = line.owner(number).source
+            self.patch.source = line.owner(number).source
             mark = line.mark(number)
             if int(checksum(decoder.next_logits())) != int(mark.check):
                 off.append(number)
@@ -312,20 +311,29 @@ class Journey:
     # -- going elsewhere -------------------------------------------------------------------------
 
     def fork(
-        self, branch: int, step: int, token_id: int, facts: Mapping[str, Any] | None = None
+        self,
+        branch: int,
+        step: int,
+        token_ids: Sequence[int],
+        facts: Mapping[str, Any] | None = None,
     ) -> Line:
-        """Begin a branch that chooses another token at a recorded step.
+        """Begin a branch that takes other tokens from a recorded step on, then goes on freely.
 
         `facts` goes into what the trace says of the change. Raises `UsageError` for a step that
         there is not, and for the token that was chosen there.
         """
-        line = self._line(branch, step)
-        if line.mark(step).token_id == token_id:
+        line, forced = self._line(branch, step), tuple(token_ids)
+        if not forced:
+            raise UsageError("A fork needs a token to take.")
+        if (line.mark(step).token_id,) == forced:
             raise UsageError(f"Step {step} chose that token already; a fork needs another one.")
         parent = line.owner(step)
         recomputed = parent.recomputed and step == parent.fork_step
-        new = self._new_line(parent, step, parent.source, forced=token_id, recomputed=recomputed)
-        return self._branch_off(new, {"kind": "token", "token_id": token_id, **(facts or {})})
+        new = self._new_line(parent, step, parent.source, forced=forced, recomputed=recomputed)
+        change = {"kind": "token", "token_id": forced[0], "instead_id": line.mark(step).token_id}
+        if len(forced) > 1:
+            change["token_ids"] = list(forced)
+        return self._branch_off(new, {**change, **(facts or {})})
 
     def edit(self, branch: int, step: int, edits: Sequence[Edit]) -> Line:
         """Begin a branch whose first own step is `step`, under an edited mask.
@@ -345,18 +353,22 @@ class Journey:
     def _edited(
         self, source: MaskSource, edits: Sequence[Edit], step: int
     ) -> tuple[MaskSource, int]:
-        """Return the edited source, and how many rows of earlier steps it changes."""
+        """Return the edited source, and how many rows it changes that are computed already.
+
+        Those are the rows of earlier steps; of step 0, which feeds the prompt, its own.
+        """
         device = next(self._model.parameters()).device
         before = rule_of(source, device)
         after = maskedits.apply(edits, before, self._segments)
-        n_before = len(self._decoder.prompt.ids) + step - 1 if step else 0
+        n_prompt = len(self._decoder.prompt.ids)
+        n_before = n_prompt + step - 1 if step else n_prompt
         name = " + ".join([source.name, *(str(edit) for edit in edits)])
         made = source_of(
             after,
             name=name,
             length=self._segments[-1].stop,
             device=device,
-            compiled=self._patch.compiled,
+            compiled=self.patch.compiled,
         )
         return made, len(maskedits.changed_rows(before, after, n_before))
 
@@ -366,7 +378,7 @@ class Journey:
         step: int,
         source: MaskSource,
         *,
-        forced: int | None = None,
+        forced: tuple[int, ...] = (),
         recomputed: bool = False,
     ) -> Line:
         new = Line(len(self.lines), source, parent, step, forced, recomputed)

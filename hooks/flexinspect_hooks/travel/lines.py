@@ -32,7 +32,7 @@ class StepMark(NamedTuple):
 class Line:
     """One branch. `recomputed` says that its first own step fed the whole sequence anew.
 
-    `forced` is the token that its first own step takes in place of the one drawn. `ended` is why it
+    `forced` are tokens that its first own steps take in place of those drawn. `ended` is why it
     ended, empty while it may go on; `is_closed` tells whether the trace holds its end.
     """
 
@@ -40,7 +40,7 @@ class Line:
     source: MaskSource
     parent: Line | None = None
     fork_step: int = 0
-    forced: int | None = None
+    forced: tuple[int, ...] = ()
     recomputed: bool = False
     random: Tensor | None = None
     """The sampler's state behind the last step, once the line was left."""
@@ -88,7 +88,8 @@ class Line:
     def forced_at(self, step: int) -> int | None:
         """Return the token that a step had to take, None where it was free."""
         owner = self.owner(step)
-        return owner.forced if step == owner.fork_step else None
+        number = step - owner.fork_step
+        return owner.forced[number] if number < len(owner.forced) else None
 
     def shared(self, other: Line, upto: int) -> int:
         """Return the last step up to `upto` that both lines computed as one, -1 without any.
