@@ -15,7 +15,7 @@ from flexinspect.control.messages import Fork, Order, Place, Restore
 from flexinspect.errors import ControlError, FlexInspectError
 from flexinspect_hooks.control.gate import Gate
 
-PATIENCE_S = 10.0
+PATIENCE_S = 2.0
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

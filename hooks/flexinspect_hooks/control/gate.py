@@ -385,7 +385,7 @@ class Gate:
             or self._pending
             or self._is_stopping
             or self._is_judging
-            or self._state == "loading"
+            or self._is_fresh
         )
 
 
