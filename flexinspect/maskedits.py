@@ -197,15 +197,16 @@ def parse(text: str) -> Edit:
 def apply(edits: Sequence[Edit], rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
     """Return the rule with edits applied, one after the other.
 
-    Raises `MaskError` for a segment or preset that is not known, a key behind its row, and an edit
-    that changes nothing.
+    Raises `MaskError` for a segment or preset that is not known, a key behind its row, and edits
+    that change nothing.
     """
+    after = rule
     for edit in edits:
-        after = _APPLY[edit.kind](edit, rule, segments)
-        if after.ground is rule.ground and after.patches == rule.patches:
-            raise MaskError(f"'{edit}' changes nothing: the mask is like that already.")
-        rule = after
-    return rule
+        after = _APPLY[edit.kind](edit, after, segments)
+    if after is rule:
+        said = "; ".join(str(edit) for edit in edits)
+        raise MaskError(f"'{said}' changes nothing: the mask is like that already.")
+    return after
 
 
 def _preset(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
@@ -311,6 +312,14 @@ def _last_start(rule: EditedRule) -> int:
     starts = rule.ground.starts if isinstance(rule.ground, MaskRule) else ()
     places = [start for patch in rule.patches for start in (patch.row_start, patch.key_stop)]
     return max((*starts, *(place for place in places if place < END), 0)) + 1
+
+
+def named(edit: Edit, segments: Sequence[Segment]) -> Edit:
+    """Return an edit that calls its segments by their labels. Raises `MaskError`."""
+    if edit.kind == "preset":
+        return edit
+    labels = tuple(segments[resolve(name, segments)].label for name in edit.names)
+    return replace(edit, names=labels)
 
 
 # -- segments --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from flexinspect.records import BranchRecord, GenerationRecord
 from flexinspect.rules.base import RuleBook
 from flexinspect_hooks.clock import StepClock, StepContext
+from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.recorder import Recorder
 
 
@@ -15,6 +16,7 @@ class Branching:
     """What an engine says to its session when it goes back, or elsewhere."""
 
     recorder: Recorder
+    gate: Gate | None = None
     _book: RuleBook
     _clock: StepClock
     _step: StepContext | None

@@ -14,19 +14,23 @@ from typing import Any
 import torch
 
 from flexinspect import masks
+from flexinspect.control.messages import Order, Place
 from flexinspect.datasets import Sample
-from flexinspect.errors import DatasetError, MaskError
+from flexinspect.errors import DatasetError, FlexInspectError, MaskError
 from flexinspect.job import Job
 from flexinspect.pieces import to_declared
 from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
 from flexinspect.records import EventRecord, GenerationRecord, TokenRecord
+from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.generate import Decoder
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.saidwords import facts_of_tokenizer, written_special
 from flexinspect_hooks.session import CaptureSession
-from flexinspect_hooks.travel.journey import Journey, Limits
+from flexinspect_hooks.travel.journey import Journey
+from flexinspect_hooks.travel.orders import Orders
+from flexinspect_hooks.travel.parts import Limits
 from flexinspect_hooks.travel.recording import TraceScribe, Words
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
@@ -52,6 +56,7 @@ class Ensemble:
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._facts = facts_of_tokenizer(self.vocabulary)
+        self.orders = Orders(self.vocabulary.encode, self.vocabulary.text_of)
 
     def plan(self, sample: Sample) -> Plan:
         """Compose the prompt and build the mask of a sample. Raises `UsageError` and kin."""
@@ -102,10 +107,12 @@ class Ensemble:
         compiled = self._compiled
         return RuleMask(rule, length=length, device=self._device, compiled=compiled), declared
 
-    def run(self, number: int, plan: Plan, session: CaptureSession) -> str:
-        """Run one generation and record it; returns the answer.
+    def run(self, number: int, plan: Plan, session: CaptureSession, *, holds: bool = False) -> str:
+        """Run one generation and record it; returns the answer of its first branch.
 
-        An exception or an interrupt ends the generation in the trace before it goes on upwards.
+        Between two steps the session's gate, if it has one, may pause it or order it elsewhere;
+        with `holds` it is kept alive at its end until the gate lets it go. An exception or an
+        interrupt ends the generation in the trace before it goes on upwards.
         """
         begun = self.record_of(number, plan)
         session.begin_generation(begun)
@@ -113,7 +120,8 @@ class Ensemble:
         state, reason = "failed", ""
         try:
             with journey.patch:
-                self._drive(journey)
+                self.orders.begin(number, journey)
+                self._drive(journey, session, number, holds=holds)
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
@@ -122,12 +130,35 @@ class Ensemble:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
+            self.orders.begin(number, None)
             journey.close(state, reason)
         return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
 
-    def _drive(self, journey: Journey) -> None:
-        while not journey.is_over:
+    def _drive(
+        self, journey: Journey, session: CaptureSession, number: int, *, holds: bool
+    ) -> None:
+        """Go on to the end, and wherever the gate orders the generation to go."""
+        gate = session.gate
+        while True:
+            place = Place(number, journey.line.branch, journey.step)
+            if journey.is_over:
+                order = gate.hold(place) if gate is not None and holds else None
+                if order is None:
+                    return
+            else:
+                order = gate.between_steps(place) if gate is not None else None
+            if gate is not None and order is not None:
+                self._obey(order, gate)
+                continue
             journey.advance()
+
+    def _obey(self, order: Order, gate: Gate) -> None:
+        try:
+            place, said = self.orders.obey(order)
+        except FlexInspectError as error:
+            gate.done(order, error)
+        else:
+            gate.done(order, place, said)
 
     def _journey(self, plan: Plan, session: CaptureSession, begun: GenerationRecord) -> Journey:
         job, prompt, words = self._job, plan.prompt, Words(self.vocabulary)

@@ -1,4 +1,4 @@
-"""Going back in a live generation: the same bits again, other tokens, other masks, bounded memory."""
+"""Going back in a live generation: equal bits, other tokens, other masks, bounded memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,9 @@ def test_every_family_is_restored_with_equal_bits(
         done = trip.journey.restore(0, 1)
         slides = "sliding_window" in FAMILIES[family]
         # What a sliding window has forgotten is computed again, as it was computed then.
-        assert (done.price.n_forwards, done.price.n_rows) == ((2, N_PROMPT + 1) if slides else (0, 0))
+        assert (done.price.n_forwards, done.price.n_rows) == (
+            (2, N_PROMPT + 1) if slides else (0, 0)
+        )
         assert done.why == ()
         trip.seen.clear()
         assert trip.go() == tokens

@@ -15,8 +15,9 @@ from flexinspect.prompts import Prompt
 from flexinspect_hooks.generate import Choice, Decoder, generate
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.patching import FlexPatch
-from flexinspect_hooks.travel.journey import Journey, Limits
+from flexinspect_hooks.travel.journey import Journey
 from flexinspect_hooks.travel.lines import Line
+from flexinspect_hooks.travel.parts import Limits
 
 CPU = torch.device("cpu")
 WARM = SamplingOptions(do_sample=True, temperature=1.3, top_k=20)
@@ -45,8 +46,8 @@ class Notes:
         assert (line.branch, choice.step) not in self.logits, "a step was recorded twice"
         self.logits[line.branch, choice.step] = choice.logits.clone()
 
-    def begin(self, line: Line, change: Mapping[str, Any]) -> None:
-        self.begun.append(change)
+    def begin(self, line: Line) -> None:
+        self.begun.append(line.change)
 
     def end(self, line: Line, state: str, reason: str) -> None:
         self.ends.append((line.branch, state, reason))

@@ -11,18 +11,17 @@ differently; from there on it is a branch of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from flexinspect import maskedits
 from flexinspect.errors import UsageError
-from flexinspect.maskedits import Edit
+from flexinspect.maskedits import Edit, EditedRule
 from flexinspect.prompts import Segment
-from flexinspect_hooks.generate import Choice, Decoder, ended, new_cache
+from flexinspect_hooks.generate import Decoder, ended, new_cache
 from flexinspect_hooks.masksource import MaskSource
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.travel.caches import (
@@ -36,62 +35,8 @@ from flexinspect_hooks.travel.caches import (
 from flexinspect_hooks.travel.conditions import Conditions, checksum
 from flexinspect_hooks.travel.editedmask import rule_of, source_of
 from flexinspect_hooks.travel.lines import Line, StepMark
-
-
-class Scribe(Protocol):
-    """Writes down what a journey does; `flexinspect_hooks.travel.recording` has one for a trace."""
-
-    def stand(self, branch: int, step: int) -> None:
-        """The next forward is this step."""
-
-    def muted(self) -> AbstractContextManager[None]:
-        """While entered, forwards are nobody's steps."""
-
-    def drop(self) -> None:
-        """The open step is in the trace already."""
-
-    def chose(self, line: Line, choice: Choice) -> None:
-        """The open step is over, and belongs to `line`."""
-
-    def begin(self, line: Line, change: Mapping[str, Any]) -> None:
-        """A branch begins."""
-
-    def end(self, line: Line, state: str, reason: str) -> None:
-        """A branch, or the base, ended."""
-
-    def tell(self, kind: str, text: str, line: Line, step: int, facts: Mapping[str, Any]) -> None:
-        """Something happened behind a step of a line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """When a generation ends."""
-
-    max_new_tokens: int
-    eos_ids: Sequence[int] = ()
-    stops: Callable[[Sequence[int]], bool] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What going to a step costs: rows that are fed again, in how many forwards, and how long.
-
-    `n_bytes` is what the caches will hold together; `ms` is estimated from the recorded steps.
-    """
-
-    n_rows: int
-    n_forwards: int
-    n_bytes: int
-    ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """How a state was rebuilt. `why` tells of rows that came out differently: empty when exact."""
-
-    price: Price
-    wall_ms: float
-    why: tuple[str, ...] = ()
+from flexinspect_hooks.travel.parts import Limits, Price, Restored, Scribe
+from flexinspect_hooks.travel.words import restored_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +66,7 @@ class Journey:
         self._segments = tuple(segments) or decoder.prompt.segments
         self._shelf = CacheShelf()
         self._conditions = Conditions.of(model)
+        self._device = next(model.parameters()).device
         self.line = Line(0, patch.source)
         self.lines = [self.line]
 
@@ -170,7 +116,7 @@ class Journey:
         """Take the mask of a step, and nothing of the cache where it is computed anew."""
         owner = line.owner(step)
         self.patch.source = owner.source
-        if owner.recomputed and step == owner.fork_step:
+        if owner.recomputed_at(step):
             self._decoder.stand(self._decoder.token_ids, new_cache(self._model))
 
     def _checked(self, line: Line, step: int, mark: StepMark) -> Line:
@@ -182,16 +128,16 @@ class Journey:
         self._scribe.tell("replay-differs", text, line, step, {"why": why})
         parent = line.owner(step)
         new = self._new_line(parent, step, parent.source)
-        self._scribe.begin(new, {"kind": "replay", "why": why})
+        new.change = {"kind": "replay", "why": why}
+        self._scribe.begin(new)
         self._put_aside(line)
         return new
 
     def _reasons(self) -> list[str]:
         said = self._conditions.changes(Conditions.of(self._model))
-        device = next(self._model.parameters()).device.type
         same = (
             "Weights, threads and modes are the same: an operation of the model does not give the "
-            f"same bits each time on {device}."
+            f"same bits each time on {self._device.type}."
         )
         return said or [same]
 
@@ -223,8 +169,10 @@ class Journey:
         line, started = self._line(branch, step), time.perf_counter()
         price = self.price(branch, step)
         why = self._go(line, step)
-        done = Restored(price, (time.perf_counter() - started) * 1e3, why)
-        self._scribe.tell("restored", _restored_words(line, step, done), line, step, _facts(done))
+        said = " ".join([restored_words(line, step, price.n_rows), *why])
+        done = Restored(price, (time.perf_counter() - started) * 1e3, said, why)
+        facts = {"rows": price.n_rows, "forwards": price.n_forwards, "ms": round(done.wall_ms, 3)}
+        self._scribe.tell("restored", said, line, step, {**facts, "why": list(why)})
         return done
 
     def price(self, branch: int, step: int) -> Price:
@@ -257,16 +205,22 @@ class Journey:
 
     def _go(self, line: Line, step: int) -> tuple[str, ...]:
         """Stand behind a step of a line; returns why rows are other ones, empty when none is."""
-        near = self._nearest(line, step)
+        near, decoder = self._nearest(line, step), self._decoder
+        stood = (decoder.token_ids, decoder.cache, decoder.sampler.state())
         self._shelf.use(near.branch)
         self._put_aside(self.line)
         why: tuple[str, ...] = ()
-        if near.cache is not None and near.step == step:
-            self._decoder.stand(line.token_ids(step + 1), near.cache)
-        else:
-            with self._scribe.muted():
-                why = self._replay(line, step, near)
-        self._decoder.sampler.restore(line.random_after(step))
+        try:
+            if near.cache is not None and near.step == step:
+                decoder.stand(line.token_ids(step + 1), near.cache)
+            else:
+                with self._scribe.muted():
+                    why = self._replay(line, step, near)
+        except BaseException:  # a forward failed, or was interrupted
+            decoder.stand(*stood[:2])
+            decoder.sampler.restore(stood[2])
+            raise
+        decoder.sampler.restore(line.random_after(step))
         self.line = line
         return why
 
@@ -322,18 +276,33 @@ class Journey:
         `facts` goes into what the trace says of the change. Raises `UsageError` for a step that
         there is not, and for the token that was chosen there.
         """
-        line, forced = self._line(branch, step), tuple(token_ids)
-        if not forced:
+        line, parent = self._forkable(branch, step, token_ids)
+        change = {"kind": "token", "token_id": token_ids[0], "instead_id": line.mark(step).token_id}
+        if len(token_ids) > 1:
+            change["token_ids"] = list(token_ids)
+        recomputed = parent.recomputed_at(step)
+        self._go_before(parent, step, recomputed=recomputed)
+        new = self._new_line(parent, step, parent.source)
+        new.forced, new.recomputed = tuple(token_ids), recomputed
+        return self._begun(new, {**change, **(facts or {})})
+
+    def fork_price(self, branch: int, step: int, token_ids: Sequence[int]) -> Price:
+        """Return what a fork costs until its first own step is over. Raises as `fork` does."""
+        line, owner = self._forkable(branch, step, token_ids)
+        return self._branch_price(line, step, recomputed=owner.recomputed_at(step))
+
+    def _forkable(self, branch: int, step: int, token_ids: Sequence[int]) -> tuple[Line, Line]:
+        """Return the line of a branch, and the one that holds the step."""
+        line = self._line(branch, step)
+        if not token_ids:
             raise UsageError("A fork needs a token to take.")
-        if (line.mark(step).token_id,) == forced:
+        if tuple(token_ids) == (line.mark(step).token_id,):
             raise UsageError(f"Step {step} chose that token already; a fork needs another one.")
-        parent = line.owner(step)
-        recomputed = parent.recomputed and step == parent.fork_step
-        new = self._new_line(parent, step, parent.source, forced=forced, recomputed=recomputed)
-        change = {"kind": "token", "token_id": forced[0], "instead_id": line.mark(step).token_id}
-        if len(forced) > 1:
-            change["token_ids"] = list(forced)
-        return self._branch_off(new, {**change, **(facts or {})})
+        return line, line.owner(step)
+
+    def token_at(self, branch: int, step: int) -> int:
+        """Return the token that a step chose. Raises `UsageError` for a step that there is not."""
+        return self._line(branch, step).mark(step).token_id
 
     def edit(self, branch: int, step: int, edits: Sequence[Edit]) -> Line:
         """Begin a branch whose first own step is `step`, under an edited mask.
@@ -342,77 +311,80 @@ class Journey:
         """
         line = self._line(branch, step)
         parent = line.owner(step)
-        source, changed = self._edited(parent.source, edits, step)
-        new = self._new_line(parent, step, source, recomputed=changed > 0)
-        said = [str(edit) for edit in edits]
-        change = {"kind": "mask", "edits": said, "rule": source.name}
-        return self._branch_off(
-            new, {**change, "recomputed": new.recomputed, "changed_rows": changed}
-        )
+        said = [maskedits.named(edit, self._segments) for edit in edits]
+        rule, changed = self._edited(parent.source, said, step)
+        source = self._source(rule, " + ".join([parent.source.name, *map(str, said)]))
+        self._go_before(parent, step, recomputed=changed > 0)
+        new = self._new_line(parent, step, source)
+        new.recomputed = changed > 0
+        about = {"rule": source.name, "recomputed": new.recomputed, "changed_rows": changed}
+        return self._begun(new, {"kind": "mask", "edits": [*map(str, said)], **about})
+
+    def edit_price(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[Price, int]:
+        """Return what an edit costs until its first own step is over, and how many rows change.
+
+        Those are rows computed already. Raises as `edit` does.
+        """
+        line = self._line(branch, step)
+        said = [maskedits.named(edit, self._segments) for edit in edits]
+        changed = self._edited(line.owner(step).source, said, step)[1]
+        return self._branch_price(line, step, recomputed=changed > 0), changed
 
     def _edited(
         self, source: MaskSource, edits: Sequence[Edit], step: int
-    ) -> tuple[MaskSource, int]:
-        """Return the edited source, and how many rows it changes that are computed already.
+    ) -> tuple[EditedRule, int]:
+        """Return the edited rule, and how many rows it changes that are computed already.
 
         Those are the rows of earlier steps; of step 0, which feeds the prompt, its own.
         """
-        device = next(self._model.parameters()).device
-        before = rule_of(source, device)
+        before = rule_of(source, self._device)
         after = maskedits.apply(edits, before, self._segments)
         n_prompt = len(self._decoder.prompt.ids)
         n_before = n_prompt + step - 1 if step else n_prompt
-        name = " + ".join([source.name, *(str(edit) for edit in edits)])
-        made = source_of(
-            after,
-            name=name,
-            length=self._segments[-1].stop,
-            device=device,
-            compiled=self.patch.compiled,
-        )
-        return made, len(maskedits.changed_rows(before, after, n_before))
+        return after, len(maskedits.changed_rows(before, after, n_before))
 
-    def _new_line(
-        self,
-        parent: Line,
-        step: int,
-        source: MaskSource,
-        *,
-        forced: tuple[int, ...] = (),
-        recomputed: bool = False,
-    ) -> Line:
-        new = Line(len(self.lines), source, parent, step, forced, recomputed)
+    def _source(self, rule: EditedRule, name: str) -> MaskSource:
+        length, compiled = self._segments[-1].stop, self.patch.compiled
+        return source_of(rule, name=name, length=length, device=self._device, compiled=compiled)
+
+    def _branch_price(self, line: Line, step: int, *, recomputed: bool) -> Price:
+        """Return what going before a step costs, and the forward of that step."""
+        own = line.mark(step).wall_ms
+        if step and not recomputed:
+            before = self.price(line.branch, step - 1)
+            return replace(
+                before,
+                n_rows=before.n_rows + 1,
+                n_forwards=before.n_forwards + 1,
+                ms=before.ms + own,
+            )
+        n_prompt = len(self._decoder.prompt.ids)
+        first = line.origin(step)
+        ms = line.mark(first.fork_step).wall_ms * (n_prompt + step) / (n_prompt + first.fork_step)
+        n_bytes = self.held_bytes() + row_bytes(self._decoder.cache) * (n_prompt + step)
+        return Price(n_prompt + step, 1, n_bytes, ms)
+
+    def _new_line(self, parent: Line, step: int, source: MaskSource) -> Line:
+        new = Line(len(self.lines), source, parent, step)
         self.lines.append(new)
         return new
 
-    def _branch_off(self, new: Line, change: Mapping[str, Any]) -> Line:
-        """Stand before the first own step of a new line, and record that it begins."""
-        parent, step = new.parent, new.fork_step
-        assert parent is not None
+    def _go_before(self, parent: Line, step: int, *, recomputed: bool) -> None:
+        """Stand before a step that a new line is to take over."""
         random = parent.mark(step).random
-        if step and not new.recomputed:
+        if step and not recomputed:
             self._go(parent, step - 1)
         else:  # its first forward feeds the whole sequence
             self._put_aside(self.line)
             self._decoder.stand(parent.token_ids(step), new_cache(self._model))
         self._decoder.sampler.restore(random)
-        self.line = new
-        self._scribe.begin(new, change)
+
+    def _begun(self, new: Line, change: Mapping[str, Any]) -> Line:
+        """Record that a new line begins; it is the live one."""
+        self.line, new.change = new, change
+        self._scribe.begin(new)
         return new
 
 
 def _is_same(one: StepMark, other: StepMark) -> bool:
     return one.token_id == other.token_id and int(one.check) == int(other.check)
-
-
-def _restored_words(line: Line, step: int, done: Restored) -> str:
-    price = done.price
-    how = f"{price.n_rows} rows were computed again" if price.n_rows else "its cache was cropped"
-    text = f"Step {step} of branch {line.branch} was restored: {how}."
-    return " ".join([text, *done.why])
-
-
-def _facts(done: Restored) -> dict[str, Any]:
-    price = done.price
-    facts: dict[str, Any] = {"rows": price.n_rows, "forwards": price.n_forwards}
-    return {**facts, "ms": round(done.wall_ms, 3), "why": list(done.why)}

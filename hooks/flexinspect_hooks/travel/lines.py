@@ -6,9 +6,9 @@ parent's, as in the trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,10 +30,12 @@ class StepMark(NamedTuple):
 
 @dataclass(slots=True)
 class Line:
-    """One branch. `recomputed` says that its first own step fed the whole sequence anew.
+    """One branch.
 
-    `forced` are tokens that its first own steps take in place of those drawn. `ended` is why it
-    ended, empty while it may go on; `is_closed` tells whether the trace holds its end.
+    `recomputed` says that its first own step fed the whole sequence anew. `forced` are tokens that
+    its first own steps take in place of those drawn. `change` is what made it differ, as
+    `BranchRecord` has it. `ended` is why it ended, empty while it may go on; `is_closed` tells
+    whether the trace holds its end.
     """
 
     branch: int
@@ -42,6 +44,7 @@ class Line:
     fork_step: int = 0
     forced: tuple[int, ...] = ()
     recomputed: bool = False
+    change: Mapping[str, Any] = field(default_factory=dict)
     random: Tensor | None = None
     """The sampler's state behind the last step, once the line was left."""
     marks: list[StepMark] = field(default_factory=list)
@@ -77,6 +80,10 @@ class Line:
         """Return the line whose forward over the whole sequence the cache at a step stems from."""
         family = self.owner(step).family()
         return next(line for line in family if line.recomputed or line.parent is None)
+
+    def recomputed_at(self, step: int) -> bool:
+        """Say whether a step of this very line fed the whole sequence anew."""
+        return self.recomputed and step == self.fork_step
 
     def random_after(self, step: int) -> Tensor | None:
         """Return the sampler's state behind a step."""

@@ -17,11 +17,11 @@ from flexinspect.records import (
     GenerationRecord,
     TokenRecord,
 )
-from flexinspect.rules.words import counted
 from flexinspect_hooks.generate import Choice
 from flexinspect_hooks.masksource import MaskSource, RuleMask
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.travel.lines import Line
+from flexinspect_hooks.travel.words import branch_words
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
 MakeToken = Callable[[int, int, str, int, int, int | None], TokenRecord]
@@ -87,16 +87,17 @@ class TraceScribe:
         self._session.move_step(line.branch)
         self._session.chose(token, choice.chosen, choice.scores)
 
-    def begin(self, line: Line, change: Mapping[str, Any]) -> None:
-        """A branch begins; the trace has said what it is before its first step is written."""
+    def begin(self, line: Line) -> None:
+        """A branch begins; the trace says what it is before its first step is written."""
         assert line.parent is not None
+        change = line.change
         place = (self._begun.generation, line.branch, line.parent.branch, line.fork_step)
         record = BranchRecord(*place, change, self._prompt.segments, line.recomputed)
         self._session.begin_branch(record, self._beginning(line))
         what = {"parent": line.parent.branch, "branch": line.branch, **change}
         kind = {"token": "forked", "mask": "mask-edited"}.get(str(change.get("kind")))
         if kind is not None:
-            self.tell(kind, words_of(change, line), line, line.fork_step, what)
+            self.tell(kind, branch_words(line), line, line.fork_step, what)
 
     def end(self, line: Line, state: str, reason: str) -> None:
         """A branch, or the base, ended."""
@@ -146,20 +147,3 @@ def _declared(declared: Mapping[str, Any], source: MaskSource) -> dict[str, Any]
     rule: MaskRule = source.rule
     columns = {"starts": rule.starts, "head": rule.head, "low": rule.low}
     return {**about, "preset": rule.name, **columns}
-
-
-def words_of(change: Mapping[str, Any], line: Line) -> str:
-    """Return what a branch begins with, as a sentence."""
-    assert line.parent is not None
-    where = f"Branch {line.branch} leaves branch {line.parent.branch} at step {line.fork_step}"
-    if change.get("kind") == "token":
-        instead = change.get("instead_text")
-        other = "" if instead is None else f" instead of {instead!r}"
-        return f"{where}: it takes {change.get('text', change.get('token_id'))!r}{other}."
-    rows = counted(int(change.get("changed_rows", 0)), "row")
-    how = "no row computed before is touched, so only the cache is forked"
-    if change.get("recomputed"):
-        how = f"{rows} computed before changed, so all keys are computed again"
-    elif not line.fork_step:
-        how = "its first step feeds the prompt"
-    return f"{where} under an edited mask ({'; '.join(change.get('edits', ()))}): {how}."
