@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from flexinspect.errors import TraceError
-from flexinspect.records import EventRecord
+from flexinspect.records import EventRecord, GenerationRecord
 from flexinspect.rules.base import RuleBook
+from flexinspect.trace.branchfacts import in_branch
 from flexinspect.trace.callranges import lineage
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.replay import steps
+from flexinspect.trace.replay import beginning, steps
+from flexinspect.trace.rows import BranchRow, GenerationRow
+from flexinspect.trace.sequences import tokens_of
 
 
 def recall(path: Path, generation: int, branch: int, book: RuleBook) -> list[EventRecord]:
@@ -35,3 +39,17 @@ def recalled(
                 break
             events += book.recall(step)
     return events
+
+
+def branch_beginning(reader: TraceReader, about: GenerationRow, row: BranchRow) -> GenerationRecord:
+    """Return a generation as a branch finds it when it begins: its mask, and what is given.
+
+    Where all keys are computed anew, the tokens before the fork are given, as a prompt is.
+    """
+    begun = beginning(reader, in_branch(reader, about, row.branch))
+    if row.change.get("recomputed") is not True:
+        return begun
+    step = row.fork_step or 0
+    earlier = tokens_of(reader, about.generation, row.branch)
+    given = [replace(t, step=None) for t in earlier if t.step is not None and t.step < step]
+    return replace(begun, tokens=(*begun.tokens, *given))

@@ -338,11 +338,12 @@ class GenerationRecord:
 class BranchRecord:
     """A line of decoding that leaves another one: its first own step is `fork_step`.
 
-    `change` says what is other in it: its "kind" is "token" (another token was chosen at
-    `fork_step`: "token_id", "text", and "instead_id", "instead_text" of the parent), "mask"
-    ("edits" as text, "rule" in words, "recomputed": whether keys of earlier rows were computed
-    anew under the edited mask) or "replay" (a restored state did not go on as recorded; "why" is a
-    list of sentences). `recomputed` is true when its first own step feeds the whole sequence.
+    `change` says what is other in it. Its "kind" is "token": another token was chosen at
+    `fork_step` ("token_id", "text", and "instead_id", "instead_text" of the parent; "token_ids" of
+    several); "mask": "edits" as text, "rule" in words, "declared" as a declaration has it,
+    "changed_rows": how many rows of earlier steps are other ones, "recomputed": whether all keys
+    were computed anew; or "replay": a restored state did not go on as recorded ("why": sentences).
+    `recomputed` is true when the first own step feeds the whole sequence.
     """
 
     generation: int

@@ -203,8 +203,10 @@ def test_a_mask_that_was_edited_is_the_mask_that_ran(new_run: Callable[..., Run]
     assert (about.phase, about.kv_before) == ("prefill", 0)
     (name,) = {call.mask for call in reader.calls(0, 2, 1)}
     mask, base = reader.mask(str(name)), reader.mask(str(reader.calls(0, 0)[0].mask))
-    assert mask is not None and mask.cells is not None
-    assert base is not None and base.cells is not None
+    assert mask is not None
+    assert base is not None
+    assert mask.cells is not None
+    assert base.cells is not None
     n_prompt = base.cells.shape[-1]
     differs = mask.cells[0, :n_prompt, :n_prompt] != base.cells[0]
     assert [*zip(*differs.nonzero(), strict=True)] == [(20, 2)]
@@ -289,9 +291,7 @@ def test_the_cost_is_said_before(new_run: Callable[..., Run]) -> None:
         ):
             said.append(orders.check(Order(0, wish)))
         with pytest.raises(MaskError, match="changes nothing"):
-            orders.check(
-                Order(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),)))
-            )
+            orders.check(Order(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),))))
         with pytest.raises(UsageError, match="no step 50"):
             orders.check(Order(0, Restore(at(50))))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,14 @@ def source_of(
     over = _patched(under, rule.patches)
     mark(over, f"{identity}{rule.patches}")
     return EditedMask(rule, over, name=name, device=device)
+
+
+def declared_of(source: MaskSource) -> dict[str, Any]:
+    """Return what a declaration says of a source's mask."""
+    if not isinstance(source, RuleMask):
+        return {"rule": source.name}
+    rule = source.rule
+    return {"preset": rule.name, "starts": rule.starts, "head": rule.head, "low": rule.low}
 
 
 class EditedMask(OwnMask):

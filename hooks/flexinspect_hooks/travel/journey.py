@@ -33,7 +33,7 @@ from flexinspect_hooks.travel.caches import (
     row_bytes,
 )
 from flexinspect_hooks.travel.conditions import Conditions, checksum
-from flexinspect_hooks.travel.editedmask import rule_of, source_of
+from flexinspect_hooks.travel.editedmask import declared_of, rule_of, source_of
 from flexinspect_hooks.travel.lines import Line, StepMark
 from flexinspect_hooks.travel.parts import Limits, Price, Restored, Scribe
 from flexinspect_hooks.travel.words import restored_words
@@ -318,7 +318,8 @@ class Journey:
         new = self._new_line(parent, step, source)
         new.recomputed = changed > 0
         about = {"rule": source.name, "recomputed": new.recomputed, "changed_rows": changed}
-        return self._begun(new, {"kind": "mask", "edits": [*map(str, said)], **about})
+        meant = {"declared": declared_of(source)}
+        return self._begun(new, {"kind": "mask", "edits": [*map(str, said)], **about, **meant})
 
     def edit_price(self, branch: int, step: int, edits: Sequence[Edit]) -> tuple[Price, int]:
         """Return what an edit costs until its first own step is over, and how many rows change.

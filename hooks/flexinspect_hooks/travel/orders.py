@@ -8,6 +8,7 @@ from flexinspect.control.messages import Cost, EditMask, Fork, MaskEdit, Order, 
 from flexinspect.errors import MaskError, UsageError
 from flexinspect.maskedits import Edit
 from flexinspect.rules.words import counted
+from flexinspect.sizes import human_bytes
 from flexinspect_hooks.travel.journey import Journey
 from flexinspect_hooks.travel.parts import Price
 from flexinspect_hooks.travel.words import branch_words
@@ -95,7 +96,7 @@ class Orders:
 
 def _cost(price: Price, before: str) -> Cost:
     seconds = price.ms / 1e3
-    size = f"{price.n_bytes / 1e6:.1f} MB"
+    size = human_bytes(price.n_bytes)
     if not price.n_forwards:
         return Cost(
             f"{before}the cache is cropped; the caches hold {size} then.", 0.0, price.n_bytes

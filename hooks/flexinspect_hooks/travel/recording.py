@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from flexinspect.masks import MaskRule
 from flexinspect.prompts import Prompt, close_generated
 from flexinspect.records import (
     BranchRecord,
@@ -17,8 +16,8 @@ from flexinspect.records import (
     GenerationRecord,
     TokenRecord,
 )
+from flexinspect.trace.branchfacts import redeclared
 from flexinspect_hooks.generate import Choice
-from flexinspect_hooks.masksource import MaskSource, RuleMask
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.travel.lines import Line
 from flexinspect_hooks.travel.words import branch_words
@@ -94,7 +93,8 @@ class TraceScribe:
         place = (self._begun.generation, line.branch, line.parent.branch, line.fork_step)
         record = BranchRecord(*place, change, self._prompt.segments, line.recomputed)
         self._session.begin_branch(record, self._beginning(line))
-        what = {"parent": line.parent.branch, "branch": line.branch, **change}
+        about = {name: value for name, value in change.items() if name != "declared"}
+        what = {"parent": line.parent.branch, "branch": line.branch, **about}
         kind = {"token": "forked", "mask": "mask-edited"}.get(str(change.get("kind")))
         if kind is not None:
             self.tell(kind, branch_words(line), line, line.fork_step, what)
@@ -128,22 +128,10 @@ class TraceScribe:
             texts = self._words.texts(token_ids)
             pairs = enumerate(zip(token_ids, texts, strict=True))
             given = tuple(self._token(step, *pair, given=True) for step, pair in pairs)
-        tokens, base = (*self._begun.tokens, *given), list(line.family())[-1]
-        if line.source is base.source:
+        tokens = (*self._begun.tokens, *given)
+        edited = (one.change["declared"] for one in line.family() if "declared" in one.change)
+        mask = next(edited, None)
+        if mask is None:
             return replace(self._begun, tokens=tokens)
-        declared = _declared(self._begun.declared, line.source)
+        declared = redeclared(self._begun.declared, mask)
         return replace(self._begun, mask=line.source.name, tokens=tokens, declared=declared)
-
-
-def _declared(declared: Mapping[str, Any], source: MaskSource) -> dict[str, Any]:
-    """Return a declaration under the mask that a branch runs with."""
-    about = {
-        key: value
-        for key, value in declared.items()
-        if key not in ("preset", "separators", "starts", "head", "low", "rule")
-    }
-    if not isinstance(source, RuleMask):
-        return {**about, "rule": source.name}
-    rule: MaskRule = source.rule
-    columns = {"starts": rule.starts, "head": rule.head, "low": rule.low}
-    return {**about, "preset": rule.name, **columns}
