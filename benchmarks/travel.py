@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -131,7 +132,7 @@ def _plain_step(loaded: LoadedModel, prompt: Prompt) -> float:
 
     n_new = len(prompt.segments[-1])
     generate(loaded.model, prompt, max_new_tokens=n_new, sampling=WARM, on_choice=stamp)
-    return _median([b - a for a, b in zip(stamps, stamps[1:], strict=False)])
+    return _median([b - a for a, b in itertools.pairwise(stamps)])
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from flexinspect.control.messages import Place
 from flexinspect.records import BranchRecord, GenerationRecord
 from flexinspect.rules.base import RuleBook
 from flexinspect_hooks.clock import StepClock, StepContext
-from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.recorder import Recorder
 
 
@@ -16,7 +16,7 @@ class Branching:
     """What an engine says to its session when it goes back, or elsewhere."""
 
     recorder: Recorder
-    gate: Gate | None = None
+    place: Place
     _book: RuleBook
     _clock: StepClock
     _step: StepContext | None
@@ -32,6 +32,7 @@ class Branching:
     def stand(self, branch: int, step: int) -> None:
         """Say which step of the generation the next forward is."""
         self._clock.branch, self._clock.next_step = branch, step
+        self.place = Place(self._clock.generation, branch, step - 1)
 
     def move_step(self, branch: int) -> None:
         """Say that the step that is open belongs to another branch."""

@@ -7,6 +7,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ from flexinspect_hooks.travel.orders import Orders
 from flexinspect_hooks.travel.parts import Limits
 from flexinspect_hooks.travel.recording import TraceScribe, Words
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
+
+OnHold = Callable[[], None]
+"""Is told each time that a generation is over and its model kept alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +111,14 @@ class Ensemble:
         compiled = self._compiled
         return RuleMask(rule, length=length, device=self._device, compiled=compiled), declared
 
-    def run(self, number: int, plan: Plan, session: CaptureSession, *, holds: bool = False) -> str:
+    def run(
+        self, number: int, plan: Plan, session: CaptureSession, *, on_hold: OnHold | None = None
+    ) -> str:
         """Run one generation and record it; returns the answer of its first branch.
 
         Between two steps the session's gate, if it has one, may pause it or order it elsewhere;
-        with `holds` it is kept alive at its end until the gate lets it go. An exception or an
-        interrupt ends the generation in the trace before it goes on upwards.
+        with `on_hold`, which is told so, it is kept alive at its end until the gate lets it go. An
+        exception or an interrupt ends the generation in the trace before it goes on upwards.
         """
         begun = self.record_of(number, plan)
         session.begin_generation(begun)
@@ -121,7 +127,7 @@ class Ensemble:
         try:
             with journey.patch:
                 self.orders.begin(number, journey)
-                self._drive(journey, session, number, holds=holds)
+                self._drive(journey, session, number, on_hold)
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
@@ -135,22 +141,21 @@ class Ensemble:
         return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
 
     def _drive(
-        self, journey: Journey, session: CaptureSession, number: int, *, holds: bool
+        self, journey: Journey, session: CaptureSession, number: int, on_hold: OnHold | None
     ) -> None:
         """Go on to the end, and wherever the gate orders the generation to go."""
         gate = session.gate
         while True:
             place = Place(number, journey.line.branch, journey.step)
-            if journey.is_over:
-                order = gate.hold(place) if gate is not None and holds else None
+            order = gate.between_steps(place) if gate is not None else None
+            if order is None and journey.is_over:
+                order = _held(gate, place, on_hold)
                 if order is None:
                     return
-            else:
-                order = gate.between_steps(place) if gate is not None else None
-            if gate is not None and order is not None:
+            if order is None:
+                journey.advance()
+            elif gate is not None:
                 self._obey(order, gate)
-                continue
-            journey.advance()
 
     def _obey(self, order: Order, gate: Gate) -> None:
         try:
@@ -222,6 +227,16 @@ class Ensemble:
             token_id in words.special,
             step,
         )
+
+
+def _held(gate: Gate | None, place: Place, on_hold: OnHold | None) -> Order | None:
+    """Keep the model alive if that was asked for; Ctrl-C lets it go as the gate does."""
+    if gate is None or on_hold is None:
+        return None
+    on_hold()
+    with suppress(KeyboardInterrupt):
+        return gate.hold(place)
+    return None
 
 
 def _teller(session: CaptureSession) -> Callable[[str], None]:

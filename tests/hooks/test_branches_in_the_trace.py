@@ -82,7 +82,7 @@ class Run:
         state = "failed"
         try:
             with self.session:
-                self.ensemble.run(0, self.plan, self.session, holds=True)
+                self.ensemble.run(0, self.plan, self.session, on_hold=lambda: None)
             state = "finished"
         except KeyboardInterrupt:
             state = "interrupted"
