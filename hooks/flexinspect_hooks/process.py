@@ -24,7 +24,6 @@ from flexinspect.config import load_config
 from flexinspect.control.addresses import Serving
 from flexinspect.datasets import Sample
 from flexinspect.errors import (
-    ControlError,
     DatasetError,
     FlexInspectError,
     TraceWriteError,
@@ -184,8 +183,7 @@ class CaptureProcess:
             session.break_on(self._breaks.begin(session.recorder))
             try:
                 with session:
-                    self._generations(loaded, samples, session, compiled=compiled)
-                    self._hold(session, control)
+                    self._generations(loaded, samples, session, control, compiled=compiled)
             finally:
                 self._conclude(session)
         finally:
@@ -208,14 +206,8 @@ class CaptureProcess:
         if control.note:
             self._event("control", f"No commands are taken: {control.note}")
 
-    def _hold(self, session: CaptureSession, control: Running) -> None:
-        """Keep the model alive until it is let go, if that was asked for; Ctrl-C lets it go too."""
-        if not self.job.hold:
-            return
+    def _on_hold(self) -> None:
         self._report("holding the model (flexinspect ctl continue ends the run)", {})
-        with suppress(KeyboardInterrupt):
-            while (order := control.gate.hold(session.place)) is not None:
-                control.gate.done(order, ControlError("Nothing here can go back to a step."))
 
     def _import_torch(self) -> int:
         self._report("importing torch", {})
@@ -268,18 +260,20 @@ class CaptureProcess:
         loaded: LoadedModel,
         samples: Sequence[Sample],
         session: CaptureSession,
+        control: Running,
         *,
         compiled: bool,
     ) -> None:
         from flexinspect_hooks.ensemble import Ensemble
 
         ensemble = Ensemble(loaded, self.job, compiled=compiled)
+        control.parts.traveller = ensemble.orders
         self._report("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):
             plan = ensemble.plan(sample)
             self._n_generations += 1
-            ensemble.run(number, plan, session)
-            session.pass_breakpoints()
+            is_held = self.job.hold and number == len(samples) - 1
+            ensemble.run(number, plan, session, on_hold=self._on_hold if is_held else None)
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""
