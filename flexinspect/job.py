@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from flexinspect.debugger import DebuggerOptions
 from flexinspect.errors import UsageError
 
 
@@ -67,6 +68,7 @@ class Job:
     overwrite: bool = False
     texts: Texts = field(default_factory=Texts)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -82,6 +84,7 @@ class Job:
             values = {name: value for name, value in data.items() if name in known}
             values["texts"] = Texts(**values.get("texts", {}))
             values["sampling"] = SamplingOptions(**values.get("sampling", {}))
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
             for name in ("prompts", "argv"):
                 values[name] = tuple(values.get(name, ()))
             return cls(**values)
@@ -115,6 +118,7 @@ class ScriptJob:
     threads: int | None = None
     overwrite: bool = False
     declaration: Declaration = field(default_factory=Declaration)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
     git: Mapping[str, Any] | None = None
 
@@ -129,6 +133,7 @@ class ScriptJob:
             values: dict[str, Any] = json.loads(text)
             said = values.pop("declaration")
             wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
             for name in ("args", "argv"):
                 values[name] = tuple(values[name])
             return cls(**values, declaration=Declaration(tuple(wishes), **said))

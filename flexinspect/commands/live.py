@@ -192,8 +192,15 @@ class ScriptRun(LiveRun):
 
     def _look(self) -> None:
         """Look only when asked to tell of each step: the program may need every core."""
+        self._tell_of_debugger()
         if self._progress.verbose:
             super()._look()
+
+    def _tell_of_debugger(self) -> None:
+        """Say on stderr where to attach: nothing else that we say comes before the end."""
+        said, self._process.state.debugger = self._process.state.debugger, None
+        if said is not None:
+            self._progress.console.print(f"flexinspect: {said}", soft_wrap=True)
 
     def _stop(self) -> None:
         """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""

@@ -12,6 +12,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+from flexinspect.commands.debugflags import DEBUG_FLAGS, add_debugger_flags, debugger_of
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts
 
@@ -21,6 +22,7 @@ examples:
   flexinspect run --prompt "What is the capital of France?" --prompt "France's capital city?"
   flexinspect run --model llama3.2_3b_it --mask shared-prefix --instruction "Answer briefly."
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
+  flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VSCode
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
 
   flexinspect run train_or_generate.py                 # your own program, unchanged
@@ -32,6 +34,7 @@ examples:
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
     *("--no-ui", "--json", "--verbose", "--threads"),
+    *DEBUG_FLAGS,
 )
 """Flags that go with a program of the user's."""
 
@@ -56,6 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_attention_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
+    add_debugger_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -241,7 +245,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     job = job_of(args)
     check_job(job)
     check_trace(job)
-    return job
+    return replace(job, debugger=debugger_of(args))
 
 
 _OWN = (

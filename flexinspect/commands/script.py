@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flexinspect.commands.debugflags import debugger_of
 from flexinspect.commands.run import SCRIPT_FLAGS, check_trace, default_name
 from flexinspect.errors import UsageError
 from flexinspect.job import Declaration, ScriptJob, parse_layers
@@ -40,6 +41,7 @@ def script_job(args: argparse.Namespace, given: Sequence[str]) -> ScriptJob:
         threads=args.threads,
         overwrite=args.overwrite,
         declaration=_declaration(args),
+        debugger=debugger_of(args),
         argv=tuple(sys.argv),
         git=git_state(Path.cwd()),
     )

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +30,8 @@ from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.cores import available_cores
+from flexinspect_hooks.debugging.session import Debugging
+from flexinspect_hooks.debugging.threads import run_on
 
 if TYPE_CHECKING:
     from flexinspect_hooks.models import LoadedModel
@@ -50,8 +52,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         job = Job.from_json(sys.stdin.readline())
-        threading.Thread(target=_end_with_parent, name="flexinspect-parent", daemon=True).start()
-        return CaptureProcess(job).run()
+        debugging = Debugging(job.debugger, _say)
+        parent = threading.Thread(
+            target=_end_with_parent,
+            args=(debugging.granted,),
+            name="flexinspect-parent",
+            daemon=True,
+        )
+        run_on(parent).start()
+        return CaptureProcess(job, debugging).run()
     except FlexInspectError as error:
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
@@ -63,13 +72,14 @@ def main() -> int:
         return 1
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(granted: Callable[[], None]) -> None:
     """End the run when whoever started it is gone: our standard input ends with its life.
 
-    Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    A byte from it means that pdb may have the terminal, and `granted` is told. Read without
+    Python's buffer, whose lock a daemon thread must not hold when the process ends.
     """
     while os.read(0, 1):
-        pass
+        granted()
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -98,8 +108,9 @@ def _say(kind: str, **facts: Any) -> None:
 class CaptureProcess:
     """One job from its first check to its closed trace."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, debugging: Debugging) -> None:
         self.job = job
+        self._debugging = debugging
         self._last_report = (0.0, "")
         self._n_generations = 0
         self._unexpected = False
@@ -118,6 +129,7 @@ class CaptureProcess:
         )
         state = "failed"
         try:
+            self._debugging.begin(self.writer.recording_path, self._event)
             self._work(source, samples)
             state = "finished"
             return 0
@@ -125,14 +137,21 @@ class CaptureProcess:
             state = "interrupted"
             return INTERRUPTED
         except FlexInspectError as error:
+            self._post_mortem(error)
             self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
             raise
         except Exception as error:
+            self._post_mortem(error)
             self._unexpected = True
             self._event("error", f"{type(error).__name__}: {error}", traceback=_traceback(error))
             raise
         finally:
             self._close(state)
+
+    def _post_mortem(self, error: Exception) -> None:
+        """Let the user look at what a generation failed with; an error before one says it all."""
+        if self._n_generations:
+            self._debugging.post_mortem(error)
 
     def _open_trace(self, source: ModelSource) -> TraceWriter:
         try:
@@ -210,6 +229,7 @@ class CaptureProcess:
     ) -> None:
         from flexinspect_hooks.ensemble import Ensemble
 
+        self._debugging.on_flex(self._event)
         ensemble = Ensemble(loaded, self.job, compiled=compiled)
         self._report("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):
@@ -226,6 +246,7 @@ class CaptureProcess:
 
     def _close(self, state: str) -> None:
         crumbs.remove_crumbs()
+        self._debugging.end()
         self._quietly(lambda: self.writer.update_run(ended_at=time.time()))
         self._quietly(lambda: self.writer.close(state))
         kept: Path | None = self.writer.path

@@ -28,6 +28,8 @@ from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.children import ChildCount
+from flexinspect_hooks.debugging.session import Debugging
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
@@ -64,7 +66,8 @@ def on_torch(run: ScriptRun) -> None:
 class ScriptRun:
     """One program from its first line to its closed trace."""
 
-    def __init__(self, job: ScriptJob, control: Control) -> None:
+    def __init__(self, job: ScriptJob, control: Control, debugging: Debugging) -> None:
+        self._debugging = debugging
         self.job = job
         self._control = control
         self._pid = os.getpid()
@@ -94,7 +97,7 @@ class ScriptRun:
         self._arrivals = Arrivals(
             {
                 "torch": lambda: on_torch(self),
-                "torch.nn.attention.flex_attention": lambda: self._find(_LOOSE),
+                "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._find(_GENERATE),
                 "transformers.tokenization_utils_base": self._tokenizers.watch,
@@ -104,7 +107,9 @@ class ScriptRun:
             failed=self._not_installed,
         )
         atexit.register(self._close)
-        threading.Thread(target=self._listen, name="flexinspect-control", daemon=True).start()
+        listener = threading.Thread(target=self._listen, name="flexinspect-control", daemon=True)
+        run_on(listener).start()
+        self._debugging.begin(self.writer.recording_path, self.event)
         self._phase(_RUNNING)
         self._arrivals.install()
         _flush_lines()
@@ -143,6 +148,10 @@ class ScriptRun:
 
             self._finder = ModelFinder(self.job, self.writer, self._tokenizers)
         return self._finder
+
+    def _on_flex(self) -> None:
+        self._find(_LOOSE)
+        self._debugging.on_flex(self.event)
 
     def _on_transformers(self) -> None:
         import torch
@@ -183,6 +192,8 @@ class ScriptRun:
                 self._keep(facts["items"])
             elif facts["kind"] == protocol.DRAINED:
                 self._drained.set()
+            elif facts["kind"] == protocol.TERMINAL:
+                self._debugging.granted()
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGINT)
         self._drained.set()
@@ -201,6 +212,8 @@ class ScriptRun:
     def _ended_by(self, error: BaseException) -> None:
         self._error = error
         without_us(error)
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._debugging.post_mortem(error)
         if self._finder is not None:
             self._finder.failed(error)
         elif not isinstance(error, SystemExit):
@@ -215,6 +228,7 @@ class ScriptRun:
             return
         self._is_closing = True
         crumbs.remove_crumbs()
+        self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
         self._tokenizers.end()
@@ -349,7 +363,8 @@ def main(number: int) -> int:
     """Run the job that comes through the socket of this number; the program's end is ours."""
     control = Control(number)
     try:
-        run = ScriptRun(ScriptJob.from_json(control.first_line()), control)
+        job = ScriptJob.from_json(control.first_line())
+        run = ScriptRun(job, control, Debugging(job.debugger, control.say))
     except FlexInspectError as error:
         facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
         control.say(protocol.ERROR, **facts)
