@@ -56,9 +56,7 @@ class DapClient:
         self._seq += 1
         seq = self._seq
         self._answers[seq] = queue.SimpleQueue()
-        self._write(
-            {"seq": seq, "type": "request", "command": command, "arguments": arguments}
-        )
+        self._write({"seq": seq, "type": "request", "command": command, "arguments": arguments})
         return seq
 
     def answer(self, seq: int) -> Message:
@@ -129,9 +127,15 @@ class DapClient:
         Returns which breakpoints were verified, in order.
         """
         self.request(
-            "initialize", clientID="test", adapterID="debugpy", linesStartAt1=True,
-            columnsStartAt1=True, pathFormat="path", supportsRunInTerminalRequest=True,
-            supportsVariableType=True, supportsStartDebuggingRequest=False,
+            "initialize",
+            clientID="test",
+            adapterID="debugpy",
+            linesStartAt1=True,
+            columnsStartAt1=True,
+            pathFormat="path",
+            supportsRunInTerminalRequest=True,
+            supportsVariableType=True,
+            supportsStartDebuggingRequest=False,
         )
         begun = self.send(configuration["request"], **configuration)
         self.event("initialized")

@@ -6,14 +6,13 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from flexinspect.heartbeat import Held, hold, let_go
-from flexinspect_hooks.debugging.listening import debugger
 
 _traces: list[Path] = []
 """The trace that this process records for whoever started it; at most one."""
@@ -30,7 +29,6 @@ def tell_of_stops(trace: Path) -> None:
     if not _traces:
         os.register_at_fork(after_in_child=_traces.clear)
     _traces[:] = [trace]
-    _watch_pydevd()
 
 
 def tell_no_more() -> None:
@@ -69,18 +67,17 @@ def because(reason: str) -> Iterator[None]:
         _reasons.pop(me, None)
 
 
-def _watch_pydevd() -> None:
-    """Let pydevd's wait tell. It offers no event for it that this process could hear."""
-    found = debugger()
-    if found is None or hasattr(found.do_wait_suspend, "__wrapped__"):
+def watch_pydevd() -> None:
+    """Let pydevd, which is loaded, tell of its waits. It offers no event that we could hear."""
+    from pydevd import PyDB
+
+    wait = PyDB.do_wait_suspend
+    if hasattr(wait, "__wrapped__"):
         return
-    found.do_wait_suspend = _telling(found.do_wait_suspend)
 
-
-def _telling(wait: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wait)
-    def do_wait_suspend(thread: Any, frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+    def do_wait_suspend(debugger: Any, thread: Any, frame: FrameType, *args: Any, **kw: Any) -> Any:
         with held("debugpy", frame):
-            return wait(thread, frame, *args, **kwargs)
+            return wait(debugger, thread, frame, *args, **kw)
 
-    return do_wait_suspend
+    PyDB.do_wait_suspend = do_wait_suspend

@@ -27,16 +27,7 @@ def listen(options: DebuggerOptions) -> tuple[str, int]:
             f"debugpy cannot listen on {options.host}:{options.port}: {said[0] if said else error}",
             hint="Choose another port; --debugpy 0 takes any that is free.",
         ) from error
-    show_our_types()
     return host, port
-
-
-def show_our_types() -> None:
-    """Have the debugger of this process present tensors, masks and caches as we do."""
-    # It needs what debugpy puts on the path when its server is loaded.
-    from flexinspect_hooks.debugging import pydevd_plugin
-
-    pydevd_plugin.register()
 
 
 def wait_for_client() -> None:
@@ -50,11 +41,6 @@ def is_attached() -> bool:
     """Say whether a client of debugpy is attached; loads nothing."""
     found = debugger()
     return found is not None and bool(found.is_attached())
-
-
-def is_debugged() -> bool:
-    """Say whether debugpy is at work in this process, attached or not, whoever brought it."""
-    return debugger() is not None
 
 
 def debugger() -> Any:

@@ -5,14 +5,17 @@ Most runs have none, and load nothing for it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from flexinspect import protocol
 from flexinspect.debugger import DebuggerOptions, listening_sentence
+from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.debugging import rules
+
+Event = Callable[[str, str], None]
+"""Records an event of a kind and a text."""
 
 
 class Say(Protocol):
@@ -25,8 +28,8 @@ class Say(Protocol):
 class Debugging:
     """What was asked for, begun before there is a trace so that a taken port leaves none.
 
-    A debugger that was here before us, because VSCode launched the whole run under it, counts as
-    asked for. `say` sends a line to whoever started the process.
+    A debugger that comes by itself, because VSCode launched the whole run under it or attached to
+    the process, counts as asked for from then on.
 
     Raises `UsageError` when debugpy cannot listen.
     """
@@ -35,13 +38,10 @@ class Debugging:
         self.options = options
         self._say = say
         self._address: tuple[str, int] | None = None
-        is_here = "pydevd" in sys.modules
-        self.is_on = is_here or options.is_asked_for
-        if is_here:
-            from flexinspect_hooks.debugging.listening import show_our_types
-
-            show_our_types()
-        elif options.port is not None:
+        self._flex_event: Event | None = None
+        self._is_on = options.is_asked_for
+        self._trace: Path | None = None
+        if options.port is not None:
             from flexinspect_hooks.debugging.listening import listen
 
             self._address = listen(options)
@@ -50,19 +50,23 @@ class Debugging:
 
             terminal.use(options.tty, lambda wanted: say(protocol.TERMINAL, wanted=wanted))
 
-    def begin(self, trace: Path, event: Callable[[str, str], None]) -> None:
-        """The trace is open: say where debugpy listens, and wait for a client if that was asked.
+    def begin(self, trace: Path, event: Event) -> None:
+        """The trace is open: say where debugpy listens, and wait for a client if that was asked."""
+        self._trace = trace
+        self._arrivals = Arrivals(
+            {"pydevd": self._on_pydevd},
+            coming=lambda name: None,
+            failed=lambda name, error: event("debugger", f"not prepared for it: {error!r}"),
+        )
+        self._arrivals.install()
+        if self.options.pdb:
+            from flexinspect_hooks.debugging.holding import tell_of_stops
 
-        `event` records an event of a kind and a text.
-        """
-        if not self.is_on:
-            return
-        from flexinspect_hooks.debugging.holding import tell_of_stops
+            tell_of_stops(trace)
+        if self._address is not None:
+            self._listening(*self._address, event)
 
-        tell_of_stops(trace)
-        if self._address is None:
-            return
-        host, port = self._address
+    def _listening(self, host: str, port: int, event: Event) -> None:
         waiting = self.options.wait
         self._say(protocol.DEBUGGER, host=host, port=port, waiting=waiting)
         event("debugger", listening_sentence(host, port, waiting=waiting))
@@ -73,9 +77,22 @@ class Debugging:
             wait_for_client()
             event("debugger", "a client has attached")
 
-    def on_flex(self, event: Callable[[str, str], None]) -> None:
+    def _on_pydevd(self) -> None:
+        """debugpy is loaded in this process, whoever asked for it."""
+        from flexinspect_hooks.debugging import holding, pydevd_plugin
+
+        pydevd_plugin.register()
+        holding.watch_pydevd()
+        if self._trace is not None:
+            holding.tell_of_stops(self._trace)
+        self._is_on = True
+        if self._flex_event is not None:
+            self.on_flex(self._flex_event)
+
+    def on_flex(self, event: Event) -> None:
         """FlexAttention is loaded: let its rules run as Python, and tell where they cannot."""
-        if self.is_on:
+        self._flex_event = event
+        if self._is_on:
             rules.run_rules()
             rules.tell_when_compiled(lambda: event("debugger", rules.COMPILED))
 
@@ -95,7 +112,8 @@ class Debugging:
 
     def end(self) -> None:
         """The trace is about to be closed."""
-        if self.is_on:
+        self._arrivals.remove()
+        if self._is_on:
             from flexinspect_hooks.debugging.holding import tell_no_more
 
             tell_no_more()
