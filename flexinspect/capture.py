@@ -127,7 +127,8 @@ _LISTENING = ("host", "port", "waiting")
 
 def debuggable(job: Job | ScriptJob) -> list[str]:
     """Return the flags of Python without which debugpy warns that it may miss breakpoints."""
-    return ["-X", "frozen_modules=off"] if job.debugger.port is not None else []
+    is_debugged = job.debugger.port is not None or "pydevd" in sys.modules
+    return ["-X", "frozen_modules=off"] if is_debugged else []
 
 
 def start(job: Job | ScriptJob) -> Capture:

@@ -27,6 +27,7 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
         "name": "flexinspect: run a generation",
         **_LAUNCH,
         "module": "flexinspect",
+        "pythonArgs": ["-Xfrozen_modules=off"],
         "args": ["run", "--model", "demo", "--max-samples", "2"],
         "subProcess": True,  # the model runs in a process of its own
     },
@@ -34,6 +35,7 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
         "name": "flexinspect: run this file",
         **_LAUNCH,
         "module": "flexinspect",
+        "pythonArgs": ["-Xfrozen_modules=off"],
         "args": ["run", "${file}"],
         "subProcess": True,
     },
@@ -77,7 +79,7 @@ def merge(
     text that is broken, or whose configurations are no list.
     """
     if not text.strip():
-        whole = json.dumps({"version": "0.2.0", "configurations": list(configurations)}, indent=2)
+        whole = _dump({"version": "0.2.0", "configurations": list(configurations)}, "  ")
         return Merged(whole + "\n", tuple(str(one["name"]) for one in configurations), ())
     found = _Document(text, name)
     there = found.names()
@@ -189,7 +191,13 @@ def _indent(text: str, at: int) -> str:
 
 
 def _dump(value: Any, unit: str) -> str:
-    return json.dumps(value, indent=unit, ensure_ascii=False)
+    """Return our own JSON, with lists of words on one line, as people write them."""
+    text = json.dumps(value, indent=unit, ensure_ascii=False)
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: f"[{_line(found[1])}]", text)
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text)
 
 
 def _first(error: ValueError, end: int) -> tuple[int, str]:

@@ -229,7 +229,7 @@ class CaptureProcess:
     ) -> None:
         from flexinspect_hooks.ensemble import Ensemble
 
-        self._debugging.on_flex(self._event)
+        self._debugging.on_flex(self._event, compiled=compiled)
         ensemble = Ensemble(loaded, self.job, compiled=compiled)
         self._report("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):

@@ -89,12 +89,18 @@ class Debugging:
         if self._flex_event is not None:
             self.on_flex(self._flex_event)
 
-    def on_flex(self, event: Event) -> None:
-        """FlexAttention is loaded: let its rules run as Python, and tell where they cannot."""
+    def on_flex(self, event: Event, *, compiled: bool = False) -> None:
+        """FlexAttention is loaded: let its rules run as Python, and tell where they cannot.
+
+        `compiled` says that it is known to be compiled; else the first call that is tells.
+        """
         self._flex_event = event
-        if self._is_on:
-            rules.run_rules()
-            rules.tell_when_compiled(lambda: event("debugger", rules.COMPILED))
+        if not self._is_on:
+            return
+        rules.run_rules()
+        rules.tell_when_compiled(lambda: event("debugger", rules.COMPILED))
+        if compiled:
+            rules.saw_compiled()
 
     def granted(self) -> None:
         """Whoever has the terminal lets pdb have it."""
