@@ -102,9 +102,9 @@ class DapClient:
                 {**head, "request_seq": message["seq"], "command": message["command"], "body": body}
             )
 
-    def event(self, kind: str, timeout: float = TIMEOUT_S) -> Message:
+    def event(self, kind: str, timeout: float | None = None) -> Message:
         """Wait for an event of a kind, take it, and return its body."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + (TIMEOUT_S if timeout is None else timeout)
         with self._news:
             while True:
                 for event in self._events:

@@ -97,8 +97,7 @@ class Debugging:
         self._flex_event = event
         if not self._is_on:
             return
-        rules.run_rules()
-        rules.tell_when_compiled(lambda: event("debugger", rules.COMPILED))
+        rules.run_rules(lambda text: event("debugger", text))
         if compiled:
             rules.saw_compiled()
 
@@ -119,6 +118,7 @@ class Debugging:
     def end(self) -> None:
         """The trace is about to be closed."""
         self._arrivals.remove()
+        rules.run_rules_no_more()
         if self._is_on:
             from flexinspect_hooks.debugging.holding import tell_no_more
 
