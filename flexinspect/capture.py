@@ -34,6 +34,7 @@ class CaptureState:
     over: bool = False
     debugger: str | None = None
     wants_terminal: bool = False
+    terminal_wishes: int = 0
     prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
 
@@ -116,6 +117,7 @@ class Capture:
             self.state.debugger = listening_sentence(**{k: facts[k] for k in _LISTENING})
         elif facts["kind"] == protocol.TERMINAL:
             self.state.wants_terminal = facts["wanted"]
+            self.state.terminal_wishes += facts["wanted"]
 
     def lend_terminal(self) -> None:
         """Let pdb in the process have the terminal, until `state.wants_terminal` is over."""

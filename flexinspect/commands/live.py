@@ -17,6 +17,7 @@ from flexinspect.crash import settle_dead
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.job import Job
+from flexinspect.lending import lend
 from flexinspect.scriptcapture import KILLED_AT
 from flexinspect.text import visible
 from flexinspect.trace.places import discard
@@ -91,6 +92,9 @@ class LiveRun:
             try:
                 code = self._process.poll()
                 self._look()
+                if self._process.state.wants_terminal and code is None:
+                    with self._progress.aside():
+                        lend(self._process)
                 if code is not None:
                     self._close()
                     return code

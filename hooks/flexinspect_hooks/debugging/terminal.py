@@ -13,6 +13,7 @@ import threading
 import traceback
 from bdb import BdbQuit
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -90,6 +91,9 @@ class Terminal:
         """Have it, from now to `give_back`."""
         if not self._is_lent:
             self._is_lent = True
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(AttributeError, OSError, ValueError):
+                    stream.flush()  # what was printed before comes before
             self._answer.clear()
             self._ask(True)
             self._answer.wait(ANSWER_S)
@@ -120,6 +124,7 @@ class Pdb(pdb.Pdb):
         while above is not None:
             above.f_trace = self.trace_dispatch
             self.botframe, above = above, above.f_back
+        self._terminal.borrow()
         with because(reason):
             self.message(f"> stopped: {reason}")
             self.interaction(frame, None)
@@ -134,6 +139,7 @@ class Pdb(pdb.Pdb):
         assert trace is not None
         self.reset()
         said = traceback.format_exception_only(error)[-1].strip()
+        self._terminal.borrow()
         self.message(f"> {said}")
         with because(said):
             self.interaction(None, _to_users(trace))
