@@ -35,6 +35,7 @@ class CaptureState:
     debugger: str | None = None
     wants_terminal: bool = False
     terminal_wishes: int = 0
+    stops: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
 
@@ -118,6 +119,8 @@ class Capture:
         elif facts["kind"] == protocol.TERMINAL:
             self.state.wants_terminal = facts["wanted"]
             self.state.terminal_wishes += facts["wanted"]
+        elif facts["kind"] == protocol.STOPPED:
+            self.state.stops.put(facts["text"])
 
     def lend_terminal(self) -> None:
         """Let pdb in the process have the terminal, until `state.wants_terminal` is over."""

@@ -21,6 +21,7 @@ from flexinspect.trace.steptables import (
     STEPS,
     STREAMS,
 )
+from flexinspect.trace.trainingtables import TRAINING_STEPS
 
 __all__ = [
     "APPLICATION_ID",
@@ -55,6 +56,7 @@ __all__ = [
     "STREAMS",
     "TABLES",
     "TOKENS",
+    "TRAINING_STEPS",
     "VERSION",
     "create_statements",
 ]
@@ -81,6 +83,7 @@ TABLES = (
     LAYER_STATS,
     MEMORY,
     GRADS,
+    TRAINING_STEPS,
     MASKS,
     ARRAYS,
     FINDINGS,

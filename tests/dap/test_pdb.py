@@ -16,7 +16,7 @@ import pytest
 
 from flexinspect.trace.reader import open_trace
 
-PATIENCE_S = 40.0
+PATIENCE_S = 90.0
 
 
 class Terminal:

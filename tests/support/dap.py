@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 Message = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from flexinspect.vscode import CONFIGURATIONS
 
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 
 PROGRAM = """\
 import sys
