@@ -34,6 +34,12 @@ OUTPUT = "output"
 DRAINED = "drained"
 """The other way: all that was printed by now has been sent."""
 
+TERMINAL = "terminal"
+"""pdb wants the user's terminal, or has done with it (`wanted`); the other way: it may have it."""
+
+DEBUGGER = "debugger"
+"""debugpy listens on `host` and `port`; `waiting` says that nothing runs before a client comes."""
+
 
 def line(kind: str, **facts: Any) -> str:
     """Return one marked line, without its line break."""

@@ -25,6 +25,7 @@ examples:
   flexinspect dump run.flextrace --step 3
   flexinspect models
   flexinspect museum
+  flexinspect vscode
 
 exit codes: 0 done, 1 the run failed or what was to be proved is not so,
 2 it could not be done as asked, 3 a breakpoint ended the run, 130 interrupted
@@ -33,7 +34,18 @@ exit codes: 0 done, 1 the run failed or what was to be proved is not so,
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from flexinspect.commands import attach, ctl, dump, findings, models, museum, prove, run, show
+    from flexinspect.commands import (
+        attach,
+        ctl,
+        dump,
+        findings,
+        models,
+        museum,
+        prove,
+        run,
+        show,
+        vscode,
+    )
     from flexinspect.commands import open as open_
 
     parser = argparse.ArgumentParser(
@@ -44,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, open_, attach, ctl, findings, show, prove, dump, models, museum):
+    for command in (run, open_, attach, ctl, findings, show, prove, dump, models, museum, vscode):
         command.add_parser(subparsers)
     return parser
 

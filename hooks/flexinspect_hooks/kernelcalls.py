@@ -18,6 +18,7 @@ from flexinspect.records import BuildRecord
 from flexinspect.trace.crumb import NOWHERE, Place
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.debugging.rules import saw_compiled
 from flexinspect_hooks.hook import CaptureContext, Remove
 from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels
 from flexinspect_hooks.memory import peak_bytes
@@ -175,6 +176,7 @@ class KernelCalls:
             given = call.given
             rules = (given.get("score_mod"), given.get("block_mask"))
             crumbs.entered(self._where(layer), given["query"], given["key"], *rules)
+            saw_compiled()
         return Note(call, place, self.swallowed(layer), time.perf_counter(), peak)
 
     def after(self, note: Note, output: Any) -> None:

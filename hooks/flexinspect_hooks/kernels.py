@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
+from flexinspect_hooks.debugging.rules import plainly
 from flexinspect_hooks.hook import Remove
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
@@ -105,6 +106,8 @@ def _uninstall() -> None:
 def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any) -> Any:
     """Make the call and tell who wants to know; nothing of ours is left for dynamo to compile."""
     compiled = callable(get_eval_frame_callback())
+    if name == FLEX and not compiled:
+        own = plainly(own, args[3] if len(args) > 3 else kw.get("score_mod"))
     tell = _unwatched if compiled else _apply
     if not tell(_is_wanted, name):
         return own(*args, **kw)

@@ -26,6 +26,7 @@ from flexinspect.records import (
 from flexinspect.rules.base import RuleBook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.hook import Hook, StepDraft
 
 LINGER_S = 0.1
@@ -143,7 +144,8 @@ class Recorder:
         self._putting = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
+        writer = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
+        self._thread = run_on(writer)
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
