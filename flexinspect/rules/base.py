@@ -94,6 +94,10 @@ class RuleBook:
         """The names of the rules that look; those that failed are not among them."""
         return tuple(_name(rule) for rule in self._rules)
 
+    def share(self, memory: dict[str, Any]) -> None:
+        """Let the rules remember in `memory`, which books of other models of the run have, too."""
+        self._scene.shared = memory
+
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
         self._scene.begin(generation, is_loose=self._is_loose)
