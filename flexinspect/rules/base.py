@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
+from flexinspect.rules.causes import with_causes
 from flexinspect.rules.scene import Scene
 
 
@@ -116,7 +117,7 @@ class RuleBook:
         found, events = self._ask(lambda rule: rule.look(step), f"step {step.step}", step)
         if not found and not events:
             return step
-        news, repeats = self._collapsed(found)
+        news, repeats = self._collapsed(with_causes(found) if len(found) > 1 else found)
         return replace(
             step,
             findings=(*step.findings, *news),

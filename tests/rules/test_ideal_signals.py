@@ -7,14 +7,14 @@ that nothing is said. The scripts know of nothing; what is declared lies here.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.captures import capture
 from support.cases import CASES, segments
-from support.forks import Forks, run_alone
+from support.forks import run_alone
 from support.planting import serious
 
 from flexinspect.findings import Finding, Severity
@@ -298,17 +298,11 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
 COMPILES = ("b02_stale_tables", "l01_compiled_does_not_build")
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as running:
-        yield running
-
-
 @pytest.fixture
-def found(forks: Forks, tmp_path: Path) -> Capture:
+def found(tmp_path: Path) -> Capture:
     def run(name: str, declare: str = "") -> list[Finding]:
         out = tmp_path / f"{name}.flextrace"
-        ran = capture(forks, CASES / f"{name}.py", out, declare=declare)
+        ran = capture(CASES / f"{name}.py", out, declare=declare)
         assert ran.code == 0, ran
         with open_trace(out) as reader:
             off = [row.event.text for row in reader.events() if row.event.kind.endswith("-off")]

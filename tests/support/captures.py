@@ -9,6 +9,7 @@ is the capture process of one script, and the end of the socket that its parent 
 from __future__ import annotations
 
 import atexit
+import functools
 import socket
 import sys
 import threading
@@ -20,8 +21,16 @@ from flexinspect.job import Declaration, ScriptJob
 from support.forks import Forks, Ran
 
 
-def capture(forks: Forks, script: Path, out: Path, *, declare: str = "") -> Ran:
-    """Run a script under capture in a child of `forks`, with the text of a declaration file."""
+@functools.cache
+def _forks() -> Forks:
+    """Return the helper of this test process; it ends with it."""
+    forks = Forks().__enter__()
+    atexit.register(forks.__exit__, None, None, None)
+    return forks
+
+
+def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
+    """Run a script under capture in a child that is warm, with the text of a declaration file."""
     said = Declaration()
     if declare:
         file = out.with_suffix(".toml")
@@ -30,7 +39,7 @@ def capture(forks: Forks, script: Path, out: Path, *, declare: str = "") -> Ran:
     job = ScriptJob(out=str(out), program=str(script), declaration=said)
     file = out.with_suffix(".json")
     file.write_text(job.to_json(), encoding="utf-8")
-    return forks.run("-m", "support.captures", str(file))
+    return _forks().run("-m", "support.captures", str(file))
 
 
 def _answer(parent: socket.socket) -> None:
