@@ -32,6 +32,10 @@ DRAINED = "drained"
 """The other way: all that was printed by now has been sent."""
 
 
+DETACH = b"detach\n"
+"""The other way, on standard input: go on alone, whoever started the run closes its window."""
+
+
 def line(kind: str, **facts: Any) -> str:
     """Return one marked line, without its line break."""
     return MARK + json.dumps({"kind": kind, **facts})

@@ -93,7 +93,7 @@ class CommandingScreen(ReviewingScreen):
 
     # -- commands --------------------------------------------------------------------------------
 
-    async def _ask(self, ask: Callable[[ControlClient], T]) -> T | None:
+    async def ask(self, ask: Callable[[ControlClient], T]) -> T | None:
         """Ask the capture something beside the interface; a refusal is shown, and None."""
         try:
             return await asyncio.to_thread(lambda: ask(self.remote.client()))
@@ -103,7 +103,7 @@ class CommandingScreen(ReviewingScreen):
 
     @work(group="command")
     async def _command(self, ask: Callable[[ControlClient], Answer]) -> None:
-        answer = await self._ask(ask)
+        answer = await self.ask(ask)
         if answer is not None:
             self.standing = Standing(answer.status)
             self.notify(f"{visible(answer.said)}.", markup=False)
@@ -123,7 +123,7 @@ class CommandingScreen(ReviewingScreen):
     @work(group="dialog")
     async def edit_breakpoints(self) -> None:
         """List, set and remove breakpoints."""
-        found = await self._ask(lambda client: client.breakpoints())
+        found = await self.ask(lambda client: client.breakpoints())
         if found is not None:
             await self.app.push_screen_wait(BreakpointsScreen(self.remote, found))
 
@@ -169,10 +169,10 @@ class CommandingScreen(ReviewingScreen):
 
     async def _travel(self, ask: Callable[[ControlClient, bool], Answer]) -> None:
         """Say what an order costs if that is much, give it, and go where it led."""
-        dry = await self._ask(lambda client: ask(client, True))
+        dry = await self.ask(lambda client: ask(client, True))
         if dry is None or not await self._agreed(dry.cost):
             return
-        given = await self._ask(lambda client: ask(client, False))
+        given = await self.ask(lambda client: ask(client, False))
         if given is None or given.order is None:
             return
         said = f"; {dry.cost.sentence}" if dry.cost is not None else ""

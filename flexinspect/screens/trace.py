@@ -318,15 +318,32 @@ class TraceScreen(SeekingScreen):
     @work
     async def _quit(self) -> None:
         if self._feed.process is not None and self.status.live:
-            options = [
-                ("stop", "Stop the run after this step and quit; the trace stays valid"),
-                ("stay", "Go on"),
-            ]
-            answer = await self.app.push_screen_wait(Choose("The model is still running.", options))
-            if answer != "stop":
+            answer = await self._ask_about_run()
+            if answer == "end":
+                self._feed.ending = True
+            elif answer == "stop":
+                self._feed.interrupt()
+            elif answer != "leave" or not self._leave_running():
                 return
-            self._feed.interrupt()
         self.app.exit()
+
+    async def _ask_about_run(self) -> str | None:
+        """Ask what becomes of the run; one that only keeps its model alive is ended unasked."""
+        if self.standing.state == "holding":
+            return "end" if await self.ask(lambda client: client.stop()) else "stop"
+        options = [
+            ("stop", "Stop the run after this step and quit; the trace stays valid"),
+            ("stay", "Go on"),
+            ("leave", "Quit, and let the run go on by itself"),
+        ]
+        return await self.app.push_screen_wait(Choose("The model is still running.", options))
+
+    def _leave_running(self) -> bool:
+        if self._feed.detach():
+            return True
+        text = "This run cannot go on without the interface."
+        self.notify(text, severity="warning", markup=False)
+        return False
 
     def _answers(self) -> dict[str, Callable[[], object]]:
         """Return what each action of the table does; actions of panels are not among them."""

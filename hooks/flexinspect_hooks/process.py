@@ -66,11 +66,18 @@ def main() -> int:
 def _end_with_parent() -> None:
     """End the run when whoever started it is gone: our standard input ends with its life.
 
-    Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    Unless it says before that the run is to go on alone; then nobody hears our words any more. Read
+    without Python's buffer, whose lock a daemon thread must not hold when the process ends.
     """
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
+    said = b""
+    while more := os.read(0, 64):
+        said = (said + more)[-len(protocol.DETACH) :]
+    if said != protocol.DETACH:
+        os.kill(os.getpid(), signal.SIGINT)
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def _in_words(error: Exception) -> tuple[str, str]:
