@@ -114,6 +114,8 @@ class TraceScreen(SeekingScreen):
         """Look at the trace while more may come; asks for microseconds when nothing has."""
         while self.status.live:
             await asyncio.sleep(LOOK_EVERY_S)
+            if not self.query(Notice):
+                return  # the interface is closing
             self.look()
             self.query_one(Notice).say(self.status)
 
