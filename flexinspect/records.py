@@ -335,8 +335,28 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchRecord:
+    """A line of decoding that leaves another one: its first own step is `fork_step`.
+
+    `change` says what is other in it: its "kind" is "token" (another token was chosen at
+    `fork_step`: "token_id", "text", and "instead_id", "instead_text" of the parent), "mask"
+    ("edits" as text, "rule" in words, "recomputed": whether keys of earlier rows were computed
+    anew under the edited mask) or "replay" (a restored state did not go on as recorded; "why" is a
+    list of sentences). `recomputed` is true when its first own step feeds the whole sequence.
+    """
+
+    generation: int
+    branch: int
+    parent: int
+    fork_step: int
+    change: Mapping[str, Any]
+    segments: tuple[Segment, ...] = ()
+    recomputed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationEnd:
-    """How a generation ended: `state` in {"finished", "interrupted", "failed"}."""
+    """How a generation, or a branch of it, ended: `state` in finished, interrupted, failed."""
 
     generation: int
     state: str

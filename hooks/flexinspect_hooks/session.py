@@ -27,6 +27,7 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule, RuleBook
+from flexinspect_hooks.branching import Branching
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.cores import available_cores
@@ -68,7 +69,7 @@ _entered: list[CaptureSession] = []
 """Sessions that have hooks somewhere, in the order in which they were entered."""
 
 
-class CaptureSession:
+class CaptureSession(Branching):
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
@@ -221,14 +222,15 @@ class CaptureSession:
         self.recorder.drain()
 
     def end_generation(self, record: GenerationEnd) -> None:
-        """End a generation, dropping a step whose token was never chosen."""
+        """End a generation or a branch, dropping a step whose token was never chosen."""
         self._abandon()
         self.recorder.put(record)
 
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
+        # Of a graph as a whole nothing is seen.
+        if self._is_muted or torch.compiler.is_compiling():
             return
         started = time.perf_counter()
         self._abandon()
