@@ -19,6 +19,7 @@ examples:
   flexinspect open run.flextrace          (open may be left out)
   flexinspect findings run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
+  flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
   flexinspect models
@@ -31,7 +32,7 @@ exit codes: 0 done, 1 the run failed or what was to be proved is not so,
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from flexinspect.commands import dump, findings, models, museum, prove, run, show
+    from flexinspect.commands import compare, dump, findings, models, museum, prove, run, show
     from flexinspect.commands import open as open_
 
     parser = argparse.ArgumentParser(
@@ -42,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, open_, findings, show, prove, dump, models, museum):
+    for command in (run, open_, findings, show, compare, prove, dump, models, museum):
         command.add_parser(subparsers)
     return parser
 

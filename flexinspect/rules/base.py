@@ -117,6 +117,10 @@ class RuleBook:
                 made.append(type(rule)())
         return RuleBook(made, is_loose=self._is_loose, branch=branch)
 
+    def share(self, memory: dict[str, Any]) -> None:
+        """Let the rules remember in `memory`, which books of other models of the run have, too."""
+        self._scene.shared = memory
+
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
         self._scene.begin(generation, is_loose=self._is_loose)

@@ -130,6 +130,7 @@ class Recorder:
         self._sink = sink
         self._rules: dict[tuple[int, int], RuleBook] = {}
         self._rule_names: set[str] = set()
+        self._shared: dict[str, Any] = {}
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
@@ -247,6 +248,7 @@ class Recorder:
             item = item()
         if isinstance(item, _Begun):
             self._rules[item.record.generation, 0] = item.rules
+            item.rules.share(self._shared)
             self._name_rules(item.rules.names)
             self._sink.begin_generation(item.record)
             for event in item.rules.begin(item.record):
