@@ -25,6 +25,9 @@ ORDER = (
     "findings",
     "run",
     "output",
+    "branches",
+    "gradients",
+    "training",
 )
 """The built-in panels, in the order in which they are listed."""
 

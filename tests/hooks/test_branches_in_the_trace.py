@@ -289,9 +289,7 @@ def test_the_cost_is_said_before(new_run: Callable[..., Run]) -> None:
         ):
             said.append(orders.check(Order(0, wish)))
         with pytest.raises(MaskError, match="changes nothing"):
-            orders.check(
-                Order(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),)))
-            )
+            orders.check(Order(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),))))
         with pytest.raises(UsageError, match="no step 50"):
             orders.check(Order(0, Restore(at(50))))
 
