@@ -26,8 +26,6 @@ ORDER = (
     "run",
     "output",
     "branches",
-    "gradients",
-    "training",
 )
 """The built-in panels, in the order in which they are listed."""
 
