@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.attention.flex_attention as flex_module
@@ -36,7 +36,7 @@ FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_a
 class KernelCall(NamedTuple):
     """A call of a kernel: which, its arguments by name, whether compiled code is to run it.
 
-    Past dynamo's recompile limit a compiled wrapper runs plain Python: `ran_plain` tells afterwards.
+    Past dynamo's recompile limit a compiled wrapper runs plain Python: `ran_plain` tells it later.
     """
 
     name: str
@@ -123,7 +123,7 @@ def _note_plain(function: Callable[..., Any]) -> Remove:
         _here.ran_plain = True
         return function(*args, **kwargs)
 
-    skip_code(noted.__code__)
+    skip_code(cast(FunctionType, noted).__code__)
     setattr(flex_module, _PLAIN_ONLY, noted)
     return lambda: setattr(flex_module, _PLAIN_ONLY, function)
 

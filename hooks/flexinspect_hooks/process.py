@@ -87,12 +87,21 @@ def main() -> int:
 def _end_with_parent(granted: Callable[[], None]) -> None:
     """End the run when whoever started it is gone: our standard input ends with its life.
 
-    A byte from it means that pdb may have the terminal, and `granted` is told. Read without
-    Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    A full stop from it means that pdb may have the terminal, and `granted` is told. If the last
+    that it says is that the run is to go on alone, it does, and nobody hears our words any more.
+    Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
     """
-    while os.read(0, 1):
-        granted()
-    os.kill(os.getpid(), signal.SIGINT)
+    said = b""
+    while more := os.read(0, 64):
+        said = (said + more)[-len(protocol.DETACH) :]
+        if more.endswith(protocol.GRANT):
+            granted()
+    if said != protocol.DETACH:
+        os.kill(os.getpid(), signal.SIGINT)
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def _in_words(error: Exception) -> tuple[str, str]:
