@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, control, doors, engine, own, tui, writing
+from benchmarks import capture, control, doors, engine, own, travel, tui, writing
 from benchmarks.common import bench_model, machine, real_model, save
 
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
@@ -27,6 +27,7 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "tui": tui.measure,
     "control": control.measure,
     "doors": doors.measure,
+    "travel": travel.measure,
 }
 
 

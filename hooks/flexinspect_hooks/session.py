@@ -27,6 +27,7 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule, RuleBook
+from flexinspect_hooks.branching import Branching
 from flexinspect_hooks.breakhooks import ModelBreaks
 from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.buffer import StepBuffer, side_stream
@@ -44,7 +45,7 @@ _entered: list[CaptureSession] = []
 """Sessions that have hooks somewhere, in the order in which they were entered."""
 
 
-class CaptureSession:
+class CaptureSession(Branching):
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
@@ -199,7 +200,7 @@ class CaptureSession:
 
         Raises `KeyboardInterrupt` when the run is to stop.
         """
-        if self._breaks is not None and self._breaks.is_armed:
+        if self._breaks is not None and self._breaks.is_at_work:
             self._breaks.pass_on()
             pass_gate(self.gate, self.place)
 
@@ -219,14 +220,15 @@ class CaptureSession:
         self.recorder.drain()
 
     def end_generation(self, record: GenerationEnd) -> None:
-        """End a generation, dropping a step whose token was never chosen."""
+        """End a generation or a branch, dropping a step whose token was never chosen."""
         self._abandon()
         self.recorder.put(record)
 
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
+        # Of a graph as a whole nothing is seen.
+        if self._is_muted or torch.compiler.is_compiling():
             return
         pass_gate(self.gate, self.place)
         started = time.perf_counter()
@@ -287,7 +289,7 @@ class CaptureSession:
         reduced = time.perf_counter()
         # From here on the step belongs to the writer thread.
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
-        self.place = Place(step.generation, self.place.branch, step.step)
+        self.place = Place(step.generation, step.branch, step.step)
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started
