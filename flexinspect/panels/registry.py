@@ -25,6 +25,8 @@ ORDER = (
     "findings",
     "run",
     "output",
+    "training",
+    "gradstrip",
 )
 """The built-in panels, in the order in which they are listed."""
 
