@@ -197,6 +197,7 @@ class Verbs:
         if level not in get_args(Level):
             known = ", ".join(get_args(Level))
             raise AbsentError(f"There is no level {level}.", hint=f"The levels are {known}.")
+        summaries.set_level(level)
         return self.level(LevelBody(cast(Level, level)))
 
     def debug_clear(self) -> DebugSummary:
