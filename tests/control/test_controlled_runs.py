@@ -117,6 +117,10 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     )  # nobody's terminal: it pauses
     assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
     assert "step == 5" in stopped["reason"]
+    status = json.loads(ctl(capsys, "--wait", "--json", "restore", "2")[1])
+    assert (status["state"], status["place"]["step"]) == ("paused", 2)
+    assert (status["order"]["kind"], status["order"]["state"]) == ("restore", "done")
+    ctl(capsys, "--wait", "run-to", "5")
     assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
     assert ctl(capsys, "continue")[0] == 0
     client = run.client()

@@ -61,7 +61,8 @@ class Running:
         def tell(kind: str, text: str, place: Place, facts: Mapping[str, Any]) -> None:
             begun = place.step >= 0
             generation, step = (place.generation, place.step) if begun else (None, None)
-            recorder.put(EventRecord(kind, text, time.time(), generation, step, facts))
+            data = {"branch": place.branch, **facts} if place.branch else facts
+            recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
 
         self.gate.tell, self.gate.settle = tell, recorder.drain
 
