@@ -200,7 +200,7 @@ class CaptureProcess:
         self._breaks = RunBreaks(self.job, control, _tell_pause)
         try:
             threads = self._import_torch()
-            self._serve(control)  # its libraries load beside the weights
+            control.start()  # its libraries load beside the weights
             from flexinspect_hooks.modelfacts import loaded_facts
 
             loaded = self._load(source)
@@ -227,14 +227,13 @@ class CaptureProcess:
         about = About("generation", source.name, str(self.writer.recording_path))
         self._levels = SessionLevels(job.level, job.layers)
         serving = Serving(*job.serving) if job.serving is not None else None
-        return Running(about, self._levels, is_served=job.control, serving=serving)
-
-    def _serve(self, control: Running) -> None:
-        control.start()
-        if control.url:
-            self._event("control", f"commands are taken at {control.url}", url=control.url)
-        if control.note:
-            self._event("control", f"No commands are taken: {control.note}")
+        return Running(
+            about,
+            self._levels,
+            is_served=job.control,
+            serving=serving,
+            tell=lambda text: self._event("control", text),
+        )
 
     def _on_hold(self) -> None:
         self._report("holding the model (flexinspect ctl continue ends the run)", {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,6 +118,10 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     )  # nobody's terminal: it pauses
     assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
     assert "step == 5" in stopped["reason"]
+    status = json.loads(ctl(capsys, "--wait", "--json", "restore", "2")[1])
+    assert (status["state"], status["place"]["step"]) == ("paused", 2)
+    assert (status["order"]["kind"], status["order"]["state"]) == ("restore", "done")
+    ctl(capsys, "--wait", "run-to", "5")
     assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
     assert ctl(capsys, "continue")[0] == 0
     client = run.client()
@@ -257,3 +262,20 @@ def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path:
             client.stop()
         run.process.kill()
         run.process.communicate()
+
+
+@pytest.mark.parametrize("program", [(), ("nothing.py",)])
+def test_a_taken_port_is_one_sentence_and_leaves_no_trace(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "nothing.py").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = Run("--serve", f"127.0.0.1:{port}", *program, cwd=tmp_path)
+        code, _, err = run.end()
+    assert code == 2
+    assert f"--serve 127.0.0.1:{port} cannot be had" in err
+    assert "cannot be read" not in err
+    assert not run.trace.exists()
