@@ -47,6 +47,10 @@ def debugger(monkeypatch: pytest.MonkeyPatch) -> Debugger:
     return made
 
 
+def quietly(_: object) -> None:
+    """Say nothing."""
+
+
 def context(step: int) -> StepContext:
     return StepContext(0, step, "decode", 1, 10 + step, "basic", 0.0, 0.0)
 
@@ -66,7 +70,7 @@ def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     gate, events = Gate(), list[EventRecord]()
     book = BreakpointBook()
     book.add("step == 2")
-    breaking = Breaking(book, GateStopper(gate), events.append)
+    breaking = Breaking(book, GateStopper(gate, quietly, events.append), events.append)
     assert breaking.stopper.can_stop_inside()
     for step in range(4):
         begin_and_look(breaking, step)
@@ -80,13 +84,33 @@ def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     assert book.list()[0].n_hits == 1
 
 
+def test_what_is_known_after_the_step_stops_the_debugger_before_the_next(
+    debugger: Debugger,
+) -> None:
+    gate, events = Gate(), list[EventRecord]()
+    book = BreakpointBook()
+    book.add("wall_ms > 0 and step == 1 [once]")
+    stopper = GateStopper(gate, quietly, events.append)
+    breaking = Breaking(book, stopper, events.append)
+    for step in range(3):
+        stopper.pass_on(lambda: None, sys._getframe())
+        begin_and_look(breaking, step)
+        assert len(debugger.stops) == (step == 2)
+        breaking.judge(record(step))
+    ((_, reason, facts),) = debugger.stops
+    assert reason.startswith("Breakpoint 1, wall_ms > 0 and step == 1: step 1 (decode): wall_ms")
+    assert facts["step"] == 1
+    assert [(event.kind, event.step) for event in events] == [("breakpoint", 1)]
+    assert gate.view().reason == ""
+
+
 def test_without_a_client_the_gate_pauses_when_the_step_is_over(debugger: Debugger) -> None:
     debugger.attached = False
     gate, said = Gate(), list[str]()
     book = BreakpointBook()
     book.add("step == 0")
     book.add("q_len == 1")
-    breaking = Breaking(book, GateStopper(gate, said.append))
+    breaking = Breaking(book, GateStopper(gate, said.append, quietly))
     assert not breaking.stopper.can_stop_inside()
     breaking.begin(context(0))
     breaking.judge(record(0))
@@ -103,14 +127,14 @@ def test_a_client_that_leaves_just_then_lets_the_gate_pause(debugger: Debugger) 
     gate = Gate()
     debugger.attached = False
     hit = BreakpointHit(1, "step == 0", "step == 0: step 0", step=0)
-    GateStopper(gate).stop_inside(hit, sys._getframe())
+    GateStopper(gate, quietly, quietly).stop_inside(hit, sys._getframe())
     assert gate.view().reason == "breakpoint 1, step == 0: step 0"
 
 
 def test_without_a_debugger_none_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pydevd", "flexinspect_hooks.debugging.terminal", STOPPING):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not GateStopper(Gate()).can_stop_inside()
+    assert not GateStopper(Gate(), quietly, quietly).can_stop_inside()
     assert STOPPING not in sys.modules
 
 
@@ -123,7 +147,7 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
 
     gate = Gate(settle=settle)
     book = BreakpointBook()
-    Breaking(book, GateStopper(gate))
+    Breaking(book, GateStopper(gate, quietly, quietly))
 
     def walk() -> int:
         before = n_settled
