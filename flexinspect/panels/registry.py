@@ -26,6 +26,8 @@ ORDER = (
     "run",
     "output",
     "branches",
+    "training",
+    "gradstrip",
 )
 """The built-in panels, in the order in which they are listed."""
 
