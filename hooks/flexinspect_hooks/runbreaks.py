@@ -52,10 +52,10 @@ class RunBreaks:
         from flexinspect_hooks.stoppers import EndingStopper, GateStopper
 
         gate = self._running.gate
+        stopper = GateStopper(gate, self._say, recorder.put)
         if self._waits and self._can_go_on():
-            stopper = GateStopper(gate, self._say, recorder.put)
             return Breaking(self.book, stopper, recorder.put)
-        self._ending = EndingStopper(gate, recorder.put)
+        self._ending = EndingStopper(gate, stopper, recorder.put)
         return Breaking(self.book, self._ending, recorder.put)
 
     def stopped(self) -> StoppedError | None:

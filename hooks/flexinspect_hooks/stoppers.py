@@ -56,12 +56,19 @@ class GateStopper:
             self._pause(hits)
             return
         self._waiting.extend(hits)
+        self._tell(hits)
+
+    def _tell(self, hits: Sequence[BreakpointHit]) -> None:
         for hit in hits:
             self._event(event_of(hit))
 
     def _pause(self, hits: Sequence[BreakpointHit]) -> None:
         reason = "; ".join(f"breakpoint {hit.id}, {hit.reason}" for hit in hits)
         self._gate.stop_at(reason, hits[0].as_facts())
+        if all(hit.step is None for hit in hits):
+            # Met at the end of a generation, and there may be no other: then nothing pauses.
+            self._tell(hits)
+            return
         self._say(
             f"Paused at {reason}. Go on with: flexinspect ctl continue --pid {os.getpid()} "
             "(Ctrl-C ends the run)"
@@ -79,8 +86,10 @@ class EndingStopper:
     Once somebody has commanded the run, it pauses: whoever did can continue it too.
     """
 
-    def __init__(self, gate: Gate, event: Callable[[EventRecord], None]) -> None:
-        self._gate, self._event = gate, event
+    def __init__(
+        self, gate: Gate, pausing: GateStopper, event: Callable[[EventRecord], None]
+    ) -> None:
+        self._gate, self._pausing, self._event = gate, pausing, event
         self.hits: tuple[BreakpointHit, ...] = ()
 
     def arm(self, on: bool) -> None:
@@ -88,17 +97,17 @@ class EndingStopper:
         self._gate.judge(on)
 
     def can_stop_inside(self) -> bool:
-        """It ends the run between two steps, so that the step is in the trace."""
-        return False
+        """Say whether a debugger has come to it; the run ends between two steps only."""
+        return self._pausing.can_stop_inside()
 
     def stop_inside(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Not asked for."""
-        self.stop([hit])
+        """Stop the debugger."""
+        self._pausing.stop_inside(hit, frame)
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
         """Record the hits, and have the gate end the run, or pause it."""
-        if self._gate.is_commanded:
-            GateStopper(self._gate).stop(hits)
+        if self._gate.is_commanded or self.can_stop_inside():
+            self._pausing.stop(hits)
         elif not self.hits:
             self.hits = tuple(hits)
             for hit in hits:
@@ -107,7 +116,8 @@ class EndingStopper:
                 self._gate.stop()
 
     def pass_on(self, settle: Callable[[], None], frame: FrameType) -> None:
-        """Nothing: the gate does it."""
+        """Stop the debugger for what the steps before have met."""
+        self._pausing.pass_on(settle, frame)
 
 
 class CallingStopper:

@@ -11,6 +11,7 @@ import pytest
 from flexinspect.breaks import BreakpointBook
 from flexinspect.breaks.hits import BreakpointHit
 from flexinspect.control.messages import Place
+from flexinspect.findings import Finding, Severity
 from flexinspect.records import EventRecord, StepRecord
 from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.clock import StepContext
@@ -169,7 +170,7 @@ def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
     gate, events = Gate(), list[EventRecord]()
     book = BreakpointBook()
     book.add("q_len == 1")
-    stopper = EndingStopper(gate, events.append)
+    stopper = EndingStopper(gate, GateStopper(gate, quietly, events.append), events.append)
     breaking = Breaking(book, stopper)
     breaking.judge(record(0))
     breaking.judge(record(1))
@@ -177,3 +178,27 @@ def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
     assert [(event.kind, event.step) for event in events] == [("breakpoint", 0)]
     with pytest.raises(KeyboardInterrupt):
         gate.between_steps(Place(0, 0, 1))
+
+
+def test_a_run_that_somebody_has_commanded_pauses_instead() -> None:
+    gate, events = Gate(), list[EventRecord]()
+    gate.is_commanded = True
+    book = BreakpointBook()
+    book.add("q_len == 1")
+    stopper = EndingStopper(gate, GateStopper(gate, quietly, events.append), events.append)
+    Breaking(book, stopper).judge(record(0))
+    assert stopper.hits == ()
+    assert gate.view().reason.startswith("breakpoint 1, q_len == 1: step 0")
+
+
+def test_a_finding_of_a_generations_end_is_recorded_and_promises_no_pause() -> None:
+    said, events = list[str](), list[EventRecord]()
+    book = BreakpointBook()
+    book.add("finding text.*")
+    book.add("entropy > 3")
+    breaking = Breaking(book, GateStopper(Gate(), said.append, events.append), events.append)
+    found = Finding("text.stopped-at-once", Severity.WARNING, "It said nothing.", generation=2)
+    breaking.judge_findings([found], 2)
+    assert [(event.generation, event.step) for event in events] == [(2, None)]
+    assert "the end of generation 2: text.stopped-at-once: It said nothing" in events[0].text
+    assert said == []
