@@ -151,12 +151,16 @@ class Breaking:
     # -- in the writer thread --------------------------------------------------------------------
 
     def judge(self, record: StepRecord) -> None:
-        """Judge the record of a step, which is written already."""
+        """Judge the record of a step, which is written already.
+
+        A step that was over before a breakpoint was set is none of its, though written later.
+        """
         if not self.book.version:
             return
         with self._lock:
             sights = self._open.pop((record.generation, record.branch, record.step), None)
-        breakpoints = self.book.enabled()
+        ended = record.started_at + record.wall_ms / 1e3
+        breakpoints = tuple(met for met in self.book.enabled() if met.since <= ended)
         if not breakpoints:
             return
         if sights is None:

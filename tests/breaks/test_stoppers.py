@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -57,7 +58,7 @@ def context(step: int) -> StepContext:
 
 
 def record(step: int) -> StepRecord:
-    return StepRecord(0, step, "decode", 1, 10 + step, 11 + step, 0.0, 1.0, 0.1)
+    return StepRecord(0, step, "decode", 1, 10 + step, 11 + step, time.time(), 1.0, 0.1)
 
 
 def begin_and_look(breaking: Breaking, step: int) -> None:
@@ -164,6 +165,18 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
     book.enable(1, True)
     book.remove(1)
     assert walk() == 0
+
+
+def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_judged() -> None:
+    gate, book = Gate(), BreakpointBook()
+    breaking = Breaking(book, GateStopper(gate, quietly, quietly))
+    old = record(3)
+    time.sleep(0.01)
+    book.add("q_len == 1")
+    breaking.judge(old)
+    assert (gate.view().reason, book.list()[0].n_hits) == ("", 0)
+    breaking.judge(record(4))
+    assert book.list()[0].n_hits == 1
 
 
 def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
