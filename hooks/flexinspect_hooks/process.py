@@ -126,10 +126,6 @@ def _say(kind: str, **facts: Any) -> None:
         print(protocol.line(kind, **facts), flush=True)
 
 
-def _tell_pause(text: str) -> None:
-    _say(protocol.STOPPED, text=text)
-
-
 class CaptureProcess:
     """One job from its first check to its closed trace."""
 
@@ -158,10 +154,10 @@ class CaptureProcess:
             self._debugging.begin(self.writer.recording_path, self._event)
             self._work(source, samples)
             state = "finished"
-            return 0
+            return self._exit_code(0)
         except KeyboardInterrupt:
             state = "interrupted"
-            return self._stopped()
+            return self._exit_code(INTERRUPTED)
         except FlexInspectError as error:
             self._post_mortem(error)
             self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
@@ -179,11 +175,11 @@ class CaptureProcess:
         if self._n_generations:
             self._debugging.post_mortem(error)
 
-    def _stopped(self) -> int:
-        """Return the exit code of a run that was stopped; if a breakpoint did it, say so."""
+    def _exit_code(self, otherwise: int) -> int:
+        """Return the exit code of a run that a breakpoint ended, and say so; or of any other."""
         error = self._breaks.stopped() if self._breaks is not None else None
         if error is None:
-            return INTERRUPTED
+            return otherwise
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
 
@@ -197,7 +193,7 @@ class CaptureProcess:
 
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
         control = self._control(source)
-        self._breaks = RunBreaks(self.job, control, _tell_pause)
+        self._breaks = RunBreaks(self.job, control, lambda text: _say(protocol.STOPPED, text=text))
         try:
             threads = self._import_torch()
             control.start()  # its libraries load beside the weights
@@ -304,6 +300,7 @@ class CaptureProcess:
             self._n_generations += 1
             is_held = self.job.hold and number == len(samples) - 1
             ensemble.run(number, plan, session, on_hold=self._on_hold if is_held else None)
+            session.pass_breakpoints()
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""

@@ -40,7 +40,7 @@ from flexinspect_hooks.program import (
     state_of,
     without_us,
 )
-from flexinspect_hooks.runbreaks import RunBreaks
+from flexinspect_hooks.runbreaks import RunBreaks, StoppedError
 from flexinspect_hooks.scriptcontrol import Control
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class ScriptRun:
         self._control = control
         self._pid = os.getpid()
         self._error: BaseException | None = None
+        self._stopped: StoppedError | None = None
         self._drained = threading.Event()
         self._is_closing = False
         self._finder: ModelFinder | None = None
@@ -141,13 +142,21 @@ class ScriptRun:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._ended_by(error)
-            stopped = self._breaks.stopped() if isinstance(error, KeyboardInterrupt) else None
-            if stopped is not None:
-                facts = {"message": stopped.message, "hint": stopped.hint}
-                self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
-                raise SystemExit(stopped.exit_code) from None
+            if isinstance(error, KeyboardInterrupt):
+                self._end_if_met()
             show_without_us(error)
             raise
+        self._end_if_met()
+
+    def _end_if_met(self) -> None:
+        """Let the process have an exit code of its own where a breakpoint should have ended it."""
+        if self._finder is not None:
+            self._finder.recorder.drain()
+        stopped = self._stopped = self._breaks.stopped()
+        if stopped is not None:
+            facts = {"message": stopped.message, "hint": stopped.hint}
+            self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+            raise SystemExit(stopped.exit_code) from None
 
     def _tell_pause(self, text: str) -> None:
         self._control.say(protocol.STOPPED, text=text)
@@ -275,7 +284,7 @@ class ScriptRun:
         self._tell_unseen()
         if cost is not None:
             self.tell(cost=cost)
-        stopped = self._breaks.stopped()
+        stopped = self._stopped
         self.tell(exit_code=stopped.exit_code if stopped else exit_code_of(self._error))
         with suppress(TraceWriteError):
             self.writer.close(state_of(self._error))

@@ -196,10 +196,7 @@ class CaptureSession(Branching):
         self.recorder.judge = breaking
 
     def pass_breakpoints(self) -> None:
-        """Let breakpoints stop that the last step of a generation has met.
-
-        Raises `KeyboardInterrupt` when the run is to stop.
-        """
+        """Let breakpoints stop that the last step met. Raises `KeyboardInterrupt` to end it."""
         if self._breaks is not None and self._breaks.is_at_work:
             self._breaks.pass_on()
             pass_gate(self.gate, self.place)

@@ -179,7 +179,7 @@ class Watch:
             stopper = CallingStopper(self._stops)
         else:
             assert self._running is not None
-            stopper = GateStopper(self._running.gate, say_on_stderr)
+            stopper = GateStopper(self._running.gate, say_on_stderr, session.recorder.put)
         session.break_on(Breaking(self.breakpoints, stopper, session.recorder.put))
         if self._running is not None:
             self._running.parts.breakpoints = self.breakpoints
