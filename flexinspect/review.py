@@ -108,9 +108,10 @@ def review(
     meter = _Meter(progress, [reader.n_steps(task.generation.generation) for task in todo])
     unstored: list[Reviewed] = []
     notes: dict[str, None] = {}
+    shared: dict[str, Any] = {}
     for task in todo:
         try:
-            found = _look(reader, task, meter.next())
+            found = _look(reader, task, meter.next(), shared)
         except TraceError as error:  # the other generations may be whole
             notes[error.message] = None
             continue
@@ -151,10 +152,13 @@ def _stored(path: Path, found: Sequence[Reviewed]) -> str:
     return ""
 
 
-def _look(reader: TraceReader, task: Task, told_step: Callable[[int], None]) -> list[Reviewed]:
+def _look(
+    reader: TraceReader, task: Task, told_step: Callable[[int], None], shared: dict[str, Any]
+) -> list[Reviewed]:
     """Replay one generation for all rules of a task, and return what each said."""
     about = task.generation
     scene, started_at = Scene(find_mask=reader.mask), time.time()
+    scene.shared = shared
     told = {_place(one) for one in reader.findings() if one.generation == about.generation}
     lookers = [
         *(_Looker(rule, scene, loose=is_loose(about)) for rule in task.rules),

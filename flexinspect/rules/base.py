@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
+from flexinspect.rules.causes import with_causes
 from flexinspect.rules.scene import Scene
 
 
@@ -117,6 +118,10 @@ class RuleBook:
                 made.append(type(rule)())
         return RuleBook(made, is_loose=self._is_loose, branch=branch)
 
+    def share(self, memory: dict[str, Any]) -> None:
+        """Let the rules remember in `memory`, which books of other models of the run have, too."""
+        self._scene.shared = memory
+
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
         self._scene.begin(generation, is_loose=self._is_loose)
@@ -135,7 +140,7 @@ class RuleBook:
         found, events = self._ask(lambda rule: rule.look(step), f"step {step.step}", step)
         if not found and not events:
             return step
-        news, repeats = self._collapsed(found)
+        news, repeats = self._collapsed(with_causes(found) if len(found) > 1 else found)
         return replace(
             step,
             findings=(*step.findings, *news),

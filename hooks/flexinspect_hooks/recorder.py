@@ -26,6 +26,7 @@ from flexinspect.records import (
 from flexinspect.rules.base import RuleBook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.hook import Hook, StepDraft
 
 LINGER_S = 0.1
@@ -137,13 +138,15 @@ class Recorder:
         self._sink = sink
         self._rules: dict[tuple[int, int], RuleBook] = {}
         self._rule_names: set[str] = set()
+        self._shared: dict[str, Any] = {}
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
         self._putting = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
+        writer = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
+        self._thread = run_on(writer)
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
@@ -256,6 +259,7 @@ class Recorder:
             item = item()
         if isinstance(item, _Begun):
             self._rules[item.record.generation, 0] = item.rules
+            item.rules.share(self._shared)
             self._name_rules(item.rules.names)
             self._sink.begin_generation(item.record)
             for event in item.rules.begin(item.record):

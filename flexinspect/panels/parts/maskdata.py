@@ -64,7 +64,9 @@ class MaskData:
     @property
     def gate(self) -> Gate:
         """How far this step's newest row is from what ran."""
-        return Gate(self.call.gate, self.call.gate_kind) if self.call else UNCHECKED
+        return (
+            Gate(self.call.gate, self.call.gate_kind, self.call.dtype) if self.call else UNCHECKED
+        )
 
     def segment(self, position: int) -> Segment | None:
         """Return the segment of a position."""
