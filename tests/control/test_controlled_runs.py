@@ -151,7 +151,7 @@ def test_a_run_goes_back_and_elsewhere_over_the_socket(
     ctl(capsys, "--wait", "fork", "2", "--token-id", "300")
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
     said = ctl(capsys, "--wait", "edit", "2", "--preset", "causal")[1]
-    assert "leaves branch 0 at step 2 under an edited mask (preset causal)" in said
+    assert "leaves branch 1 at step 2 under an edited mask (preset causal)" in said
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
     assert client.status().place.branch == 2
     ctl(capsys, "continue")
