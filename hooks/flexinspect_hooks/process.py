@@ -236,9 +236,6 @@ class CaptureProcess:
         if control.note:
             self._event("control", f"No commands are taken: {control.note}")
 
-    def _on_hold(self) -> None:
-        self._report("holding the model (flexinspect ctl continue ends the run)", {})
-
     def _import_torch(self) -> int:
         self._report("importing torch", {})
         import torch
@@ -304,7 +301,7 @@ class CaptureProcess:
             plan = ensemble.plan(sample)
             self._n_generations += 1
             is_held = self.job.hold and number == len(samples) - 1
-            ensemble.run(number, plan, session, on_hold=self._on_hold if is_held else None)
+            ensemble.run(number, plan, session, holds=is_held)
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""

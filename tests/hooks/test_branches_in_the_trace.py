@@ -83,7 +83,7 @@ class Run:
         state = "failed"
         try:
             with self.session:
-                self.ensemble.run(0, self.plan, self.session, on_hold=lambda: None)
+                self.ensemble.run(0, self.plan, self.session, holds=True)
             state = "finished"
         except KeyboardInterrupt:
             state = "interrupted"
