@@ -231,9 +231,6 @@ class CaptureProcess:
             tell=lambda text: self._event("control", text),
         )
 
-    def _on_hold(self) -> None:
-        self._report("holding the model (flexinspect ctl continue ends the run)", {})
-
     def _import_torch(self) -> int:
         self._report("importing torch", {})
         import torch
@@ -299,7 +296,7 @@ class CaptureProcess:
             plan = ensemble.plan(sample)
             self._n_generations += 1
             is_held = self.job.hold and number == len(samples) - 1
-            ensemble.run(number, plan, session, on_hold=self._on_hold if is_held else None)
+            ensemble.run(number, plan, session, holds=is_held)
             session.pass_breakpoints()
 
     def _conclude(self, session: CaptureSession) -> None:
