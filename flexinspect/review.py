@@ -20,6 +20,7 @@ from typing import Any
 
 from flexinspect.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.findings import Finding, Severity
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.base import Rule, RuleBook
 from flexinspect.rules.catalogue import catalogue
@@ -199,11 +200,13 @@ class _Looker:
     def begin(self, generation: GenerationRecord) -> None:
         self.events += self._book.begin(generation)
 
-    def take(self, what: StepRecord | EventRecord) -> None:
-        """Let the rule look at a step, or hear of an event."""
+    def take(self, what: StepRecord | EventRecord | GradientRecord) -> None:
+        """Let the rule look at a step or at gradients, or hear of an event."""
         started = time.perf_counter()
         if isinstance(what, StepRecord):
             self._look(what)
+        elif isinstance(what, GradientRecord):
+            self._say(*self._book.differentiate(what), counts=self.told is None)
         else:
             self._say(*self._book.hear(what), counts=self.told is None)
         self.wall_s += time.perf_counter() - started

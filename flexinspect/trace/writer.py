@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
     EventRecord,
     GenerationEnd,
@@ -118,6 +119,12 @@ class TraceWriter:
         encode.findings(statements, findings)
         with self._lock:
             self._commit(statements, "findings")
+
+    def write_gradients(self, record: GradientRecord) -> None:
+        """Record the gradients of one token, whole or not at all. Raises `TraceWriteError`."""
+        with self._lock:
+            what = f"the gradients of step {record.step} of generation {record.generation}"
+            self._commit(encode.gradients(record), what)
 
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""

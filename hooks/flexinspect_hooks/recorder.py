@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
     EventRecord,
     GenerationEnd,
@@ -46,6 +47,7 @@ class Sink(Protocol):
     def update_run(self, **facts: Any) -> None: ...
     def begin_generation(self, record: GenerationRecord) -> None: ...
     def write_steps(self, records: Sequence[StepRecord]) -> None: ...
+    def write_gradients(self, record: GradientRecord) -> None: ...
     def write_event(self, record: EventRecord) -> None: ...
     def write_findings(self, findings: Iterable[Finding]) -> None: ...
     def end_generation(self, record: GenerationEnd) -> None: ...
@@ -72,7 +74,7 @@ class FinishedStep:
         return tokens
 
 
-Item = GenerationRecord | GenerationEnd | EventRecord
+Item = GenerationRecord | GenerationEnd | EventRecord | GradientRecord
 
 
 class _Begun(NamedTuple):
@@ -213,6 +215,10 @@ class Recorder:
             if (rules := self._rules.pop(item.generation, None)) is not None:
                 self._say(*rules.end())
             self._sink.end_generation(item)
+        elif isinstance(item, GradientRecord):
+            self._sink.write_gradients(item)
+            if (rules := self._rules.get(item.generation)) is not None:
+                self._say(*rules.differentiate(item))
         elif isinstance(item, _Told):
             self._hear(item.event, item.rules)
         else:
