@@ -21,6 +21,7 @@ from flexinspect.pieces import to_declared
 from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, TokenRecord
 from flexinspect_hooks.generate import Choice, Generated, generate
+from flexinspect_hooks.grads.after import Ended, TokenGradients
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
@@ -50,6 +51,9 @@ class Ensemble:
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._facts = facts_of_tokenizer(self.vocabulary)
+        self._gradients = (
+            TokenGradients(loaded.model, job, compiled=compiled) if job.grads else None
+        )
 
     def plan(self, sample: Sample) -> Plan:
         """Compose the prompt and build the mask of a sample. Raises `UsageError` and kin."""
@@ -113,6 +117,9 @@ class Ensemble:
                 self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
             ):
                 out = self._generate(plan, session, generated)
+            if self._gradients is not None:
+                ended = Ended(number, plan.prompt, out.token_ids, plan.source)
+                self._gradients.take(ended, session.recorder)
             state, reason = "finished", out.stop_reason
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
@@ -132,6 +139,9 @@ class Ensemble:
         job, prompt = self._job, plan.prompt
         stream = TextStream(self.vocabulary)
         text: list[str] = []
+        gradients = self._gradients
+        if gradients is not None:
+            gradients.begin()
 
         def record(choice: Choice) -> None:
             generated.append(choice.token_id)
@@ -145,6 +155,8 @@ class Ensemble:
                 choice.step,
             )
             session.chose(token, choice.chosen, choice.scores)
+            if gradients is not None:
+                gradients.chose(choice.step, choice.token_id, choice.logits)
 
         return generate(
             self._model,

@@ -1,0 +1,116 @@
+"""Gradients after a generation: which steps, in which order, what is recorded of it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flexinspect.gradientrecords import GradientRecord
+from flexinspect.job import Job, parse_steps
+from flexinspect.prompts import Prompt
+from flexinspect.records import EventRecord
+from flexinspect_hooks.grads.backward import Before, Differentiator, Wish
+from flexinspect_hooks.grads.gate import KeptLogits, keep
+from flexinspect_hooks.layers import attention_layers, decoder_blocks
+from flexinspect_hooks.masksource import MaskSource
+from flexinspect_hooks.recorder import Recorder
+
+PHASE = "gradients"
+"""The phase of a run while they are taken, and the kind of the event that sums them up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A branch that has come to its end: what it was fed, what it generated, under which mask."""
+
+    generation: int
+    prompt: Prompt
+    token_ids: Sequence[int]
+    source: MaskSource
+    branch: int = 0
+
+
+class TokenGradients:
+    """Keeps what a generation's gradients will need, and takes them when it is over.
+
+    In the model's thread, and never in a forward that is recorded. What fails is an event, and the
+    run goes on.
+    """
+
+    def __init__(self, model: Any, job: Job, *, compiled: bool) -> None:
+        self._wish = Wish(job.grads or "logprob", job.detect_anomaly)
+        self._steps = parse_steps(job.grads_steps)
+        self._asked = job.grads_steps
+        blocks = decoder_blocks(model, attention_layers(model))
+        self._differentiator = Differentiator(model, blocks, compiled=compiled)
+        self._kept: dict[int, KeptLogits] = {}
+
+    def begin(self) -> None:
+        """Forget the generation before."""
+        self._kept.clear()
+
+    def chose(self, step: int, token_id: int, logits: Tensor) -> None:
+        """Keep of a step's logits (V,) what shows later that the same forward is differentiated."""
+        if self._steps is None or step in self._steps:
+            self._kept[step] = keep(logits, token_id)
+
+    def take(self, ended: Ended, recorder: Recorder) -> None:
+        """Take and record the gradients of the steps that were asked for."""
+        started, steps = time.perf_counter(), sorted(self._kept)
+        done: list[GradientRecord] = []
+        for step in steps:
+            recorder.put(_phase(len(done) / len(steps)))
+            try:
+                record = self._one(ended, step)
+            except Exception as error:
+                recorder.put(_failed(ended, step, error))
+                break
+            recorder.put(record)
+            done.append(record)
+        wall_s = time.perf_counter() - started
+        recorder.put(_event(ended, PHASE, self._words(done, len(ended.token_ids), wall_s)))
+
+    def _one(self, ended: Ended, step: int) -> GradientRecord:
+        prompt = ended.prompt
+        own = [prompt.next_position(number) for number in range(step)]
+        before = Before(
+            ended.generation,
+            ended.branch,
+            step,
+            (*prompt.ids, *ended.token_ids[:step]),
+            (*prompt.position_ids, *own),
+        )
+        kept = self._kept[step]
+        return self._differentiator.gradients(before, kept, ended.source, self._wish)
+
+    def _words(self, done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
+        if not self._kept:
+            return f"--grads-steps {self._asked} names none of the {n_steps} steps."
+        if not done:
+            return "No gradient was taken."
+        agree = sum(record.agrees for record in done)
+        return (
+            f"{len(done)} of {n_steps} tokens, {wall_s:.1f} s, {wall_s / len(done):.2f} s each, "
+            f"by the {done[0].path}; {agree} of {len(done)} forwards gave the recorded logits."
+        )
+
+
+def _phase(fraction: float) -> EventRecord:
+    return EventRecord("phase", PHASE, time.time(), data={"fraction": fraction})
+
+
+def _failed(ended: Ended, step: int, error: Exception) -> EventRecord:
+    first = (str(error).strip().splitlines() or [""])[0]
+    text = (
+        f"The gradients of step {step} and the steps after it were not taken: "
+        f"{type(error).__name__}: {first}"
+    )
+    return _event(ended, "gradients-failed", text)
+
+
+def _event(ended: Ended, kind: str, text: str) -> EventRecord:
+    return EventRecord(kind, text, time.time(), ended.generation)
