@@ -223,14 +223,10 @@ def gradients(
     values: Row, stats: tuple[GradientStat, ...], arrays: dict[str, Array]
 ) -> GradientRecord:
     """Return a token's gradients from all its cleaned columns, its parameters and its arrays."""
-    generation_number, branch_number, step_number, *rest = values
-    *facts, rival, n_unreached, anomaly = rest
-    return GradientRecord(
-        *(generation_number, step_number, *facts, branch_number, rival, n_unreached, anomaly),
-        stats=stats,
-        tokens=arrays.get("grads.tokens"),
-        layers=arrays.get("grads.layers"),
-    )
+    generation_number, branch_number, step_number, *facts = values
+    place, ends = (generation_number, step_number), (branch_number, *facts[-3:])
+    wide = (arrays.get("grads.tokens"), arrays.get("grads.layers"))
+    return GradientRecord(*place, *facts[:-3], *ends, stats, *wide)
 
 
 def mask(values: Row) -> MaskRecord:

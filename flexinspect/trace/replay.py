@@ -81,8 +81,8 @@ def replay(
 ) -> Iterator[StepRecord | EventRecord | GradientRecord]:
     """Yield the steps of a generation, and the events that belong to none of them, as they came.
 
-    Branch after branch, each with the gradients of its tokens behind its steps. Of the steps' own arrays only those of `streams` are there ("*": all);
-    findings are left out. Raises `TraceError`.
+    Branch after branch, each with the gradients of its tokens behind its steps. Of the steps' own
+    arrays only those of `streams` are there ("*": all); findings are left out. Raises `TraceError`.
     """
     heard = _Heard(reader, generation)
     for branch in reader.branches(generation):

@@ -94,7 +94,9 @@ def attend(
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    scores = query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = (
+        query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    )
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     # The lowest float, not -Inf: of a row of these alone the softmax would have no gradient.

@@ -96,7 +96,7 @@ class Observer:
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
         self.seen.embeddings = output.detach()
-        output.register_hook(self._at_embeddings)
+        output.register_hook(self._at_embeddings)  # type: ignore[no-untyped-call]
         return output
 
     def _at_embeddings(self, gradient: Tensor) -> None:
@@ -107,7 +107,9 @@ class Observer:
         def watch(module: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, Tensor) and hidden.requires_grad:
-                hidden.register_hook(lambda gradient: self._at_layer(layer, gradient))
+                hidden.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: self._at_layer(layer, gradient)
+                )
 
         return watch
 
