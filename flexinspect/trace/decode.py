@@ -224,9 +224,9 @@ def gradients(
 ) -> GradientRecord:
     """Return a token's gradients from all its cleaned columns, its parameters and its arrays."""
     generation_number, branch_number, step_number, *facts = values
-    place, ends = (generation_number, step_number), (branch_number, *facts[-3:])
+    row = [generation_number, step_number, *facts[:-3], branch_number, *facts[-3:]]
     wide = (arrays.get("grads.tokens"), arrays.get("grads.layers"))
-    return GradientRecord(*place, *facts[:-3], *ends, stats, *wide)
+    return GradientRecord(*[*row, stats, *wide])
 
 
 def mask(values: Row) -> MaskRecord:

@@ -1,4 +1,4 @@
-"""What the gradients panel knows: the token's gradients, by segment and by layer, and their gate."""
+"""What the gradients panel knows: a token's gradients by segment and by layer, and their gate."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def shares_of(record: GradientRecord, segments: Sequence[Segment]) -> tuple[Shar
 
 
 def norms_of(record: GradientRecord) -> tuple[tuple[str, ...], tuple[Row, ...]]:
-    """Return the columns (parts, then the hidden states) and a row per layer, around it the rest."""
+    """Return the columns (parts, then the hidden states) and a row per layer."""
     stats = record.stats
     columns = tuple(part for part in PARTS if any(s.part == part for s in stats if _inside(s)))
     columns = (*columns, *((OUTPUT,) if record.layers is not None else ()))
