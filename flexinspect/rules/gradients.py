@@ -168,7 +168,7 @@ def _gate(gradients: GradientRecord) -> Finding:
     sentence = (
         f"The forward that was to be differentiated for step {gradients.step} "
         f"({gradients.path}) is not what ran: its logits differ by {gradients.gate:.2g} of the "
-        f"largest recorded one, and rounding explains {gradients.tolerance:.0e}."
+        f"largest recorded one, and rounding explains {gradients.tolerance:.0e} at most."
     )
     evidence = {"gate": gradients.gate, "tolerance": gradients.tolerance, "path": gradients.path}
     return _finding(GATE, gradients, sentence, evidence, series="gate")
@@ -223,7 +223,7 @@ def _growth(gradients: GradientRecord) -> list[Finding]:
 def _jump(id_: str, gradients: GradientRecord, layer: int, rate: float, words: str) -> Finding:
     sentence = (
         f"The gradient of step {gradients.step}'s {_target(gradients)} {words} from the output of "
-        f"layer {layer} back to its input (at most {GROWTH:.0f}fold is usual)."
+        f"layer {layer} back to its input (through the layers of clean models by less than 2)."
     )
     return _finding(id_, gradients, sentence, {"growth": rate}, layer, f"growth {layer}")
 

@@ -202,9 +202,7 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
 
 
 def test_parameters_are_named_by_layer_and_part() -> None:
-    parts = {
-        (stat.layer, stat.part) for stat in generated(make_model("llama")).gradients(0).stats
-    }
+    parts = {(stat.layer, stat.part) for stat in generated(make_model("llama")).gradients(0).stats}
     inside = {"q", "k", "v", "o", "mlp", "norm"}
     assert {part for layer, part in parts if layer == 1} == inside
     assert {part for layer, part in parts if layer is None} == {"embedding", "norm", "lm_head"}
@@ -285,6 +283,29 @@ class Rooted(nn.Module):
         inner: Tensor = self.inner(hidden)
         nothing = inner * 0
         return inner + nothing.abs().sqrt()
+
+
+class Scaled(nn.Module):
+    """An MLP that adds the square root of a parameter that is 0: its slope there is Inf."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        added: Tensor = self.inner(hidden) + self.scale.sqrt()
+        return added
+
+
+def test_an_infinite_slope_of_one_parameter_is_named() -> None:
+    model = make_model("llama")
+    model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
+    finding = ids_of(generated(model))["gradient.inf"]
+    assert finding.evidence["parameters"] == ["model.layers.1.mlp.scale"]
+    assert (finding.evidence["n_inf"], finding.evidence["n_nan"]) == (1, 0)
+    assert finding.sentence.endswith(
+        "in 1 of 31 parameters of layer 1; the hidden states' own gradients are finite."
+    )
 
 
 @pytest.fixture
