@@ -236,18 +236,15 @@ def _share_table(data: GradientsData) -> list[str]:
 
 def _strongest(data: GradientsData) -> list[str]:
     """Return the tokens that speak most for it and most against it, of those that are loaded."""
-    found = [
-        (value, token)
-        for token in data.window.tokens
-        if (value := data.value_at(token.pos, False)) is not None and value == value
-    ]
-    found.sort(key=lambda pair: pair[0])
+    found = [(data.value_at(token.pos, False), token) for token in data.window.tokens]
+    known = [(value, token) for value, token in found if value is not None and value]
     lines = []
-    for name, some in (("For", found[::-1][:5]), ("Against", found[:5])):
+    for name, sign in (("For", 1), ("Against", -1)):
+        mine = [(sign * value, token) for value, token in known if sign * value > 0]
+        mine.sort(key=lambda pair: -pair[0])
         words = [
-            f"{_quoted(token.text or token.token)} at {token.pos} ({number(value)})"
-            for value, token in some
-            if (value > 0) == (name == "For") and value
+            f"{_quoted(token.text or token.token)} at {token.pos} ({number(sign * size)})"
+            for size, token in mine[:5]
         ]
         if words:
             lines.append(f"{name} it: {', '.join(words)}.")

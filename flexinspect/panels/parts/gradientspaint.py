@@ -31,7 +31,7 @@ from flexinspect.widgets.look import Look
 from flexinspect.widgets.plots import bar, number
 from flexinspect.widgets.tokencells import wrap
 
-LABEL = 10
+LABEL = 12
 """Columns of a layer's name."""
 _SHARE = 7
 _SICK = Style.parse("bold #ffffff on #e6283c")
