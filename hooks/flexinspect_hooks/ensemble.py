@@ -141,7 +141,7 @@ class Ensemble:
         text: list[str] = []
         gradients = self._gradients
         if gradients is not None:
-            gradients.begin()
+            gradients.begin(session.recorder)
 
         def record(choice: Choice) -> None:
             generated.append(choice.token_id)

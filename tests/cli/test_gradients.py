@@ -92,8 +92,10 @@ def test_every_token_of_the_demo_has_gradients_and_no_finding(demo: Any, tmp_pat
                 assert found.anomaly is None
         assert review(reader).note == ""
         assert reader.findings() == []
-        (words, _) = said(reader, after.PHASE)
-        assert words.startswith("3 of 3 tokens, ")
+        (words, _) = said(reader, after.COST)
+        assert words.startswith("Gradients of 3 of 3 tokens took ")
+        phases = dict.fromkeys(row.event.text for row in reader.events())
+        assert list(phases)[:2] == [after.PHASE, words]
         assert words.endswith("by the dense reference; 3 of 3 forwards gave the recorded logits.")
 
 
@@ -106,13 +108,13 @@ def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
         assert found.rival == reader.candidates(0, 1)[1].token_id
     with run(demo, tmp_path / "b.flextrace", grads="logprob", grads_steps="40-50") as reader:
         assert steps_with_gradients(reader, 0) == []
-        assert said(reader, after.PHASE)[0] == "--grads-steps 40-50 names none of the 3 steps."
+        assert said(reader, after.COST)[0] == "--grads-steps 40-50 names none of the 3 steps."
 
 
 def test_without_the_flag_there_are_none(demo: Any, tmp_path: Path) -> None:
     with run(demo, tmp_path / "t.flextrace") as reader:
         assert steps_with_gradients(reader, 0) == []
-        assert said(reader, after.PHASE) == []
+        assert said(reader, after.COST) == []
 
 
 def test_a_sick_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_a_failure_is_an_event_and_the_answer_stands(
             "The gradients of step 0 and the steps after it were not taken: OutOfMemoryError: "
             "no room for 12 GiB"
         )
-        assert said(reader, after.PHASE)[0] == "No gradient was taken."
+        assert said(reader, after.COST)[0] == "Gradients of no token were taken."
 
 
 class Changing:
@@ -185,7 +187,7 @@ def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Pa
         assert (second.stats, second.tokens, second.layers) == ((), None, None)
         (finding,) = (f for f in reader.findings() if f.id == "gradient.gate")
         assert finding.step == 1
-        assert said(reader, after.PHASE)[0].split("; ")[1].startswith("1 of ")
+        assert said(reader, after.COST)[0].split("; ")[1].startswith("1 of ")
 
 
 @pytest.mark.parametrize("options", [{"separators": "isolated"}, {"positions": "reset"}])

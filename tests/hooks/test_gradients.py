@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from flexinspect.rules.gradients import GradientsRule
 from flexinspect_hooks.grads import patch as patching
 from flexinspect_hooks.grads.backward import Wish
+from flexinspect_hooks.grads.observe import Observer
 from flexinspect_hooks.grads.patch import GradientPatch, flex_has_backward
+from flexinspect_hooks.layers import attention_layers, decoder_blocks
 from flexinspect_hooks.masksource import OwnMask
 from flexinspect_hooks.received import opened
 from flexinspect_hooks.reference import additive_mask, attend, eager
@@ -185,6 +187,21 @@ def test_nothing_of_the_model_is_changed(run: Run) -> None:
     assert [p.grad for p in model.parameters() if p is not some] == [None] * (len(before) - 1)
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
     assert model.config._attn_implementation == backend
+
+
+def test_no_parameters_gradient_stays_in_memory(run: Run) -> None:
+    blocks = decoder_blocks(run.model, attention_layers(run.model))
+    before = run.before(0)
+    patch = GradientPatch(run.model, run.source, compiled=False, by_flex=False)
+    with patch, Observer(run.model, blocks) as observer:
+        out = run.model(
+            input_ids=torch.tensor([before.ids]), position_ids=torch.tensor([before.positions])
+        )
+        held = torch.autograd.grad(out.logits[0, -1].sum(), observer.parameters)
+        seen = observer.seen
+    assert len(seen.stats) == len(held)
+    assert {gradient.untyped_storage().nbytes() for gradient in held} == {8}
+    assert all(stat.norm > 0 for stat in seen.stats.values())
 
 
 def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:

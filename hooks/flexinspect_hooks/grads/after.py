@@ -20,7 +20,10 @@ from flexinspect_hooks.masksource import MaskSource
 from flexinspect_hooks.recorder import Recorder
 
 PHASE = "gradients"
-"""The phase of a run while they are taken, and the kind of the event that sums them up."""
+"""The phase of a run while they are taken."""
+
+COST = "cost"
+"""The kind of the event that sums up what they took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,13 @@ class TokenGradients:
         blocks = decoder_blocks(model, attention_layers(model))
         self._differentiator = Differentiator(model, blocks, compiled=compiled)
         self._kept: dict[int, KeptLogits] = {}
+        self._took = False
 
-    def begin(self) -> None:
-        """Forget the generation before."""
+    def begin(self, recorder: Recorder) -> None:
+        """Forget the generation before, and say that the phase of its gradients is over."""
         self._kept.clear()
+        if self._took:
+            recorder.put(EventRecord("phase", "generating", time.time()))
 
     def chose(self, step: int, token_id: int, logits: Tensor) -> None:
         """Keep of a step's logits (V,) what shows later that the same forward is differentiated."""
@@ -62,6 +68,7 @@ class TokenGradients:
         """Take and record the gradients of the steps that were asked for."""
         started, steps = time.perf_counter(), sorted(self._kept)
         done: list[GradientRecord] = []
+        self._took = bool(steps)
         for step in steps:
             recorder.put(_phase(len(done) / len(steps)))
             try:
@@ -72,7 +79,7 @@ class TokenGradients:
             recorder.put(record)
             done.append(record)
         wall_s = time.perf_counter() - started
-        recorder.put(_event(ended, PHASE, self._words(done, len(ended.token_ids), wall_s)))
+        recorder.put(_event(ended, COST, self._words(done, len(ended.token_ids), wall_s)))
 
     def _one(self, ended: Ended, step: int) -> GradientRecord:
         prompt = ended.prompt
@@ -91,11 +98,12 @@ class TokenGradients:
         if not self._kept:
             return f"--grads-steps {self._asked} names none of the {n_steps} steps."
         if not done:
-            return "No gradient was taken."
+            return "Gradients of no token were taken."
         agree = sum(record.agrees for record in done)
         return (
-            f"{len(done)} of {n_steps} tokens, {wall_s:.1f} s, {wall_s / len(done):.2f} s each, "
-            f"by the {done[0].path}; {agree} of {len(done)} forwards gave the recorded logits."
+            f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
+            f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
+            "forwards gave the recorded logits."
         )
 
 
