@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import textual
 from rich.cells import cell_len
 from support.gradtraces import gradients, grads_trace, red, sick
 from support.traces import N_PROMPT
@@ -23,6 +25,8 @@ from flexinspect.panels.source import Source
 from flexinspect.trace.reader import open_trace
 from flexinspect.widgets.look import Look
 
+GOLDENS = Path(__file__).parent / "goldens"
+MADE_WITH = "8.2.8"
 PANEL = GradientsPanel()
 PLAIN = Look("none")
 WHERE = GradientsOptions(side="where")
@@ -262,3 +266,23 @@ async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
         await pilot.press("right")
         await settle(pilot)
         assert "No gradients are recorded of step 3." in " ".join(screen_text(app).split())
+
+
+@pytest.mark.skipif(textual.__version__ != MADE_WITH, reason=f"made with Textual {MADE_WITH}")
+@pytest.mark.parametrize("options", [GradientsOptions(), WHERE])
+async def test_the_screen_looks_as_it_did(tmp_path: Path, options: GradientsOptions) -> None:
+    path = grads_trace(tmp_path / "sample.flextrace", gradients(0), sick(1))
+    state.remember(panels=("gradients", "tokens"))
+    app = InspectorApp(path)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        for key in ("m", "right") if options == WHERE else ():
+            await pilot.press(key)
+            await settle(pilot)
+        app.clear_notifications()
+        await settle(pilot)
+        svg = app.export_screenshot(title="flexinspect", simplify=True)
+    golden = GOLDENS / f"gradients-{options.side}.svg"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(svg, encoding="utf-8")
+    assert svg == golden.read_text("utf-8")
