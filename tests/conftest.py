@@ -12,9 +12,9 @@ import pytest
 def _no_graphs_of_other_files() -> Iterator[None]:
     """Forget compiled graphs between files.
 
-    Uncompiled FlexAttention is traced by dynamo too. Asking why an old graph does not fit a new call,
-    torch 2.13 evaluates names of the old call on the new one's arguments, and raises a `TypeError`
-    where one of them is None: whether a file passes would hang on the files run before it.
+    Uncompiled FlexAttention is traced by dynamo too. Asking why an old graph does not fit a new
+    call, torch 2.13 evaluates names of the old call on the new one's arguments, and raises a
+    `TypeError` where one of them is None: whether a file passes would hang on those before it.
     """
     yield
     if "torch._dynamo" in sys.modules:

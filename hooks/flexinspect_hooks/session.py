@@ -144,6 +144,7 @@ class CaptureSession:
             self._hooks = [h for h in found if own_code or not getattr(h, "own_code_only", False)]
         rules, off = built_in_rules() if self._rules is None else (self._rules, {})
         self._book = RuleBook(rules, is_loose=self._are_loose)
+        self.recorder.has_core = not self.cores_are_taken()
         if not self._shares:
             self.recorder.start()
         for name, sentence in failed.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -536,3 +537,25 @@ def test_the_session_states_its_own_cost(llama: Any, prompt: Prompt) -> None:
     assert cost["steps"] == NEW
     assert 0 < cost["capture_s"] < cost["total_s"]
     assert cost["writer_s"] > 0
+
+
+@pytest.mark.parametrize(("threads", "yields"), [(1, True), (10_000, False)])
+def test_the_writer_lets_go_of_the_interpreter_at_once_only_where_it_has_a_core(
+    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, yields: bool
+) -> None:
+    intervals: list[float] = []
+
+    class Listening(MemorySink):
+        def write_steps(self, records: Sequence[StepRecord]) -> None:
+            intervals.append(sys.getswitchinterval())
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("flexinspect_hooks.session.available_cores", lambda: 2)
+    before = sys.getswitchinterval()
+    session = CaptureSession(llama, Listening())
+    with session:
+        begin(session, prompt)
+        generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+    assert sys.getswitchinterval() == before
+    assert intervals
+    assert all((interval < before) is yields for interval in intervals)

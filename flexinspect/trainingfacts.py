@@ -1,0 +1,286 @@
+"""What is known of tensors, gradients and training steps: frozen records without torch.
+
+Norms are Euclidean. Of a value that was not measured, the optional fields are None; NaN stands for
+a number that is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+EXPLOSION = 10.0
+"""A parameter whose gradient norm is above this explodes."""
+
+VANISHING = 1e-6
+"""A parameter whose gradient norm is below this (and not 0) vanishes."""
+
+LOSS_FROM_OUTPUT = "output"
+LOSS_TOLD = "told"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """Statistics of one tensor. Minimum to deviation are of its finite values, NaN without any."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    n_bytes: int
+    n_nan: int
+    n_inf: int
+    min_value: float
+    max_value: float
+    mean_value: float
+    std_value: float
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a value is NaN."""
+        return self.n_nan > 0
+
+    @property
+    def has_inf(self) -> bool:
+        """Whether a value is infinite."""
+        return self.n_inf > 0
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether a value is not finite."""
+        return self.has_nan or self.has_inf
+
+
+@dataclass(frozen=True, slots=True)
+class GradientFacts:
+    """The gradient of one parameter as the optimizer gets it: after unscaling and clipping.
+
+    `max` is the largest absolute value (None when not measured), `group` the layer or module it is
+    counted to. `update_ratio` is the norm of the step's change over the norm of the weights, from
+    a sample of its rows where the parameter is large.
+    """
+
+    name: str
+    norm: float
+    max: float | None = None
+    n_nan: int = 0
+    n_inf: int = 0
+    group: str = ""
+    is_matrix: bool = True
+    weight_norm: float | None = None
+    update_ratio: float | None = None
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether a value is not finite."""
+        return self.n_nan > 0 or self.n_inf > 0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether every value is exactly 0."""
+        return self.norm == 0.0
+
+    def explodes(self, threshold: float = EXPLOSION) -> bool:
+        """Whether the norm is above the threshold; one that is not finite is sick instead."""
+        return not self.is_sick and self.norm > threshold
+
+    def vanishes(self, threshold: float = VANISHING) -> bool:
+        """Whether the norm is below the threshold and not 0."""
+        return 0.0 < self.norm < threshold
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """The gradients of one layer or module together; a `norm` of NaN has a sick one among them."""
+
+    group: str
+    norm: float
+    n_parameters: int
+    n_sick: int
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """Where numbers that are not finite came from, as far as the step tells.
+
+    `kind` is "weights" (they were sick before the step), "module" (the first one whose output is
+    sick), "loss" (computed from finite outputs) or "backward" (all was finite until the way back).
+    `name` is the module or parameter, `n_carriers` how many others only carry it on.
+    """
+
+    kind: str
+    name: str
+    n_carriers: int = 0
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStepRecord:
+    """One optimizer step: what it learned from, what it did, and what it took.
+
+    `loss` is NaN with an empty `loss_source` when nobody told it; the source is "told" or "output"
+    (the `.loss` that the model returned, the mean over micro-batches). `total_norm` is that of the
+    gradients as the optimizer got them, `norm_before_clip` that before `clip_grad_norm_`, and
+    `max_norm` the limit given to it; all None where not seen. `group_norms` are in the order of the
+    run's groups. `gradients` are those of the parameters that were recorded for this step; the
+    counts are of all parameters. `data_ms` is the time in the watched loader, `other_ms` all that
+    lay outside of forward, backward, optimizer and loader. `detail` is how much was measured.
+    """
+
+    loss: float
+    loss_source: str
+    learning_rates: tuple[float, ...]
+    total_norm: float | None = None
+    norm_before_clip: float | None = None
+    max_norm: float | None = None
+    n_parameters: int = 0
+    n_exploding: int = 0
+    n_vanishing: int = 0
+    n_dead: int = 0
+    n_sick: int = 0
+    group_norms: tuple[float, ...] = ()
+    gradients: tuple[GradientFacts, ...] = ()
+    producer: Producer | None = None
+    n_backward: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    optimizer_ms: float = 0.0
+    data_ms: float | None = None
+    other_ms: float = 0.0
+    scale: float | None = None
+    is_skipped: bool = False
+    device: str = ""
+    autocast: str = ""
+    detail: str = ""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is known, finite or not."""
+        return bool(self.loss_source)
+
+    @property
+    def is_loss_anomaly(self) -> bool:
+        """Whether the loss is known and not finite."""
+        return self.has_loss and not math.isfinite(self.loss)
+
+    @property
+    def is_explosion(self) -> bool:
+        """Whether a parameter's gradient explodes."""
+        return self.n_exploding > 0
+
+    @property
+    def is_vanishing(self) -> bool:
+        """Whether a matrix's gradient vanishes."""
+        return self.n_vanishing > 0
+
+    @property
+    def is_anomaly(self) -> bool:
+        """Whether anything of this step is wrong: loss, explosion, vanishing, NaN or Inf."""
+        return self.is_loss_anomaly or self.is_explosion or self.is_vanishing or self.n_sick > 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSummary:
+    """How many steps of a training run were wrong, and in what. All figures count steps."""
+
+    total_steps: int = 0
+    anomaly_steps: int = 0
+    gradient_explosions: int = 0
+    gradient_vanishing: int = 0
+    loss_anomalies: int = 0
+
+    @property
+    def anomaly_rate(self) -> float:
+        """Steps with any anomaly, of all; 0 before the first step."""
+        return self._rate(self.anomaly_steps)
+
+    @property
+    def loss_anomaly_rate(self) -> float:
+        """Steps whose loss was not finite, of all."""
+        return self._rate(self.loss_anomalies)
+
+    @property
+    def gradient_explosion_rate(self) -> float:
+        """Steps with an exploding gradient, of all."""
+        return self._rate(self.gradient_explosions)
+
+    @property
+    def gradient_vanishing_rate(self) -> float:
+        """Steps with a vanishing gradient, of all."""
+        return self._rate(self.gradient_vanishing)
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Return counts and rates by the names under which they are published."""
+        return {
+            "total_steps": self.total_steps,
+            "anomaly_steps": self.anomaly_steps,
+            "gradient_explosions": self.gradient_explosions,
+            "gradient_vanishing": self.gradient_vanishing,
+            "loss_anomalies": self.loss_anomalies,
+            "anomaly_rate": self.anomaly_rate,
+            "loss_anomaly_rate": self.loss_anomaly_rate,
+            "gradient_explosion_rate": self.gradient_explosion_rate,
+            "gradient_vanishing_rate": self.gradient_vanishing_rate,
+        }
+
+    def _rate(self, count: int) -> float:
+        return count / self.total_steps if self.total_steps else 0.0
+
+
+@dataclass(slots=True)
+class SummaryCount:
+    """Counts steps as they come; nothing of them is kept."""
+
+    summary: TrainingSummary = field(default_factory=TrainingSummary)
+
+    def add(self, step: TrainingStepRecord) -> None:
+        """Count one step."""
+        was = self.summary
+        self.summary = TrainingSummary(
+            was.total_steps + 1,
+            was.anomaly_steps + step.is_anomaly,
+            was.gradient_explosions + step.is_explosion,
+            was.gradient_vanishing + step.is_vanishing,
+            was.loss_anomalies + step.is_loss_anomaly,
+        )
+
+
+def summarise(steps: Iterable[TrainingStepRecord]) -> TrainingSummary:
+    """Return the summary of some steps."""
+    count = SummaryCount()
+    for step in steps:
+        count.add(step)
+    return count.summary
+
+
+def group_of(name: str) -> str:
+    """Return the group of a parameter: its numbered layer, else its module.
+
+    `model.layers.3.mlp.up.weight` is of `model.layers.3`, `lm_head.weight` of `lm_head`, and a
+    parameter of the model itself of `(model)`.
+    """
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1]) or "(model)"
+
+
+def groups_of(gradients: Iterable[GradientFacts]) -> list[GroupFacts]:
+    """Return the groups of some gradients, in the order in which they first appear."""
+    by_group: dict[str, list[GradientFacts]] = {}
+    for facts in gradients:
+        by_group.setdefault(facts.group or group_of(facts.name), []).append(facts)
+    return [
+        GroupFacts(group, total_norm(found), len(found), sum(one.is_sick for one in found))
+        for group, found in by_group.items()
+    ]
+
+
+def total_norm(gradients: Iterable[GradientFacts]) -> float:
+    """Return the norm of all of them together; NaN or Inf when one is not finite."""
+    norms = [facts.norm for facts in gradients]
+    if all(map(math.isfinite, norms)):
+        return math.hypot(*norms)
+    return math.nan if any(map(math.isnan, norms)) else math.inf

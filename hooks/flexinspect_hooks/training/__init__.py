@@ -1,0 +1,1 @@
+"""Training steps: statistics of gradients and tensors, and the engine that finds the steps."""
