@@ -43,7 +43,11 @@ def head(data: GradientsData, width: int, look: Look) -> list[Strip]:
     good = data.record.agrees
     strips = [
         line([(title_of(data), look.style("title"))], width, look.style("text")),
-        line([(gate_words(data.record), look.style("good" if good else "bad"))], width),
+        line(
+            [(gate_words(data.record), look.style("good" if good else "bad"))],
+            width,
+            look.style("text"),
+        ),
     ]
     for finding in data.findings[:2]:
         strips += paragraph(finding.sentence, width, look.style("bad"))[:3]
@@ -70,7 +74,7 @@ def share_bars(data: GradientsData, width: int, look: Look) -> list[Strip]:
 
 def _share(one: Share, label: int, room: int, most: float, look: Look) -> list[Span]:
     sign = "for" if one.signed >= 0 else "against"
-    style = look.style("text") if look.plain else _signed(sign)
+    style = look.style("text") if look.plain else look.style("text") + _signed(sign)
     return [
         (clipped(one.label, label), look.style("muted") if one.band < 0 else look.style("text")),
         (right(percent(one.signed, sign=True), _SHARE), look.style("strong")),
