@@ -19,6 +19,10 @@ from flexinspect.gradientrecords import GradientStat
 from flexinspect_hooks.grads.parts import PartNames
 
 
+PIECE = 1 << 20
+"""Values that are summed at once."""
+
+
 @dataclass(slots=True)
 class Seen:
     """What one backward left: parameters by name, norms per layer, the embeddings' two sides."""
@@ -118,17 +122,22 @@ class Observer:
 
 
 def norm_of(gradient: Tensor) -> Tensor:
-    """Return the Euclidean norm, summed in float64: squares of large gradients overflow float32."""
-    norm: Tensor = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+    """Return the Euclidean norm, summed in float64: squares of large gradients overflow float32.
+
+    Piece by piece, as torch makes a float64 copy of whatever it sums.
+    """
+    pieces = gradient.detach().reshape(-1).split(PIECE)
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
 def stat_of(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
-    """Return a gradient as numbers. It is looked at once where it is finite, as is the rule."""
+    """Return a gradient as numbers. NaN and Inf are counted only where the norm is not finite."""
     gradient = gradient.detach()
     norm = float(norm_of(gradient))
     n_nan = n_inf = 0
     if norm != norm or norm == torch.inf:
         n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
-    largest = float(gradient.abs().amax()) if gradient.numel() else 0.0
-    return GradientStat(name, norm, largest, n_nan, n_inf, layer, part)
+    ends = torch.stack(torch.aminmax(gradient)) if gradient.numel() else gradient.new_zeros(1)
+    return GradientStat(name, norm, float(ends.abs().max()), n_nan, n_inf, layer, part)
