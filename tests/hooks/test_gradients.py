@@ -23,6 +23,12 @@ from flexinspect_hooks.received import opened
 from flexinspect_hooks.reference import additive_mask, attend, eager
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(_two_threads: None) -> None:
+    """Threads that wait for each other take longer than matrices of this size."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def run() -> Run:
     return generated(make_model("llama").double())

@@ -126,7 +126,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
     Piece by piece, as torch makes a float64 copy of whatever it sums.
     """
-    pieces = gradient.detach().reshape(-1).split(PIECE)
+    pieces = gradient.detach().reshape(-1).split(PIECE)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
