@@ -8,14 +8,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
-__all__ = ["FlexInspectError", "TraceReader", "__version__", "open_trace", "prove", "watch"]
+__all__ = [
+    "FlexInspectError",
+    "TraceReader",
+    "TrainerCallback",
+    "__version__",
+    "open_trace",
+    "prove",
+    "watch",
+    "watch_training",
+]
 
 if TYPE_CHECKING:
     from flexinspect.errors import FlexInspectError
     from flexinspect.trace.reader import TraceReader, open_trace
 
+    TrainerCallback: Any
     prove: Any
     watch: Any
+    watch_training: Any
 
 
 def __getattr__(name: str) -> Any:
@@ -28,7 +39,7 @@ def __getattr__(name: str) -> Any:
         from flexinspect.trace import reader
 
         return getattr(reader, name)
-    if name in ("prove", "watch"):
+    if name in ("TrainerCallback", "prove", "watch", "watch_training"):
         from flexinspect import plugins
 
         return plugins.load("flexinspect.capture", name)

@@ -30,6 +30,7 @@ class CaptureState:
     error: str | None = None
     hint: str | None = None
     over: bool = False
+    stops: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
 
@@ -108,6 +109,8 @@ class Capture:
             self.state.path = Path(facts["path"]) if facts["path"] else None
             self.state.note = facts["note"] or self.state.note
             self.state.over = True
+        elif facts["kind"] == protocol.STOPPED:
+            self.state.stops.put(facts["text"])
 
 
 def start(job: Job | ScriptJob) -> Capture:

@@ -2,7 +2,7 @@
 
 The nearest file from the current folder upwards is the project's; below it lies the per-user file
 `~/.config/flexinspect/config.toml` (`XDG_CONFIG_HOME` and, on Windows, `APPDATA` are respected).
-Two sections exist:
+Three sections exist:
 
     [models]
     my_model = "org/name"                              # a hub id, an alias, or
@@ -12,6 +12,10 @@ Two sections exist:
     [keys]                                             # actions of the interface: see keys.py
     "step.next" = "space"
     "step.previous" = ["b", "left"]
+
+    [breakpoints]                                      # of every run: see docs/breakpoints.md
+    leaks = "finding mask.* >= warning"
+    unsure = "entropy > 3 and step > 2 [once]"
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ from typing import Any
 from flexinspect.errors import UsageError
 from flexinspect.sizes import canonical_dtype
 
-SECTIONS = ("models", "keys")
-_SECTIONS_LISTED = " and ".join(f"[{name}]" for name in SECTIONS)
+SECTIONS = ("models", "keys", "breakpoints")
+_SECTIONS_LISTED = ", ".join(f"[{name}]" for name in SECTIONS)
 _ALIAS_KEYS = ("path", "dtype")
 
 
@@ -64,23 +68,26 @@ def expanded(path: str) -> Path:
 class Config:
     """What the user configured; `files` are those that were read, the strongest first.
 
-    `keys` maps ids of `flexinspect.keys` to keys, separated by commas.
+    `keys` maps ids of `flexinspect.keys` to keys, separated by commas; `breakpoints` maps names to
+    conditions.
     """
 
     models: Mapping[str, ModelAlias] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    breakpoints: Mapping[str, str] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
 
 
 def load_config(start: Path | None = None) -> Config:
     """Read the project's settings upwards from `start` (default: here) and the user's own.
 
-    Raises `UsageError` naming file and line for bad TOML, unknown sections, wrong types, and keys
-    that do not exist or that two actions would share.
+    Raises `UsageError` naming file and line for bad TOML, unknown sections, wrong types, keys that
+    do not exist or that two actions would share, and breakpoints that cannot be read.
     """
     models: dict[str, ModelAlias] = {}
     keys: dict[str, tuple[str, ...]] = {}
     written: dict[str, tuple[Path, str]] = {}
+    breakpoints: dict[str, str] = {}
     files = []
     for found in (_project_settings(start or Path.cwd()), _user_settings()):
         if found is None:
@@ -92,8 +99,10 @@ def load_config(start: Path | None = None) -> Config:
         for action, names in _keys(file, text, settings.get("keys", {})).items():
             keys.setdefault(action, names)
             written.setdefault(action, (file, text))
+        breakpoints = _breakpoints(file, text, settings.get("breakpoints", {})) | breakpoints
     _refuse_shared_keys(keys, written)
-    return Config(models, {name: ",".join(keys[name]) for name in keys}, tuple(files))
+    joined = {name: ",".join(keys[name]) for name in keys}
+    return Config(models, joined, breakpoints, tuple(files))
 
 
 _Found = tuple[Path, str, Mapping[str, Any]]
@@ -184,6 +193,26 @@ def _keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
     return {action: _keys_of(file, text, action, given) for action, given in table.items()}
 
 
+def _breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
+    if not isinstance(table, dict):
+        what = '[breakpoints] must be a table of name = "condition"'
+        raise _bad(file, text, "breakpoints", what, hint=_BREAKPOINTS_HINT)
+    if not table:
+        return {}
+    from flexinspect.breaks import BreakpointBook, ExpressionError
+
+    book = BreakpointBook()
+    for name, condition in table.items():
+        if not isinstance(condition, str):
+            what = f"the breakpoint {name!r} needs a condition in quotes"
+            raise _bad(file, text, name, what, hint=_BREAKPOINTS_HINT)
+        try:
+            book.add(condition)
+        except ExpressionError as error:
+            raise error.at(f"{file}:{_line_of(text, name)}") from None
+    return dict(table)
+
+
 def _keys_of(file: Path, text: str, action: str, given: object) -> tuple[str, ...]:
     """Return the keys of one action as Textual names them."""
     from flexinspect.keynames import FORMS, key_named
@@ -220,6 +249,7 @@ def _refuse_shared_keys(
     raise _bad(*written[clash.given], clash.given, what, hint=hint)
 
 
+_BREAKPOINTS_HINT = 'For instance unsure = "entropy > 3 and step > 2".'
 _KEYS_HINT = (
     'For instance "step.next" = "space"; the palette of the interface (p) names every action.'
 )

@@ -22,6 +22,9 @@ ERROR = "error"
 KEPT = "kept"
 """The run is over and the trace is at `path` (None when nothing was recorded)."""
 
+STOPPED = "stopped"
+"""The run pauses at a breakpoint: `text` says why, and how it goes on."""
+
 DRAIN = "drain"
 """A user's program has ended, and what it printed is wanted to its end (see below)."""
 

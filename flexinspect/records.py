@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.findings import Finding, Repeat
 from flexinspect.prompts import Segment
+from flexinspect.trainingfacts import TrainingStepRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +33,8 @@ LOOSE_RAISED = "a call outside of a model that raised"
 """The `sample_id` of a generation that such a call would have been."""
 LOOSE_MASKS = "masks built, and no call after them"
 """The `sample_id` of a generation that is nothing but masks that were built."""
+TRAIN = "train"
+"""The phase of a step of an optimizer; the others are of generation."""
 PATHS = ("flex uncompiled", "flex compiled", "sdpa", "eager", "other")
 
 
@@ -286,7 +289,7 @@ class StepRecord:
     `tokens` are the tokens this step chose, `masks` only those fingerprints that are new.
     `wall_ms` is the forward with the choice of the token, `capture_ms` what capture took of it.
     `repeats` are findings of earlier steps that were met again; they are counted there, so a step
-    that is read back has none.
+    that is read back has none. Of a training step (phase "train") `training` tells.
     """
 
     generation: int
@@ -308,6 +311,7 @@ class StepRecord:
     memory: MemoryRecord | None = None
     masks: tuple[MaskRecord, ...] = ()
     arrays: tuple[ArrayRecord, ...] = ()
+    training: TrainingStepRecord | None = None
     findings: tuple[Finding, ...] = ()
     repeats: tuple[Repeat, ...] = ()
     events: tuple[EventRecord, ...] = ()

@@ -57,8 +57,7 @@ class GradientFacts:
     """The gradient of one parameter as the optimizer gets it: after unscaling and clipping.
 
     `max` is the largest absolute value (None when not measured), `group` the layer or module it is
-    counted to. `update_ratio` is the norm of the step's change over the norm of the weights, from
-    a sample of its rows where the parameter is large.
+    counted to.
     """
 
     name: str
@@ -68,8 +67,6 @@ class GradientFacts:
     n_inf: int = 0
     group: str = ""
     is_matrix: bool = True
-    weight_norm: float | None = None
-    update_ratio: float | None = None
 
     @property
     def is_sick(self) -> bool:
@@ -104,9 +101,10 @@ class GroupFacts:
 class Producer:
     """Where numbers that are not finite came from, as far as the step tells.
 
-    `kind` is "weights" (they were sick before the step), "module" (the first one whose output is
-    sick), "loss" (computed from finite outputs) or "backward" (all was finite until the way back).
-    `name` is the module or parameter, `n_carriers` how many others only carry it on.
+    `kind` is "input" (the batch was sick), "weights" (they were before the step), "module" (the
+    first one whose output is sick), "loss" (computed from finite outputs), "backward" (all was
+    finite until the way back), "explosion" or "vanishing" (of gradients that are finite). `name` is
+    the module or parameter, `n_carriers` how many others only carry it on.
     """
 
     kind: str
@@ -123,9 +121,11 @@ class TrainingStepRecord:
     (the `.loss` that the model returned, the mean over micro-batches). `total_norm` is that of the
     gradients as the optimizer got them, `norm_before_clip` that before `clip_grad_norm_`, and
     `max_norm` the limit given to it; all None where not seen. `group_norms` are in the order of the
-    run's groups. `gradients` are those of the parameters that were recorded for this step; the
-    counts are of all parameters. `data_ms` is the time in the watched loader, `other_ms` all that
-    lay outside of forward, backward, optimizer and loader. `detail` is how much was measured.
+    run's groups; `group_ratios` are the norm of each group's change over that of its weights, from
+    a sample of rows where a parameter is large. `gradients` are those of the parameters that were
+    recorded for this step; the counts are of all parameters. `data_ms` is the time in the watched
+    loader, `other_ms` all that lay outside of forward, backward, optimizer and loader. `detail` is
+    how much was measured.
     """
 
     loss: float
@@ -140,6 +140,7 @@ class TrainingStepRecord:
     n_dead: int = 0
     n_sick: int = 0
     group_norms: tuple[float, ...] = ()
+    group_ratios: tuple[float, ...] = ()
     gradients: tuple[GradientFacts, ...] = ()
     producer: Producer | None = None
     n_backward: int = 0

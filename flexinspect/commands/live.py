@@ -50,6 +50,8 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
     if process.poll() is None:
         console.print("finishing the trace (Ctrl-C ends it at once) …")
     _end_like_ctrl_c()
+    while not process.state.stops.empty():
+        process.state.stops.get()  # the interface has shown them
     kind = ScriptRun if process.has_own_streams else LiveRun
     run = kind(process, PlainProgress(console, quiet=True), stops=int(stopping))
     ended = run.watch()
@@ -90,6 +92,7 @@ class LiveRun:
         while True:
             try:
                 code = self._process.poll()
+                self._tell_stops()
                 self._look()
                 if code is not None:
                     self._close()
@@ -97,6 +100,12 @@ class LiveRun:
                 time.sleep(LOOK_EVERY_S)
             except KeyboardInterrupt:
                 self._stop()
+
+    def _tell_stops(self) -> None:
+        """Say that the run pauses, even when nothing else is said: else it would seem to hang."""
+        stops = self._process.state.stops
+        while not stops.empty():
+            self._progress.console.print(f"flexinspect: {visible(stops.get())}", soft_wrap=True)
 
     def _stop(self) -> None:
         self._stops += 1

@@ -14,6 +14,7 @@ from flexinspect.text import visible
 if TYPE_CHECKING:
     from flexinspect.app import InspectorApp
     from flexinspect.job import Job, ScriptJob
+    from flexinspect.panels.base import Place
 
 EXAMPLES = """\
 examples:
@@ -57,10 +58,15 @@ def run(args: argparse.Namespace) -> int:
         from flexinspect.commands.web import serve
 
         return serve(args.trace, args.port, _place_words(args))
-    _need_a_terminal(args.trace)
+    return open_trace_file(args.trace, _place(args))
+
+
+def open_trace_file(trace: Path, place: Place | None = None) -> int:
+    """Open the interface on a trace, finished or growing."""
+    _need_a_terminal(trace)
     from flexinspect.app import InspectorApp
 
-    return _show(InspectorApp(args.trace, place=_place(args), keymap=_keymap()))
+    return _show(InspectorApp(trace, place=place, keymap=_keymap()))
 
 
 def _place_words(args: argparse.Namespace) -> list[str]:

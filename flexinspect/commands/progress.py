@@ -50,7 +50,9 @@ class Progress:
     def event(self, event: EventRecord) -> None:
         """Take an event: a phase moves the bar, anything else is said."""
         if event.kind != "phase":
-            if event.kind != "error":
+            if event.kind == "breakpoint" and not event.text.startswith("paused"):
+                self.say(event.text)
+            elif event.kind not in ("error", "breakpoint"):
                 self.say(f"{event.kind}: {event.text}")
             return
         fraction = event.data.get("fraction")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from flexinspect.errors import ControlError
@@ -46,10 +45,14 @@ def from_json(kind: type[T], data: Any, where: str = "the body") -> T:
     return kind(**values)
 
 
-@cache
-def hints_of(kind: Any) -> Mapping[str, Any]:
+def hints_of(kind: type[Any]) -> Mapping[str, Any]:
     """Return the types of a message's fields."""
-    return get_type_hints(kind)
+    if kind not in _hints:
+        _hints[kind] = get_type_hints(kind)
+    return _hints[kind]
+
+
+_hints: dict[type[Any], Mapping[str, Any]] = {}
 
 
 def _given(field: Field[Any], data: Mapping[str, Any]) -> bool:
@@ -60,7 +63,7 @@ def _is_needed(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def _field(kind: Any, field: Field[Any], data: Mapping[str, Any], where: str) -> Any:
+def _field(kind: type[Any], field: Field[Any], data: Mapping[str, Any], where: str) -> Any:
     value = _value(hints_of(kind)[field.name], data[field.name], f"{field.name!r} in {where}")
     _check_bounds(field, value, where)
     return value
@@ -91,9 +94,14 @@ def _plain(hint: type[Any], value: Any, where: str) -> Any:
         return float(value)
     if hint is int and is_number and _is_whole(value):
         return int(value)
-    if hint in (str, bool) and isinstance(value, hint):
+    if hint in (str, bool) and isinstance(value, hint) and _is_text(value):
         return value
     raise ControlError(f"{where} must be {_WORDS[hint]}.")
+
+
+def _is_text(value: str | bool) -> bool:
+    """Say whether a text can be written: JSON may hold halves of characters."""
+    return isinstance(value, bool) or value.encode("utf-8", "ignore").decode() == value
 
 
 def _is_whole(value: float) -> bool:

@@ -44,7 +44,14 @@ class Place:
     def words(self) -> str:
         """Return "step 7", with generation and branch where they are not the first."""
         text = "the beginning" if self.step < 0 else f"step {self.step}"
-        text += f" of generation {self.generation}" if self.generation else ""
+        return text + self._of()
+
+    def after(self) -> str:
+        """Return "after step 7", or "before the first step", as `words` does."""
+        return f"after {self.words()}" if self.step >= 0 else f"before the first step{self._of()}"
+
+    def _of(self) -> str:
+        text = f" of generation {self.generation}" if self.generation else ""
         return f"{text} (branch {self.branch})" if self.branch else text
 
 
@@ -190,7 +197,8 @@ class Status:
     """How a capture stands.
 
     `place` is the last finished step. `says` is the state as a sentence, `reason` why it paused or
-    is about to (empty while it runs). `kind` is generation (our own), program or watch; only a
+    is about to (empty while it runs), `until` where it will pause or end (empty when nothing is
+    asked for). `kind` is generation (our own), program or watch; only a
     capture that `travels` obeys restore, fork and edit. `trace` is the file being written, `layers`
     those whose activations level extreme stores. `order` is the newest order.
     """
@@ -199,6 +207,7 @@ class Status:
     place: Place
     says: str
     reason: str = ""
+    until: str = ""
     level: Level = "advanced"
     layers: str = "all"
     kind: Literal["generation", "program", "watch"] = "generation"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from flexinspect.errors import TraceError, UsageError
 from flexinspect.findings import Finding
-from flexinspect.records import MaskRecord, TokenRecord
+from flexinspect.records import TRAIN, MaskRecord, TokenRecord
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import (
     BranchRow,
@@ -221,6 +221,7 @@ def _step(reader: TraceReader, row: StepRow) -> dict[str, Any]:
     key = (row.generation, row.step, row.branch)
     logits = reader.logits(*key)
     memory, inputs = reader.memory(*key), reader.inputs(*key)
+    training = reader.training_step(*key) if row.phase == TRAIN else None
     return {
         **_fields(row),
         "logits": logits and _fields(logits, without=("candidates",)),
@@ -231,6 +232,7 @@ def _step(reader: TraceReader, row: StepRow) -> dict[str, Any]:
         "layer_stats": [_fields(each) for each in reader.layer_stats(*key)],
         "memory": memory and _fields(memory),
         "gradients": _gradients(reader, key),
+        "training": training and asdict(training),
         "arrays": [_fields(each) for each in reader.arrays(*key)],
     }
 

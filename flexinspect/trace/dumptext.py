@@ -10,6 +10,7 @@ from typing import Any
 from flexinspect.findings import Finding
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
+    TRAIN,
     BuildRecord,
     CallRecord,
     InputsRecord,
@@ -31,6 +32,7 @@ from flexinspect.trace.rows import (
 )
 from flexinspect.trace.schema import VERSION
 from flexinspect.trace.values import plain_json
+from flexinspect.trainingfacts import TrainingStepRecord
 
 Rows = Iterable[Sequence[Any]]
 
@@ -133,6 +135,9 @@ def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
     inputs = reader.inputs(*key)
     if inputs is not None:
         yield from _inputs(inputs)
+    training = reader.training_step(*key) if row.phase == TRAIN else None
+    if training is not None:
+        yield from _training(training)
     yield from _block("calls", _CALLS, map(_call, reader.calls(*key)), indent=6)
     yield from _block("builds", _BUILDS, map(_build, reader.builds(*key)), indent=6)
     yield from _block("layer_stats", _STATS, map(_stat, reader.layer_stats(*key)), indent=6)
@@ -140,6 +145,22 @@ def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
     if gradients is not None:
         yield from _gradients(gradients)
     yield from _block("arrays", _ARRAYS, map(_array, reader.arrays(*key)), indent=6)
+
+
+def _training(row: TrainingStepRecord) -> Iterator[str]:
+    rates = " ".join(map(_cell, row.learning_rates)) or "-"
+    loss = f"{_cell(row.loss)} ({visible(row.loss_source)})" if row.has_loss else "-"
+    yield f"      training loss {loss}  lr {rates}  detail {visible(row.detail)}"
+    norms = (row.total_norm, row.norm_before_clip, row.max_norm)
+    total, before, limit = map(_cell, norms)
+    yield f"      norm     {total}  before clipping {before}  limit {limit}"
+    sick = f"{row.n_exploding} explode  {row.n_vanishing} vanish  {row.n_dead} dead"
+    yield f"      params   {row.n_parameters}  {sick}  {row.n_sick} not finite"
+    if row.producer is not None:
+        kind, name = visible(row.producer.kind), visible(row.producer.name)
+        yield f"      producer {kind} {name}  carriers {row.producer.n_carriers}"
+    rows = ((g.name, g.norm, g.max, g.n_nan, g.n_inf) for g in row.gradients)
+    yield from _block("grads", ("name", "norm", "max", "nan", "inf"), rows, indent=6)
 
 
 def _inputs(row: InputsRecord) -> Iterator[str]:

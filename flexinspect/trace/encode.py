@@ -28,7 +28,7 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.trace import schema
+from flexinspect.trace import schema, trainingcode
 from flexinspect.trace.columns import Table, insert_sql
 from flexinspect.trace.values import to_json
 
@@ -80,6 +80,8 @@ def step(record: StepRecord, known: Collection[str]) -> list[Statement]:
     _layer_stats(out, key, record)
     if record.memory is not None:
         _add(out, schema.MEMORY, [*key, *_memory(record.memory)], 1)
+    if record.training is not None:
+        out += trainingcode.statements(key, record.training)
     if record.masks or record.arrays:
         _wide(out, key, _new_masks(record, known), record)
     findings(out, record.findings, key)

@@ -19,6 +19,7 @@ from flexinspect.errors import TraceError
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.prompts import Segment
 from flexinspect.records import (
+    TRAIN,
     Array,
     ArrayRecord,
     BuildRecord,
@@ -42,7 +43,7 @@ from flexinspect.trace.rows import (
     GenerationRow,
     StepRow,
 )
-from flexinspect.trace.said import SaidQueries
+from flexinspect.trace.trainingqueries import TrainingQueries
 
 _MANY = 1 << 62
 
@@ -52,7 +53,7 @@ def open_trace(path: str | Path) -> TraceReader:
     return TraceReader(path)
 
 
-class TraceReader(SaidQueries):
+class TraceReader(TrainingQueries):
     """A trace, read only. Any thread may use it: each gets a connection of its own.
 
     While a run records, every call sees all that is committed; `changed` tells when to look again.
@@ -336,6 +337,7 @@ class TraceReader(SaidQueries):
             memory=self.memory(*key),
             masks=tuple(mask for mask in map(self.mask, new_masks) if mask is not None),
             arrays=tuple(self.array_records(*key)),
+            training=self.training_step(*key) if about.phase == TRAIN else None,
             findings=tuple(self.findings(*key)),
             events=tuple(row.event for row in happened if row.branch in (branch, None)),
         )

@@ -17,6 +17,7 @@ from flexinspect.records import (
     LOOSE_CALLS,
     LOOSE_MASKS,
     LOOSE_RAISED,
+    TRAIN,
     ArrayRecord,
     EventRecord,
     GenerationRecord,
@@ -151,6 +152,7 @@ def _record(
         memory=memory[0] if memory else None,
         masks=tuple(of["masks"][step]),
         arrays=tuple(of["arrays"][step]),
+        training=next(iter(of["training"][step]), None),
         events=tuple(of["events"][step]),
     )
 
@@ -167,6 +169,7 @@ def _tables(
             found[values[0]].append(reader._guard(make, values[skip - 2 :]))
         of[table.name] = found
     of["tokens"] = _tokens(reader, about)
+    of["training"] = _training(reader, about)
     of["events"] = _events(reader, place)
     wide = _wide(reader, place, streams)
     of["masks"] = _masks(reader, place, wide)
@@ -175,6 +178,14 @@ def _tables(
         for step in (row.step for row in about)
     }
     return of
+
+
+def _training(reader: TraceReader, about: Sequence[StepRow]) -> Rows:
+    found: dict[int, list[Any]] = defaultdict(list)
+    for row in about:
+        if row.phase == TRAIN:
+            found[row.step].append(reader.training_step(row.generation, row.step, row.branch))
+    return found
 
 
 def _tokens(reader: TraceReader, about: Sequence[StepRow]) -> Rows:

@@ -22,6 +22,7 @@ from flexinspect.trace.steptables import (
     STEPS,
     STREAMS,
 )
+from flexinspect.trace.trainingtables import TRAINING_STEPS
 
 __all__ = [
     "APPLICATION_ID",
@@ -58,6 +59,7 @@ __all__ = [
     "STREAMS",
     "TABLES",
     "TOKENS",
+    "TRAINING_STEPS",
     "VERSION",
     "create_statements",
 ]
@@ -85,6 +87,7 @@ TABLES = (
     MEMORY,
     GRADS,
     GRADIENTS,
+    TRAINING_STEPS,
     MASKS,
     ARRAYS,
     FINDINGS,

@@ -20,6 +20,14 @@ def n_generations(trace: Queries) -> int:
     return 0 if last is None else last + 1
 
 
+def n_steps_and_findings(trace: Queries) -> tuple[int, int]:
+    """Return how many steps and how many findings are recorded so far."""
+    ((steps, findings),) = trace._query(
+        "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM findings)", ()
+    )
+    return int(steps), int(findings)
+
+
 def find_text(
     trace: Queries,
     text: str,

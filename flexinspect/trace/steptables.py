@@ -13,7 +13,7 @@ STEPS = table(
     generation      int    the generation
     branch          int    the branch
     step            int    number of the forward, from 0
-    phase           text   prefill or decode
+    phase           text   prefill or decode; train for an optimizer step
     q_len           int    rows fed
     kv_before       int    keys in the cache before
     kv_after        int    keys in the cache after
@@ -163,14 +163,14 @@ GRADS = table(
     "grads",
     "generation branch step name",
     "Gradients per parameter: of the token that a step generated (see `gradients`), or of a "
-    "training step.",
+    "training step (of all parameters or of those that mattered).",
     """
     generation  int   the generation
     branch      int   the branch
     step        int   the step
     name        text  qualified name of the parameter
     norm        real  Euclidean norm of the gradient
-    max         real  largest absolute value
+    max         real  largest absolute value, NULL when not measured
     n_nan       int   NaN values
     n_inf       int   infinite values
     layer       int?  its layer, NULL for what belongs to none

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["prove", "watch"]
+__all__ = ["TrainerCallback", "prove", "watch", "watch_training"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +21,12 @@ def __getattr__(name: str) -> Any:
         from flexinspect_hooks.proofs import prove
 
         return prove
+    if name == "watch_training":
+        from flexinspect_hooks.training.watching import watch_training
+
+        return watch_training
+    if name == "TrainerCallback":
+        from flexinspect_hooks.training.trainer import TrainerCallback
+
+        return TrainerCallback
     raise AttributeError(f"module 'flexinspect_hooks' has no attribute {name!r}")

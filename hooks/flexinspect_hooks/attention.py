@@ -112,11 +112,14 @@ class AttentionHook:
             note.path, note.lse, note.softcap = "", None, None
             out = function(module, query, key, value, *args, **kwargs)
             # fmt: off
-            keep(CallRef(layer, name, path, module, query, key, value, args, kwargs, out[0],
-                         note.path, note.lse, note.softcap or kwargs.get("softcap"),
-                         function=function))
+            ref = CallRef(layer, name, path, module, query, key, value, args, kwargs, out[0],
+                          note.path, note.lse, note.softcap or kwargs.get("softcap"),
+                          function=function)
             # fmt: on
+            keep(ref)
             note.lse = None
+            if context.on_call is not None:
+                context.on_call(ref)
             return out
 
         return attention
@@ -141,6 +144,8 @@ class AttentionHook:
                 cap = kwargs.get("softcap")
                 ref = CallRef(*whole, out[0], "", None, cap, swallowed=told, function=function)
                 self._refs.append(ref)
+                if context.on_call is not None:
+                    context.on_call(ref)
                 return out
             LAST_CALL.path, LAST_CALL.lse, LAST_CALL.softcap = "", None, None
             mark = len(kernels.done)
@@ -151,7 +156,11 @@ class AttentionHook:
                     _tell_raised(kernels, whole, error)
                 raise
             with suppress(Exception):  # the layer is not seen then, and the step says so
-                self._refs += _own_calls(whole, out[0], kernels.since(mark), function)
+                found = _own_calls(whole, out[0], kernels.since(mark), function)
+                self._refs += found
+                if context.on_call is not None:
+                    for ref in found:
+                        context.on_call(ref)
             return out
 
         return attention

@@ -20,6 +20,7 @@ from flexinspect.job import Job
 from flexinspect.pieces import to_declared
 from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, TokenRecord
+from flexinspect_hooks.control.passing import pass_gate
 from flexinspect_hooks.generate import Choice, Generated, generate
 from flexinspect_hooks.grads.after import Ended, TokenGradients
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
@@ -117,9 +118,12 @@ class Ensemble:
                 self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
             ):
                 out = self._generate(plan, session, generated)
+                pass_gate(session.gate, session.place)
             if self._gradients is not None:
                 ended = Ended(number, plan.prompt, out.token_ids, plan.source)
-                self._gradients.take(ended, session.recorder)
+                self._gradients.take(
+                    ended, session.recorder, lambda: pass_gate(session.gate, session.place)
+                )
             state, reason = "finished", out.stop_reason
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"

@@ -185,7 +185,10 @@ class KernelCalls:
             (self._builds if self.context.is_open else _unclaimed).append(self._build(note))
             return
         layer, module, handed = note.place or (None, None, None)
-        self.done.append(Done(layer, note.call, output, handed, note.swallowed, module))
+        done = Done(layer, note.call, output, handed, note.swallowed, module)
+        self.done.append(done)
+        if self.context.on_kernel is not None:
+            self.context.on_kernel(done)
 
     def failed(self, note: Note, error: BaseException) -> None:
         """Say that a kernel raised."""

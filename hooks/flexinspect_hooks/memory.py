@@ -31,7 +31,7 @@ class MemoryHook:
         self._device = context.device
         self._model = sum(p.nbytes for p in context.model.parameters())
         self._model += sum(b.nbytes for b in context.model.buffers())
-        self._rss, close = _rss_reader()
+        self._rss, close = rss_reader()
         return [close]
 
     def begin(self, context: CaptureContext) -> None:
@@ -91,7 +91,7 @@ def _size(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def _rss_reader() -> tuple[Callable[[], int], Remove]:
+def rss_reader() -> tuple[Callable[[], int], Remove]:
     """Return a function that reads the resident set size in bytes, and one that ends it.
 
     On Linux the counter's file stays open: opening it costs five times what reading it does.

@@ -21,17 +21,27 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, datasets, models, protocol
 from flexinspect.config import load_config
+from flexinspect.control.addresses import Serving
 from flexinspect.datasets import Sample
-from flexinspect.errors import DatasetError, FlexInspectError, TraceWriteError, UsageError
+from flexinspect.errors import (
+    ControlError,
+    DatasetError,
+    FlexInspectError,
+    TraceWriteError,
+    UsageError,
+)
 from flexinspect.job import Job, parse_layers
 from flexinspect.models import ModelSource
 from flexinspect.provenance import git_state
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
+from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.cores import available_cores
+from flexinspect_hooks.runbreaks import RunBreaks
 
 if TYPE_CHECKING:
+    from flexinspect_hooks.control.running import Running
     from flexinspect_hooks.models import LoadedModel
     from flexinspect_hooks.session import CaptureSession
 
@@ -41,6 +51,9 @@ REPORT_EVERY_S = 0.1
 """Progress of a phase is written at most this often."""
 
 INTERRUPTED = 130
+
+_NOT_SAID = ("argv", "out", "serving")
+"""Parts of a job that its manifest leaves out: said elsewhere, or a secret."""
 
 
 def main() -> int:
@@ -95,6 +108,10 @@ def _say(kind: str, **facts: Any) -> None:
         print(protocol.line(kind, **facts), flush=True)
 
 
+def _tell_pause(text: str) -> None:
+    _say(protocol.STOPPED, text=text)
+
+
 class CaptureProcess:
     """One job from its first check to its closed trace."""
 
@@ -103,6 +120,7 @@ class CaptureProcess:
         self._last_report = (0.0, "")
         self._n_generations = 0
         self._unexpected = False
+        self._breaks: RunBreaks | None = None
 
     def run(self) -> int:
         """Run the job; whatever happens, leave a valid trace or none."""
@@ -123,7 +141,7 @@ class CaptureProcess:
             return 0
         except KeyboardInterrupt:
             state = "interrupted"
-            return INTERRUPTED
+            return self._stopped()
         except FlexInspectError as error:
             self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
             raise
@@ -134,6 +152,14 @@ class CaptureProcess:
         finally:
             self._close(state)
 
+    def _stopped(self) -> int:
+        """Return the exit code of a run that was stopped; if a breakpoint did it, say so."""
+        error = self._breaks.stopped() if self._breaks is not None else None
+        if error is None:
+            return INTERRUPTED
+        _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+        return error.exit_code
+
     def _open_trace(self, source: ModelSource) -> TraceWriter:
         try:
             return TraceWriter.create(
@@ -143,16 +169,53 @@ class CaptureProcess:
             raise UsageError(error.message, hint=error.hint) from error
 
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
-        threads = self._import_torch()
-        loaded = self._load(source)
-        compiled = self._compiled(loaded.device)
-        self.writer.update_run(model=_model_facts(loaded), compiled=compiled, threads=threads)
-        session = self._session(loaded)
+        control = self._control(source)
+        self._breaks = RunBreaks(self.job, control, _tell_pause)
         try:
-            with session:
-                self._generations(loaded, samples, session, compiled=compiled)
+            threads = self._import_torch()
+            self._serve(control)  # its libraries load beside the weights
+            loaded = self._load(source)
+            compiled = self._compiled(loaded.device)
+            self.writer.update_run(model=_model_facts(loaded), compiled=compiled, threads=threads)
+            session = self._session(loaded)
+            session.gate = control.gate
+            self._levels.attach(session)
+            control.record_with(session.recorder)
+            session.break_on(self._breaks.begin(session.recorder))
+            try:
+                with session:
+                    self._generations(loaded, samples, session, compiled=compiled)
+                    self._hold(session, control)
+            finally:
+                self._conclude(session)
         finally:
-            self._conclude(session)
+            control.close()
+
+    def _control(self, source: ModelSource) -> Running:
+        from flexinspect_hooks.control.levels import SessionLevels
+        from flexinspect_hooks.control.running import Running
+
+        job = self.job
+        about = About("generation", source.name, str(self.writer.recording_path))
+        self._levels = SessionLevels(job.level, job.layers)
+        serving = Serving(*job.serving) if job.serving is not None else None
+        return Running(about, self._levels, is_served=job.control, serving=serving)
+
+    def _serve(self, control: Running) -> None:
+        control.start()
+        if control.url:
+            self._event("control", f"commands are taken at {control.url}", url=control.url)
+        if control.note:
+            self._event("control", f"No commands are taken: {control.note}")
+
+    def _hold(self, session: CaptureSession, control: Running) -> None:
+        """Keep the model alive until it is let go, if that was asked for; Ctrl-C lets it go too."""
+        if not self.job.hold:
+            return
+        self._report("holding the model (flexinspect ctl continue ends the run)", {})
+        with suppress(KeyboardInterrupt):
+            while (order := control.gate.hold(session.place)) is not None:
+                control.gate.done(order, ControlError("Nothing here can go back to a step."))
 
     def _import_torch(self) -> int:
         self._report("importing torch", {})
@@ -216,6 +279,7 @@ class CaptureProcess:
             plan = ensemble.plan(sample)
             self._n_generations += 1
             ensemble.run(number, plan, session)
+            session.pass_breakpoints()
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""
@@ -249,7 +313,7 @@ class CaptureProcess:
             "cwd": str(Path.cwd()),
             "pid": os.getpid(),
             "started_at": time.time(),
-            "job": {k: v for k, v in asdict(job).items() if k not in ("argv", "out")},
+            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_SAID},
             "model": {"name": source.name, "place": source.place},
             "level": job.level,
             "graphs_counted": True,

@@ -87,6 +87,13 @@ class FinishedStep:
 Item = GenerationRecord | GenerationEnd | EventRecord | GradientRecord
 
 
+class Judge(Protocol):
+    """Who looks at what was written, in the writer thread."""
+
+    def judge(self, record: StepRecord) -> None: ...
+    def judge_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
+
+
 class _Begun(NamedTuple):
     """A generation that begins, and the rules that are to look at its steps."""
 
@@ -126,6 +133,8 @@ class Recorder:
         self.writer_s = 0.0
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
+        self.judge: Judge | None = None
+        """Judges what was written, where there may be breakpoints."""
 
     def start(self) -> None:
         """Start the thread."""
@@ -255,14 +264,20 @@ class Recorder:
         """Write what rules found outside of the steps, and which of them failed at it."""
         if findings:
             self._sink.write_findings(findings)
+            if self.judge is not None:
+                self.judge.judge_findings(findings, findings[0].generation)
         for event in events:
             self._sink.write_event(event)
 
     def _write_steps(self, items: Sequence[FinishedStep]) -> None:
         if self.failure is not None:
             return
-        self._sink.write_steps([self._record(item) for item in items])
+        records = [self._record(item) for item in items]
+        self._sink.write_steps(records)
         self.n_steps += len(items)
+        if self.judge is not None:
+            for record in records:
+                self.judge.judge(record)
 
     def _record(self, item: FinishedStep) -> StepRecord:
         step, draft = item.context, StepDraft()
@@ -323,5 +338,6 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         memory=draft.memory,
         masks=tuple(draft.masks),
         arrays=tuple(draft.arrays),
+        training=draft.training,
         events=(*noted, *draft.events),
     )

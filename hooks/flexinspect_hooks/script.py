@@ -21,6 +21,7 @@ from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, protocol
+from flexinspect.control.addresses import Serving
 from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.job import ScriptJob
 from flexinspect.records import EventRecord, OutputRecord
@@ -28,6 +29,9 @@ from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.children import ChildCount
+from flexinspect_hooks.control.levels import SessionLevels
+from flexinspect_hooks.control.running import Running
+from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
@@ -36,6 +40,7 @@ from flexinspect_hooks.program import (
     state_of,
     without_us,
 )
+from flexinspect_hooks.runbreaks import RunBreaks
 
 if TYPE_CHECKING:
     from flexinspect_hooks.findmodels import ModelFinder
@@ -77,6 +82,8 @@ class ScriptRun:
         self._is_making = False
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
+        self._levels, self._running = _control_of(job, self.writer)
+        self._breaks = RunBreaks(job, self._running, self._tell_pause)
         crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
             protocol.TRACE,
@@ -112,8 +119,16 @@ class ScriptRun:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._ended_by(error)
+            stopped = self._breaks.stopped() if isinstance(error, KeyboardInterrupt) else None
+            if stopped is not None:
+                facts = {"message": stopped.message, "hint": stopped.hint}
+                self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+                raise SystemExit(stopped.exit_code) from None
             show_without_us(error)
             raise
+
+    def _tell_pause(self, text: str) -> None:
+        self._control.say(protocol.STOPPED, text=text)
 
     def _find(self, what: str) -> None:
         """Let the finder do something, by the name of its method; torch is loaded.
@@ -141,7 +156,14 @@ class ScriptRun:
         if self._finder is None:
             from flexinspect_hooks.findmodels import ModelFinder
 
-            self._finder = ModelFinder(self.job, self.writer, self._tokenizers)
+            self._running.start()
+            finder = ModelFinder(self.job, self.writer, self._tokenizers)
+            finder.obey(self._running.gate, self._levels)
+            self._running.record_with(finder.recorder)
+            finder.break_on(self._breaks.begin(finder.recorder))
+            if self._running.note:
+                self.event("control", f"No commands are taken: {self._running.note}")
+            self._finder = finder
         return self._finder
 
     def _on_transformers(self) -> None:
@@ -214,6 +236,7 @@ class ScriptRun:
         if os.getpid() != self._pid:
             return
         self._is_closing = True
+        self._running.close()
         crumbs.remove_crumbs()
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
@@ -223,7 +246,8 @@ class ScriptRun:
         self._tell_unseen()
         if cost is not None:
             self.tell(cost=cost)
-        self.tell(exit_code=exit_code_of(self._error))
+        stopped = self._breaks.stopped()
+        self.tell(exit_code=stopped.exit_code if stopped else exit_code_of(self._error))
         with suppress(TraceWriteError):
             self.writer.close(state_of(self._error))
         self._control.say(protocol.KEPT, path=str(self.writer.path), note=self._note())
@@ -249,6 +273,7 @@ class ScriptRun:
 
     def _forked(self) -> None:
         """Become invisible: this is a forked child, and the trace is its parent's."""
+        self._running.forget()
         self._arrivals.remove()
         self._tokenizers.end()
         self._children.end()
@@ -266,6 +291,19 @@ def _nothing_seen() -> str:
         f"No transformers model was found: {why}. "
         "flexinspect.watch(module) in the code records any torch module."
     )
+
+
+def _control_of(job: ScriptJob, writer: TraceWriter) -> tuple[SessionLevels, Running]:
+    """Return what commands reach. What is wrong with an address leaves no trace behind."""
+    levels = SessionLevels(job.level, job.layers)
+    about = About("program", job.program, str(writer.recording_path))
+    serving = Serving(*job.serving) if job.serving is not None else None
+    try:
+        return levels, Running(about, levels, is_served=job.control, serving=serving)
+    except UsageError:
+        writer.close("failed")
+        writer.discard()
+        raise
 
 
 def _open_trace(job: ScriptJob) -> TraceWriter:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect import plugins
+from flexinspect.control.messages import Place
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.prompts import Segment
 from flexinspect.records import (
@@ -27,8 +28,12 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule, RuleBook
+from flexinspect_hooks.breakhooks import ModelBreaks
+from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock, StepContext
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.passing import Switch, pass_gate
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.graphs import GraphCount
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
@@ -125,6 +130,11 @@ class CaptureSession:
             tell=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
         self._segments: tuple[Segment, ...] = ()
+        self.gate: Gate | None = None
+        self.place = Place()
+        """The last step that is finished."""
+        self._switch = Switch()
+        self._breaks: ModelBreaks | None = None
         self.capture_s = 0.0
         self.total_s = 0.0
 
@@ -196,6 +206,8 @@ class CaptureSession:
         Hooks of several sessions lie over each other in one place, so they go in reverse order:
         those of a session that ends before a later one wait for it, and see no step any more.
         """
+        if self._breaks is not None:
+            self._breaks.remove()
         own = [remove for owner, remove in self._removes if owner is None]
         self._removes = [pair for pair in self._removes if pair[0] is not None]
         while own:
@@ -206,6 +218,20 @@ class CaptureSession:
             while last._removes:
                 last._removes.pop()[1]()
 
+    def break_on(self, breaking: Breaking) -> None:
+        """Judge these breakpoints: while a forward runs, and when its step is written."""
+        self._breaks = ModelBreaks(breaking, self.context, self.recorder.drain)
+        self.recorder.judge = breaking
+
+    def pass_breakpoints(self) -> None:
+        """Let breakpoints stop that the last step of a generation has met.
+
+        Raises `KeyboardInterrupt` when the run is to stop.
+        """
+        if self._breaks is not None and self._breaks.is_armed:
+            self._breaks.pass_on()
+            pass_gate(self.gate, self.place)
+
     # -- a generation ----------------------------------------------------------------------------
 
     def begin_generation(self, record: GenerationRecord) -> None:
@@ -214,6 +240,7 @@ class CaptureSession:
         Returns once the prompt is in the trace, so that it is there whatever the prefill does.
         """
         self._clock.begin(record.generation)
+        self.place = Place(record.generation)
         self.context.segments = self._segments = record.segments
         self.recorder.begin(record, self._book)
         for hook in list(self._hooks):
@@ -230,6 +257,7 @@ class CaptureSession:
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
             return
+        pass_gate(self.gate, self.place)
         started = time.perf_counter()
         self._abandon()
         self._remove_switched_off()
@@ -243,9 +271,19 @@ class CaptureSession:
         self._begin_step(step)
         step.capture_s += time.perf_counter() - started
 
+    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
+        """Record at another level, or store other layers, from the next step on. From any thread.
+
+        Raises `UsageError` for an unknown level.
+        """
+        self._switch.ask(level=check_level(level) if level else None, layers=layers)
+
     def _begin_step(self, step: StepContext) -> None:
+        self.level = self._switch.take(step, self.context)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
+        if self._breaks is not None:
+            self._breaks.open(step)
         step.arguments = {}  # a forward that fails must not leave a cache alive
         self._step, self.context.is_open = step, True
 
@@ -278,6 +316,7 @@ class CaptureSession:
         reduced = time.perf_counter()
         # From here on the step belongs to the writer thread.
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
+        self.place = Place(step.generation, self.place.branch, step.step)
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexinspect.control import messages as control
 from flexinspect.records import EventRecord, TokenRecord
 from flexinspect.rules.cachekinds import CACHED_PROMPT
 from flexinspect_hooks.attention import UNSEEN
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext, cached_length, query_length
+from flexinspect_hooks.control.passing import pass_gate
 from flexinspect_hooks.fedrows import ArgumentNames, FedRows
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.kernelcalls import in_words
@@ -97,6 +99,7 @@ class WatchSession(CaptureSession):
         self._told_error: BaseException | None = None
         self._is_broken = self._is_followed = False
         self._calls = self._n_arrived = 0
+        self._stood_s = 0.0
         self._prompt: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchSession:
@@ -109,6 +112,7 @@ class WatchSession(CaptureSession):
         if torch.compiler.is_compiling() or module is not self._model:
             return  # of a graph as a whole nothing is seen; and a copy is another model
         started = time.perf_counter()
+        self._stood_s = 0.0
         try:
             if self._step is not None:
                 self._lose(self._step)
@@ -120,7 +124,7 @@ class WatchSession(CaptureSession):
             self._abandon()
             return
         self._begin_step(step)
-        step.capture_s += time.perf_counter() - started
+        step.capture_s += time.perf_counter() - started - self._stood_s
 
     def _arrive(
         self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
@@ -133,9 +137,11 @@ class WatchSession(CaptureSession):
         place = self._sequences.place(Fed(n_rows, cached, rows.token_ids))
         if place.begins:
             self._end()
+            self._stand()
             self._begin(place, rows)
         else:
             self._settle(rows if place.chosen else None, place.pos, started)
+            self._stand()
         self._clock.move(place.generation, place.step)
         step = self._clock.open(args, arguments, self.level)
         step.arguments = arguments
@@ -146,6 +152,14 @@ class WatchSession(CaptureSession):
         assert story is not None
         self._given = (lambda: story.given(rows, place)) if is_given else tuple
         return step
+
+    def _stand(self) -> None:
+        """Wait at the gate; a forward that is stopped there never came."""
+        try:
+            self._stood_s = pass_gate(self.gate, self.place)
+        except KeyboardInterrupt:
+            self._sequences.undo()
+            raise
 
     def _note(self, step: StepContext, place: Place, rows: FedRows) -> None:
         say = step.events.append
@@ -216,6 +230,7 @@ class WatchSession(CaptureSession):
 
         step.capture_s += time.perf_counter() - started
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), tokens))
+        self.place = control.Place(step.generation, 0, step.step)
         self.capture_s += step.capture_s
         self.total_s += ended - step.started
 
@@ -355,6 +370,7 @@ class WatchSession(CaptureSession):
             self._event("step-unread", f"What generate returned was not read: {what}")
         self._end()
         self._sequences.end()
+        self.pass_breakpoints()
 
     def _take_last(self, result: Any) -> None:
         """Settle the last step with the token at the end of what `generate` returned."""

@@ -26,6 +26,7 @@ from flexinspect.rules.gradients import GradientsRule
 from flexinspect.trace.gradients import steps_with_gradients
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.ensemble import Ensemble
 from flexinspect_hooks.grads import after
 from flexinspect_hooks.models import load
@@ -250,3 +251,39 @@ def test_a_program_of_the_users_takes_no_gradient_flags(tmp_path: Path) -> None:
     script.write_text("print()")
     with pytest.raises(UsageError, match="--grads"):
         checked_job(build_parser().parse_args(["run", "--grads", "margin", str(script)]))
+
+
+# -- beside control --------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_told_to_stop_keeps_the_gradients_that_are_done(
+    demo: Any, tmp_path: Path
+) -> None:
+    out, done = tmp_path / "t.flextrace", []
+    with TraceWriter.create(out, {}) as writer:
+        with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
+            session.gate = Gate()
+            ensemble = Ensemble(demo, Job(out=str(out), grads="logprob"), compiled=False)
+            one = ensemble._gradients._one  # type: ignore[union-attr]
+
+            def then_stop(*words: Any) -> Any:
+                done.append(words)
+                session.gate.stop()  # type: ignore[union-attr]
+                return one(*words)
+
+            ensemble._gradients._one = then_stop  # type: ignore[method-assign, union-attr]
+            with pytest.raises(KeyboardInterrupt):
+                ensemble.run(0, ensemble.plan(load_samples("demo", max_samples=1)[0]), session)
+    with open_trace(out) as reader:
+        assert len(done) == 1
+        assert steps_with_gradients(reader, 0) == [0]
+        assert (reader.generation(0).state, reader.n_steps(0)) == ("interrupted", 3)
+
+
+def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
+    demo: Any, tmp_path: Path
+) -> None:
+    with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
+        assert reader.n_steps(0) == 3
+        assert len(reader.steps(0)) == 3
+        assert [row.q_len for row in reader.steps(0)][1:] == [1, 1]

@@ -3,85 +3,16 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from support.controlled import PATIENCE_S, FakeModel, wait_for
 
-from flexinspect.control.messages import Fork, Order, Place, Restore
-from flexinspect.errors import ControlError, FlexInspectError
+from flexinspect.control.messages import Fork, Place, Restore
+from flexinspect.errors import ControlError
 from flexinspect_hooks.control.gate import Gate
-
-PATIENCE_S = 2.0
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.0005)
-
-
-class FakeModel:
-    """A loop that passes the gate before each forward, whose forwards wait to be allowed."""
-
-    def __init__(self) -> None:
-        self.gate = Gate(tell=lambda kind, text, place, facts: self.events.append(kind))
-        self.events: list[str] = []
-        self.step, self.n_stops = -1, 0
-        self._allowed = threading.Semaphore(0)
-        self.is_at_forward = threading.Event()
-        self._is_over = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_over:
-            try:
-                order = self.gate.between_steps(Place(0, 0, self.step))
-                # What the loop calls passes the gate too.
-                assert order is not None or self.gate.between_steps(Place(0, 0, self.step)) is None
-            except KeyboardInterrupt:
-                self.n_stops += 1
-                continue
-            if order is not None:
-                self._obey(order)
-                continue
-            self.is_at_forward.set()
-            self._allowed.acquire()
-            self.step += 1
-
-    def _obey(self, order: Order) -> None:
-        place = order.wish.place
-        if place.step > self.step:
-            self.gate.done(order, FlexInspectError("That step is not recorded."))
-            return
-        self.step = place.step
-        self.gate.done(order, place, "there")
-
-    def forward(self) -> None:
-        """Let one forward run, to the next boundary."""
-        self.is_at_forward.clear()
-        self._allowed.release()
-        self.settle()
-
-    def settle(self) -> None:
-        """Wait until the loop stands at the gate or before a forward."""
-        wait_for(lambda: self.stands)
-
-    @property
-    def stands(self) -> bool:
-        return self.is_at_forward.is_set() or self.gate.view().state == "paused"
-
-    def end(self) -> None:
-        self._is_over = True
-        while self._thread.is_alive():
-            self.gate.view().state == "finished" or self.gate.continue_()
-            self._allowed.release()
-            self._thread.join(0.01)
 
 
 class GateMachine(RuleBasedStateMachine):

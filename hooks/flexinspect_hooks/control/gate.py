@@ -33,12 +33,13 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class GateView:
-    """How the gate stands at one moment; `says` is the state as a sentence."""
+    """How the gate stands at one moment, as `Status` says it."""
 
     state: State
     place: Place
     says: str
     reason: str
+    until: str
     order: OrderState | None
 
 
@@ -119,7 +120,7 @@ class Gate:
             if self._is_stopping:
                 return None
             self._become("holding")
-            self.tell("holding", f"the model is kept alive after {place.words()}", place, {})
+            self.tell("holding", f"the model is kept alive {place.after()}", place, {})
             try:
                 while self._state == "holding" and self._pending is None:
                     self._changed.wait()
@@ -221,13 +222,13 @@ class Gate:
             stop, self._stop = self._stop, None
             self._paused_for = stop
             self._become("paused")
-            self.tell(stop.kind, f"paused after {place.words()}: {stop.reason}", place, stop.facts)
+            self.tell(stop.kind, f"paused {place.after()}: {stop.reason}", place, stop.facts)
             self._wait()
             if self._pending is not None:
                 return self._take_order()
             self._paused_for = None
             self._end_if_stopping()
-            self.tell("continued", f"going on after {place.words()}", place, {})
+            self.tell("continued", f"going on {place.after()}", place, {})
             return None
 
     def _wait(self) -> None:
@@ -257,7 +258,8 @@ class Gate:
             state = self._shown()
             stop = self._paused_for if state == "paused" else self._stop
             reason = stop.reason if stop is not None else ""
-            return GateView(state, passed, self._says(state, passed), reason, self._order)
+            says = self._says(state, passed)
+            return GateView(state, passed, says, reason, self._until(), self._order)
 
     def pause(self, reason: str = ASKED) -> str:
         """Pause at the next boundary; returns what will happen."""
@@ -296,7 +298,7 @@ class Gate:
             if (place.generation, place.step) >= (target.generation, step):
                 raise ControlError(
                     f"Step {step} of generation {target.generation} is behind: the model stands "
-                    f"after {place.words()}.",
+                    f"{place.after()}.",
                     hint="Name a later step, or restore that one.",
                 )
             return self._go_to(target)
@@ -362,14 +364,20 @@ class Gate:
         if self._is_stopping:
             return _STOPPING
         if state == "paused":
-            return f"paused after {place.words()}"
-        if state == "loading" and self._stop is not None:
-            return "loading, and pausing before the first step"
+            return f"paused {place.after()}"
+        if state == "loading" and self._until():
+            return f"loading, and pausing {self._until()}"
         if state == "running" and self._target is not None:
-            return f"pausing {self._target.words()}"
+            return f"pausing {self._until()}"
         if state == "running" and self._order is not None and self._order.state == "working":
             return f"at work on the {self._order.kind}"
         return _SAYS[state]
+
+    def _until(self) -> str:
+        """Return where it will pause or end, empty when nothing is asked for."""
+        if self._is_stopping or self._stop is not None:
+            return "before the first step" if self._state == "loading" else "after this step"
+        return self._target.words() if self._target is not None else ""
 
     # -- both ------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +64,16 @@ class TokenGradients:
         if self._steps is None or step in self._steps:
             self._kept[step] = keep(logits, token_id)
 
-    def take(self, ended: Ended, recorder: Recorder) -> None:
-        """Take and record the gradients of the steps that were asked for."""
+    def take(self, ended: Ended, recorder: Recorder, stop: Callable[[], object]) -> None:
+        """Take and record the gradients of the steps that were asked for.
+
+        `stop` is called before each, and raises `KeyboardInterrupt` when the run is to end.
+        """
         started, steps = time.perf_counter(), sorted(self._kept)
         done: list[GradientRecord] = []
         self._took = bool(steps)
         for step in steps:
+            stop()
             recorder.put(_phase(len(done) / len(steps)))
             try:
                 record = self._one(ended, step)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from flexinspect.gradientrecords import GradientStat
 from flexinspect_hooks.grads.parts import PartNames
 
-
 PIECE = 1 << 20
 """Values that are summed at once."""
 

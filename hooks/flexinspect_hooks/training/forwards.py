@@ -1,0 +1,314 @@
+"""The forward and backward passes of a training step: times, the loss, the first sick output.
+
+Module hooks only keep references, and let go of them when the root forward is over. They are looked
+at only when the model's own output tells of trouble, so a healthy forward costs the hooks alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records import LayerStatRecord
+from flexinspect.trainingfacts import Producer
+from flexinspect_hooks.training.analysis import tensor_facts
+
+Remove = Callable[[], None]
+
+KEEP_S = 2e-6
+"""What a hook that only keeps a reference takes; measured, because timing it would cost more."""
+
+SAMPLE = 1 << 20
+"""Values of an output that are looked at in every forward; of larger ones, rows between."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Norms:
+    """Norms of the outputs of one forward, still on their device; the last is the model's own."""
+
+    values: Tensor
+    of: tuple[tuple[str, nn.Module, torch.dtype], ...]
+
+    def producer(self) -> Producer | None:
+        """Return where the first sick output came from, after a synchronisation."""
+        sick = [not math.isfinite(value) for value in self.values.tolist()]
+        if not any(sick):
+            return None
+        first = sick.index(True)
+        name, module, dtype = self.of[first]
+        return _producer(name, module, str(dtype).removeprefix("torch."), sum(sick[:-1]) - 1)
+
+
+@dataclass(slots=True)
+class Passes:
+    """What the passes since the last optimizer step left."""
+
+    n_forward: int = 0
+    n_backward: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
+    are_shares: bool = False
+    """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
+    producer: Producer | None = None
+    arrived: list[Tensor] = field(default_factory=list)
+    device: str = ""
+    autocast: str = ""
+    stats: list[LayerStatRecord] = field(default_factory=list)
+    norms: list[_Norms] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Find the producer in what an accelerator was left to compute."""
+        for one in self.norms:
+            if self.producer is None:
+                self.producer = one.producer()
+        self.norms.clear()
+
+
+class ForwardWatch:
+    """Hooks on a model, and what its passes left since `take` was called last.
+
+    `is_fine` keeps the outputs of the smallest modules instead of the layers', `keeps_stats` makes
+    statistics of the layers' outputs; both may change between two forwards.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        on_begin: Callable[[], None],
+        guarded: Callable[[Callable[..., None]], Callable[..., None]],
+    ) -> None:
+        self.is_fine = False
+        self.keeps_stats = False
+        self.own_s = 0.0
+        self.passes = Passes()
+        self._model = model
+        self._on_begin, self._guarded = on_begin, guarded
+        self._kept: list[tuple[str, nn.Module, Any]] = []
+        self._inputs: tuple[Any, ...] = ()
+        self._is_open = False
+        self._started = 0.0
+        self._removers: list[Remove] = []
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        model = self._model
+        blocks = {id(module): name for name, module in blocks_of(model)}
+        leaves = {id(module): name for name, module in leaves_of(model)}
+        for module in {id(m): m for m in model.modules()}.values():
+            name = blocks.get(id(module), leaves.get(id(module)))
+            if name is None or module is model:
+                continue
+            keep = self._keeper(name, id(module) in blocks, id(module) in leaves)
+            self._removers.append(module.register_forward_hook(keep).remove)
+        begin, end = self._guarded(self._begin), self._guarded(self._end)
+        before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
+        after = model.register_forward_hook(end)
+        self._removers += [before.remove, after.remove]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        while self._removers:
+            self._removers.pop()()
+        self._let_go()
+
+    def take(self) -> Passes:
+        """Return what the passes left, and begin anew."""
+        taken, self.passes = self.passes, Passes()
+        return taken
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def _keeper(self, name: str, is_block: bool, is_leaf: bool) -> Callable[..., None]:
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if self._is_open and (is_leaf if self.is_fine else is_block):
+                self._kept.append((name, module, output))
+
+        return keep
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._is_open or not torch.is_grad_enabled():
+            return
+        started = time.perf_counter()
+        self._on_begin()
+        self._let_go()
+        self._inputs = (*args, *kwargs.values())
+        # What `transformers.Trainer` hands on: then each loss is divided by the items of all.
+        self.passes.are_shares = kwargs.get("num_items_in_batch") is not None
+        self._is_open = True
+        self._started = time.perf_counter()
+        self.own_s += self._started - started
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._is_open:
+            return
+        ended = time.perf_counter()
+        self._is_open = False
+        try:
+            with torch.no_grad():
+                self._read(output, ended)
+        finally:
+            self._let_go()
+            self.own_s += time.perf_counter() - ended
+
+    def _read(self, output: Any, ended: float) -> None:
+        passes, loss = self.passes, loss_of(output)
+        passes.n_forward += 1
+        passes.forward_s += ended - self._started
+        main = loss if loss is not None else next(_floating(output), None)
+        if main is None:
+            return
+        passes.device = str(main.device)
+        kind = main.device.type
+        if torch.is_autocast_enabled(kind):
+            passes.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if loss is not None:
+            passes.losses.append(loss.detach())
+        if main.requires_grad:
+            hook = self._backward_hook(is_loss=loss is not None)
+            main.register_hook(hook)  # type: ignore[no-untyped-call]
+        self.own_s += len(self._kept) * KEEP_S
+        if self.keeps_stats:
+            passes.stats = _stats(self._kept)
+        if passes.producer is not None:
+            return
+        if kind != "cpu":
+            passes.norms.append(self._norms(main, is_loss=loss is not None))
+        elif not bool(torch.isfinite(_sample(main)).all()):
+            passes.producer = self._first_sick(is_loss=loss is not None)
+
+    def _norms(self, main: Tensor, *, is_loss: bool) -> _Norms:
+        """Reduce what was kept without waiting for the device."""
+        outs = [(n, m, t) for n, m, out in self._kept for t in _floating(out)]
+        outs = [one for one in outs if one[2].device == main.device]
+        outs.append(("" if is_loss else "(output)", self._model, _sample(main)))
+        values = [torch.linalg.vector_norm(one[2], dtype=_wide(one[2])) for one in outs]
+        of = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
+        return _Norms(torch.stack([value.float() for value in values]), of)
+
+    def _first_sick(self, *, is_loss: bool) -> Producer:
+        """Return where the first sick output of this forward came from."""
+        if any(_sick(one) for one in self._inputs):
+            return Producer("input", "", detail="the batch")
+        sick = [(name, module, out) for name, module, out in self._kept if _sick(out)]
+        if not sick:
+            return Producer("loss", "") if is_loss else Producer("module", "(output)")
+        name, module, out = sick[0]
+        first = next(tensor for tensor in _floating(out) if not torch.isfinite(tensor).all())
+        return _producer(name, module, str(first.dtype).removeprefix("torch."), len(sick) - 1)
+
+    def _let_go(self) -> None:
+        self._kept.clear()
+        self._inputs = ()
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def _backward_hook(self, *, is_loss: bool) -> Callable[[Tensor], None]:
+        def begun(grad: Tensor) -> None:
+            started = time.perf_counter()
+            passes = self.passes
+            passes.n_backward += 1
+            if not is_loss:
+                passes.arrived.append(torch.linalg.vector_norm(_sample(grad.detach())))
+
+            def over() -> None:
+                passes.backward_s += time.perf_counter() - started
+
+            torch.autograd.Variable._execution_engine.queue_callback(over)
+
+        return self._guarded(begun)
+
+
+def _producer(name: str, module: nn.Module, dtype: str, n_carriers: int) -> Producer:
+    """Return what made the output of a module sick: its weights, itself, or (no name) the loss."""
+    for parameter_name, parameter in module.named_parameters() if name else ():
+        if not torch.isfinite(parameter).all():
+            return Producer("weights", f"{name}.{parameter_name}", n_carriers + 1, dtype)
+    return Producer("module", name, n_carriers, dtype) if name else Producer("loss", "")
+
+
+def _wide(tensor: Tensor) -> torch.dtype | None:
+    return torch.float32 if tensor.dtype.itemsize < 4 else None
+
+
+def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules that hold no others, in the model's order."""
+    return [(name, one) for name, one in model.named_modules() if not any(one.children())]
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers: members of module lists, and whatever stands beside them.
+
+    Goes down where a module holds a list somewhere, and takes it whole where it does not.
+    """
+    return list(_blocks("", model))
+
+
+def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        if isinstance(child, lists):
+            yield from ((f"{path}.{key}", one) for key, one in child.named_children())
+        elif any(isinstance(one, lists) for one in child.modules()):
+            yield from _blocks(path, child)
+        else:
+            yield path, child
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """Return the loss that a model returned: `.loss`, the key "loss", or a scalar by itself."""
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, Tensor):
+        found = output
+    else:
+        found = getattr(output, "loss", None)
+    if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
+        return None
+    return found
+
+
+def _floating(value: Any) -> Iterator[Tensor]:
+    """Yield the floating tensors in a module's input or output, one level deep."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _floating(one) if isinstance(one, Tensor) else ()
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for one in value:
+            yield from _floating(one) if isinstance(one, Tensor) else ()
+
+
+def _sick(value: Any) -> bool:
+    return any(not bool(torch.isfinite(tensor).all()) for tensor in _floating(value))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Return a tensor, or of a large one evenly spread parts along its last axis."""
+    if tensor.numel() <= SAMPLE:
+        return tensor
+    # A sick row of logits is sick in every column, because its hidden state is.
+    return tensor[..., :: -(-tensor.numel() // SAMPLE)]
+
+
+def _stats(kept: Sequence[tuple[str, nn.Module, Any]]) -> list[LayerStatRecord]:
+    found: list[LayerStatRecord] = []
+    for index, (name, _, output) in enumerate(kept):
+        tensor = next(_floating(output), None)
+        if tensor is None:
+            continue
+        facts = tensor_facts(tensor, name)
+        values = (facts.min_value, facts.max_value, facts.mean_value, facts.std_value)
+        norm = float(torch.linalg.vector_norm(tensor.float()))
+        found.append(LayerStatRecord(index, name, facts.n_nan, facts.n_inf, *values, norm))
+    return found

@@ -1,0 +1,123 @@
+"""How much is measured of a step, and who takes some of it away when it costs too much."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from statistics import fmean
+
+from flexinspect.errors import UsageError
+
+WINDOW = 10
+"""Steps whose cost is judged together."""
+
+CALM = 50
+"""Steps without trouble after which more detail is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """How much is measured, and how often, counted in steps; 0 means never."""
+
+    name: str
+    gradients_every: int
+    rows_every: int
+    maxima: bool = False
+    ratios_every: int = 0
+    is_fine: bool = False
+    keeps_stats: bool = False
+
+    def says(self) -> str:
+        """Return in words what is measured."""
+        return _WORDS[self]
+
+
+EXTREME = Detail("extreme", 1, 1, maxima=True, ratios_every=1, is_fine=True, keeps_stats=True)
+ADVANCED = Detail("advanced", 1, 1, maxima=True, ratios_every=10, is_fine=True)
+BASIC = Detail("basic", 1, 10)
+SPARSE = Detail("sparse", 4, 16)
+RARE = Detail("sparse", 16, 64)
+LADDER = (EXTREME, ADVANCED, BASIC, SPARSE, RARE)
+_WORDS = {
+    EXTREME: "everything, with statistics of the layers' outputs and the change of the weights",
+    ADVANCED: "gradients of every parameter and every module's output",
+    BASIC: "gradients by group and the layers' outputs",
+    SPARSE: "gradients of every 4th step",
+    RARE: "gradients of every 16th step",
+}
+_BY_LEVEL = {"extreme": 0, "advanced": 1, "basic": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The detail changed: what is measured from now on, and a sentence why."""
+
+    kind: str
+    text: str
+
+
+class Governor:
+    """Goes down the ladder when the last steps cost more than the band, and comes back.
+
+    `band` is the time of a step with capture over the one without, for instance 1.02; without one
+    the level stays as it is.
+    """
+
+    def __init__(self, level: str, band: float | None) -> None:
+        if band is not None and not 1.0 < band < 10.0:
+            raise UsageError(f"band is {band}, and must be a ratio above 1, such as 1.02 for 2 %.")
+        self._band = band
+        self._costs: deque[float] = deque(maxlen=WINDOW)
+        self._known: dict[int, float] = {}
+        self._calm = 0
+        self._patience = CALM
+        self.set_level(level)
+
+    @property
+    def detail(self) -> Detail:
+        """What is measured of the next step."""
+        return LADDER[self._at]
+
+    def set_level(self, level: str) -> None:
+        """Begin anew at a level."""
+        self._top = self._at = _BY_LEVEL[level]
+        self._costs.clear()
+
+    def judge(self, own_s: float, wall_s: float) -> Change | None:
+        """Take the cost of a step; returns the change that follows from it."""
+        if self._band is None or wall_s <= own_s:
+            return None
+        self._costs.append(own_s / (wall_s - own_s))
+        if len(self._costs) < WINDOW:
+            return None
+        cost, limit = fmean(self._costs), self._band - 1.0
+        self._known[self._at] = cost
+        if cost > limit and self._at < len(LADDER) - 1:
+            return self._thin(cost, limit)
+        self._calm += 1
+        if self._at > self._top and self._calm >= self._patience:
+            return self._restore(cost, limit)
+        return None
+
+    def _thin(self, cost: float, limit: float) -> Change:
+        dropped = self.detail.says()
+        self._move(self._at + 1)
+        return Change(
+            "thinned",
+            f"Capture took {cost:.1%} of the last {WINDOW} steps, above the band of {limit:.1%}: "
+            f"from now on {self.detail.says()}, instead of {dropped}.",
+        )
+
+    def _restore(self, cost: float, limit: float) -> Change:
+        self._move(self._at - 1)
+        if self._known.get(self._at, 0.0) > limit:
+            self._patience *= 2  # it was too dear before: ask less often
+        return Change(
+            "restored",
+            f"Capture took {cost:.1%} of the last steps, within the band of {limit:.1%}: "
+            f"again {self.detail.says()}.",
+        )
+
+    def _move(self, at: int) -> None:
+        self._at, self._calm = at, 0
+        self._costs.clear()

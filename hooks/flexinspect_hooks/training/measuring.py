@@ -1,0 +1,147 @@
+"""What is measured of one optimizer step: gradients, groups, change of the weights, verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from flexinspect.trainingfacts import GradientFacts, Producer, group_of, total_norm
+from flexinspect_hooks.training.governor import Detail
+from flexinspect_hooks.training.gradstats import gradient_facts, trainable
+from flexinspect_hooks.training.updates import UpdateMeter
+
+MOST_ROWS = 10
+"""Steps with sick gradients that are recorded with all their parameters; then as healthy ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The gradients of one step, and what follows from them; `rows` are those to be recorded."""
+
+    gradients: tuple[GradientFacts, ...]
+    rows: tuple[GradientFacts, ...]
+    total: float
+    group_norms: tuple[float, ...]
+    producer: Producer | None
+
+    @property
+    def n_exploding(self) -> int:
+        """Parameters whose gradient explodes."""
+        return sum(one.explodes() for one in self.gradients)
+
+    @property
+    def n_vanishing(self) -> int:
+        """Matrices whose gradient vanishes.
+
+        Of others it means nothing: that of a key bias is 0 but for rounding in any transformer.
+        """
+        return sum(one.is_matrix and one.vanishes() for one in self.gradients)
+
+
+class Meter:
+    """Measures a model's gradients step by step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.named = trainable(model)
+        names = [group_of(name) for name, _ in self.named]
+        self.groups = tuple(dict.fromkeys(names))
+        index = {group: at for at, group in enumerate(self.groups)}
+        self._group_of = {name: index[group_of(name)] for name, _ in self.named}
+        self._updates = UpdateMeter(self.named, self.groups, [index[name] for name in names])
+        self._order: dict[str, int] = {}
+        self._n_sick_steps = 0
+
+    # -- the order of the backward pass ----------------------------------------------------------
+
+    def learn_order(self) -> list[object]:
+        """Watch the first backward pass for the order of the parameters; returns its handles."""
+
+        def arrived(name: str) -> None:
+            self._order.setdefault(name, len(self._order))
+
+        handles: list[object] = []
+        for name, parameter in self.named:
+            add: Any = parameter.register_post_accumulate_grad_hook
+            handles.append(add(lambda _, name=name: arrived(name)))
+        return handles
+
+    @property
+    def knows_order(self) -> bool:
+        """Whether a backward pass was seen."""
+        return bool(self._order)
+
+    def unreached(self) -> list[str]:
+        """Return the parameters that got no gradient in the backward pass that was watched."""
+        return [name for name, _ in self.named if name not in self._order]
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def measure(self, step: int, detail: Detail, *, scale: float = 1.0) -> Measured | None:
+        """Return the gradients as the optimizer gets them, None in a step that is passed over.
+
+        `scale` is what they are still multiplied with.
+        """
+        if step % detail.gradients_every:
+            return None
+        found = gradient_facts(self.named, with_max=detail.maxima)
+        if scale != 1.0:
+            found = [_divided(one, scale) for one in found]
+        producer = self._producer(found)
+        rows = found if self._is_recorded(step, detail, producer) else []
+        norms = self._group_norms(found)
+        return Measured(tuple(found), tuple(rows), total_norm(found), norms, producer)
+
+    def _is_recorded(self, step: int, detail: Detail, producer: Producer | None) -> bool:
+        if producer is not None:
+            self._n_sick_steps += 1
+            if self._n_sick_steps <= MOST_ROWS:
+                return True
+        return step % detail.rows_every == 0
+
+    def _group_norms(self, found: Sequence[GradientFacts]) -> tuple[float, ...]:
+        squares = [0.0] * len(self.groups)
+        for one in found:
+            squares[self._group_of[one.name]] += one.norm * one.norm
+        return tuple(math.sqrt(value) if value >= 0 else value for value in squares)
+
+    def _producer(self, found: Sequence[GradientFacts]) -> Producer | None:
+        """Return the parameter in which trouble first appears on the way back from the loss."""
+        sick = self._in_order([one for one in found if one.is_sick])
+        if sick:
+            what = f"{sick[0].n_nan} NaN, {sick[0].n_inf} Inf"
+            return Producer("backward", sick[0].name, len(sick) - 1, what)
+        high = self._in_order([one for one in found if one.explodes()])
+        if high:
+            return Producer("explosion", high[0].name, len(high) - 1, f"{high[0].norm:.4g}")
+        low = [one for one in found if one.is_matrix and one.vanishes()]
+        if low:
+            least = min(low, key=lambda one: one.norm)
+            return Producer("vanishing", least.name, len(low) - 1, f"{least.norm:.4g}")
+        return None
+
+    def _in_order(self, found: list[GradientFacts]) -> list[GradientFacts]:
+        return sorted(found, key=lambda one: self._order.get(one.name, len(self._order)))
+
+    # -- change of the weights -------------------------------------------------------------------
+
+    def before_update(self, step: int, detail: Detail) -> None:
+        """Copy a sample of the weights in a step whose change is measured."""
+        if detail.ratios_every and step % detail.ratios_every == 0:
+            self._updates.before()
+
+    def after_update(self) -> tuple[float, ...]:
+        """Return how much each group changed; empty in a step that is not measured."""
+        return self._updates.after()
+
+    def forget(self) -> None:
+        """Let go of all copies."""
+        self._updates.forget()
+
+
+def _divided(facts: GradientFacts, scale: float) -> GradientFacts:
+    largest = None if facts.max is None else facts.max / scale
+    return replace(facts, norm=facts.norm / scale, max=largest)

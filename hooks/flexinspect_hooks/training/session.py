@@ -1,0 +1,344 @@
+"""One training run while it is watched: finds its steps, and sends each to the writer thread.
+
+A step ends when the optimizer's step does (or a `GradScaler` leaves it out). It then waits for its
+loss, which the program may tell afterwards, and is written when the next one begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord
+from flexinspect.rules.base import RuleBook
+from flexinspect.trainingfacts import SummaryCount
+from flexinspect_hooks.buffer import StepBuffer
+from flexinspect_hooks.cores import available_cores
+from flexinspect_hooks.hook import Hook
+from flexinspect_hooks.pickling import hide_hooks
+from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.session import built_in_rules
+from flexinspect_hooks.training import seen
+from flexinspect_hooks.training.forwards import ForwardWatch
+from flexinspect_hooks.training.governor import Governor
+from flexinspect_hooks.training.measuring import Meter
+from flexinspect_hooks.training.stepdraft import (
+    Finished,
+    Gathered,
+    Loss,
+    StepMemory,
+    TrainingRecords,
+)
+
+T = TypeVar("T")
+
+NAME = "training"
+"""The `sample_id` of the generation that a training run is."""
+
+
+class TrainingSession:
+    """While entered, records the steps of `optimizer`, or without one those that are told."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, sink: Sink, governor: Governor
+    ) -> None:
+        self.recorder = Recorder(sink)
+        self.summary = SummaryCount()
+        self.own_s = self.total_s = 0.0
+        self._model, self._optimizer = model, optimizer
+        self._governor = governor
+        self._meter = Meter(model)
+        self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
+        self._records = TrainingRecords()
+        first = next(model.parameters(), None)
+        self._device = torch.device("cpu") if first is None else first.device
+        self._memory = StepMemory(model, self._device)
+        self._removers: list[Callable[[], None]] = []
+        self._order_hooks: list[Any] = []
+        self._now = Gathered(0, 0.0, 0.0)
+        self._waiting: Gathered | None = None
+        self._told: Loss | None = None
+        self._since: float | None = None
+        self._step_own_s = 0.0
+        self._scaled_at: int | None = None
+        self._is_off = False
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Install everything and begin the generation that the run is."""
+        rules, off = built_in_rules()
+        self.recorder.has_core = not self._cores_are_taken()
+        self.recorder.start()
+        for name, sentence in off.items():
+            self._event("rule-off", f"{name}: {sentence}")
+        self.recorder.begin(self._generation(), RuleBook(rules))
+        self._forwards.install()
+        self._apply_detail()
+        self._order_hooks = self._meter.learn_order()
+        if self._optimizer is not None:
+            before = self._optimizer.register_step_pre_hook(self._guarded(self._before))
+            after = self._optimizer.register_step_post_hook(self._guarded(self._after))
+            self._removers += [before.remove, after.remove]
+        self._removers += [seen.attach(self), hide_hooks(), self._memory.close]
+
+    def leave(self, state: str, reason: str = "") -> None:
+        """Write what waits, end the generation, and take everything out."""
+        self._flush()
+        n_steps = self.summary.summary.total_steps
+        answer = f"{n_steps} steps"
+        self.recorder.put(GenerationEnd(0, state, answer, (), reason, time.time()))
+        self.recorder.stop()
+        self._uninstall()
+
+    def _uninstall(self) -> None:
+        self._forwards.remove()
+        self._meter.forget()
+        self._forget_order()
+        while self._removers:
+            self._removers.pop()()
+
+    def set_level(self, level: str) -> None:
+        """Measure as much as `level` says, from the next step on."""
+        self._governor.set_level(level)
+        self._apply_detail()
+
+    def cost(self) -> dict[str, float | int]:
+        """Return what capture took, and its ratio to the time without it.
+
+        `writer_s` is CPU time of the writer thread; it counts where torch uses every core.
+        """
+        spent = self.own_s + (self.recorder.writer_s if self._cores_are_taken() else 0.0)
+        return {
+            "capture_s": round(self.own_s, 6),
+            "writer_s": round(self.recorder.writer_s, 6),
+            "total_s": round(self.total_s, 6),
+            "ratio": round(spent / max(self.total_s - spent, 1e-9), 5),
+            "steps": self.recorder.n_steps,
+        }
+
+    def _cores_are_taken(self) -> bool:
+        return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
+
+    def _generation(self) -> GenerationRecord:
+        about = {
+            "groups": list(self._meter.groups),
+            "parameters": len(self._meter.named),
+            "values": sum(one.numel() for _, one in self._meter.named),
+            "optimizer": "" if self._optimizer is None else type(self._optimizer).__name__,
+            "placement": _placement(self._model),
+        }
+        return GenerationRecord(
+            *(0, NAME, "", "", (), ()), declared={"training": about}, started_at=time.time()
+        )
+
+    # -- what the program tells ------------------------------------------------------------------
+
+    def tell(self, loss: Loss | None) -> None:
+        """Take the loss of the step just done, or else of the one that is on; see `watch_training`.
+
+        Without an optimizer this is what ends a step.
+        """
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
+        if self._optimizer is None:
+            self._told = loss
+            self._close_told()
+        elif self._waiting is not None and self._waiting.told is None:
+            self._waiting.told = loss
+        else:
+            self._told = loss
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what a loader yields, and time how long it takes."""
+        source = iter(loader)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            finally:
+                waited = time.perf_counter() - started
+                self._now.data_s = (self._now.data_s or 0.0) + waited
+                if self._since is None:
+                    self._since = started
+            yield batch
+
+    def _close_told(self) -> None:
+        if self._is_off or self._forwards.passes.n_forward == 0:
+            return
+        started = time.perf_counter()
+        self._flush()
+        self._measure()
+        self._close(started)
+
+    # -- what the optimizer does -----------------------------------------------------------------
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        started = time.perf_counter()
+        self._flush()
+        self._now.rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        if not _has_closure(args, kwargs):
+            found_inf = getattr(optimizer, "found_inf", None)
+            self._now.is_skipped = found_inf is not None and bool(found_inf)
+            self._measure(_scale_left(optimizer))
+        self._meter.before_update(self._now.number, self._governor.detail)
+        self._now.optimizer_started = time.perf_counter()
+        self._step_own_s += self._now.optimizer_started - started
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        started = time.perf_counter()
+        if self._now.optimizer_started is not None:
+            self._now.optimizer_s = started - self._now.optimizer_started
+        if _has_closure(args, kwargs):
+            self._measure()
+        self._now.ratios = self._meter.after_update()
+        self._close(started)
+
+    def clipped(self, before: Tensor, max_norm: float) -> None:
+        """Gradients were clipped."""
+        self._now.clipped_from, self._now.max_norm = before.detach(), max_norm
+
+    def scaling(self, scaler: Any, optimizer: Any) -> None:
+        """A loss scaler is about to step the optimizer."""
+        if optimizer is self._optimizer and scaler.is_enabled():
+            self._now.scale = float(scaler.get_scale())
+            self._scaled_at = self._now.number
+
+    def scaled(self, scaler: Any, optimizer: Any) -> None:
+        """It has; no step since it began means that it left it out."""
+        if optimizer is not self._optimizer or self._scaled_at != self._now.number:
+            return
+        self._scaled_at = None
+        if not self._is_off:
+            self._guarded(self._skipped)(optimizer)
+
+    def _skipped(self, optimizer: Optimizer) -> None:
+        started = time.perf_counter()
+        self._flush()
+        self._now.rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        self._now.is_skipped = True
+        self._measure()
+        self._close(started)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _forward_begins(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+        self._flush()
+
+    def _measure(self, scale: float = 1.0) -> None:
+        now, detail = self._now, self._governor.detail
+        self._forwards.passes.settle()
+        now.measured = self._meter.measure(now.number, detail, scale=scale)
+
+    def _close(self, started: float) -> None:
+        """End the step that is on, at what was `started` then."""
+        now = self._now
+        now.passes, now.detail = self._forwards.take(), self._governor.detail.name
+        now.memory = self._memory.read()
+        if self._order_hooks and self._meter.knows_order:
+            self._learned()
+        ended = time.perf_counter()
+        since = ended if self._since is None else self._since
+        now.started, now.started_at = since, time.time() - (ended - since)
+        now.own_s = self._step_own_s + (ended - started) + self._forwards.own_s
+        now.wall_s, now.told = ended - since, self._told
+        self.own_s += now.own_s
+        self.total_s += now.wall_s
+        self._govern(now)
+        self._told, self._since = None, ended
+        self._step_own_s = self._forwards.own_s = 0.0
+        self._waiting, self._now = now, Gathered(now.number + 1, 0.0, 0.0)
+
+    def _govern(self, now: Gathered) -> None:
+        change = self._governor.judge(now.own_s, now.wall_s)
+        if change is not None:
+            now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
+            self._apply_detail()
+
+    def _apply_detail(self) -> None:
+        detail = self._governor.detail
+        self._forwards.is_fine, self._forwards.keeps_stats = detail.is_fine, detail.keeps_stats
+
+    def _learned(self) -> None:
+        self._forget_order()
+        names = self._meter.unreached()
+        if names:
+            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
+            self._now.notes.append(("unreached", text, {"names": names[:100], "n": len(names)}))
+
+    def _forget_order(self) -> None:
+        for handle in self._order_hooks:
+            handle.remove()
+        self._order_hooks = []
+
+    def _flush(self) -> None:
+        """Send the step that waits to the writer thread."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        started = time.perf_counter()
+        training = waiting.record()
+        self.summary.add(training)
+        kept = Finished(training, waiting.memory, waiting.passes.stats)
+        buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
+        self.recorder.put(FinishedStep(waiting.context(), buffer, ((hook, kept),)))
+        self._step_own_s += time.perf_counter() - started
+
+    # -- trouble ---------------------------------------------------------------------------------
+
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return a call that never raises into the program: capture ends instead, and says so."""
+
+        @functools.wraps(call)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            if self._is_off:
+                return
+            try:
+                call(*args, **kwargs)
+            except Exception as error:
+                self._switch_off(error)
+
+        return guarded
+
+    def _switch_off(self, error: Exception) -> None:
+        self._is_off = True
+        what = f"{type(error).__name__}: {error}"
+        self._event("hook-off", f"Capture of the training run failed and is off: {what}")
+        self._uninstall()
+
+    def _event(self, kind: str, text: str) -> None:
+        event = EventRecord(kind, text, time.time(), 0, self._now.number)
+        self.recorder.put(event)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
+        """Copies of the model or the optimizer carry hooks along, and they must not carry this."""
+        return self
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    # The optimizer itself comes first among the arguments.
+    return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
+
+
+def _scale_left(optimizer: Optimizer) -> float:
+    """Return what gradients are still multiplied with: a fused optimizer divides by itself."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return 1.0 if scale is None else float(scale)
+
+
+def _placement(model: nn.Module) -> dict[str, int]:
+    """Return how many values of the parameters are on each device."""
+    found: dict[str, int] = {}
+    for one in model.parameters():
+        found[str(one.device)] = found.get(str(one.device), 0) + one.numel()
+    return found

@@ -1,0 +1,160 @@
+"""What is gathered of an optimizer step until it is whole, and how a record is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records import LayerStatRecord, MemoryRecord
+from flexinspect.trainingfacts import (
+    LOSS_FROM_OUTPUT,
+    LOSS_TOLD,
+    Producer,
+    TrainingStepRecord,
+)
+from flexinspect_hooks.buffer import Values
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.hook import StepDraft
+from flexinspect_hooks.memory import rss_reader
+from flexinspect_hooks.training.forwards import Passes
+from flexinspect_hooks.training.measuring import Measured
+
+Loss = float | Tensor
+
+
+@dataclass(slots=True)
+class Gathered:
+    """One step while it is made; `told` is the loss that the program told."""
+
+    number: int
+    started: float
+    started_at: float
+    passes: Passes = field(default_factory=Passes)
+    measured: Measured | None = None
+    rates: tuple[float, ...] = ()
+    ratios: tuple[float, ...] = ()
+    clipped_from: Tensor | None = None
+    max_norm: float | None = None
+    scale: float | None = None
+    is_skipped: bool = False
+    optimizer_started: float | None = None
+    optimizer_s: float = 0.0
+    data_s: float | None = None
+    own_s: float = 0.0
+    wall_s: float = 0.0
+    detail: str = ""
+    told: Loss | None = None
+    memory: MemoryRecord | None = None
+    notes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+    def context(self) -> StepContext:
+        """Return the step as the writer thread knows it."""
+        context = StepContext(0, self.number, "train", 0, 0, "", self.started_at, self.started)
+        context.wall_ms, context.capture_s = self.wall_s * 1e3, self.own_s
+        context.events += self.notes
+        return context
+
+    def record(self) -> TrainingStepRecord:
+        """Return all that is known by now."""
+        loss, source = self._loss()
+        passes, measured = self.passes, self.measured
+        spent = passes.forward_s + passes.backward_s + self.optimizer_s
+        spent += (self.data_s or 0.0) + self.own_s
+        found = () if measured is None else measured.gradients
+        return TrainingStepRecord(
+            loss=loss,
+            loss_source=source,
+            learning_rates=self.rates,
+            total_norm=None if measured is None else measured.total,
+            norm_before_clip=None if self.clipped_from is None else float(self.clipped_from),
+            max_norm=self.max_norm,
+            n_parameters=len(found),
+            n_exploding=0 if measured is None else measured.n_exploding,
+            n_vanishing=0 if measured is None else measured.n_vanishing,
+            n_dead=sum(one.is_dead for one in found),
+            n_sick=sum(one.is_sick for one in found),
+            group_norms=() if measured is None else measured.group_norms,
+            group_ratios=self.ratios,
+            gradients=() if measured is None else measured.rows,
+            producer=self._producer(loss, source),
+            n_backward=passes.n_backward,
+            forward_ms=passes.forward_s * 1e3,
+            backward_ms=passes.backward_s * 1e3,
+            optimizer_ms=self.optimizer_s * 1e3,
+            data_ms=None if self.data_s is None else self.data_s * 1e3,
+            other_ms=max(self.wall_s - spent, 0.0) * 1e3,
+            scale=self.scale,
+            is_skipped=self.is_skipped,
+            device=passes.device,
+            autocast=passes.autocast,
+            detail=self.detail,
+        )
+
+    def _loss(self) -> tuple[float, str]:
+        if self.told is not None:
+            return float(self.told), LOSS_TOLD
+        if self.passes.losses:
+            losses = [*map(float, self.passes.losses)]
+            together = math.fsum(losses) if self.passes.are_shares else fmean(losses)
+            return together, LOSS_FROM_OUTPUT
+        return math.nan, ""
+
+    def _producer(self, loss: float, source: str) -> Producer | None:
+        """Return where trouble began: forward before loss before backward."""
+        found = None if self.measured is None else self.measured.producer
+        if self.passes.producer is not None:
+            return self.passes.producer
+        if source and not math.isfinite(loss):
+            return Producer("loss", "", 0 if found is None else found.n_carriers + 1)
+        if found is None or found.kind != "backward":
+            return found
+        arrived = [float(norm) for norm in self.passes.arrived]
+        if all(map(math.isfinite, arrived)):
+            return found
+        words = f"{found.detail}; it arrives at the model's output, so the loss makes it"
+        return Producer(found.kind, found.name, found.n_carriers, words)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What goes to the writer thread of one step."""
+
+    training: TrainingStepRecord
+    memory: MemoryRecord | None
+    stats: Sequence[LayerStatRecord]
+
+
+class TrainingRecords:
+    """Puts the records of a finished step where the writer thread looks for them."""
+
+    name = "training"
+
+    def record(self, step: StepContext, kept: Finished, values: Values, draft: StepDraft) -> None:
+        """Fill in the step's records."""
+        draft.training, draft.memory = kept.training, kept.memory
+        draft.layer_stats += kept.stats
+
+
+class StepMemory:
+    """Reads the memory of the process and of its GPU; nothing is synchronised."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        self._device = device
+        self._rss, self.close = rss_reader()
+
+    def read(self) -> MemoryRecord:
+        """Return the memory now; the peak is that since the last call."""
+        if self._device.type != "cuda":
+            return MemoryRecord(self._rss(), self._model, 0)
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        torch.cuda.reset_peak_memory_stats(self._device)
+        sizes = (allocated["current"], reserved["current"], allocated["peak"])
+        return MemoryRecord(self._rss(), self._model, 0, *sizes)

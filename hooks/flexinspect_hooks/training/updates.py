@@ -1,0 +1,78 @@
+"""How much an optimizer step changed the weights: change over weights, by group, from a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexinspect_hooks.training.gradstats import Named, tensor_norms
+
+SAMPLE = 1 << 16
+"""Values of a parameter that are copied at most: rows, evenly spread."""
+
+
+class UpdateMeter:
+    """Copies samples of the weights before a step, and compares them after it.
+
+    The copies are made once and filled again: new memory costs more than copying.
+    """
+
+    def __init__(self, named: Named, groups: Sequence[str], group_of: Sequence[int]) -> None:
+        self._samples = [_rows(parameter) for _, parameter in named]
+        self._sizes = [
+            parameter.numel() / max(s.numel(), 1)
+            for (_, parameter), s in zip(named, self._samples, strict=True)
+        ]
+        self._n_groups, self._group_of = len(groups), group_of
+        self._copies: list[Tensor] | None = None
+        self._is_before = False
+
+    @torch.no_grad()
+    def before(self) -> None:
+        """Copy the samples."""
+        if self._copies is None:
+            self._copies = [torch.empty_like(one) for one in self._samples]
+        _by_kind(torch._foreach_copy_, self._copies, self._samples)
+        self._is_before = True
+
+    @torch.no_grad()
+    def after(self) -> tuple[float, ...]:
+        """Return the ratio of each group, NaN for one without weights; empty without `before`."""
+        if not self._is_before or self._copies is None:
+            return ()
+        self._is_before = False
+        weights = tensor_norms(self._copies)
+        _by_kind(torch._foreach_sub_, self._copies, self._samples)
+        return self._ratios(tensor_norms(self._copies), weights)
+
+    def _ratios(self, changes: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+        squares = [[0.0, 0.0] for _ in range(self._n_groups)]
+        for group, size, change, weight in zip(
+            self._group_of, self._sizes, changes, weights, strict=True
+        ):
+            squares[group][0] += size * change * change
+            squares[group][1] += size * weight * weight
+        return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
+
+    def forget(self) -> None:
+        """Let go of the copies."""
+        self._copies, self._is_before = None, False
+
+
+def _rows(parameter: Tensor) -> Tensor:
+    """Return a view of rows of a parameter that together hold at most `SAMPLE` values."""
+    values = parameter.detach()
+    if values.numel() <= SAMPLE or not values.dim():
+        return values
+    return values[:: -(-values.numel() // SAMPLE)]
+
+
+def _by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, one in enumerate(first):
+        kinds.setdefault((one.device, one.dtype), []).append(index)
+    for where in kinds.values():
+        call([first[i] for i in where], [second[i] for i in where])  # type: ignore[operator]

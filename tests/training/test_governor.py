@@ -1,0 +1,59 @@
+"""The governor: detail is dropped above the band, said, and comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexinspect_hooks.training.governor import CALM, WINDOW, Change, Governor
+
+
+def fed(governor: Governor, cost: float, steps: int) -> list[Change]:
+    changes = [governor.judge(cost, 1.0 + cost) for _ in range(steps)]
+    return [change for change in changes if change is not None]
+
+
+def test_without_a_band_nothing_changes() -> None:
+    governor = Governor("extreme", None)
+    assert fed(governor, 0.9, 100) == []
+    assert governor.detail.name == "extreme"
+
+
+def test_within_the_band_nothing_changes() -> None:
+    governor = Governor("advanced", 1.02)
+    assert fed(governor, 0.019, 300) == []
+
+
+def test_above_the_band_detail_goes_step_by_step_and_says_what_was_dropped() -> None:
+    governor = Governor("extreme", 1.02)
+    changes = fed(governor, 0.05, WINDOW)
+    assert [change.kind for change in changes] == ["thinned"]
+    assert "took 5.0% of the last 10 steps, above the band of 2.0%" in changes[0].text
+    assert "instead of everything" in changes[0].text
+    fed(governor, 0.05, 4 * WINDOW)
+    assert governor.detail.gradients_every == 16
+    assert fed(governor, 0.05, 4 * WINDOW) == []
+
+
+def test_detail_comes_back_after_calm_steps_and_less_often_where_it_was_too_dear() -> None:
+    governor = Governor("advanced", 1.02)
+    fed(governor, 0.05, WINDOW)
+    assert governor.detail.name == "basic"
+    back = fed(governor, 0.001, WINDOW + CALM)
+    assert [change.kind for change in back] == ["restored"]
+    assert governor.detail.name == "advanced"
+    fed(governor, 0.05, WINDOW)
+    assert fed(governor, 0.001, WINDOW + CALM) == []
+    assert [change.kind for change in fed(governor, 0.001, CALM)] == ["restored"]
+
+
+def test_it_never_goes_above_the_level() -> None:
+    governor = Governor("basic", 1.02)
+    assert fed(governor, 0.0, 500) == []
+
+
+@pytest.mark.parametrize(("level", "name"), [("basic", "basic"), ("extreme", "extreme")])
+def test_a_level_begins_anew(level: str, name: str) -> None:
+    governor = Governor("advanced", 1.02)
+    fed(governor, 0.5, 3 * WINDOW)
+    governor.set_level(level)
+    assert governor.detail.name == name

@@ -1,0 +1,264 @@
+"""Small networks driven into trouble: found at the first bad step, parameter and producer named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.trainingfacts import TrainingStepRecord
+from flexinspect_hooks.training.watching import watch_training
+
+LossOf = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
+
+
+def mlp(*widths: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for n_in, n_out in pairwise(widths):
+        layers += [nn.Linear(n_in, n_out), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def squares(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+    return ((model(x) - y) ** 2).mean()
+
+
+def trained(
+    path: Path,
+    model: nn.Module,
+    *,
+    rate: float = 0.05,
+    steps: int = 12,
+    loss_of: LossOf = squares,
+    level: str = "basic",
+) -> tuple[list[Finding], dict[int, TrainingStepRecord]]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+    y = torch.sin(x.sum(1, keepdim=True))
+    with watch_training(model, optimizer, out=path, level=level, quiet=True) as trace:
+        for step in range(steps):
+            loss = loss_of(model, x, y, step)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.step(loss=loss)
+    with trace.reader() as reader:
+        return reader.findings(), reader.training_steps(0)
+
+
+def the(findings: list[Finding], id_: str) -> Finding:
+    (found,) = [one for one in findings if one.id == id_]
+    return found
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "a.flextrace"
+
+
+@pytest.mark.parametrize("level", ["basic", "advanced", "extreme"])
+def test_a_bad_learning_rate_explodes_first_and_then_is_nan(path: Path, level: str) -> None:
+    model = mlp(8, 16, 1, activation=nn.ReLU)
+    found, steps = trained(path, model, rate=30.0, level=level)
+    first = next(n for n, step in steps.items() if step.n_exploding)
+    explosion = the(found, "training.explosion")
+    assert (explosion.step, explosion.evidence["name"]) == (first, "2.bias")
+    sick = next(n for n, step in steps.items() if not math.isfinite(step.loss))
+    loss = the(found, "training.loss-nan")
+    assert loss.step == sick > first
+    assert loss.times == len(steps) - sick
+    assert f"gradients explode from step {first} on, first 2.bias" in loss.sentence
+    assert the(found, "training.learning-rate").severity is Severity.NOTE
+
+
+def test_a_bad_initialisation_explodes_in_the_first_step(path: Path) -> None:
+    model = mlp(8, 16, 16, 1, activation=nn.ReLU)
+    with torch.no_grad():
+        model[2].weight.mul_(1e4)
+    found, _ = trained(path, model, rate=1e-9, steps=2)
+    finding = the(found, "training.explosion")
+    assert finding.step == 0
+    assert finding.evidence["name"].startswith("4.")
+    assert finding.evidence["carriers"] > 0
+
+
+def test_weights_that_are_nan_from_the_start_are_the_producer(path: Path) -> None:
+    model = mlp(8, 16, 16, 1)
+    with torch.no_grad():
+        model[2].weight[3, 4] = math.nan
+    found, _ = trained(path, model, steps=2)
+    finding = the(found, "training.loss-nan")
+    assert (finding.step, finding.evidence["producer"]) == (0, "weights")
+    assert finding.evidence["name"] == "2.weight"
+    assert "the weights 2.weight are not finite before the step" in finding.sentence
+
+
+def test_a_signal_lost_on_the_way_back_vanishes(path: Path) -> None:
+    model = mlp(8, *([16] * 14), 1, activation=nn.Sigmoid)
+    found, steps = trained(path, model, steps=3)
+    finding = the(found, "training.vanishing")
+    assert finding.step == 0
+    assert finding.evidence["name"] == "0.weight"
+    assert float(finding.evidence["detail"]) < 1e-6
+    assert steps[0].n_vanishing == finding.evidence["carriers"] + 1
+
+
+class Log(nn.Module):
+    """The logarithm, of 0 too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.log()
+
+
+def test_a_log_of_zero_within_the_model_is_named(path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), Log(), nn.Linear(4, 1))
+    found, _ = trained(path, model, steps=2)
+    finding = the(found, "training.loss-nan")
+    assert (finding.step, finding.evidence["producer"]) == (0, "module")
+    assert (finding.evidence["name"], finding.evidence["carriers"]) == ("2", 1)
+
+
+def log_of_zero(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+    out = model(x)
+    return -(torch.relu(out) if step == 4 else torch.sigmoid(out)).log().mean()
+
+
+def test_a_log_of_zero_in_the_loss_is_told_from_the_model(path: Path) -> None:
+    found, _ = trained(path, mlp(8, 16, 1), steps=5, loss_of=log_of_zero)
+    finding = the(found, "training.loss-nan")
+    assert (finding.step, finding.evidence["producer"]) == (4, "loss")
+    assert "the loss itself makes it" in finding.sentence
+
+
+def test_a_gradient_that_is_nan_under_a_finite_loss_is_named(path: Path) -> None:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        out = model(x)
+        extra = (out * 0.0).sum().abs().sqrt() if step == 3 else 0.0
+        return ((out - y) ** 2).mean() + extra
+
+    found, steps = trained(path, mlp(8, 16, 1), steps=4, loss_of=loss_of)
+    finding = the(found, "training.nan-gradient")
+    assert finding.step == 3
+    assert math.isfinite(steps[3].loss)
+    assert finding.evidence["name"] == "2.bias"
+    assert finding.evidence["carriers"] == 3
+    assert "what arrives from the loss is not" in finding.sentence
+
+
+def test_a_batch_that_is_nan_is_blamed_on_the_batch(path: Path) -> None:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        return squares(model, x * math.nan if step == 2 else x, y, step)
+
+    found, _ = trained(path, mlp(8, 16, 1), steps=3, loss_of=loss_of)
+    finding = the(found, "training.loss-nan")
+    assert (finding.step, finding.evidence["producer"]) == (2, "input")
+
+
+def test_an_output_beyond_float16_names_its_module(path: Path) -> None:
+    model = mlp(8, 16, 16, 1, activation=nn.ReLU).half()
+    with torch.no_grad():
+        model[2].weight.fill_(6000.0)
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        return model((x * 20).half()).float().mean()
+
+    found, _ = trained(path, model, steps=1, loss_of=loss_of)
+    finding = the(found, "training.fp16-overflow")
+    assert (finding.step, finding.evidence["name"]) == (0, "2")
+    assert not [one for one in found if one.id == "training.loss-nan"]
+
+
+def test_a_unit_that_nothing_uses_is_told(path: Path) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(8, 1), "spare": nn.Linear(8, 1)})
+    model.forward = lambda x: model["used"](x)  # type: ignore[method-assign]
+    found, _ = trained(path, model, steps=2)
+    finding = the(found, "training.dead-parameters")
+    assert finding.severity is Severity.NOTE
+    assert finding.evidence["names"] == ["spare.weight", "spare.bias"]
+
+
+def test_units_that_never_fire_are_dead(path: Path) -> None:
+    model = mlp(8, 16, 1, activation=nn.ReLU)
+    with torch.no_grad():
+        model[0].bias.fill_(-1e3)
+    found, _ = trained(path, model, steps=12)
+    finding = the(found, "training.dead-parameters")
+    assert finding.evidence["names"] == ["0.bias", "0.weight", "2.weight"]
+    assert finding.step == 10
+
+
+def test_a_jump_of_the_loss_is_a_spike(path: Path) -> None:
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        return squares(model, x, y + (100 if step == 30 else 0), step)
+
+    found, steps = trained(path, mlp(8, 16, 1), steps=31, loss_of=loss_of, rate=1e-3)
+    finding = the(found, "training.loss-spike")
+    assert finding.step == 30
+    assert finding.evidence["loss"] == steps[30].loss > 1000
+
+
+@pytest.mark.parametrize("level", ["basic", "extreme"])
+def test_a_healthy_run_of_500_steps_has_no_finding(path: Path, level: str) -> None:
+    found, steps = trained(path, mlp(8, 32, 32, 1), steps=500, level=level)
+    assert found == []
+    assert len(steps) == 500
+    assert steps[499].loss < steps[0].loss / 2
+    assert not any(step.is_anomaly for step in steps.values())
+
+
+def test_a_scaler_that_never_steps_is_told(path: Path) -> None:
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    x = torch.randn(4, 8)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        for step in range(8):
+            loss = (model(x) ** 2).mean() * (1.0 if step < 2 else 1e37)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            trace.step(loss=loss)
+    with trace.reader() as reader:
+        found, steps = reader.findings(), reader.training_steps(0)
+    assert [steps[n].is_skipped for n in range(8)] == [False, False, *[True] * 6]
+    assert (steps[0].scale, steps[7].scale) == (65536.0, 65536.0 / 2**5)
+    finding = the(found, "training.scaler-skips")
+    assert (finding.step, finding.evidence["in_a_row"]) == (6, 5)
+    assert steps[6].producer is not None
+    assert steps[6].producer.name in finding.sentence
+    assert not [one for one in found if one.id == "training.nan-gradient"]
+
+
+def test_waiting_for_the_loader_is_told(path: Path) -> None:
+    def loader() -> Any:
+        for _ in range(40):
+            Event().wait(0.012)
+            yield torch.randn(4, 8)
+
+    model = mlp(8, 4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        for x in trace.batches(loader()):
+            loss = (model(x) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.step(loss=loss)
+    finding = the(trace.findings(), "training.loader-bound")
+    assert finding.severity is Severity.WARNING
+    assert finding.evidence["ms"] >= 12
+    with trace.reader() as reader:
+        waits = [step.data_ms for step in reader.training_steps(0).values()]
+    assert len(waits) == 40
+    assert all(wait is not None and wait >= 10 for wait in waits)
