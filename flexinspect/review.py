@@ -206,7 +206,7 @@ class _Looker:
         if isinstance(what, StepRecord):
             self._look(what)
         elif isinstance(what, GradientRecord):
-            self._say(*self._book.differentiate(what), counts=self.told is None)
+            self._differentiate(what)
         else:
             self._say(*self._book.hear(what), counts=self.told is None)
         self.wall_s += time.perf_counter() - started
@@ -219,7 +219,13 @@ class _Looker:
         for repeat in seen.repeats:
             self._count(step, (repeat.id, repeat.series))
 
-    def _count(self, step: StepRecord, series: tuple[str, str]) -> None:
+    def _differentiate(self, gradients: GradientRecord) -> None:
+        found, repeats, events = self._book.differentiate(gradients)
+        self._say(found, events, counts=self.told is None)
+        for repeat in repeats:
+            self._count(gradients, (repeat.id, repeat.series))
+
+    def _count(self, step: StepRecord | GradientRecord, series: tuple[str, str]) -> None:
         """Count a finding of an earlier step again, as the trace does."""
         for at, finding in enumerate(self.found):
             if (finding.id, finding.series, finding.branch) == (*series, step.branch):

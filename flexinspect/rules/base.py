@@ -132,11 +132,11 @@ class RuleBook:
 
     def differentiate(
         self, gradients: GradientRecord
-    ) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
-        """Return what the rules say of a token's gradients, and who failed at them."""
+    ) -> tuple[Sequence[Finding], tuple[Repeat, ...], tuple[EventRecord, ...]]:
+        """Return what the rules say of a token's gradients, old and new, and who failed at them."""
         where = f"the gradients of step {gradients.step}"
         found, events = self._ask(lambda rule: rule.differentiate(gradients), where, None)
-        return self._collapsed(found)[0], events
+        return *self._collapsed(found), events
 
     def end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
         """Return what the rules say of the generation as a whole, and who failed at it."""

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
     EventRecord,
@@ -125,6 +125,14 @@ class TraceWriter:
         with self._lock:
             what = f"the gradients of step {record.step} of generation {record.generation}"
             self._commit(encode.gradients(record), what)
+
+    def write_repeats(self, place: tuple[int, int, int], records: Iterable[Repeat]) -> None:
+        """Count findings again at a place (generation, branch, step). Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        encode.repeats(statements, records, place)
+        with self._lock:
+            if statements:
+                self._commit(statements, "findings that were met again")
 
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""

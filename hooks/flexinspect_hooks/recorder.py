@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
     EventRecord,
@@ -58,6 +58,7 @@ class Sink(Protocol):
     def begin_generation(self, record: GenerationRecord) -> None: ...
     def write_steps(self, records: Sequence[StepRecord]) -> None: ...
     def write_gradients(self, record: GradientRecord) -> None: ...
+    def write_repeats(self, place: tuple[int, int, int], records: Sequence[Repeat]) -> None: ...
     def write_event(self, record: EventRecord) -> None: ...
     def write_findings(self, findings: Iterable[Finding]) -> None: ...
     def end_generation(self, record: GenerationEnd) -> None: ...
@@ -241,7 +242,9 @@ class Recorder:
         elif isinstance(item, GradientRecord):
             self._sink.write_gradients(item)
             if (rules := self._rules.get(item.generation)) is not None:
-                self._say(*rules.differentiate(item))
+                found, repeats, events = rules.differentiate(item)
+                self._say(found, events)
+                self._sink.write_repeats((item.generation, item.branch, item.step), repeats)
         elif isinstance(item, _Told):
             self._hear(item.event, item.rules)
         else:

@@ -122,8 +122,11 @@ def test_a_sick_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> No
     demo.model.model.layers[2].mlp.up_proj.weight.data.zero_()
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         found = [f for f in reader.findings() if f.id == "gradient.dead"]
-        # Once per generation, though every token shows it.
+        # Once per generation, and every token that shows it is counted.
         assert [(f.generation, f.step, f.layer) for f in found] == [(0, 0, 2), (1, 0, 2)]
+        n_steps = [reader.n_steps(generation) for generation in range(2)]
+        assert [f.times for f in found] == n_steps
+        assert [f.last_step for f in found] == [n - 1 for n in n_steps]
         assert "gate_proj" in found[0].sentence
         query = found[0].query
     with closing(sqlite3.connect(tmp_path / "t.flextrace")) as db:
