@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +32,7 @@ from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.ensemble import Ensemble
-from flexinspect_hooks.grads import after
+from flexinspect_hooks.grads import after, backward
 from flexinspect_hooks.models import load
 from flexinspect_hooks.session import CaptureSession
 
@@ -163,6 +167,21 @@ def test_a_failure_is_an_event_and_the_answer_stands(
         assert said(reader, after.COST)[0] == "Gradients of no token were taken."
 
 
+def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward, "flex_has_backward", lambda device: True)
+    with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
+        records = [reader.gradients(0, step) for step in range(3)]
+        assert [record and record.path for record in records] == ["dense reference"] * 3
+        assert all(record and record.agrees for record in records)
+        (text,) = said(reader, "gradients-by-reference")
+        assert text.startswith(
+            "FlexAttention's own backward failed, so the dense reference takes its place: "
+            "AttentionCallError: FlexAttention failed in layer 0"
+        )
+
+
 class Changing:
     """Isolates segments in the prompt, and shows rows that come after it nothing of that."""
 
@@ -290,3 +309,29 @@ def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
         assert reader.n_steps(0) == 3
         assert len(reader.steps(0)) == 3
         assert [row.q_len for row in reader.steps(0)][1:] == [1, 1]
+
+
+# -- as a user runs it -----------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_took_and_shows_the_panel(tmp_path: Path) -> None:
+    def flexinspect(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "flexinspect", *words],
+            cwd=tmp_path,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    words = ("--grads", "margin", "--grads-steps", "0", "--json", "--out", "t.flextrace")
+    found = json.loads(flexinspect("run", *words))
+    assert found["generations"][0]["answer"] == "Paris"
+    assert any(note.startswith("Gradients of 1 of 3 tokens took ") for note in found["notes"])
+    shown = flexinspect("show", "t.flextrace", "--panel", "gradients")
+    assert shown.startswith("Gradient of the margin ")
+    assert 'of " Par" to ' in shown

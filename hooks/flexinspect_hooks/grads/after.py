@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from flexinspect.prompts import Prompt
 from flexinspect.records import EventRecord
 from flexinspect_hooks.grads.backward import Before, Differentiator, Wish
 from flexinspect_hooks.grads.gate import KeptLogits, keep
+from flexinspect_hooks.grads.patch import DENSE
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
 from flexinspect_hooks.masksource import MaskSource
 from flexinspect_hooks.recorder import Recorder
@@ -76,7 +77,7 @@ class TokenGradients:
             stop()
             recorder.put(_phase(len(done) / len(steps)))
             try:
-                record = self._one(ended, step)
+                record = self._by_any(ended, step, recorder)
             except Exception as error:
                 recorder.put(_failed(ended, step, error))
                 break
@@ -84,6 +85,19 @@ class TokenGradients:
             done.append(record)
         wall_s = time.perf_counter() - started
         recorder.put(_event(ended, COST, self._words(done, len(ended.token_ids), wall_s)))
+
+    def _by_any(self, ended: Ended, step: int, recorder: Recorder) -> GradientRecord:
+        """Return the gradients of a step, by the dense reference once FlexAttention has failed."""
+        try:
+            return self._one(ended, step)
+        except Exception as error:
+            if not self._differentiator.is_by_flex(self._wish):
+                raise
+            text = f"FlexAttention's own backward failed, so the {DENSE} takes its place: "
+            text += _first(error)
+            recorder.put(_event(ended, "gradients-by-reference", text))
+            self._wish = replace(self._wish, by_flex=False)
+            return self._one(ended, step)
 
     def _one(self, ended: Ended, step: int) -> GradientRecord:
         prompt = ended.prompt
@@ -116,12 +130,13 @@ def _phase(fraction: float) -> EventRecord:
 
 
 def _failed(ended: Ended, step: int, error: Exception) -> EventRecord:
-    first = (str(error).strip().splitlines() or [""])[0]
-    text = (
-        f"The gradients of step {step} and the steps after it were not taken: "
-        f"{type(error).__name__}: {first}"
-    )
+    text = f"The gradients of step {step} and the steps after it were not taken: {_first(error)}"
     return _event(ended, "gradients-failed", text)
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _event(ended: Ended, kind: str, text: str) -> EventRecord:

@@ -76,6 +76,10 @@ class Differentiator:
         wall_ms = (time.perf_counter() - started) * 1e3
         return replace(record, anomaly=note, wall_ms=wall_ms)
 
+    def is_by_flex(self, wish: Wish) -> bool:
+        """Say whether FlexAttention is differentiated itself."""
+        return flex_has_backward(self._device) if wish.by_flex is None else wish.by_flex
+
     def _once(
         self,
         before: Before,
@@ -85,12 +89,11 @@ class Differentiator:
         *,
         keeps_weights: bool = False,
     ) -> GradientRecord:
-        by_flex = flex_has_backward(self._device) if wish.by_flex is None else wish.by_flex
         patch = GradientPatch(
             self._model,
             source,
             compiled=self._compiled,
-            by_flex=by_flex,
+            by_flex=self.is_by_flex(wish),
             keeps_weights=keeps_weights,
         )
         unreached = 0
