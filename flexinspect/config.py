@@ -2,7 +2,7 @@
 
 The nearest file from the current folder upwards is the project's; below it lies the per-user file
 `~/.config/flexinspect/config.toml` (`XDG_CONFIG_HOME` and, on Windows, `APPDATA` are respected).
-Three sections exist:
+Four sections exist:
 
     [models]
     my_model = "org/name"                              # a hub id, an alias, or
@@ -16,6 +16,10 @@ Three sections exist:
     [breakpoints]                                      # of every run: see docs/breakpoints.md
     leaks = "finding mask.* >= warning"
     unsure = "entropy > 3 and step > 2 [once]"
+    [debugging]                                        # switches of the training debuggers
+    gradient_norms = true                              # the others are off
+    [debugging.production]                             # and of a profile, chosen by its name
+    memory_usage = true
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ from typing import Any
 from flexinspect.errors import UsageError
 from flexinspect.sizes import canonical_dtype
 
-SECTIONS = ("models", "keys", "breakpoints")
-_SECTIONS_LISTED = ", ".join(f"[{name}]" for name in SECTIONS)
+SECTIONS = ("models", "keys", "breakpoints", "debugging")
+_SECTIONS_LISTED = " and ".join(", ".join(f"[{name}]" for name in SECTIONS).rsplit(", ", 1))
 _ALIAS_KEYS = ("path", "dtype")
 
 
@@ -69,12 +73,14 @@ class Config:
     """What the user configured; `files` are those that were read, the strongest first.
 
     `keys` maps ids of `flexinspect.keys` to keys, separated by commas; `breakpoints` maps names to
-    conditions.
+    conditions, `debugging` profiles ("" for the section itself) to the switches they set, by full
+    name.
     """
 
     models: Mapping[str, ModelAlias] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     breakpoints: Mapping[str, str] = field(default_factory=dict)
+    debugging: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
 
 
@@ -88,6 +94,7 @@ def load_config(start: Path | None = None) -> Config:
     keys: dict[str, tuple[str, ...]] = {}
     written: dict[str, tuple[Path, str]] = {}
     breakpoints: dict[str, str] = {}
+    debugging: dict[str, dict[str, bool]] = {}
     files = []
     for found in (_project_settings(start or Path.cwd()), _user_settings()):
         if found is None:
@@ -100,9 +107,11 @@ def load_config(start: Path | None = None) -> Config:
             keys.setdefault(action, names)
             written.setdefault(action, (file, text))
         breakpoints = _breakpoints(file, text, settings.get("breakpoints", {})) | breakpoints
+        for profile, switches in _debugging(file, text, settings.get("debugging", {})).items():
+            debugging[profile] = {**switches, **debugging.get(profile, {})}
     _refuse_shared_keys(keys, written)
     joined = {name: ",".join(keys[name]) for name in keys}
-    return Config(models, joined, breakpoints, tuple(files))
+    return Config(models, joined, breakpoints, debugging, tuple(files))
 
 
 _Found = tuple[Path, str, Mapping[str, Any]]
@@ -250,6 +259,40 @@ def _refuse_shared_keys(
 
 
 _BREAKPOINTS_HINT = 'For instance unsure = "entropy > 3 and step > 2".'
+
+
+def _debugging(file: Path, text: str, table: object) -> dict[str, dict[str, bool]]:
+    """Return what each profile sets, "" being the section itself."""
+    if not isinstance(table, dict):
+        raise _bad(
+            file, text, "debugging", "[debugging] must be a table of switches", hint=_SWITCHES_HINT
+        )
+    profiles = {name: value for name, value in table.items() if isinstance(value, dict)}
+    own = {name: value for name, value in table.items() if name not in profiles}
+    return {
+        profile: _switches(file, text, switches)
+        for profile, switches in {"": own, **profiles}.items()
+    }
+
+
+def _switches(file: Path, text: str, table: Mapping[str, object]) -> dict[str, bool]:
+    from flexinspect.debugging import switch_named
+
+    found = {}
+    for name, value in table.items():
+        try:
+            switch = switch_named(name)
+        except UsageError as error:
+            raise _bad(file, text, name, error.message.rstrip("."), hint=_SWITCHES_HINT) from None
+        if not isinstance(value, bool):
+            raise _bad(
+                file, text, name, f"the switch {name!r} is true or false", hint=_SWITCHES_HINT
+            )
+        found[switch] = value
+    return found
+
+
+_SWITCHES_HINT = 'For instance, below [debugging]: "memory_usage = true".'
 _KEYS_HINT = (
     'For instance "step.next" = "space"; the palette of the interface (p) names every action.'
 )

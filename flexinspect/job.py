@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from flexinspect.debugger import DebuggerOptions
 from flexinspect.errors import UsageError
 
 
@@ -82,6 +83,7 @@ class Job:
     serving: tuple[str, int, str] | None = None
     texts: Texts = field(default_factory=Texts)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -97,6 +99,7 @@ class Job:
             values = {name: value for name, value in data.items() if name in known}
             values["texts"] = Texts(**values.get("texts", {}))
             values["sampling"] = SamplingOptions(**values.get("sampling", {}))
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
             for name in ("prompts", "argv", "breakpoints"):
                 values[name] = tuple(values.get(name, ()))
             values["serving"] = _serving(values)
@@ -135,6 +138,7 @@ class ScriptJob:
     control: bool = True
     serving: tuple[str, int, str] | None = None
     declaration: Declaration = field(default_factory=Declaration)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
     git: Mapping[str, Any] | None = None
 
@@ -149,6 +153,7 @@ class ScriptJob:
             values: dict[str, Any] = json.loads(text)
             said = values.pop("declaration")
             wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
             for name in ("args", "argv", "breakpoints"):
                 values[name] = tuple(values[name])
             values["serving"] = _serving(values)

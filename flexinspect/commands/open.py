@@ -126,11 +126,15 @@ def _finish(app: InspectorApp) -> int:
     try:
         code = _show(app)
     finally:
-        process = app.feed.process if app.feed is not None else None
-        if process is not None and app.feed is not None and app.feed.exit_code is None:
-            app.feed.interrupt()
+        feed = app.feed
+        process = feed.process if feed is not None else None
+        if feed is not None and feed.exit_code is None and not (feed.detached or feed.ending):
+            feed.interrupt()
     if process is None:
         return code
+    if feed is not None and feed.detached:
+        print(f"The run goes on; see it again with: flexinspect attach --pid {process.pid}")
+        return 0
     for text in app.feed.prints if app.feed is not None else ():
         print(visible(text), file=sys.stderr)  # what the user's own code printed meanwhile
     process.show_output()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.commands.breakflags import add_break_flags, breakpoints_of, on_break
+from flexinspect.commands.debugflags import DEBUG_FLAGS, add_debugger_flags, debugger_of
 from flexinspect.commands.serving import add_control_flags, serving_of, tell_serving
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts, parse_steps
@@ -23,9 +24,9 @@ examples:
   flexinspect run --prompt "What is the capital of France?" --prompt "France's capital city?"
   flexinspect run --model llama3.2_3b_it --mask shared-prefix --instruction "Answer briefly."
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
+  flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VSCode
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
   flexinspect run --grads --grads-steps 0-3             # which paraphrase made each token
-  flexinspect run --grads margin --detect-anomaly       # why this one and not the next best
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
 
@@ -39,6 +40,7 @@ SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
     *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
     *("--break", "--wait"),
+    *DEBUG_FLAGS,
 )
 """Flags that go with a program of the user's."""
 
@@ -64,6 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_decoding_flags(parser)
     _add_gradient_flags(parser)
     _add_capture_flags(parser)
+    add_debugger_flags(parser)
     add_break_flags(parser)
     add_control_flags(parser)
     parser.set_defaults(run=run)
@@ -272,7 +275,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     job = job_of(args)
     check_job(job)
     check_trace(job)
-    return job
+    return replace(job, debugger=debugger_of(args))
 
 
 _OWN = (

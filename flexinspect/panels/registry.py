@@ -25,6 +25,7 @@ ORDER = (
     "findings",
     "run",
     "output",
+    "branches",
     "gradients",
 )
 """The built-in panels, in the order in which they are listed."""

@@ -82,15 +82,15 @@ def replay(
 ) -> Iterator[StepRecord | EventRecord | GradientRecord]:
     """Yield the steps of a generation, and the events that belong to none of them, as they came.
 
-    Branch after branch, each with the gradients of its tokens behind its steps. Of the steps' own
-    arrays only those of `streams` are there ("*": all); findings are left out. Raises `TraceError`.
+    Those of its first branch, then the gradients of their tokens; `steps` gives the steps of other
+    branches. Of the steps' own arrays only those of `streams` are there ("*": all); findings are
+    left out. Raises `TraceError`.
     """
     heard = _Heard(reader, generation)
-    for branch in reader.branches(generation):
-        for step in steps(reader, generation, branch.branch, streams):
-            yield from heard.before(step)
-            yield step
-        yield from all_gradients(reader, generation, branch.branch)
+    for step in steps(reader, generation, 0, streams):
+        yield from heard.before(step)
+        yield step
+    yield from all_gradients(reader, generation)
     yield from heard.rest()
 
 

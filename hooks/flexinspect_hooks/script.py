@@ -14,10 +14,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, protocol
@@ -32,6 +30,8 @@ from flexinspect_hooks.children import ChildCount
 from flexinspect_hooks.control.levels import SessionLevels
 from flexinspect_hooks.control.running import Running
 from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.debugging.session import Debugging
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
@@ -41,6 +41,7 @@ from flexinspect_hooks.program import (
     without_us,
 )
 from flexinspect_hooks.runbreaks import RunBreaks
+from flexinspect_hooks.scriptcontrol import Control
 
 if TYPE_CHECKING:
     from flexinspect_hooks.findmodels import ModelFinder
@@ -69,7 +70,8 @@ def on_torch(run: ScriptRun) -> None:
 class ScriptRun:
     """One program from its first line to its closed trace."""
 
-    def __init__(self, job: ScriptJob, control: Control) -> None:
+    def __init__(self, job: ScriptJob, control: Control, debugging: Debugging) -> None:
+        self._debugging = debugging
         self.job = job
         self._control = control
         self._pid = os.getpid()
@@ -101,7 +103,7 @@ class ScriptRun:
         self._arrivals = Arrivals(
             {
                 "torch": lambda: on_torch(self),
-                "torch.nn.attention.flex_attention": lambda: self._find(_LOOSE),
+                "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._find(_GENERATE),
                 "transformers.tokenization_utils_base": self._tokenizers.watch,
@@ -111,7 +113,9 @@ class ScriptRun:
             failed=self._not_installed,
         )
         atexit.register(self._close)
-        threading.Thread(target=self._listen, name="flexinspect-control", daemon=True).start()
+        listener = threading.Thread(target=self._listen, name="flexinspect-control", daemon=True)
+        run_on(listener).start()
+        self._debugging.begin(self.writer.recording_path, self.event)
         self._phase(_RUNNING)
         self._arrivals.install()
         _flush_lines()
@@ -166,6 +170,10 @@ class ScriptRun:
             self._finder = finder
         return self._finder
 
+    def _on_flex(self) -> None:
+        self._find(_LOOSE)
+        self._debugging.on_flex(self.event)
+
     def _on_transformers(self) -> None:
         import torch
         import transformers
@@ -205,6 +213,8 @@ class ScriptRun:
                 self._keep(facts["items"])
             elif facts["kind"] == protocol.DRAINED:
                 self._drained.set()
+            elif facts["kind"] == protocol.TERMINAL:
+                self._debugging.granted()
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGINT)
         self._drained.set()
@@ -223,6 +233,8 @@ class ScriptRun:
     def _ended_by(self, error: BaseException) -> None:
         self._error = error
         without_us(error)
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._debugging.post_mortem(error)
         if self._finder is not None:
             self._finder.failed(error)
         elif not isinstance(error, SystemExit):
@@ -238,6 +250,7 @@ class ScriptRun:
         self._is_closing = True
         self._running.close()
         crumbs.remove_crumbs()
+        self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
         self._tokenizers.end()
@@ -345,49 +358,12 @@ def _flush_lines() -> None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-class Control:
-    """The socket to whoever started us. Lines of the protocol, both ways."""
-
-    def __init__(self, number: int) -> None:
-        os.set_inheritable(number, False)
-        self._socket = socket(fileno=number)
-        self._saying = threading.Lock()
-        self._rest = b""
-
-    def first_line(self) -> str:
-        """Return the first line, the job."""
-        return next(self._lines(), b"").decode()
-
-    def heard(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the facts of each line until the other side is gone."""
-        for line in self._lines():
-            facts = protocol.parse(line.decode())
-            if facts is not None:
-                yield facts
-
-    def _lines(self) -> Iterator[bytes]:
-        """Read without Python's buffer, whose lock no daemon thread may hold at the end."""
-        parts = [self._rest]
-        with suppress(OSError):
-            while piece := self._socket.recv(1 << 16):
-                *lines, piece = piece.split(b"\n")
-                for line in lines:
-                    yield b"".join([*parts, line])
-                    parts.clear()
-                parts.append(piece)
-                self._rest = b"".join(parts)
-
-    def say(self, kind: str, **facts: Any) -> None:
-        """Send a line."""
-        with suppress(OSError), self._saying:
-            self._socket.sendall((protocol.line(kind, **facts) + "\n").encode())
-
-
 def main(number: int) -> int:
     """Run the job that comes through the socket of this number; the program's end is ours."""
     control = Control(number)
     try:
-        run = ScriptRun(ScriptJob.from_json(control.first_line()), control)
+        job = ScriptJob.from_json(control.first_line())
+        run = ScriptRun(job, control, Debugging(job.debugger, control.say))
     except FlexInspectError as error:
         facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
         control.say(protocol.ERROR, **facts)

@@ -17,7 +17,6 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.stoppers import EndingStopper, GateStopper
 
-
 STOPPING = "flexinspect_hooks.debugging.stopping"
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.differentiated import rule_source
 
-from flexinspect import models
+from flexinspect import maskedits, models
 from flexinspect.commands import build_parser
 from flexinspect.commands.run import checked_job
 from flexinspect.config import load_config
@@ -299,7 +299,7 @@ def test_a_run_that_is_told_to_stop_keeps_the_gradients_that_are_done(
     with open_trace(out) as reader:
         assert len(done) == 1
         assert steps_with_gradients(reader, 0) == [0]
-        assert (reader.generation(0).state, reader.n_steps(0)) == ("interrupted", 3)
+        assert (reader.generation(0).state, reader.n_steps(0)) == ("finished", 3)
 
 
 def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
@@ -335,3 +335,43 @@ def test_the_command_says_what_it_took_and_shows_the_panel(tmp_path: Path) -> No
     shown = flexinspect("show", "t.flextrace", "--panel", "gradients")
     assert shown.startswith("Gradient of the margin ")
     assert 'of " Par" to ' in shown
+
+
+# -- in branches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edit", ["preset causal", ""])
+def test_a_branch_has_gradients_of_its_own_steps_under_its_own_mask(
+    demo: Any, tmp_path: Path, edit: str
+) -> None:
+    out = tmp_path / "t.flextrace"
+    job = Job(out=str(out), grads="logprob", max_new_tokens=5, stop="eos")
+    ensemble = Ensemble(demo, job, compiled=False)
+    plan = ensemble.plan(load_samples("demo", max_samples=1)[0])
+    with TraceWriter.create(out, {}) as writer:
+        with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
+            begun = ensemble.record_of(0, plan)
+            session.begin_generation(begun)
+            journey = ensemble._journey(plan, session, begun)
+            with journey.patch:
+                while not journey.is_over:
+                    journey.advance()
+                if edit:
+                    journey.edit(0, 1, [maskedits.parse(edit)])
+                else:
+                    journey.fork(0, 1, [journey.token_at(0, 0)])
+                while not journey.is_over:
+                    journey.advance()
+            journey.close("finished", "")
+    with open_trace(out) as reader:
+        assert steps_with_gradients(reader, 0, 0) == list(range(reader.n_steps(0)))
+        own = steps_with_gradients(reader, 0, 1)
+        assert own[0] == 1
+        assert own[-1] == reader.last_step(0, 1)
+        for step in own:
+            found, token = reader.gradients(0, step, 1), reader.step_tokens(0, step, 1)
+            assert found is not None
+            assert found.agrees, found.gate
+            assert found.token_id == token[0].token_id
+        assert review(reader).note == ""
+        assert [f for f in reader.findings(0, branch=1) if f.id.startswith("gradient.")] == []

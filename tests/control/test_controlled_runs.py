@@ -243,7 +243,7 @@ def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path:
 
     try:
         run_state_machine_as_test(
-            Commands, settings=settings(max_examples=3, stateful_step_count=12, deadline=None)
+            Commands, settings=settings(max_examples=2, stateful_step_count=12, deadline=None)
         )
     finally:
         with suppress(ControlError):

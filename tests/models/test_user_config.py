@@ -80,7 +80,7 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
         ('[models]\n"a.b" = { path = "x/y", device = "cpu" }\n', 2, "unknown key 'device'"),
         ("models = 3\n", 1, "[models] must be a table"),
         ('\n[model]\nmine = "x/y"\n', 2, "did you mean [models]?"),
-        ("[colours]\n", 1, "known: [models], [keys], [breakpoints]"),
+        ("[colours]\n", 1, "known: [models], [keys], [breakpoints] and [debugging]"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(

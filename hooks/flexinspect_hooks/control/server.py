@@ -27,6 +27,7 @@ from flexinspect.control.registry import (
 from flexinspect.errors import UsageError
 from flexinspect_hooks.control.parts import Parts
 from flexinspect_hooks.control.verbs import About, Verbs
+from flexinspect_hooks.debugging.threads import run_on
 
 if TYPE_CHECKING:
     import asyncio
@@ -52,7 +53,8 @@ class ControlServer:
         self._file: Path | None = None
         self._stop: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
+        server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
+        self._thread = run_on(server)
         self.trouble: Exception | None = None
 
     @property

@@ -29,13 +29,17 @@ COST = "cost"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A branch that has come to its end: what it was fed, what it generated, under which mask."""
+    """A branch that has come to its end: what it was fed, what it generated, under which mask.
+
+    `token_ids` are those of its parents before its `fork_step`, too.
+    """
 
     generation: int
     prompt: Prompt
     token_ids: Sequence[int]
     source: MaskSource
     branch: int = 0
+    fork_step: int = 0
 
 
 class TokenGradients:
@@ -51,7 +55,8 @@ class TokenGradients:
         self._asked = job.grads_steps
         blocks = decoder_blocks(model, attention_layers(model))
         self._differentiator = Differentiator(model, blocks, compiled=compiled)
-        self._kept: dict[int, KeptLogits] = {}
+        self._kept: dict[tuple[int, int], KeptLogits] = {}
+        """By branch and step."""
         self._took = False
 
     def begin(self, recorder: Recorder) -> None:
@@ -60,17 +65,18 @@ class TokenGradients:
         if self._took:
             recorder.put(EventRecord("phase", "generating", time.time()))
 
-    def chose(self, step: int, token_id: int, logits: Tensor) -> None:
+    def chose(self, branch: int, step: int, token_id: int, logits: Tensor) -> None:
         """Keep of a step's logits (V,) what shows later that the same forward is differentiated."""
         if self._steps is None or step in self._steps:
-            self._kept[step] = keep(logits, token_id)
+            self._kept[branch, step] = keep(logits, token_id)
 
     def take(self, ended: Ended, recorder: Recorder, stop: Callable[[], object]) -> None:
-        """Take and record the gradients of the steps that were asked for.
+        """Take and record the gradients of the branch's own steps that were asked for.
 
         `stop` is called before each, and raises `KeyboardInterrupt` when the run is to end.
         """
-        started, steps = time.perf_counter(), sorted(self._kept)
+        started = time.perf_counter()
+        steps = sorted(step for branch, step in self._kept if branch == ended.branch)
         done: list[GradientRecord] = []
         self._took = bool(steps)
         for step in steps:
@@ -83,8 +89,11 @@ class TokenGradients:
                 break
             recorder.put(record)
             done.append(record)
+            del self._kept[ended.branch, step]
         wall_s = time.perf_counter() - started
-        recorder.put(_event(ended, COST, self._words(done, len(ended.token_ids), wall_s)))
+        n_steps = len(ended.token_ids) - ended.fork_step
+        words = self._words(done, n_steps, wall_s) if steps else self._none(n_steps)
+        recorder.put(_event(ended, COST, words))
 
     def _by_any(self, ended: Ended, step: int, recorder: Recorder) -> GradientRecord:
         """Return the gradients of a step, by the dense reference once FlexAttention has failed."""
@@ -109,12 +118,13 @@ class TokenGradients:
             (*prompt.ids, *ended.token_ids[:step]),
             (*prompt.position_ids, *own),
         )
-        kept = self._kept[step]
+        kept = self._kept[ended.branch, step]
         return self._differentiator.gradients(before, kept, ended.source, self._wish)
 
+    def _none(self, n_steps: int) -> str:
+        return f"--grads-steps {self._asked} names none of the {n_steps} steps."
+
     def _words(self, done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
-        if not self._kept:
-            return f"--grads-steps {self._asked} names none of the {n_steps} steps."
         if not done:
             return "Gradients of no token were taken."
         agree = sum(record.agrees for record in done)
