@@ -11,7 +11,7 @@ import numpy as np
 
 from flexinspect.gradientrecords import GradientRecord, GradientStat
 from flexinspect.trace.writer import TraceWriter
-from support.traces import LAYERS, N_PROMPT, RUN, _generation, sample_step
+from support.traces import LAYERS, N_PROMPT, RUN, sample_generation, sample_step
 
 PARTS = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "mlp": "mlp.up_proj", "norm": "norm"}
 
@@ -60,7 +60,7 @@ def sick(step: int) -> GradientRecord:
 def grads_trace(path: Path, *records: GradientRecord, steps: int = 4) -> Path:
     """Write a trace of one generation with these gradients behind its steps."""
     with TraceWriter.create(path, RUN) as writer:
-        writer.begin_generation(_generation(0))
+        writer.begin_generation(sample_generation(0))
         for step in range(steps):
             writer.write_step(sample_step(step))
         for record in records:
