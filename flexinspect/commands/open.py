@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +93,15 @@ def start() -> int:
 
 
 def inspect_run(job: Job | ScriptJob) -> int:
-    """Run a job under the interface, then print its result."""
-    from flexinspect.app import InspectorApp
+    """Run a job under the interface, then print its result.
 
-    return _finish(InspectorApp(job=job, keymap=_keymap()))
+    Our own generation keeps its model until the interface closes, for restores and forks.
+    """
+    from flexinspect.app import InspectorApp
+    from flexinspect.job import Job
+
+    held = replace(job, hold=True) if isinstance(job, Job) else job
+    return _finish(InspectorApp(job=held, keymap=_keymap()))
 
 
 def _keymap() -> dict[str, str]:

@@ -27,6 +27,8 @@ ORDER = (
     "output",
     "branches",
     "gradients",
+    "training",
+    "gradstrip",
 )
 """The built-in panels, in the order in which they are listed."""
 

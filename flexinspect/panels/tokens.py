@@ -61,6 +61,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
 
     name = "tokens"
     title = "Tokens"
+    needs_tokens = True
     help = Help(
         "The whole sequence that the model saw and made, a piece per token, a colour per segment.",
         "Generated tokens are coloured by how unsure the model was (v: probability, entropy, "

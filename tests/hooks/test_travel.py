@@ -33,6 +33,15 @@ def prompt_of(n_new: int) -> Prompt:
     return made
 
 
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """One thread instead: thousands of tiny steps would wait at barriers for busy neighbours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def small() -> Any:
     """A model whose logits are small enough for 1e-5 to be a matter of rounding."""
@@ -158,6 +167,7 @@ def test_what_comes_out_differently_is_a_branch_that_says_why(
 
 def test_a_replayed_prefix_says_that_the_threads_are_others() -> None:
     model = make_model("mistral")
+    torch.set_num_threads(2)
     with travelling(model, prompt_of(4)) as trip:
         trip.go()
         torch.set_num_threads(1)
