@@ -24,6 +24,7 @@ from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
 from flexinspect.records import EventRecord, GenerationRecord, TokenRecord
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.generate import Decoder
+from flexinspect_hooks.grads.after import TokenGradients
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
@@ -57,6 +58,9 @@ class Ensemble:
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._facts = facts_of_tokenizer(self.vocabulary)
+        self._gradients = (
+            TokenGradients(loaded.model, job, compiled=compiled) if job.grads else None
+        )
         self.orders = Orders(self.vocabulary.encode, self.vocabulary.text_of)
 
     def plan(self, sample: Sample) -> Plan:
@@ -166,7 +170,10 @@ class Ensemble:
         patch = FlexPatch(
             self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
         )
-        scribe = TraceScribe(session, prompt, begun, words, self._token, self._answer)
+        scribe = TraceScribe(
+            *(session, prompt, begun, words, self._token, self._answer),
+            gradients=self._gradients,
+        )
         # At a line break, but not at one before the first word.
         stops = words.ends_line if job.stop == "newline" else None
         limits = Limits(job.max_new_tokens, self._eos, stops)
