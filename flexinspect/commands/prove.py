@@ -48,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "see it may move, in any layer. order: paraphrases change places, and the next token's "
         "logits are compared. kernel: the weights that each attention call used are recovered and "
         "compared with those that are drawn. cache: decode steps are compared with a full "
-        "recompute. Given a program of your own, that is run up to its first call of a model with a "
-        "whole prompt, and that call is proved, with whatever the program has patched by then.",
+        "recompute. Given a program of your own, that is run up to its first call of a model with "
+        "a whole prompt, and that call is proved, with whatever the program has patched by then.",
         argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -117,7 +117,6 @@ def ran_plain() -> bool:
 
 
 def _note_plain(function: Callable[..., Any]) -> Remove:
-    @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
         _here.ran_plain = True
         return function(*args, **kwargs)

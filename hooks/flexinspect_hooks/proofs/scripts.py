@@ -56,9 +56,7 @@ def prove_script(
     with watch.installed():
         try:
             run_program(job.program, job.args, is_module=job.is_module)
-        except _ProvedError:
-            pass
-        except SystemExit:
+        except (_ProvedError, SystemExit):
             pass
     if watch.error is not None:
         raise watch.error
@@ -185,7 +183,9 @@ def _fed(
         return None
 
     def run(other: Tensor) -> None:
-        given = {**kwargs, **({name: other} if name is not None else {})}
+        given = dict(kwargs)
+        if name is not None:
+            given[name] = other
         if cache is not None:
             given["past_key_values"] = copy.deepcopy(cache)
         rest = args if name is not None else (other, *args[1:])
