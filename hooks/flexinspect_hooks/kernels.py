@@ -35,7 +35,7 @@ FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_a
 class KernelCall(NamedTuple):
     """A call of a kernel: which, its arguments by name, whether compiled code is to run it.
 
-    Past dynamo's recompile limit a compiled wrapper runs plain Python: `ran_plain` tells afterwards.
+    Past dynamo's recompile limit a compiled wrapper runs plain Python, as `ran_plain` tells.
     """
 
     name: str

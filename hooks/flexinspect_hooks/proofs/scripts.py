@@ -11,7 +11,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,11 +53,8 @@ def prove_script(
     whatever the program raises before that call.
     """
     watch = _Watch(kind, job, call, every, report)
-    with watch.installed():
-        try:
-            run_program(job.program, job.args, is_module=job.is_module)
-        except (_ProvedError, SystemExit):
-            pass
+    with watch.installed(), suppress(_ProvedError, SystemExit):
+        run_program(job.program, job.args, is_module=job.is_module)
     if watch.error is not None:
         raise watch.error
     if watch.proof is None:
