@@ -200,6 +200,7 @@ class CaptureProcess:
             self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
             session = self._session(loaded)
             session.gate = control.gate
+            control.gate.debug = self._debugging.stop_between
             self._levels.attach(session)
             control.record_with(session.recorder)
             session.break_on(self._breaks.begin(session.recorder))
