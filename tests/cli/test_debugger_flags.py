@@ -102,6 +102,7 @@ def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
             client.request("disconnect", terminateDebuggee=False)
         _, code = run.finish()
         assert code == 0
+        assert "held by debugpy in window (my_rules.py:2) for 0 s" in run.said()
     with open_trace(run.trace) as reader:
         texts = [row.event.text for row in reader.events() if row.event.kind == "debugger"]
         assert reader.run()["state"] == "finished"
