@@ -25,12 +25,12 @@ def best_frame(frame: FrameType) -> FrameType:
     """
     stack = list(_up(frame))
     inside = _in_the_model(stack)
-    torch = _folders_of("torch")
-    callers = [one for one in stack[len(inside) :] if not _is_in(one, torch)]
+    between = (*_folders_of("torch"), *_where_stops_come_from())
+    callers = [one for one in stack[len(inside) :] if not _is_in(one, between)]
     own = next((one for one in inside if is_users(one)), None)
     layer = next((one for one in inside if _is_forward(one)), None)
     anywhere = next((one for one in stack if is_users(one)), None)
-    return own or layer or anywhere or (callers[0] if inside else frame)
+    return own or layer or anywhere or (callers[0] if callers else frame)
 
 
 def is_users(frame: FrameType) -> bool:
@@ -81,6 +81,11 @@ def _is_users_file(filename: str) -> bool:
 @cache
 def _ours() -> tuple[str, ...]:
     return _folders_of("flexinspect", "flexinspect_hooks")
+
+
+@cache
+def _where_stops_come_from() -> tuple[str, ...]:
+    return _folders_of("flexinspect_hooks.debugging", "flexinspect_hooks.control")
 
 
 @cache
