@@ -84,6 +84,10 @@ class Capture:
             self.was_killed = True
             self._process.kill()
 
+    def detach(self) -> bool:
+        """Let the process go on when we end; False where that cannot be."""
+        return False
+
     def show_output(self) -> None:
         """The interface is closed: print what was printed meanwhile, and go on with it."""
 
@@ -183,6 +187,16 @@ class CaptureProcess(Capture):
         except BrokenPipeError:
             pass  # it died at once; its exit code and last words tell why
 
+    def detach(self) -> bool:
+        """Let the process go on when we end."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(protocol.DETACH.decode())
+            self._process.stdin.close()
+        except (BrokenPipeError, ValueError):
+            return False  # it has just ended
+        return True
+
     def poll(self) -> int | None:
         """Return the exit code once the process has ended, all it said has been heard."""
         code = self._process.poll()
@@ -195,7 +209,7 @@ class CaptureProcess(Capture):
         """Let pdb have the terminal: any byte tells the process so."""
         with suppress(OSError, ValueError):
             assert self._process.stdin is not None
-            self._process.stdin.write(".")
+            self._process.stdin.write(protocol.GRANT.decode())
             self._process.stdin.flush()
 
     def _listen(self, stream: IO[str]) -> None:

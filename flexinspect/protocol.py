@@ -41,6 +41,13 @@ DEBUGGER = "debugger"
 """debugpy listens on `host` and `port`; `waiting` says that nothing runs before a client comes."""
 
 
+GRANT = b"."
+"""The other way, on standard input: pdb may have the terminal."""
+
+DETACH = b"detach\n"
+"""The other way, on standard input: go on alone, whoever started the run closes its window."""
+
+
 def line(kind: str, **facts: Any) -> str:
     """Return one marked line, without its line break."""
     return MARK + json.dumps({"kind": kind, **facts})

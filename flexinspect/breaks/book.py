@@ -139,7 +139,11 @@ class BreakpointBook:
             return tuple(each for each in self._breakpoints.values() if each.is_enabled)
 
     def hit(self, number: int) -> Action:
-        """Count a hit; returns what it means."""
+        """Count a hit; returns what it means.
+
+        One that stops once is switched off by it. `changed` is not called for that, as whoever
+        stops has to do so before he gives up waiting for hits.
+        """
         with self._lock:
             met = self._breakpoints.get(number)
             if met is None or not met.is_enabled:
@@ -149,8 +153,6 @@ class BreakpointBook:
                 return Action.PASS
             if met.options.once:
                 self._put(replace(met, is_enabled=False))
-        if met.options.once:
-            self.changed()
         return Action.LOG if met.options.log else Action.STOP
 
     def _put(self, made: Breakpoint) -> None:

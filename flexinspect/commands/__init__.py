@@ -21,6 +21,7 @@ examples:
   flexinspect ctl pause
   flexinspect findings run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
+  flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
   flexinspect models
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
     from flexinspect.commands import (
         attach,
+        compare,
         ctl,
         dump,
         findings,
@@ -56,7 +58,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, open_, attach, ctl, findings, show, prove, dump, models, museum, vscode):
+    commands = (
+        run,
+        open_,
+        attach,
+        ctl,
+        findings,
+        show,
+        compare,
+        prove,
+        dump,
+        models,
+        museum,
+        vscode,
+    )
+    for command in commands:
         command.add_parser(subparsers)
     return parser
 

@@ -25,6 +25,9 @@ ORDER = (
     "findings",
     "run",
     "output",
+    "branches",
+    "training",
+    "gradstrip",
 )
 """The built-in panels, in the order in which they are listed."""
 

@@ -66,8 +66,6 @@ class Stopper(Protocol):
 class StepSights:
     """What is seen of a step while it runs. `met` are the breakpoints that it has met."""
 
-    generation: int
-    step: int
     values: dict[str, float | str]
     layers: dict[int, dict[str, float | str]] = field(default_factory=dict)
     sightings: list[Sighting] = field(default_factory=list)
@@ -81,11 +79,11 @@ class StepSights:
             "step": step.step,
             "phase": step.phase,
             "generation": step.generation,
-            "branch": 0,
+            "branch": step.branch,
             "q_len": step.q_len,
             "kv_len": step.kv_after,
         }
-        return cls(step.generation, step.step, values)
+        return cls(values)
 
     def facts(self) -> Facts:
         """Return what is known by now."""
@@ -105,19 +103,14 @@ class Breaking:
         event: Callable[[EventRecord], None] = lambda _: None,
     ) -> None:
         self.book, self.stopper, self.event = book, stopper, event
-        self._open: OrderedDict[tuple[int, int], StepSights] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int, int], StepSights] = OrderedDict()
         self._lock = threading.Lock()
         self._told: set[int] = set()
         book.changed = self._rearm
         self._rearm()
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether any breakpoint is switched on."""
-        return bool(self.book.enabled())
-
     def _rearm(self) -> None:
-        self.stopper.arm(self.is_armed)
+        self.stopper.arm(bool(self.book.enabled()))
 
     # -- while a step runs -----------------------------------------------------------------------
 
@@ -125,7 +118,7 @@ class Breaking:
         """Begin to look at a step; its record is judged with what is seen."""
         sights = StepSights.of(step)
         with self._lock:
-            self._open[(step.generation, step.step)] = sights
+            self._open[(step.generation, step.branch, step.step)] = sights
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)
         return sights
@@ -146,6 +139,8 @@ class Breaking:
                 self._log(hit)
             if action is Action.STOP:
                 self.stopper.stop_inside(hit, frame)
+            if met.options.once:
+                self._rearm()
 
     # -- in the writer thread --------------------------------------------------------------------
 
@@ -154,7 +149,7 @@ class Breaking:
         if not self.book.version:
             return
         with self._lock:
-            sights = self._open.pop((record.generation, record.step), None)
+            sights = self._open.pop((record.generation, record.branch, record.step), None)
         breakpoints = self.book.enabled()
         if not breakpoints:
             return
@@ -185,6 +180,8 @@ class Breaking:
                 stops.append(hit)
         if stops:
             self.stopper.stop(stops)
+        if any(met.options.once for met in breakpoints):
+            self._rearm()
 
     def _met(self, met: Breakpoint, facts: Facts, verdict: Verdict) -> BreakpointHit | None:
         """Count a hit; returns it if the run is to stop for it."""

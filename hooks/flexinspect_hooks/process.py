@@ -24,7 +24,6 @@ from flexinspect.config import load_config
 from flexinspect.control.addresses import Serving
 from flexinspect.datasets import Sample
 from flexinspect.errors import (
-    ControlError,
     DatasetError,
     FlexInspectError,
     TraceWriteError,
@@ -88,12 +87,21 @@ def main() -> int:
 def _end_with_parent(granted: Callable[[], None]) -> None:
     """End the run when whoever started it is gone: our standard input ends with its life.
 
-    A byte from it means that pdb may have the terminal, and `granted` is told. Read without
-    Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    A full stop from it means that pdb may have the terminal, and `granted` is told. If the last
+    that it says is that the run is to go on alone, it does, and nobody hears our words any more.
+    Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
     """
-    while os.read(0, 1):
-        granted()
-    os.kill(os.getpid(), signal.SIGINT)
+    said = b""
+    while more := os.read(0, 64):
+        said = (said + more)[-len(protocol.DETACH) :]
+        if more.endswith(protocol.GRANT):
+            granted()
+    if said != protocol.DETACH:
+        os.kill(os.getpid(), signal.SIGINT)
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def _in_words(error: Exception) -> tuple[str, str]:
@@ -206,8 +214,7 @@ class CaptureProcess:
             session.break_on(self._breaks.begin(session.recorder))
             try:
                 with session:
-                    self._generations(loaded, samples, session, compiled=compiled)
-                    self._hold(session, control)
+                    self._generations(loaded, samples, session, control, compiled=compiled)
             finally:
                 self._conclude(session)
         finally:
@@ -230,14 +237,8 @@ class CaptureProcess:
         if control.note:
             self._event("control", f"No commands are taken: {control.note}")
 
-    def _hold(self, session: CaptureSession, control: Running) -> None:
-        """Keep the model alive until it is let go, if that was asked for; Ctrl-C lets it go too."""
-        if not self.job.hold:
-            return
+    def _on_hold(self) -> None:
         self._report("holding the model (flexinspect ctl continue ends the run)", {})
-        with suppress(KeyboardInterrupt):
-            while (order := control.gate.hold(session.place)) is not None:
-                control.gate.done(order, ControlError("Nothing here can go back to a step."))
 
     def _import_torch(self) -> int:
         self._report("importing torch", {})
@@ -290,6 +291,7 @@ class CaptureProcess:
         loaded: LoadedModel,
         samples: Sequence[Sample],
         session: CaptureSession,
+        control: Running,
         *,
         compiled: bool,
     ) -> None:
@@ -297,12 +299,13 @@ class CaptureProcess:
 
         self._debugging.on_flex(self._event, compiled=compiled)
         ensemble = Ensemble(loaded, self.job, compiled=compiled)
+        control.parts.traveller = ensemble.orders
         self._report("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):
             plan = ensemble.plan(sample)
             self._n_generations += 1
-            ensemble.run(number, plan, session)
-            session.pass_breakpoints()
+            is_held = self.job.hold and number == len(samples) - 1
+            ensemble.run(number, plan, session, on_hold=self._on_hold if is_held else None)
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""

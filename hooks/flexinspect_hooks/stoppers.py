@@ -61,7 +61,10 @@ class GateStopper:
 
 
 class EndingStopper:
-    """Ends the run, because nobody is there who could continue it. `hits` says why."""
+    """Ends the run, because nobody is there who could continue it. `hits` says why.
+
+    Once somebody has commanded the run, it pauses: whoever did can continue it too.
+    """
 
     def __init__(self, gate: Gate, event: Callable[[EventRecord], None]) -> None:
         self._gate, self._event = gate, event
@@ -80,8 +83,10 @@ class EndingStopper:
         self.stop([hit])
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Record the hits, and have the gate end the run."""
-        if not self.hits:
+        """Record the hits, and have the gate end the run, or pause it."""
+        if self._gate.is_commanded:
+            GateStopper(self._gate).stop(hits)
+        elif not self.hits:
             self.hits = tuple(hits)
             for hit in hits:
                 place = (hit.generation, hit.step)

@@ -110,6 +110,13 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     code, said = ctl(capsys, "run-to", "3")
     assert code == 1
     assert "Step 3 of generation 0 is behind" in said
+    assert ctl(capsys, "break", "add", "step == 5", "--once")[0] == 0
+    ctl(capsys, "continue")
+    stopped = json.loads(
+        ctl(capsys, "--wait", "--json", "pause")[1]
+    )  # nobody's terminal: it pauses
+    assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
+    assert "step == 5" in stopped["reason"]
     assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
     assert ctl(capsys, "continue")[0] == 0
     client = run.client()
@@ -125,7 +132,7 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     with TraceReader(run.trace) as reader:
         assert reader.state == "finished"
         levels = [row.event for row in reader.events() if row.event.kind == "level"]
-        assert [event.step for event in levels] == [5]
+        assert [event.step for event in levels] == [6]
 
 
 def test_a_stop_at_a_pause_ends_the_run_as_an_interrupt(held: tuple[Run, ControlClient]) -> None:
@@ -243,7 +250,7 @@ def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path:
 
     try:
         run_state_machine_as_test(
-            Commands, settings=settings(max_examples=3, stateful_step_count=12, deadline=None)
+            Commands, settings=settings(max_examples=2, stateful_step_count=12, deadline=None)
         )
     finally:
         with suppress(ControlError):

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from flexinspect_hooks.control import parts
 from flexinspect_hooks.doors import switches
 
 
 @pytest.fixture(autouse=True)
 def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
-    """Give each test a common board of its own, and leave autograd as it was."""
+    """Give each test a common board and providers of its own, and leave autograd as it was."""
     monkeypatch.setattr(switches, "_common", [switches.SwitchBoard()])
+    monkeypatch.setattr(parts, "_providers", {})
     yield
     switches._common[0].disable_debugging()
     assert not torch.is_anomaly_enabled()

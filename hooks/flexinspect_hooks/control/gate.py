@@ -95,6 +95,8 @@ class Gate:
         self._is_fresh = True
         """Whether the next place is where the model begins, or was put: no step led there."""
         self._began = 0.0
+        self.is_commanded = False
+        """Whether somebody has sent a command, who could also let a paused model go on."""
 
     # -- the model's side ------------------------------------------------------------------------
 

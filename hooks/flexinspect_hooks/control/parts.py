@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from flexinspect.control.messages import BreakpointInfo, Cost, Order
 from flexinspect_hooks.control.gate import Gate
@@ -95,25 +95,36 @@ class Summaries(Protocol):
         ...
 
 
+@runtime_checkable
+class Levelled(Protocol):
+    """A debugger whose level can be set from outside too."""
+
+    def set_level(self, level: str) -> None:
+        """Look at as much as `level` says, from the next step on."""
+        ...
+
+
 Debugger = Literal["training", "diffusion", "general"]
 
-_providers: dict[Debugger, Summaries] = {}
+_providers: dict[Debugger, list[Summaries]] = {}
 
 
 def provide(debugger: Debugger, summaries: Summaries) -> None:
     """Let the summaries of this process come from here; the newest provider of a name counts."""
-    _providers[debugger] = summaries
+    withdraw(debugger, summaries)
+    _providers.setdefault(debugger, []).append(summaries)
 
 
 def withdraw(debugger: Debugger, summaries: Summaries) -> None:
-    """Take a provider back, if it is still the one that counts."""
-    if _providers.get(debugger) is summaries:
-        del _providers[debugger]
+    """Take a provider back; if it is the one that counts, the one before it counts again."""
+    held = _providers.get(debugger, [])
+    _providers[debugger] = [each for each in held if each is not summaries]
 
 
 def provided(debugger: Debugger) -> Summaries | None:
     """Return who counts for a debugger, None when nobody does."""
-    return _providers.get(debugger)
+    held = _providers.get(debugger)
+    return held[-1] if held else None
 
 
 @dataclass(slots=True)

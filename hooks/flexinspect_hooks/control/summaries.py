@@ -10,7 +10,7 @@ from flexinspect.control.messages import (
     TrainingAnomalies,
     TrainingSummary,
 )
-from flexinspect_hooks.control.parts import Counts, Debugger, provided
+from flexinspect_hooks.control.parts import Counts, Debugger, Levelled, provided
 
 
 def debug_summary() -> DebugSummary:
@@ -33,6 +33,14 @@ def clear() -> None:
         found = provided(debugger)
         if found is not None:
             found.clear()
+
+
+def set_level(level: str) -> None:
+    """Let every debugger that has a level look at as much as this one says."""
+    for debugger in get_args(Debugger):
+        found: object = provided(debugger)
+        if isinstance(found, Levelled):
+            found.set_level(level)
 
 
 def training_anomalies(counts: Counts) -> TrainingAnomalies:
