@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,8 @@ def main() -> int:
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = Debugging(job.debugger, _say)
-        parent = threading.Thread(
-            target=_end_with_parent,
-            args=(debugging.granted,),
-            name="flexinspect-parent",
-            daemon=True,
-        )
+        told = (debugging.granted,)
+        parent = threading.Thread(None, _end_with_parent, "flexinspect-parent", told, daemon=True)
         run_on(parent).start()
         return CaptureProcess(job, debugging).run()
     except FlexInspectError as error:
@@ -165,7 +162,11 @@ class CaptureProcess:
         except Exception as error:
             self._post_mortem(error)
             self._unexpected = True
-            self._event("error", f"{type(error).__name__}: {error}", traceback=_traceback(error))
+            self._event(
+                "error",
+                f"{type(error).__name__}: {error}",
+                traceback="".join(format_exception(error)),
+            )
             raise
         finally:
             self._close(state)
@@ -204,6 +205,7 @@ class CaptureProcess:
             self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
             session = self._session(loaded)
             session.gate = control.gate
+            control.gate.debug = self._debugging.stop_between
             self._levels.attach(session)
             control.record_with(session.recorder)
             session.break_on(self._breaks.begin(session.recorder))
@@ -382,12 +384,6 @@ def _versions() -> dict[str, str]:
 def default_threads() -> int:
     """Leave one core to everybody else: a busy neighbour makes OpenMP barriers wait for ms."""
     return max(available_cores() - 1, 1)
-
-
-def _traceback(error: BaseException) -> str:
-    import traceback
-
-    return "".join(traceback.format_exception(error))
 
 
 if __name__ == "__main__":

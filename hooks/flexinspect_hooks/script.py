@@ -190,6 +190,7 @@ class ScriptRun:
             self._running.start()
             finder = ModelFinder(self.job, self.writer, self._tokenizers)
             finder.obey(self._running.gate, self._levels)
+            self._running.gate.debug = self._debugging.stop_between
             self._running.record_with(finder.recorder)
             finder.break_on(self._breaks.begin(finder.recorder))
             self._finder = finder
