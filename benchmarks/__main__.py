@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, engine, own, training, tui, writing
+from benchmarks import capture, control, doors, engine, own, training, travel, tui, writing
 from benchmarks.common import bench_model, machine, real_model, save
 
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
@@ -23,7 +23,12 @@ CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "own": lambda model, rounds: own.measure(model, rounds=rounds),
     "writing": lambda model, rounds: writing.measure(model),
 }
-WITHOUT_MODEL: dict[str, Callable[[], Any]] = {"tui": tui.measure}
+WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
+    "tui": tui.measure,
+    "control": control.measure,
+    "doors": doors.measure,
+    "travel": travel.measure,
+}
 TRAINING = "training"
 
 

@@ -9,21 +9,53 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "AsyncTrainingLogger",
+    "DebugLevel",
+    "DebugSwitches",
+    "DiffusionModelDebugger",
+    "EarlyStopping",
     "FlexInspectError",
+    "PyTorchDebugger",
+    "SwitchBoard",
     "TraceReader",
     "TrainerCallback",
+    "TrainingDebugger",
+    "TrainingLoop",
+    "TrainingPhase",
     "__version__",
+    "board_of_settings",
+    "debug_context",
+    "debug_logging",
+    "disable_debugging",
+    "enable_debugging",
+    "get_debugging_status",
     "open_trace",
+    "profile_model_performance",
     "prove",
     "watch",
     "watch_training",
 ]
 
 if TYPE_CHECKING:
+    from flexinspect.debugging import DebugLevel, DebugSwitches, TrainingPhase
     from flexinspect.errors import FlexInspectError
     from flexinspect.trace.reader import TraceReader, open_trace
 
     TrainerCallback: Any
+    AsyncTrainingLogger: Any
+    DiffusionModelDebugger: Any
+    EarlyStopping: Any
+    PyTorchDebugger: Any
+    SwitchBoard: Any
+    TrainingDebugger: Any
+    TrainingLoop: Any
+    board_of_settings: Any
+    debug_context: Any
+    debug_logging: Any
+    disable_debugging: Any
+    enable_debugging: Any
+    get_debugging_status: Any
+    profile_model_performance: Any
     prove: Any
     watch: Any
     watch_training: Any
@@ -43,4 +75,12 @@ def __getattr__(name: str) -> Any:
         from flexinspect import plugins
 
         return plugins.load("flexinspect.capture", name)
+    if name in ("DebugLevel", "DebugSwitches", "TrainingPhase"):
+        from flexinspect import debugging
+
+        return getattr(debugging, name)
+    if name in __all__:  # the debuggers for training, which have their types in that package
+        from flexinspect import plugins
+
+        return getattr(plugins.load("flexinspect.capture", "doors"), name)
     raise AttributeError(f"module 'flexinspect' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 The nearest file from the current folder upwards is the project's; below it lies the per-user file
 `~/.config/flexinspect/config.toml` (`XDG_CONFIG_HOME` and, on Windows, `APPDATA` are respected).
-Two sections exist:
+Four sections exist:
 
     [models]
     my_model = "org/name"                              # a hub id, an alias, or
@@ -12,6 +12,14 @@ Two sections exist:
     [keys]                                             # actions of the interface: see keys.py
     "step.next" = "space"
     "step.previous" = ["b", "left"]
+
+    [breakpoints]                                      # of every run: see docs/breakpoints.md
+    leaks = "finding mask.* >= warning"
+    unsure = "entropy > 3 and step > 2 [once]"
+    [debugging]                                        # switches of the training debuggers
+    gradient_norms = true                              # the others are off
+    [debugging.production]                             # and of a profile, chosen by its name
+    memory_usage = true
 """
 
 from __future__ import annotations
@@ -29,8 +37,8 @@ from typing import Any
 from flexinspect.errors import UsageError
 from flexinspect.sizes import canonical_dtype
 
-SECTIONS = ("models", "keys")
-_SECTIONS_LISTED = " and ".join(f"[{name}]" for name in SECTIONS)
+SECTIONS = ("models", "keys", "breakpoints", "debugging")
+_SECTIONS_LISTED = " and ".join(", ".join(f"[{name}]" for name in SECTIONS).rsplit(", ", 1))
 _ALIAS_KEYS = ("path", "dtype")
 
 
@@ -64,23 +72,29 @@ def expanded(path: str) -> Path:
 class Config:
     """What the user configured; `files` are those that were read, the strongest first.
 
-    `keys` maps ids of `flexinspect.keys` to keys, separated by commas.
+    `keys` maps ids of `flexinspect.keys` to keys, separated by commas; `breakpoints` maps names to
+    conditions, `debugging` profiles ("" for the section itself) to the switches they set, by full
+    name.
     """
 
     models: Mapping[str, ModelAlias] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    breakpoints: Mapping[str, str] = field(default_factory=dict)
+    debugging: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
 
 
 def load_config(start: Path | None = None) -> Config:
     """Read the project's settings upwards from `start` (default: here) and the user's own.
 
-    Raises `UsageError` naming file and line for bad TOML, unknown sections, wrong types, and keys
-    that do not exist or that two actions would share.
+    Raises `UsageError` naming file and line for bad TOML, unknown sections, wrong types, keys that
+    do not exist or that two actions would share, and breakpoints that cannot be read.
     """
     models: dict[str, ModelAlias] = {}
     keys: dict[str, tuple[str, ...]] = {}
     written: dict[str, tuple[Path, str]] = {}
+    breakpoints: dict[str, str] = {}
+    debugging: dict[str, dict[str, bool]] = {}
     files = []
     for found in (_project_settings(start or Path.cwd()), _user_settings()):
         if found is None:
@@ -92,8 +106,12 @@ def load_config(start: Path | None = None) -> Config:
         for action, names in _keys(file, text, settings.get("keys", {})).items():
             keys.setdefault(action, names)
             written.setdefault(action, (file, text))
+        breakpoints = _breakpoints(file, text, settings.get("breakpoints", {})) | breakpoints
+        for profile, switches in _debugging(file, text, settings.get("debugging", {})).items():
+            debugging[profile] = {**switches, **debugging.get(profile, {})}
     _refuse_shared_keys(keys, written)
-    return Config(models, {name: ",".join(keys[name]) for name in keys}, tuple(files))
+    joined = {name: ",".join(keys[name]) for name in keys}
+    return Config(models, joined, breakpoints, debugging, tuple(files))
 
 
 _Found = tuple[Path, str, Mapping[str, Any]]
@@ -184,6 +202,26 @@ def _keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
     return {action: _keys_of(file, text, action, given) for action, given in table.items()}
 
 
+def _breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
+    if not isinstance(table, dict):
+        what = '[breakpoints] must be a table of name = "condition"'
+        raise _bad(file, text, "breakpoints", what, hint=_BREAKPOINTS_HINT)
+    if not table:
+        return {}
+    from flexinspect.breaks import BreakpointBook, ExpressionError
+
+    book = BreakpointBook()
+    for name, condition in table.items():
+        if not isinstance(condition, str):
+            what = f"the breakpoint {name!r} needs a condition in quotes"
+            raise _bad(file, text, name, what, hint=_BREAKPOINTS_HINT)
+        try:
+            book.add(condition)
+        except ExpressionError as error:
+            raise error.at(f"{file}:{_line_of(text, name)}") from None
+    return dict(table)
+
+
 def _keys_of(file: Path, text: str, action: str, given: object) -> tuple[str, ...]:
     """Return the keys of one action as Textual names them."""
     from flexinspect.keynames import FORMS, key_named
@@ -220,6 +258,41 @@ def _refuse_shared_keys(
     raise _bad(*written[clash.given], clash.given, what, hint=hint)
 
 
+_BREAKPOINTS_HINT = 'For instance unsure = "entropy > 3 and step > 2".'
+
+
+def _debugging(file: Path, text: str, table: object) -> dict[str, dict[str, bool]]:
+    """Return what each profile sets, "" being the section itself."""
+    if not isinstance(table, dict):
+        raise _bad(
+            file, text, "debugging", "[debugging] must be a table of switches", hint=_SWITCHES_HINT
+        )
+    profiles = {name: value for name, value in table.items() if isinstance(value, dict)}
+    own = {name: value for name, value in table.items() if name not in profiles}
+    return {
+        profile: _switches(file, text, switches)
+        for profile, switches in {"": own, **profiles}.items()
+    }
+
+
+def _switches(file: Path, text: str, table: Mapping[str, object]) -> dict[str, bool]:
+    from flexinspect.debugging import switch_named
+
+    found = {}
+    for name, value in table.items():
+        try:
+            switch = switch_named(name)
+        except UsageError as error:
+            raise _bad(file, text, name, error.message.rstrip("."), hint=_SWITCHES_HINT) from None
+        if not isinstance(value, bool):
+            raise _bad(
+                file, text, name, f"the switch {name!r} is true or false", hint=_SWITCHES_HINT
+            )
+        found[switch] = value
+    return found
+
+
+_SWITCHES_HINT = 'For instance, below [debugging]: "memory_usage = true".'
 _KEYS_HINT = (
     'For instance "step.next" = "space"; the palette of the interface (p) names every action.'
 )

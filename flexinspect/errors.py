@@ -50,5 +50,9 @@ class TraceWriteError(FlexInspectError):
     """The trace cannot be written any further (full disk, read-only folder)."""
 
 
+class ControlError(FlexInspectError):
+    """A running capture refused a command, or cannot be reached."""
+
+
 class AttentionCallError(FlexInspectError):
     """The attention call of a layer failed; nothing falls back in silence."""

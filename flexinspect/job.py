@@ -6,8 +6,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
+from flexinspect.debugger import DebuggerOptions
 from flexinspect.errors import UsageError
 
 
@@ -39,9 +40,16 @@ class SamplingOptions:
             raise UsageError("--top-k must be 0 (off) or more.")
 
 
+OnBreak = Literal["wait", "stop"]
+"""What a hit of a breakpoint does: pause the run, or end it because nobody could continue it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One run of the ensemble generation. Field names are those of the command line's flags."""
+    """One run of the ensemble generation. Field names are those of the command line's flags.
+
+    `serving` is host, port and token of a control server over TCP; the token is nobody else's.
+    """
 
     out: str
     model: str = "demo"
@@ -65,8 +73,14 @@ class Job:
     threads: int | None = None
     trust_remote_code: bool = False
     overwrite: bool = False
+    breakpoints: tuple[str, ...] = ()
+    on_break: OnBreak = "wait"
+    hold: bool = False
+    control: bool = True
+    serving: tuple[str, int, str] | None = None
     texts: Texts = field(default_factory=Texts)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -82,8 +96,10 @@ class Job:
             values = {name: value for name, value in data.items() if name in known}
             values["texts"] = Texts(**values.get("texts", {}))
             values["sampling"] = SamplingOptions(**values.get("sampling", {}))
-            for name in ("prompts", "argv"):
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
+            for name in ("prompts", "argv", "breakpoints"):
                 values[name] = tuple(values.get(name, ()))
+            values["serving"] = _serving(values)
             return cls(**values)
         except (ValueError, TypeError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
@@ -114,7 +130,12 @@ class ScriptJob:
     layers: str | None = None
     threads: int | None = None
     overwrite: bool = False
+    breakpoints: tuple[str, ...] = ()
+    on_break: OnBreak = "wait"
+    control: bool = True
+    serving: tuple[str, int, str] | None = None
     declaration: Declaration = field(default_factory=Declaration)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
     git: Mapping[str, Any] | None = None
 
@@ -129,11 +150,18 @@ class ScriptJob:
             values: dict[str, Any] = json.loads(text)
             said = values.pop("declaration")
             wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
-            for name in ("args", "argv"):
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
+            for name in ("args", "argv", "breakpoints"):
                 values[name] = tuple(values[name])
+            values["serving"] = _serving(values)
             return cls(**values, declaration=Declaration(tuple(wishes), **said))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+
+
+def _serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:
+    said = values.get("serving")
+    return None if said is None else (str(said[0]), int(said[1]), str(said[2]))
 
 
 def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ from flexinspect.crash import settle_dead
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.job import Job
+from flexinspect.lending import lend
 from flexinspect.scriptcapture import KILLED_AT
 from flexinspect.text import visible
 from flexinspect.trace.places import discard
@@ -50,6 +51,8 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
     if process.poll() is None:
         console.print("finishing the trace (Ctrl-C ends it at once) …")
     _end_like_ctrl_c()
+    while not process.state.stops.empty():
+        process.state.stops.get()  # the interface has shown them
     kind = ScriptRun if process.has_own_streams else LiveRun
     run = kind(process, PlainProgress(console, quiet=True), stops=int(stopping))
     ended = run.watch()
@@ -90,13 +93,23 @@ class LiveRun:
         while True:
             try:
                 code = self._process.poll()
+                self._tell_stops()
                 self._look()
+                if self._process.state.wants_terminal and code is None:
+                    with self._progress.aside():
+                        lend(self._process)
                 if code is not None:
                     self._close()
                     return code
                 time.sleep(LOOK_EVERY_S)
             except KeyboardInterrupt:
                 self._stop()
+
+    def _tell_stops(self) -> None:
+        """Say that the run pauses, even when nothing else is said: else it would seem to hang."""
+        stops = self._process.state.stops
+        while not stops.empty():
+            self._progress.console.print(f"flexinspect: {visible(stops.get())}", soft_wrap=True)
 
     def _stop(self) -> None:
         self._stops += 1
@@ -192,8 +205,15 @@ class ScriptRun(LiveRun):
 
     def _look(self) -> None:
         """Look only when asked to tell of each step: the program may need every core."""
+        self._tell_of_debugger()
         if self._progress.verbose:
             super()._look()
+
+    def _tell_of_debugger(self) -> None:
+        """Say on stderr where to attach: nothing else that we say comes before the end."""
+        said, self._process.state.debugger = self._process.state.debugger, None
+        if said is not None:
+            self._progress.console.print(f"flexinspect: {said}", soft_wrap=True)
 
     def _stop(self) -> None:
         """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""

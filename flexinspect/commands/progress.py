@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -43,6 +45,11 @@ class Progress:
     ) -> None:
         """Nothing to put back."""
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While entered, nothing is drawn: somebody else has the terminal."""
+        yield
+
     def say(self, text: str) -> None:
         """Print a line of its own."""
         self.console.print(visible(text))
@@ -50,7 +57,9 @@ class Progress:
     def event(self, event: EventRecord) -> None:
         """Take an event: a phase moves the bar, anything else is said."""
         if event.kind != "phase":
-            if event.kind != "error":
+            if event.kind == "breakpoint" and not event.text.startswith("paused"):
+                self.say(event.text)
+            elif event.kind not in ("error", "breakpoint"):
                 self.say(f"{event.kind}: {event.text}")
             return
         fraction = event.data.get("fraction")
@@ -130,6 +139,15 @@ class TerminalProgress(Progress):
         trace: TracebackType | None,
     ) -> None:
         self._live.__exit__(kind, error, trace)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While entered, the live lines are gone."""
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.start()
 
     def event(self, event: EventRecord) -> None:
         """Take the event and redraw."""

@@ -12,6 +12,9 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
+from flexinspect.commands.breakflags import add_break_flags, breakpoints_of, on_break
+from flexinspect.commands.debugflags import DEBUG_FLAGS, add_debugger_flags, debugger_of
+from flexinspect.commands.serving import add_control_flags, serving_of, tell_serving
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts
 
@@ -21,7 +24,10 @@ examples:
   flexinspect run --prompt "What is the capital of France?" --prompt "France's capital city?"
   flexinspect run --model llama3.2_3b_it --mask shared-prefix --instruction "Answer briefly."
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
+  flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VSCode
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
+  flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
+  flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
 
   flexinspect run train_or_generate.py                 # your own program, unchanged
   flexinspect run script.py -- --its-own flags         # what follows the script is for it
@@ -31,7 +37,9 @@ examples:
 
 SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
-    *("--no-ui", "--json", "--verbose", "--threads"),
+    *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
+    *("--break", "--wait"),
+    *DEBUG_FLAGS,
 )
 """Flags that go with a program of the user's."""
 
@@ -56,6 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_attention_flags(parser)
     _add_decoding_flags(parser)
     _add_capture_flags(parser)
+    add_debugger_flags(parser)
+    add_break_flags(parser)
+    add_control_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -188,6 +199,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe."""
     try:
         job = checked_job(args)
+        tell_serving(job.serving)
     except FlexInspectError as error:
         if args.json:
             said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
@@ -241,7 +253,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     job = job_of(args)
     check_job(job)
     check_trace(job)
-    return job
+    return replace(job, debugger=debugger_of(args))
 
 
 _OWN = (
@@ -272,6 +284,11 @@ def job_of(args: argparse.Namespace) -> Job:
         layers=args.layers,
         threads=args.threads,
         overwrite=args.overwrite,
+        breakpoints=breakpoints_of(args),
+        on_break=on_break(args),
+        hold=args.hold,
+        control=args.control,
+        serving=serving_of(args),
         texts=Texts(**texts),
         sampling=_sampling({name: said[name] for name in _SAMPLING if name in said}),
         argv=tuple(sys.argv),

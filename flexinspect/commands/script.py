@@ -7,7 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flexinspect.commands.breakflags import breakpoints_of, on_break
+from flexinspect.commands.debugflags import debugger_of
 from flexinspect.commands.run import SCRIPT_FLAGS, check_trace, default_name
+from flexinspect.commands.serving import serving_of
 from flexinspect.errors import UsageError
 from flexinspect.job import Declaration, ScriptJob, parse_layers
 from flexinspect.provenance import git_state
@@ -20,6 +23,8 @@ def script_job(args: argparse.Namespace, given: Sequence[str]) -> ScriptJob:
 
     Raises `UsageError` for those, a program that is not there, and a bad declaration.
     """
+    if args.hold:
+        given = [*given, "--hold"]
     is_module = hasattr(args, "module")
     words = [*getattr(args, "module", ()), *getattr(args, "program", ())]
     program, rest = _split(words)
@@ -39,7 +44,12 @@ def script_job(args: argparse.Namespace, given: Sequence[str]) -> ScriptJob:
         layers=args.layers,
         threads=args.threads,
         overwrite=args.overwrite,
+        breakpoints=breakpoints_of(args),
+        on_break=on_break(args),
+        control=args.control,
+        serving=serving_of(args),
         declaration=_declaration(args),
+        debugger=debugger_of(args),
         argv=tuple(sys.argv),
         git=git_state(Path.cwd()),
     )

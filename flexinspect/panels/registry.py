@@ -25,6 +25,7 @@ ORDER = (
     "findings",
     "run",
     "output",
+    "branches",
     "training",
     "gradstrip",
 )

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
+from flexinspect.rules.causes import with_causes
 from flexinspect.rules.scene import Scene
 
 
@@ -80,8 +82,14 @@ class RuleBook:
     """The rules of one run. A rule that raises is switched off, and an event says so."""
 
     def __init__(
-        self, rules: Sequence[Rule] = (), *, is_loose: bool = False, scene: Scene | None = None
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        is_loose: bool = False,
+        scene: Scene | None = None,
+        branch: int = 0,
     ) -> None:
+        self._branch = branch
         self._rules = [rule for rule in rules if rule.loose] if is_loose else list(rules)
         self._is_loose = is_loose
         self._scene = scene or Scene()
@@ -93,6 +101,26 @@ class RuleBook:
     def names(self) -> tuple[str, ...]:
         """The names of the rules that look; those that failed are not among them."""
         return tuple(_name(rule) for rule in self._rules)
+
+    @property
+    def streams(self) -> frozenset[str]:
+        """The streams that these rules read."""
+        return frozenset(stream for rule in self._rules for stream in rule.streams)
+
+    def anew(self, branch: int) -> RuleBook:
+        """Return a book for a branch, with new objects of the same rules: they have seen nothing.
+
+        One that cannot be made without arguments is left out.
+        """
+        made = []
+        for rule in self._rules:
+            with suppress(TypeError):
+                made.append(type(rule)())
+        return RuleBook(made, is_loose=self._is_loose, branch=branch)
+
+    def share(self, memory: dict[str, Any]) -> None:
+        """Let the rules remember in `memory`, which books of other models of the run have, too."""
+        self._scene.shared = memory
 
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
@@ -112,13 +140,18 @@ class RuleBook:
         found, events = self._ask(lambda rule: rule.look(step), f"step {step.step}", step)
         if not found and not events:
             return step
-        news, repeats = self._collapsed(found)
+        news, repeats = self._collapsed(with_causes(found) if len(found) > 1 else found)
         return replace(
             step,
             findings=(*step.findings, *news),
             repeats=repeats,
             events=(*step.events, *events),
         )
+
+    def recall(self, step: StepRecord) -> tuple[EventRecord, ...]:
+        """Show the rules a step of a parent, of which all was said there; returns who failed."""
+        self._scene.learn(step)
+        return self._ask(lambda rule: rule.look(step), f"step {step.step}", step)[1]
 
     def hear(self, event: EventRecord) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
         """Return what the rules make of an event outside of the steps, and who failed at it."""
@@ -139,10 +172,17 @@ class RuleBook:
             try:
                 new = call(rule)
                 if new:
-                    found += [_completed(rule, finding) for finding in _checked(rule, new)]
+                    checked = map(self._placed, _checked(rule, new))
+                    found += [_completed(rule, finding) for finding in checked]
             except Exception as error:
                 events.append(self._switch_off(rule, error, where, step))
         return found, tuple(events)
+
+    def _placed(self, finding: Finding) -> Finding:
+        """Return a finding with its branch: what is said of a generation is said of this one."""
+        if finding.branch or not self._branch:
+            return finding
+        return replace(finding, branch=self._branch)
 
     def _collapsed(self, found: Sequence[Finding]) -> tuple[list[Finding], tuple[Repeat, ...]]:
         """Split findings into new ones and those of a series that was told of before."""

@@ -159,7 +159,7 @@ def generation(values: Row) -> GenerationRow:
 
 def branch(values: Row) -> BranchRow:
     """Return a branch from all its cleaned columns."""
-    return BranchRow(*values)
+    return BranchRow(*(*values[:-1], _dict(values[-1])))
 
 
 def step(values: Row) -> StepRow:

@@ -101,6 +101,8 @@ def _branch(what: Selection, branch: BranchRow) -> Iterator[str]:
     yield f"  branch {branch.branch}{fork}  {visible(branch.state)}  {visible(branch.stop_reason)}"
     yield f"    started  {_time(branch.started_at)}  ended  {_time(branch.ended_at)}"
     yield f"    answer   {quoted(branch.answer)}"
+    if branch.change:
+        yield f"    change   {plain_json(branch.change)}"
     segments = [
         (number, row.start, row.stop, row.owner, row.kind.value, visible(row.label))
         for number, row in enumerate(what.reader.segments(branch.generation, branch.branch))

@@ -101,11 +101,16 @@ def generation_begin(record: GenerationRecord) -> list[Statement]:
 
 
 def branch_begin(
-    generation: int, branch: int, parent: int | None, fork_step: int | None, at: float
+    generation: int,
+    branch: int,
+    parent: int | None,
+    fork_step: int | None,
+    at: float,
+    change: Mapping[str, Any] | None = None,
 ) -> list[Statement]:
     """Return the statements of a new branch."""
     row = [generation, branch, parent, fork_step, "recording", "", "", at, None]
-    return [(insert_sql(schema.BRANCHES, 1), row)]
+    return [(insert_sql(schema.BRANCHES, 1), [*row, to_json(dict(change or {}))])]
 
 
 def generation_end(record: GenerationEnd) -> list[Statement]:

@@ -80,14 +80,13 @@ def replay(
 ) -> Iterator[StepRecord | EventRecord]:
     """Yield the steps of a generation, and the events that belong to none of them, as they came.
 
-    Branch after branch. Of the steps' own arrays only those of `streams` are there ("*": all);
-    findings are left out. Raises `TraceError`.
+    Those of its first branch; `steps` gives those of others. Of the steps' own arrays only those
+    of `streams` are there ("*": all); findings are left out. Raises `TraceError`.
     """
     heard = _Heard(reader, generation)
-    for branch in reader.branches(generation):
-        for step in steps(reader, generation, branch.branch, streams):
-            yield from heard.before(step)
-            yield step
+    for step in steps(reader, generation, 0, streams):
+        yield from heard.before(step)
+        yield step
     yield from heard.rest()
 
 

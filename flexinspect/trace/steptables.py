@@ -234,6 +234,7 @@ STREAMS = {
     "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",
     "attention.slots": "float (layers, 5): where the newest row sees slots that hold nothing of "
     "its text: open keys, all-zero ones and their weight, stale ones and theirs",
+    "logits.row": "float (vocabulary): the newest row's logits, before processors; level extreme",
     "inputs.ids": "int (sequences, rows): token ids fed, of a batch of several",
     "inputs.positions": "int (sequences, rows): position ids, of a batch where they may differ",
     "inputs.mask": "bool (sequences, keys): the 2D attention mask fed to an empty cache",

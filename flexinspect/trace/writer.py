@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding
+from flexinspect.prompts import Segment
 from flexinspect.records import (
     EventRecord,
     GenerationEnd,
@@ -125,13 +126,23 @@ class TraceWriter:
             self._tidy()
             self._commit(encode.generation_begin(record), f"generation {record.generation}")
 
-    def begin_branch(self, generation: int, branch: int, parent: int, fork_step: int) -> None:
+    def begin_branch(
+        self,
+        generation: int,
+        branch: int,
+        parent: int,
+        fork_step: int,
+        change: Mapping[str, Any] | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> None:
         """Record a fork of `parent`, whose first own step is `fork_step`.
 
-        A branch holds only its own steps and tokens; what lies before is its parent's. Raises
-        `TraceWriteError`.
+        A branch holds only its own steps and tokens; what lies before is its parent's. `change` is
+        what made it differ, as `BranchRecord` has it. Raises `TraceWriteError`.
         """
-        statements = encode.branch_begin(generation, branch, parent, fork_step, time.time())
+        place = (generation, branch, parent, fork_step)
+        statements = encode.branch_begin(*place, time.time(), change)
+        encode.segments(statements, (generation, branch), segments)
         with self._lock:
             self._commit(statements, f"branch {branch} of generation {generation}")
 

@@ -28,7 +28,10 @@ from flexinspect.errors import TraceWriteError
 from flexinspect.job import ScriptJob, parse_layers
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.levels import SessionLevels
 from flexinspect_hooks.fedrows import FedRows
 from flexinspect_hooks.foundwords import FoundWords, Tokenizers
 from flexinspect_hooks.layers import attention_layers
@@ -131,7 +134,18 @@ class ModelFinder:
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
         self._loose: LooseCalls | None = None
+        self._gate: Gate | None = None
+        self._levels: SessionLevels | None = None
+        self._breaking: Breaking | None = None
         self.recorder.start()
+
+    def obey(self, gate: Gate, levels: SessionLevels) -> None:
+        """Let every session, from now on, wait at this gate and follow these levels."""
+        self._gate, self._levels = gate, levels
+
+    def break_on(self, breaking: Breaking) -> None:
+        """Let every session, from now on, judge these breakpoints."""
+        self._breaking, self.recorder.judge = breaking, breaking
 
     # -- where models are met --------------------------------------------------------------------
 
@@ -199,6 +213,8 @@ class ModelFinder:
         loose = LooseCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
         loose.__enter__()
         self._loose = loose
+        if self._levels is not None:
+            self._levels.attach(loose)
 
     # -- a model ---------------------------------------------------------------------------------
 
@@ -226,6 +242,11 @@ class ModelFinder:
             what = f"{type(error).__name__}: {error}"
             self.event("unseen", f"A {type(model).__name__} cannot be watched: {what}")
             return None
+        session.gate = self._gate
+        if self._levels is not None:
+            self._levels.attach(session)
+        if self._breaking is not None:
+            session.break_on(self._breaking)
         self._sessions.append(session)
         self._tell_model({**model_facts(model), "name": company.name})
         return session

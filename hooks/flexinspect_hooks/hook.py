@@ -74,6 +74,10 @@ class CaptureContext:
     is_open: bool = False
     sees_kernels: bool = False
     """Whether kernels are watched where they are: for code that is not ours."""
+    on_call: Callable[[Any], None] | None = None
+    """Told each attention call (`CallRef`) as it returns, while a breakpoint asks for it."""
+    on_kernel: Callable[[Any], None] | None = None
+    """Told each kernel's call (`Done`) in the same way, where kernels are seen."""
     tell: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
 

@@ -30,7 +30,7 @@ from flexinspect_hooks.kernelcalls import Done, KernelCalls, Note, is_any_open
 from flexinspect_hooks.kernels import BUILD, FLEX
 from flexinspect_hooks.memory import MemoryHook
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
-from flexinspect_hooks.session import CaptureSession
+from flexinspect_hooks.session import CaptureSession, check_level
 
 LIMIT = 500
 """Calls that are recorded; a program that makes more is no trial any more."""
@@ -114,6 +114,10 @@ class LooseCalls(CaptureSession):
         if builds := self._attention.calls.unclaimed():
             self._try(lambda: self._record_builds(builds))
         super().__exit__(kind, error, trace)
+
+    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
+        """Record at another level from the next call on; there are no layers to choose."""
+        self.level = check_level(level) if level else self.level
 
     def _take(self, call: Done, started: float) -> None:
         """Record one call, or why it could not be."""

@@ -14,13 +14,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, protocol
+from flexinspect.control.addresses import Serving
 from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.job import ScriptJob
 from flexinspect.records import EventRecord, OutputRecord
@@ -28,6 +27,11 @@ from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.children import ChildCount
+from flexinspect_hooks.control.levels import SessionLevels
+from flexinspect_hooks.control.running import Running
+from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.debugging.session import Debugging
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
@@ -36,6 +40,8 @@ from flexinspect_hooks.program import (
     state_of,
     without_us,
 )
+from flexinspect_hooks.runbreaks import RunBreaks
+from flexinspect_hooks.scriptcontrol import Control
 
 if TYPE_CHECKING:
     from flexinspect_hooks.findmodels import ModelFinder
@@ -64,7 +70,8 @@ def on_torch(run: ScriptRun) -> None:
 class ScriptRun:
     """One program from its first line to its closed trace."""
 
-    def __init__(self, job: ScriptJob, control: Control) -> None:
+    def __init__(self, job: ScriptJob, control: Control, debugging: Debugging) -> None:
+        self._debugging = debugging
         self.job = job
         self._control = control
         self._pid = os.getpid()
@@ -77,6 +84,8 @@ class ScriptRun:
         self._is_making = False
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
+        self._levels, self._running = _control_of(job, self.writer)
+        self._breaks = RunBreaks(job, self._running, self._tell_pause)
         crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
             protocol.TRACE,
@@ -94,7 +103,7 @@ class ScriptRun:
         self._arrivals = Arrivals(
             {
                 "torch": lambda: on_torch(self),
-                "torch.nn.attention.flex_attention": lambda: self._find(_LOOSE),
+                "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._find(_GENERATE),
                 "transformers.tokenization_utils_base": self._tokenizers.watch,
@@ -104,7 +113,9 @@ class ScriptRun:
             failed=self._not_installed,
         )
         atexit.register(self._close)
-        threading.Thread(target=self._listen, name="flexinspect-control", daemon=True).start()
+        listener = threading.Thread(target=self._listen, name="flexinspect-control", daemon=True)
+        run_on(listener).start()
+        self._debugging.begin(self.writer.recording_path, self.event)
         self._phase(_RUNNING)
         self._arrivals.install()
         _flush_lines()
@@ -112,8 +123,16 @@ class ScriptRun:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._ended_by(error)
+            stopped = self._breaks.stopped() if isinstance(error, KeyboardInterrupt) else None
+            if stopped is not None:
+                facts = {"message": stopped.message, "hint": stopped.hint}
+                self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+                raise SystemExit(stopped.exit_code) from None
             show_without_us(error)
             raise
+
+    def _tell_pause(self, text: str) -> None:
+        self._control.say(protocol.STOPPED, text=text)
 
     def _find(self, what: str) -> None:
         """Let the finder do something, by the name of its method; torch is loaded.
@@ -141,8 +160,19 @@ class ScriptRun:
         if self._finder is None:
             from flexinspect_hooks.findmodels import ModelFinder
 
-            self._finder = ModelFinder(self.job, self.writer, self._tokenizers)
+            self._running.start()
+            finder = ModelFinder(self.job, self.writer, self._tokenizers)
+            finder.obey(self._running.gate, self._levels)
+            self._running.record_with(finder.recorder)
+            finder.break_on(self._breaks.begin(finder.recorder))
+            if self._running.note:
+                self.event("control", f"No commands are taken: {self._running.note}")
+            self._finder = finder
         return self._finder
+
+    def _on_flex(self) -> None:
+        self._find(_LOOSE)
+        self._debugging.on_flex(self.event)
 
     def _on_transformers(self) -> None:
         import torch
@@ -183,6 +213,8 @@ class ScriptRun:
                 self._keep(facts["items"])
             elif facts["kind"] == protocol.DRAINED:
                 self._drained.set()
+            elif facts["kind"] == protocol.TERMINAL:
+                self._debugging.granted()
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGINT)
         self._drained.set()
@@ -201,6 +233,8 @@ class ScriptRun:
     def _ended_by(self, error: BaseException) -> None:
         self._error = error
         without_us(error)
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._debugging.post_mortem(error)
         if self._finder is not None:
             self._finder.failed(error)
         elif not isinstance(error, SystemExit):
@@ -214,7 +248,9 @@ class ScriptRun:
         if os.getpid() != self._pid:
             return
         self._is_closing = True
+        self._running.close()
         crumbs.remove_crumbs()
+        self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
         self._tokenizers.end()
@@ -223,7 +259,8 @@ class ScriptRun:
         self._tell_unseen()
         if cost is not None:
             self.tell(cost=cost)
-        self.tell(exit_code=exit_code_of(self._error))
+        stopped = self._breaks.stopped()
+        self.tell(exit_code=stopped.exit_code if stopped else exit_code_of(self._error))
         with suppress(TraceWriteError):
             self.writer.close(state_of(self._error))
         self._control.say(protocol.KEPT, path=str(self.writer.path), note=self._note())
@@ -249,6 +286,7 @@ class ScriptRun:
 
     def _forked(self) -> None:
         """Become invisible: this is a forked child, and the trace is its parent's."""
+        self._running.forget()
         self._arrivals.remove()
         self._tokenizers.end()
         self._children.end()
@@ -266,6 +304,19 @@ def _nothing_seen() -> str:
         f"No transformers model was found: {why}. "
         "flexinspect.watch(module) in the code records any torch module."
     )
+
+
+def _control_of(job: ScriptJob, writer: TraceWriter) -> tuple[SessionLevels, Running]:
+    """Return what commands reach. What is wrong with an address leaves no trace behind."""
+    levels = SessionLevels(job.level, job.layers)
+    about = About("program", job.program, str(writer.recording_path))
+    serving = Serving(*job.serving) if job.serving is not None else None
+    try:
+        return levels, Running(about, levels, is_served=job.control, serving=serving)
+    except UsageError:
+        writer.close("failed")
+        writer.discard()
+        raise
 
 
 def _open_trace(job: ScriptJob) -> TraceWriter:
@@ -307,49 +358,12 @@ def _flush_lines() -> None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-class Control:
-    """The socket to whoever started us. Lines of the protocol, both ways."""
-
-    def __init__(self, number: int) -> None:
-        os.set_inheritable(number, False)
-        self._socket = socket(fileno=number)
-        self._saying = threading.Lock()
-        self._rest = b""
-
-    def first_line(self) -> str:
-        """Return the first line, the job."""
-        return next(self._lines(), b"").decode()
-
-    def heard(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the facts of each line until the other side is gone."""
-        for line in self._lines():
-            facts = protocol.parse(line.decode())
-            if facts is not None:
-                yield facts
-
-    def _lines(self) -> Iterator[bytes]:
-        """Read without Python's buffer, whose lock no daemon thread may hold at the end."""
-        parts = [self._rest]
-        with suppress(OSError):
-            while piece := self._socket.recv(1 << 16):
-                *lines, piece = piece.split(b"\n")
-                for line in lines:
-                    yield b"".join([*parts, line])
-                    parts.clear()
-                parts.append(piece)
-                self._rest = b"".join(parts)
-
-    def say(self, kind: str, **facts: Any) -> None:
-        """Send a line."""
-        with suppress(OSError), self._saying:
-            self._socket.sendall((protocol.line(kind, **facts) + "\n").encode())
-
-
 def main(number: int) -> int:
     """Run the job that comes through the socket of this number; the program's end is ours."""
     control = Control(number)
     try:
-        run = ScriptRun(ScriptJob.from_json(control.first_line()), control)
+        job = ScriptJob.from_json(control.first_line())
+        run = ScriptRun(job, control, Debugging(job.debugger, control.say))
     except FlexInspectError as error:
         facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
         control.say(protocol.ERROR, **facts)

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flexinspect import plugins
-from flexinspect.errors import FlexInspectError, UsageError
+from flexinspect.control.messages import Place
+from flexinspect.errors import UsageError
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     LEVELS,
@@ -27,48 +27,25 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule, RuleBook
-from flexinspect_hooks.buffer import StepBuffer
+from flexinspect_hooks.branching import Branching
+from flexinspect_hooks.breakhooks import ModelBreaks
+from flexinspect_hooks.breaking import Breaking
+from flexinspect_hooks.buffer import StepBuffer, side_stream
 from flexinspect_hooks.clock import StepClock, StepContext
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.passing import Switch, pass_gate
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.graphs import GraphCount
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
-
-
-def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return the registered hooks, ready to install, and the sentence of each that failed.
-
-    Raises `FlexInspectError` when none is registered, rather than record nothing.
-    """
-    classes, failed = plugins.load_all("flexinspect.hooks")
-    if not classes and not failed:
-        raise FlexInspectError(
-            "No capture hook is registered, so nothing would be recorded.",
-            hint="flexinspect is not installed in this Python: pip install -e . (or make setup).",
-        )
-    return [classes[name]() for name in sorted(classes)], failed
-
-
-def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
-    """Return the registered rules for steps as they come, and why some could not be made."""
-    classes, failed = plugins.load_all("flexinspect.rules")
-    rules = []
-    for name, make in classes.items():
-        try:
-            rule = make()
-            if not rule.dear:
-                rules.append(rule)
-        except Exception as error:
-            failed[name] = f"It could not be made: {type(error).__name__}: {error}"
-    return rules, failed
-
+from flexinspect_hooks.registered import built_in_hooks, built_in_rules
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks somewhere, in the order in which they were entered."""
 
 
-class CaptureSession:
+class CaptureSession(Branching):
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
@@ -113,7 +90,7 @@ class CaptureSession:
         self._step: StepContext | None = None
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
-        self._stream = _side_stream(self._device)
+        self._stream = side_stream(self._device)
         layer_of = attention_layers(model)
         self.context = CaptureContext(
             model=model,
@@ -125,6 +102,11 @@ class CaptureSession:
             tell=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
         self._segments: tuple[Segment, ...] = ()
+        self.gate: Gate | None = None
+        self.place = Place()
+        """The last step that is finished."""
+        self._switch = Switch()
+        self._breaks: ModelBreaks | None = None
         self.capture_s = 0.0
         self.total_s = 0.0
 
@@ -196,6 +178,8 @@ class CaptureSession:
         Hooks of several sessions lie over each other in one place, so they go in reverse order:
         those of a session that ends before a later one wait for it, and see no step any more.
         """
+        if self._breaks is not None:
+            self._breaks.remove()
         own = [remove for owner, remove in self._removes if owner is None]
         self._removes = [pair for pair in self._removes if pair[0] is not None]
         while own:
@@ -206,6 +190,20 @@ class CaptureSession:
             while last._removes:
                 last._removes.pop()[1]()
 
+    def break_on(self, breaking: Breaking) -> None:
+        """Judge these breakpoints: while a forward runs, and when its step is written."""
+        self._breaks = ModelBreaks(breaking, self.context, self.recorder.drain)
+        self.recorder.judge = breaking
+
+    def pass_breakpoints(self) -> None:
+        """Let breakpoints stop that the last step of a generation has met.
+
+        Raises `KeyboardInterrupt` when the run is to stop.
+        """
+        if self._breaks is not None and self._breaks.is_at_work:
+            self._breaks.pass_on()
+            pass_gate(self.gate, self.place)
+
     # -- a generation ----------------------------------------------------------------------------
 
     def begin_generation(self, record: GenerationRecord) -> None:
@@ -214,6 +212,7 @@ class CaptureSession:
         Returns once the prompt is in the trace, so that it is there whatever the prefill does.
         """
         self._clock.begin(record.generation)
+        self.place = Place(record.generation)
         self.context.segments = self._segments = record.segments
         self.recorder.begin(record, self._book)
         for hook in list(self._hooks):
@@ -221,15 +220,17 @@ class CaptureSession:
         self.recorder.drain()
 
     def end_generation(self, record: GenerationEnd) -> None:
-        """End a generation, dropping a step whose token was never chosen."""
+        """End a generation or a branch, dropping a step whose token was never chosen."""
         self._abandon()
         self.recorder.put(record)
 
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
+        # Of a graph as a whole nothing is seen.
+        if self._is_muted or torch.compiler.is_compiling():
             return
+        pass_gate(self.gate, self.place)
         started = time.perf_counter()
         self._abandon()
         self._remove_switched_off()
@@ -243,9 +244,19 @@ class CaptureSession:
         self._begin_step(step)
         step.capture_s += time.perf_counter() - started
 
+    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
+        """Record at another level, or store other layers, from the next step on. From any thread.
+
+        Raises `UsageError` for an unknown level.
+        """
+        self._switch.ask(level=check_level(level) if level else None, layers=layers)
+
     def _begin_step(self, step: StepContext) -> None:
+        self.level = self._switch.take(step, self.context)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
+        if self._breaks is not None:
+            self._breaks.open(step)
         step.arguments = {}  # a forward that fails must not leave a cache alive
         self._step, self.context.is_open = step, True
 
@@ -278,6 +289,7 @@ class CaptureSession:
         reduced = time.perf_counter()
         # From here on the step belongs to the writer thread.
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
+        self.place = Place(step.generation, step.branch, step.step)
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started
@@ -380,13 +392,6 @@ def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str,
         "ratio": round(spent / max(total_s - spent, 1e-9), 5),
         "steps": recorder.n_steps,
     }
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
 
 
 def check_level(level: str) -> str:

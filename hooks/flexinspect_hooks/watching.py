@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from flexinspect import __version__, masks
+from flexinspect.breaks import BreakpointBook
 from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.findings import Finding
 from flexinspect.glance import Glance, glance
@@ -24,12 +25,18 @@ from flexinspect.provenance import git_state
 from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.breaking import Breaking, Stopper
+from flexinspect_hooks.control.levels import SessionLevels
+from flexinspect_hooks.control.running import Running
+from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.layers import attention_layers
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.program import state_of
 from flexinspect_hooks.session import check_level
 from flexinspect_hooks.spans import Wish, read_wishes
+from flexinspect_hooks.stoppers import CallingStopper, GateStopper
 from flexinspect_hooks.story import IdWords, TokenizerWords, Wishes, Words
+from flexinspect_hooks.watchbreaks import Call, OnBreak, say_on_stderr, who_stops
 from flexinspect_hooks.watchsession import WatchSession
 
 _watched: set[int] = set()
@@ -45,6 +52,9 @@ def watch(
     segments: Iterable[Wish] | None = None,
     mask: str | MaskRule | None = None,
     layers: Sequence[int] | None = None,
+    breakpoints: Iterable[str] = (),
+    on_break: OnBreak = None,
+    control: bool = False,
 ) -> Watch:
     """Record what `model` does while the `with` block runs, whatever code calls it.
 
@@ -53,7 +63,16 @@ def watch(
     to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskRule`, to
     compare with what ran. `layers` are those whose activations level extreme stores (default: all).
 
-    Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way.
+    With `control` the `flexinspect ctl` command and others can pause the model meanwhile, and
+    change the level.
+
+    `breakpoints` are conditions as in docs/breakpoints.md. At a hit `on_break` is called with a
+    `BreakpointHit`, in the model's thread; "pdb" opens Python's debugger in the user's frame. By
+    default the model pauses with `control`, else pdb opens on a terminal, and elsewhere the hit is
+    printed on stderr.
+
+    Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way, a
+    breakpoint that cannot be read.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
@@ -66,7 +85,12 @@ def watch(
     if path.exists():
         raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
     wishes = Wishes(_words(tokenizer), read_wishes(segments), mask)
-    return Watch(model, path, wishes, level=level, layers=_checked(layers, model))
+    stops = None if control and on_break is None else who_stops(on_break)
+    chosen = _checked(layers, model)
+    watched = Watch(model, path, wishes, level=level, layers=chosen, control=control, stops=stops)
+    for text in breakpoints:
+        watched.breakpoints.add(text, source="watch")
+    return watched
 
 
 class Watch:
@@ -80,7 +104,14 @@ class Watch:
         *,
         level: str,
         layers: Sequence[int] | None,
+        control: bool,
+        stops: Call | None,
     ) -> None:
+        self._is_controlled = control
+        self._running: Running | None = None
+        self.breakpoints = BreakpointBook()
+        """Those that are set; more may be added at any time."""
+        self._stops = stops
         self.path = path.absolute()
         self._model, self._wishes = model, wishes
         self._level, self._layers = level, layers
@@ -104,6 +135,9 @@ class Watch:
             )
             session.__enter__()
             session.watch_generate()
+            if self._is_controlled:
+                self._running = _controlled(session, writer)
+            self._break(session)
         except BaseException:
             writer.close("failed")
             writer.discard()
@@ -126,6 +160,8 @@ class Watch:
         _watched.discard(id(self._model))
         self._session, state = None, state_of(error)
         # Whatever fails here must not take the place of the user's own exception.
+        if self._running is not None:
+            self._running.close()
         for step in (
             lambda: session.close(state, error),
             lambda: session.__exit__(kind, error, trace),
@@ -133,6 +169,20 @@ class Watch:
             lambda: writer.close(state),
         ):
             _quietly(step)
+        if error is None:
+            session.pass_breakpoints()
+
+    def _break(self, session: WatchSession) -> None:
+        """Judge breakpoints, and pause, or call who is to be called."""
+        stopper: Stopper
+        if self._stops is not None:
+            stopper = CallingStopper(self._stops)
+        else:
+            assert self._running is not None
+            stopper = GateStopper(self._running.gate, say_on_stderr)
+        session.break_on(Breaking(self.breakpoints, stopper, session.recorder.put))
+        if self._running is not None:
+            self._running.parts.breakpoints = self.breakpoints
 
     def _conclude(self, session: WatchSession, writer: TraceWriter) -> None:
         failure = session.recorder.failure
@@ -189,6 +239,22 @@ class Watch:
 
     def _nothing_yet(self) -> str:
         return f"Nothing is recorded yet; the trace will be {visible(str(self.path))}."
+
+
+def _controlled(session: WatchSession, writer: TraceWriter) -> Running:
+    """Take commands for a session from now on."""
+    stored = ",".join(map(str, session.context.layers))
+    levels = SessionLevels(session.level, stored)
+    title = type(session.context.model).__name__
+    about = About("watch", title, str(writer.recording_path))
+    running = Running(about, levels, is_served=True, serving=None)
+    levels.attach(session)
+    session.gate = running.gate
+    running.record_with(session.recorder)
+    running.start()
+    if running.note:
+        print(f"flexinspect: no commands are taken: {running.note}", file=sys.stderr)
+    return running
 
 
 def _quietly(call: Callable[[], object]) -> None:

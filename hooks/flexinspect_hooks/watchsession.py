@@ -18,15 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexinspect.control import messages as control
 from flexinspect.records import EventRecord, TokenRecord
 from flexinspect.rules.cachekinds import CACHED_PROMPT
 from flexinspect_hooks.attention import UNSEEN
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext, cached_length, query_length
+from flexinspect_hooks.control.passing import pass_gate
 from flexinspect_hooks.fedrows import ArgumentNames, FedRows
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.kernelcalls import in_words
 from flexinspect_hooks.logits import reduce_chosen
+from flexinspect_hooks.ownloops import is_followed, newest_row
 from flexinspect_hooks.program import without_us
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.saidwords import facts_of_config
@@ -97,6 +100,7 @@ class WatchSession(CaptureSession):
         self._told_error: BaseException | None = None
         self._is_broken = self._is_followed = False
         self._calls = self._n_arrived = 0
+        self._stood_s = 0.0
         self._prompt: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WatchSession:
@@ -109,6 +113,7 @@ class WatchSession(CaptureSession):
         if torch.compiler.is_compiling() or module is not self._model:
             return  # of a graph as a whole nothing is seen; and a copy is another model
         started = time.perf_counter()
+        self._stood_s = 0.0
         try:
             if self._step is not None:
                 self._lose(self._step)
@@ -120,7 +125,7 @@ class WatchSession(CaptureSession):
             self._abandon()
             return
         self._begin_step(step)
-        step.capture_s += time.perf_counter() - started
+        step.capture_s += time.perf_counter() - started - self._stood_s
 
     def _arrive(
         self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
@@ -133,9 +138,11 @@ class WatchSession(CaptureSession):
         place = self._sequences.place(Fed(n_rows, cached, rows.token_ids))
         if place.begins:
             self._end()
+            self._stand()
             self._begin(place, rows)
         else:
             self._settle(rows if place.chosen else None, place.pos, started)
+            self._stand()
         self._clock.move(place.generation, place.step)
         step = self._clock.open(args, arguments, self.level)
         step.arguments = arguments
@@ -146,6 +153,14 @@ class WatchSession(CaptureSession):
         assert story is not None
         self._given = (lambda: story.given(rows, place)) if is_given else tuple
         return step
+
+    def _stand(self) -> None:
+        """Wait at the gate; a forward that is stopped there never came."""
+        try:
+            self._stood_s = pass_gate(self.gate, self.place)
+        except KeyboardInterrupt:
+            self._sequences.undo()
+            raise
 
     def _note(self, step: StepContext, place: Place, rows: FedRows) -> None:
         say = step.events.append
@@ -182,7 +197,7 @@ class WatchSession(CaptureSession):
             return
         try:
             # A call of generate copies the row before it changes it; another loop may not.
-            row = step.logits = _newest_row(output, self._model, copy=not self._calls)
+            row = step.logits = newest_row(output, self._model, copy=not self._calls)
             step.output = output
             buffer = StepBuffer(self._device, self._stream)
             kept = self._reduce(step, buffer)
@@ -216,6 +231,7 @@ class WatchSession(CaptureSession):
 
         step.capture_s += time.perf_counter() - started
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), tokens))
+        self.place = control.Place(step.generation, 0, step.step)
         self.capture_s += step.capture_s
         self.total_s += ended - step.started
 
@@ -333,7 +349,7 @@ class WatchSession(CaptureSession):
         if self._calls > 1:
             return
         self._end()
-        self._is_followed = _is_followed(self._model, kwargs)
+        self._is_followed = is_followed(self._model, kwargs)
         prompt = next((v for v in (*args[:1], *map(kwargs.get, _PROMPTS)) if v is not None), None)
         n_prompt = int(prompt.shape[1]) if isinstance(prompt, Tensor) and prompt.dim() > 1 else 0
         self._prompt = prompt if n_prompt else None
@@ -355,6 +371,7 @@ class WatchSession(CaptureSession):
             self._event("step-unread", f"What generate returned was not read: {what}")
         self._end()
         self._sequences.end()
+        self.pass_breakpoints()
 
     def _take_last(self, result: Any) -> None:
         """Settle the last step with the token at the end of what `generate` returned."""
@@ -370,29 +387,3 @@ class WatchSession(CaptureSession):
 
 
 _PROMPTS = ("inputs", "input_ids")
-_UNFOLLOWED = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "penalty_alpha")
-
-
-def _is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Say whether a call of generate feeds row 0 what row 0 chose, one token at a time."""
-    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
-
-    def asked(name: str) -> Any:
-        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
-        return next((value for value in values if value is not None), None)
-
-    return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED)
-
-
-def _newest_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
-    """Return the newest row of logits (V,) of batch 0, None when there are none."""
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        size = getattr(getattr(model, "config", None), "vocab_size", None)
-        parts = output if isinstance(output, tuple) else (output,)
-        whole = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
-        logits = next((part for part in whole if part.shape[2] == size), None)
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
-        return None
-    row = logits[0, -1].detach()
-    return row.clone() if copy else row

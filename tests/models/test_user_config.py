@@ -80,7 +80,7 @@ def test_a_folder_is_relative_to_the_file(home: Path) -> None:
         ('[models]\n"a.b" = { path = "x/y", device = "cpu" }\n', 2, "unknown key 'device'"),
         ("models = 3\n", 1, "[models] must be a table"),
         ('\n[model]\nmine = "x/y"\n', 2, "did you mean [models]?"),
-        ("[colours]\n", 1, "known: [models] and [keys]"),
+        ("[colours]\n", 1, "known: [models], [keys], [breakpoints] and [debugging]"),
     ],
 )
 def test_a_mistake_is_named_with_file_and_line(
@@ -176,3 +176,39 @@ def test_a_key_of_textual_itself_cannot_be_taken(home: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_config()
     assert caught.value.hint == "'ctrl+q' cannot be taken from 'app.quit'; choose another key."
+
+
+# -- breakpoints -------------------------------------------------------------------------------
+
+
+def test_breakpoints_are_read_by_name_and_the_project_goes_before_the_user(home: Path) -> None:
+    own = home.parent / "xdg" / "flexinspect" / "config.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text('[breakpoints]\nunsure = "entropy > 2"\nsick = "nan or inf"\n')
+    (home / "flexinspect.toml").write_text('[breakpoints]\nunsure = "entropy > 3 [once]"\n')
+    assert load_config().breakpoints == {"unsure": "entropy > 3 [once]", "sick": "nan or inf"}
+
+
+def test_a_breakpoint_that_cannot_be_read_is_told_with_file_line_and_place(home: Path) -> None:
+    (home / "flexinspect.toml").write_text('[breakpoints]\n\nunsure = "entropi > 3"\n')
+    with pytest.raises(UsageError) as caught:
+        load_config()
+    first, shown, mark = caught.value.message.splitlines()
+    assert first.endswith("flexinspect.toml:3: entropi is no name that a breakpoint knows.")
+    assert (shown, mark) == ("  entropi > 3", "  ^^^^^^^")
+    assert caught.value.hint == "Did you mean entropy?"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[breakpoints]\nunsure = 3\n", ":2: the breakpoint 'unsure' needs a condition in quotes"),
+        ('breakpoints = "nan"\n', ":1: [breakpoints] must be a table"),
+    ],
+)
+def test_breakpoints_of_another_form_are_refused(home: Path, text: str, said: str) -> None:
+    (home / "flexinspect.toml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load_config()
+    assert said in caught.value.message
+    assert "entropy > 3" in (caught.value.hint or "")

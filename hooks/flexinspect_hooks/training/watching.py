@@ -27,6 +27,7 @@ from flexinspect.trainingfacts import TrainingSummary
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.program import state_of
 from flexinspect_hooks.session import check_level
+from flexinspect_hooks.training.counting import answer_from
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.session import TrainingSession
 
@@ -108,6 +109,7 @@ class TrainingWatch:
             writer.discard()
             raise
         self._writer, self._session = writer, session
+        answer_from(session.summary)
         _watched.add(id(self._model))
         if writer.note:
             self._say(writer.note)

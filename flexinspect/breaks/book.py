@@ -1,0 +1,169 @@
+"""The breakpoints of a run: which are set, how often each was met, and what a hit means."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from flexinspect.breaks.options import Options, split_options
+from flexinspect.breaks.parser import parse
+from flexinspect.breaks.tree import Expression, has_finding, sights_in, to_text, wants_calls
+from flexinspect.breaks.words import INF, NAN
+from flexinspect.control.messages import BreakpointInfo
+
+
+class Action(StrEnum):
+    """What a hit means."""
+
+    STOP = "stop"
+    LOG = "log"
+    PASS = "pass"
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """One breakpoint as it stands. `source` says who set it; `note` what there is to know of it."""
+
+    id: int
+    expression: Expression
+    options: Options
+    is_enabled: bool = True
+    n_hits: int = 0
+    source: str = ""
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        """The condition, as it is written again."""
+        return to_text(self.expression)
+
+    @property
+    def name(self) -> str:
+        """What it is called in a sentence."""
+        return f"Breakpoint {self.id}"
+
+    def info(self) -> BreakpointInfo:
+        """Return what is told of it."""
+        options = self.options
+        return BreakpointInfo(
+            id=self.id,
+            text=self.text,
+            is_enabled=self.is_enabled,
+            hits=options.hits,
+            once=options.once,
+            log_only=options.log,
+            n_hits=self.n_hits,
+            note=self.note or _note(self.expression),
+        )
+
+
+class BreakpointBook:
+    """All breakpoints of a run. Any thread may ask and change it.
+
+    `version` changes with the set of enabled breakpoints, so that whoever prepares for them can see
+    at the price of one comparison that nothing has changed; it is 0 while none was ever set.
+    `finding_ids` gives the ids that a `finding` is checked against; without it none is refused.
+    `changed` is called after each change of that set, in the thread that made it.
+    """
+
+    def __init__(
+        self,
+        *,
+        finding_ids: Callable[[], Collection[str]] | None = None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._breakpoints: dict[int, Breakpoint] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._finding_ids = finding_ids
+        self.changed = changed
+        self.version = 0
+
+    def add(
+        self,
+        text: str,
+        *,
+        hits: int = 0,
+        once: bool = False,
+        log_only: bool = False,
+        source: str = "",
+    ) -> BreakpointInfo:
+        """Set a breakpoint. `text` may end with options in brackets, which the others add to.
+
+        Raises `ExpressionError`, which points at what cannot be read.
+        """
+        condition, said = split_options(text)
+        expression = parse(condition)
+        if self._finding_ids is not None and has_finding(expression):
+            parse(condition, finding_ids=self._finding_ids())
+        options = Options(max(said.hits, hits), said.once or once, said.log or log_only, said.off)
+        with self._lock:
+            number = next(self._numbers)
+            made = Breakpoint(number, expression, options, not options.off, source=source)
+            self._put(made)
+        self.changed()
+        return made.info()
+
+    def list(self) -> tuple[BreakpointInfo, ...]:
+        """Return all of them, in the order in which they were set."""
+        with self._lock:
+            return tuple(each.info() for each in self._breakpoints.values())
+
+    def remove(self, number: int) -> None:
+        """Take one out. Raises `KeyError` for a number that none has."""
+        with self._lock:
+            del self._breakpoints[number]
+            self.version += 1
+        self.changed()
+
+    def enable(self, number: int, on: bool) -> BreakpointInfo:
+        """Switch one on or off. Raises `KeyError` for a number that none has."""
+        with self._lock:
+            made = replace(self._breakpoints[number], is_enabled=on)
+            self._put(made)
+        self.changed()
+        return made.info()
+
+    def annotate(self, number: int, note: str) -> None:
+        """Say something of a breakpoint to whoever lists it."""
+        with self._lock:
+            if number in self._breakpoints:
+                self._breakpoints[number] = replace(self._breakpoints[number], note=note)
+
+    def enabled(self) -> tuple[Breakpoint, ...]:
+        """Return those that are switched on."""
+        with self._lock:
+            return tuple(each for each in self._breakpoints.values() if each.is_enabled)
+
+    def hit(self, number: int) -> Action:
+        """Count a hit; returns what it means.
+
+        One that stops once is switched off by it. `changed` is not called for that, as whoever
+        stops has to do so before he gives up waiting for hits.
+        """
+        with self._lock:
+            met = self._breakpoints.get(number)
+            if met is None or not met.is_enabled:
+                return Action.PASS
+            met = self._breakpoints[number] = replace(met, n_hits=met.n_hits + 1)
+            if met.n_hits < met.options.hits:
+                return Action.PASS
+            if met.options.once:
+                self._put(replace(met, is_enabled=False))
+        return Action.LOG if met.options.log else Action.STOP
+
+    def _put(self, made: Breakpoint) -> None:
+        self._breakpoints[made.id] = made
+        self.version += 1
+
+
+def _note(expression: Expression) -> str:
+    """Say where an expression is judged."""
+    if any(seen.place is not None and seen.kind in (NAN, INF) for seen in sights_in(expression)):
+        return "judged at each of these modules, and after each step"
+    if wants_calls(expression):
+        return "judged at each attention call, and after each step"
+    return "judged after each step"

@@ -1,0 +1,42 @@
+"""Names with wildcards: of modules, whose names have parts, and of findings."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+_PIECES = re.compile(r"\*\*|\*|\?|\[!?[^\[\]]+\]|.", re.DOTALL)
+_WILD = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+
+
+def is_module(pattern: str, name: str) -> bool:
+    """Say whether a module is meant: by its whole name, or by the last parts of it.
+
+    `*` stands for one part (`layers.*.self_attn`) or a piece of one, `**` for any number of parts,
+    `[0-3]` for one of these characters.
+    """
+    return _compiled(pattern).fullmatch(name) is not None
+
+
+def is_finding(pattern: str, finding_id: str) -> bool:
+    """Say whether a finding is meant; `*` stands for any text."""
+    return fnmatchcase(finding_id, pattern)
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    body = "".join(map(_piece, _PIECES.findall(pattern)))
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{body})", re.DOTALL)
+    except re.error:  # such as [z-a]: then it means itself
+        return re.compile(rf"(?:.*\.)?{re.escape(pattern)}", re.DOTALL)
+
+
+def _piece(piece: str) -> str:
+    if piece in _WILD:
+        return _WILD[piece]
+    if len(piece) > 1:
+        inside = piece[1:-1].replace("\\", "\\\\")
+        return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+    return re.escape(piece)

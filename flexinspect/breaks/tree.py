@@ -1,0 +1,203 @@
+"""The tree of an expression, and how it is written again.
+
+`parse(to_text(tree)) == tree` for every tree that `parse` returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flexinspect.breaks.words import EMPTY_ROW, FALLBACK, WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A written number; with a unit it is an amount of memory."""
+
+    value: float
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A written text."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name of `WORDS`."""
+
+    name: str
+
+
+Operand = Number | Text | Name
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Two operands and what is to hold between them."""
+
+    left: Operand
+    op: str
+    right: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A name whose value is one of those written."""
+
+    name: Name
+    values: tuple[Number | Text, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contains:
+    """A name whose text contains a written one."""
+
+    part: Text
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One of `SIGHTS`, anywhere or at modules whose names match."""
+
+    kind: str
+    place: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A new finding whose id matches, and whose severity compares so."""
+
+    pattern: str
+    op: str | None = None
+    severity: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """What must not hold."""
+
+    inner: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class And:
+    """All of which must hold; none of them is an `And`."""
+
+    parts: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Or:
+    """One of which must hold; none of them is an `Or`."""
+
+    parts: tuple[Expression, ...]
+
+
+Expression = Compare | Member | Contains | Seen | Found | Not | And | Or
+Leaf = Compare | Member | Contains | Seen | Found
+
+
+def to_text(tree: Expression) -> str:
+    """Write an expression, with no more parentheses than it needs."""
+    if isinstance(tree, Or):
+        return " or ".join(to_text(part) for part in tree.parts)
+    if isinstance(tree, And):
+        return " and ".join(_inner(part, Or) for part in tree.parts)
+    if isinstance(tree, Not):
+        return f"not {_inner(tree.inner, Or, And)}"
+    return _leaf(tree)
+
+
+def _inner(tree: Expression, *loose: type) -> str:
+    return f"({to_text(tree)})" if isinstance(tree, loose) else to_text(tree)
+
+
+def _leaf(leaf: Leaf) -> str:
+    if isinstance(leaf, Compare):
+        return f"{written(leaf.left)} {leaf.op} {written(leaf.right)}"
+    if isinstance(leaf, Member):
+        return f"{leaf.name.name} in ({', '.join(map(written, leaf.values))})"
+    if isinstance(leaf, Contains):
+        return f"{written(leaf.part)} in {leaf.name.name}"
+    if isinstance(leaf, Seen):
+        return leaf.kind if leaf.place is None else f"{leaf.kind} @ {leaf.place}"
+    return f"finding {leaf.pattern}" + (f" {leaf.op} {leaf.severity}" if leaf.op else "")
+
+
+def written(operand: Operand) -> str:
+    """Write an operand."""
+    if isinstance(operand, Name):
+        return operand.name
+    if isinstance(operand, Text):
+        return quoted(operand.value)
+    return f"{operand.value!r} {operand.unit}" if operand.unit else repr(operand.value)
+
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def quoted(text: str) -> str:
+    """Write a text between double quotes, with escapes for what cannot be seen."""
+    return '"' + "".join(_ESCAPES.get(c) or _escaped(c) for c in text) + '"'
+
+
+def _escaped(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 1 << 16
+        else f"\\U{code:08x}"
+    )
+
+
+def leaves(tree: Expression) -> Iterator[Leaf]:
+    """Yield what an expression is made of, from left to right."""
+    if isinstance(tree, And | Or):
+        for part in tree.parts:
+            yield from leaves(part)
+    elif isinstance(tree, Not):
+        yield from leaves(tree.inner)
+    else:
+        yield tree
+
+
+def names_in(tree: Expression) -> tuple[str, ...]:
+    """Return the names with a value that an expression asks for, each once."""
+    found = [operand.name for leaf in leaves(tree) for operand in _operands(leaf)]
+    return tuple(dict.fromkeys(found))
+
+
+def _operands(leaf: Leaf) -> list[Name]:
+    if isinstance(leaf, Compare):
+        return [side for side in (leaf.left, leaf.right) if isinstance(side, Name)]
+    return [leaf.name] if isinstance(leaf, Member | Contains) else []
+
+
+def is_of_layers(tree: Expression) -> bool:
+    """Say whether an expression is tried for each layer: it names what every layer has."""
+    return any(WORDS[name].of_layers for name in names_in(tree))
+
+
+def sights_in(tree: Expression) -> tuple[Seen, ...]:
+    """Return what an expression wants to see, each once."""
+    return tuple(dict.fromkeys(leaf for leaf in leaves(tree) if isinstance(leaf, Seen)))
+
+
+def has_finding(tree: Expression) -> bool:
+    """Say whether an expression asks for findings."""
+    return any(isinstance(leaf, Found) for leaf in leaves(tree))
+
+
+def wants_calls(tree: Expression) -> bool:
+    """Say whether attention calls are to be looked at, one by one, while the model runs."""
+    return is_of_layers(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in sights_in(tree))

@@ -1,0 +1,198 @@
+"""`flexinspect ctl`: commands to a run that goes on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexinspect.text import visible
+
+if TYPE_CHECKING:
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import Answer, Place
+
+EXAMPLES = """\
+examples:
+  flexinspect ctl status
+  flexinspect ctl pause
+  flexinspect ctl step 3
+  flexinspect ctl run-to 12
+  flexinspect ctl continue
+  flexinspect ctl level extreme
+  flexinspect ctl layers 0,3,5-7
+  flexinspect ctl break add 'entropy > 3 and step > 2' --once
+  flexinspect ctl break list
+  flexinspect ctl restore 4 --cost        # only say what it would cost
+  flexinspect ctl fork 4 --text " Lyon"
+  flexinspect ctl edit 4 --drop 3 --see 5:4 --preset causal
+  flexinspect ctl --url http://127.0.0.1:8421 stop     # token in FLEXINSPECT_TOKEN
+
+A command is answered at once, with what will happen; "flexinspect ctl status" says when it has.
+--wait waits for that. Exit codes: 0 accepted, 1 refused or not reached, 2 nothing to command.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "ctl",
+        help="pause, step, stop and change a run that goes on",
+        description="Command a capture that runs: the only one, or the one that is named.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--pid", type=int, metavar="N", help="the capture of this process")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="the capture that records this")
+    parser.add_argument("--url", help="the capture that --serve put there")
+    parser.add_argument("--token", help="of --url (default: FLEXINSPECT_TOKEN)")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("--wait", action="store_true", help="wait until the command has its effect")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    _add_going(verbs)
+    _add_recording(verbs)
+    _add_travelling(verbs)
+    _add_breakpoints(verbs)
+    parser.set_defaults(run=run)
+
+
+def _add_going(verbs: Any) -> None:
+    verbs.add_parser("status", help="how it stands").set_defaults(do=lambda c, a: c.status())
+    verbs.add_parser("pause", help="pause after this step").set_defaults(do=lambda c, a: c.pause())
+    verbs.add_parser("continue", help="go on; a run that is held ends").set_defaults(
+        do=lambda c, a: c.continue_()
+    )
+    step = verbs.add_parser("step", help="go on for N steps, then pause")
+    step.add_argument("n", metavar="N", type=int, nargs="?", default=1)
+    step.set_defaults(do=lambda c, a: c.step(a.n))
+    run_to = verbs.add_parser("run-to", help="go on until step N has finished")
+    run_to.add_argument("step", metavar="N", type=int)
+    run_to.add_argument("--generation", type=int, metavar="N", help="default: the current one")
+    run_to.set_defaults(do=lambda c, a: c.run_to(a.step, a.generation))
+    verbs.add_parser("stop", help="end the run after this step").set_defaults(
+        do=lambda c, a: c.stop()
+    )
+
+
+def _add_recording(verbs: Any) -> None:
+    level = verbs.add_parser("level", help="record at another level from the next step on")
+    level.add_argument("level", choices=("basic", "advanced", "extreme"))
+    level.set_defaults(do=lambda c, a: c.level(a.level))
+    layers = verbs.add_parser("layers", help="whose activations level extreme stores")
+    layers.add_argument("layers", metavar="0,3,5-7", help='or "all"')
+    layers.set_defaults(do=lambda c, a: c.layers(a.layers))
+
+
+def _add_travelling(verbs: Any) -> None:
+    restore = _place_parser(verbs, "restore", "rebuild the state after a step, and pause there")
+    restore.set_defaults(do=lambda c, a: c.restore(_place(a), dry_run=a.cost))
+    fork = _place_parser(verbs, "fork", "go on from a step with another token")
+    token = fork.add_mutually_exclusive_group(required=True)
+    token.add_argument("--token-id", type=int, metavar="ID")
+    token.add_argument("--text", help="what it is to say instead")
+    fork.add_argument("--stay", action="store_true", help="pause at the new branch")
+    fork.set_defaults(
+        do=lambda c, a: c.fork(
+            _place(a), token_id=a.token_id, text=a.text, stays=a.stay, dry_run=a.cost
+        )
+    )
+    edit = _place_parser(verbs, "edit", "go on from a step with another mask")
+    from flexinspect.commands.maskflags import add_edit_flags, edits_of
+
+    add_edit_flags(edit)
+    edit.add_argument("--stay", action="store_true", help="pause at the new branch")
+    edit.set_defaults(
+        do=lambda c, a: c.edit_mask(_place(a), edits_of(a), stays=a.stay, dry_run=a.cost)
+    )
+
+
+def _place_parser(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = verbs.add_parser(name, help=text)
+    parser.add_argument("step", metavar="STEP", type=int)
+    parser.add_argument(
+        "--generation", type=int, default=None, metavar="N", help="default: current"
+    )
+    parser.add_argument("--branch", type=int, metavar="N", help="default: current")
+    parser.add_argument("--cost", action="store_true", help="only say what it would cost")
+    parser.set_defaults(needs_place=True)
+    return parser
+
+
+def _add_breakpoints(verbs: Any) -> None:
+    parser = verbs.add_parser("break", help="breakpoints on what the model does")
+    doing = parser.add_subparsers(dest="doing", metavar="WHAT", required=True)
+    add = doing.add_parser("add", help="set one")
+    add.add_argument("condition", metavar="CONDITION")
+    add.add_argument("--hits", type=int, default=0, metavar="N", help="stop from the N-th hit on")
+    add.add_argument("--once", action="store_true", help="remove it at its first stop")
+    add.add_argument("--log-only", action="store_true", help="leave an event, and do not stop")
+    add.set_defaults(
+        do=lambda c, a: c.add_breakpoint(a.condition, hits=a.hits, once=a.once, log_only=a.log_only)
+    )
+    doing.add_parser("list", help="list them").set_defaults(do=lambda c, a: c.breakpoints())
+    for name, text, do in _NUMBERED:
+        one = doing.add_parser(name, help=text)
+        one.add_argument("number", metavar="NUMBER", type=int)
+        one.set_defaults(do=do)
+
+
+_NUMBERED: tuple[tuple[str, str, Callable[[ControlClient, argparse.Namespace], Any]], ...] = (
+    ("remove", "remove one", lambda c, a: c.remove_breakpoint(a.number)),
+    ("enable", "switch one on", lambda c, a: c.enable_breakpoint(a.number, True)),
+    ("disable", "switch one off", lambda c, a: c.enable_breakpoint(a.number, False)),
+)
+
+
+def _place(args: argparse.Namespace) -> Place:
+    from flexinspect.control.messages import Place
+
+    return Place(args.generation, args.branch, args.step)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Send one command and print its answer."""
+    from flexinspect.control.choosing import address_of
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import Answer
+
+    client = ControlClient(address_of(args.url, args.token, args.pid, args.trace))
+    if getattr(args, "needs_place", False):
+        _fill_place(args, client)
+    answer = args.do(client, args)
+    if args.wait and isinstance(answer, Answer):
+        return _waited(answer, client, as_json=args.json)
+    _print(answer, as_json=args.json)
+    return 0
+
+
+def _fill_place(args: argparse.Namespace, client: ControlClient) -> None:
+    """Take generation and branch from where the model stands, unless they were named."""
+    if args.generation is None or args.branch is None:
+        place = client.status().place
+        is_here = args.generation in (None, place.generation)
+        args.generation = place.generation if args.generation is None else args.generation
+        if args.branch is None:
+            args.branch = place.branch if is_here else 0
+
+
+def _waited(answer: Answer, client: ControlClient, *, as_json: bool) -> int:
+    from flexinspect.control.waiting import wait_for_effect
+
+    status = wait_for_effect(client, answer)
+    _print(status if status is not None else answer, as_json=as_json)
+    order = status.order if status is not None and answer.order is not None else None
+    return 1 if order is not None and order.state == "failed" else 0
+
+
+def _print(answer: Any, *, as_json: bool) -> None:
+    from flexinspect.commands.ctlwords import lines
+    from flexinspect.control.codec import to_json
+
+    if as_json:
+        data = [to_json(one) for one in answer] if isinstance(answer, list) else to_json(answer)
+        print(json.dumps(data, indent=2, ensure_ascii=False))
+        return
+    for line in lines(answer):
+        print(visible(line))

@@ -1,0 +1,214 @@
+"""The client of a running capture's control server: the command line, the interface and tests."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from flexinspect.control.codec import from_json, to_json
+from flexinspect.control.messages import (
+    Answer,
+    BreakpointBody,
+    BreakpointInfo,
+    Breakpoints,
+    EditBody,
+    ForkBody,
+    LayersBody,
+    MaskEdit,
+    Place,
+    Refusal,
+    RestoreBody,
+    RunToBody,
+    Status,
+    StepBody,
+)
+from flexinspect.control.registry import Address
+from flexinspect.errors import ControlError
+
+PATIENCE_S = 10.0
+"""How long an answer is waited for. Commands never wait for the model, so it comes at once, but for
+a process that a debugger holds."""
+
+T = TypeVar("T")
+
+
+class ControlClient:
+    """Commands to one running capture. One connection per call, so that many may talk to it.
+
+    Every method raises `ControlError`: with the capture's own sentence when it refuses, or saying
+    that it cannot be reached.
+    """
+
+    def __init__(self, address: Address, *, patience_s: float = PATIENCE_S) -> None:
+        self.address = address
+        self._patience_s = patience_s
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """Return how the capture stands."""
+        return self._ask(Status, "GET", "/status")
+
+    def breakpoints(self) -> Sequence[BreakpointInfo]:
+        """Return its breakpoints."""
+        return self._ask(Breakpoints, "GET", "/breakpoints").breakpoints
+
+    # -- commands --------------------------------------------------------------------------------
+
+    def pause(self) -> Answer:
+        """Pause after this step."""
+        return self._ask(Answer, "POST", "/pause")
+
+    def continue_(self) -> Answer:
+        """Go on; a run that is held ends."""
+        return self._ask(Answer, "POST", "/continue")
+
+    def step(self, n: int = 1) -> Answer:
+        """Go on for `n` steps, then pause."""
+        return self._ask(Answer, "POST", "/step", StepBody(n))
+
+    def run_to(self, step: int, generation: int | None = None) -> Answer:
+        """Go on until a step has finished, of the current generation unless another is named."""
+        return self._ask(Answer, "POST", "/run-to", RunToBody(step, generation))
+
+    def stop(self) -> Answer:
+        """End the run after this step, as Ctrl-C does."""
+        return self._ask(Answer, "POST", "/stop")
+
+    def level(self, name: str) -> Answer:
+        """Record at another level from the next step on."""
+        return self._ask(Answer, "POST", "/level", {"level": name})
+
+    def layers(self, text: str) -> Answer:
+        """Store the activations of other layers at level extreme, "0,3,5-7" or "all"."""
+        return self._ask(Answer, "POST", "/layers", LayersBody(text))
+
+    def restore(self, place: Place, *, dry_run: bool = False) -> Answer:
+        """Rebuild the live state after a step and pause there; its order is in the status.
+
+        With `dry_run` nothing is done; the answer's `cost` says what it would cost.
+        """
+        return self._ask(Answer, "POST", "/restore", RestoreBody(place, dry_run))
+
+    def fork(
+        self,
+        place: Place,
+        *,
+        token_id: int | None = None,
+        text: str | None = None,
+        stays: bool = False,
+        dry_run: bool = False,
+    ) -> Answer:
+        """Go on from a step with another token, or a text, as a new branch."""
+        body = ForkBody(place, token_id, text, stays, dry_run)
+        return self._ask(Answer, "POST", "/fork", body)
+
+    def edit_mask(
+        self,
+        place: Place,
+        edits: Sequence[MaskEdit],
+        *,
+        stays: bool = False,
+        dry_run: bool = False,
+    ) -> Answer:
+        """Go on from a step with another mask, as a new branch."""
+        body = EditBody(place, tuple(edits), stays, dry_run)
+        return self._ask(Answer, "POST", "/edit", body)
+
+    # -- breakpoints -----------------------------------------------------------------------------
+
+    def add_breakpoint(
+        self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
+    ) -> BreakpointInfo:
+        """Set a breakpoint."""
+        body = BreakpointBody(text, hits, once, log_only)
+        return self._ask(BreakpointInfo, "POST", "/breakpoints", body)
+
+    def remove_breakpoint(self, number: int) -> Sequence[BreakpointInfo]:
+        """Remove one; returns those that are left."""
+        return self._ask(Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
+
+    def enable_breakpoint(self, number: int, on: bool = True) -> BreakpointInfo:
+        """Switch one on, or off."""
+        verb = "enable" if on else "disable"
+        return self._ask(BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
+
+    # -- the connection --------------------------------------------------------------------------
+
+    def _ask(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
+        return from_json(kind, self.ask(method, path, body), "the answer")
+
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Send one request and return its JSON. Raises `ControlError`."""
+        headers = {"Content-Type": "application/json"}
+        if self.address.token:
+            headers["Authorization"] = f"Bearer {self.address.token}"
+        text = None if body is None else json.dumps(to_json(body))
+        connection = self._connect()
+        try:
+            connection.request(method, path, body=text, headers=headers)
+            answer = connection.getresponse()
+            status, data = answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._unreachable(error) from error
+        finally:
+            connection.close()
+        return _checked(status, data)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self.address.socket:
+            return _UnixConnection(self.address.socket, self._patience_s)
+        parts = urlsplit(self.address.url)
+        try:
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if parts.scheme != "http" or not host:
+            raise ControlError(
+                f"{self.address.url or 'An empty text'} is not the URL of a capture.",
+                hint="It looks like http://127.0.0.1:8421; --serve prints it.",
+            )
+        return http.client.HTTPConnection(host, port, timeout=self._patience_s)
+
+    def _unreachable(self, error: Exception) -> ControlError:
+        where = self.address.url or self.address.socket
+        if isinstance(error, TimeoutError):
+            return ControlError(
+                f"The capture at {where} does not answer.",
+                hint="A debugger may hold its process: let that go on.",
+            )
+        return ControlError(
+            f"No capture answers at {where}: {error}.",
+            hint="It may have ended; flexinspect attach --list shows those that run.",
+        )
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, patience_s: float) -> None:
+        super().__init__("localhost", timeout=patience_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Open the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _checked(status: int, data: bytes) -> Any:
+    try:
+        said = json.loads(data)
+    except ValueError as error:
+        raise ControlError(f"What answered is no capture: {data[:80]!r}.") from error
+    if status < 400:
+        return said
+    if not isinstance(said, dict) or "error" not in said:
+        raise ControlError(f"The capture answered with an error of its own: {status}.")
+    refusal = from_json(Refusal, said, "the answer")
+    raise ControlError(refusal.error, hint=refusal.hint)

@@ -1,0 +1,357 @@
+"""What is said between a running capture and those who control it. Plain data, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+BEFORE_FIRST = -1
+"""The step of a place before any step has finished."""
+
+MOST = 2**31 - 1
+"""The largest number that anything may be numbered with."""
+
+State = Literal["loading", "running", "pausing", "paused", "holding", "finished"]
+"""loading: no forward yet. pausing: it will pause after this step. holding: the generation is over
+and the model is kept alive. finished: nothing will run any more."""
+
+STATES: tuple[State, ...] = ("loading", "running", "pausing", "paused", "holding", "finished")
+
+Level = Literal["basic", "advanced", "extreme"]
+
+
+def _number(default: int | None = None, minimum: int = 0) -> Any:
+    limits = {"minimum": minimum, "maximum": MOST}
+    return field(metadata=limits) if default is None else field(default=default, metadata=limits)
+
+
+def _perhaps(minimum: int = 0) -> Any:
+    return field(default=None, metadata={"minimum": minimum, "maximum": MOST})
+
+
+def _text(default: str | None = "", longest: int = 4096) -> Any:
+    return field(default=default, metadata={"longest": longest})
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The last finished step of a generation's branch; `step` is -1 before its first."""
+
+    generation: int = _number(0)
+    branch: int = _number(0)
+    step: int = _number(BEFORE_FIRST, minimum=BEFORE_FIRST)
+
+    def words(self) -> str:
+        """Return "step 7", with generation and branch where they are not the first."""
+        text = "the beginning" if self.step < 0 else f"step {self.step}"
+        return text + self._of()
+
+    def after(self) -> str:
+        """Return "after step 7", or "before the first step", as `words` does."""
+        return f"after {self.words()}" if self.step >= 0 else f"before the first step{self._of()}"
+
+    def _of(self) -> str:
+        text = f" of generation {self.generation}" if self.generation else ""
+        return f"{text} (branch {self.branch})" if self.branch else text
+
+
+# -- what the model is asked to do besides going on ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Rebuild the live state right after a step; the model then stands paused there."""
+
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Go on from a step with another token than the one that it chose, as a new branch.
+
+    `place` is the step whose choice is replaced. Either `token_id` is given, or `text`, whose
+    tokens are all forced one after the other. With `stays` the model stands paused at the new
+    branch instead of going on.
+    """
+
+    place: Place
+    token_id: int | None = _perhaps()
+    text: str | None = _text(None)
+    stays: bool = False
+
+
+Edit = Literal["preset", "drop", "join", "see", "cell", "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskEdit:
+    """One change of the mask.
+
+    - preset: use the preset `name` instead.
+    - drop: nobody sees any of `segments` any more.
+    - join: all of `segments` see each other.
+    - see: the first of `segments` sees the second if `is_open`, else it no longer does.
+    - cell: query position `row` sees key position `key` if `is_open`, else it no longer does.
+    - row: query position `row` sees all keys up to itself if `is_open`, else only itself.
+
+    `segments` are numbers of segments, `row` and `key` positions of the sequence. Whether a change
+    makes sense for the generation at hand is for whoever obeys it to say.
+    """
+
+    op: Edit
+    name: str = _text(longest=200)
+    segments: tuple[int, ...] = field(default=(), metadata={"longest": 1000})
+    row: int | None = _perhaps()
+    key: int | None = _perhaps()
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EditMask:
+    """Go on from a step with another mask, as a new branch; `edits` apply one after the other."""
+
+    place: Place
+    edits: tuple[MaskEdit, ...] = field(metadata={"longest": 1000})
+    stays: bool = False
+
+
+Wish = Restore | Fork | EditMask
+OrderKind = Literal["restore", "fork", "edit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A wish that was accepted, with its number among those of this run, from 1."""
+
+    number: int
+    wish: Wish
+
+    @property
+    def kind(self) -> OrderKind:
+        """What kind of wish it is."""
+        if isinstance(self.wish, Restore):
+            return "restore"
+        return "fork" if isinstance(self.wish, Fork) else "edit"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What an order would cost: in words, and in seconds and bytes where they are known.
+
+    `is_dear` asks whoever ordered it to confirm it first.
+    """
+
+    sentence: str
+    seconds: float | None = None
+    bytes: int | None = None
+    is_dear: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OrderState:
+    """What became of an order: `said` is its result or why it could not be obeyed.
+
+    `place` is where the model stands after it; `seconds` is what it took.
+    """
+
+    number: int
+    kind: OrderKind
+    state: Literal["waiting", "working", "done", "failed"]
+    said: str = ""
+    place: Place | None = None
+    seconds: float | None = None
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BreakpointInfo:
+    """A breakpoint as its owner lists it.
+
+    `text` is its condition as written. It stops from the hit number `hits` on (0 and 1: the first),
+    goes after its first stop when `once`, and only leaves an event when `log_only`. `n_hits` is how
+    often it was met so far; `note` says what there is to know of it, for instance where it is
+    judged.
+    """
+
+    id: int
+    text: str
+    is_enabled: bool = True
+    hits: int = 0
+    once: bool = False
+    log_only: bool = False
+    n_hits: int = 0
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoints:
+    """All breakpoints of a run."""
+
+    breakpoints: tuple[BreakpointInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a capture stands.
+
+    `place` is the last finished step. `says` is the state as a sentence, `reason` why it paused or
+    is about to (empty while it runs), `until` where it will pause or end (empty when nothing is
+    asked for). `kind` is generation (our own), program or watch; only a
+    capture that `travels` obeys restore, fork and edit. `trace` is the file being written, `layers`
+    those whose activations level extreme stores. `order` is the newest order.
+    """
+
+    state: State
+    place: Place
+    says: str
+    reason: str = ""
+    until: str = ""
+    level: Level = "advanced"
+    layers: str = "all"
+    kind: Literal["generation", "program", "watch"] = "generation"
+    title: str = ""
+    pid: int = 0
+    trace: str = ""
+    travels: bool = False
+    n_breakpoints: int = 0
+    order: OrderState | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command is answered: `said` is what will happen, `status` how things stand.
+
+    `order` is the number of an order that was accepted, `cost` what one would cost.
+    """
+
+    said: str
+    status: Status
+    order: int | None = None
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a command is answered that cannot be obeyed: why, and what to do instead."""
+
+    error: str
+    hint: str | None = None
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepBody:
+    """How many steps to go."""
+
+    n: int = field(default=1, metadata={"minimum": 1, "maximum": MOST})
+
+
+@dataclass(frozen=True, slots=True)
+class RunToBody:
+    """After which step to pause; of the current generation unless another is named."""
+
+    step: int = _number()
+    generation: int | None = _perhaps()
+
+
+@dataclass(frozen=True, slots=True)
+class LevelBody:
+    """How much to record."""
+
+    level: Level
+
+
+@dataclass(frozen=True, slots=True)
+class LayersBody:
+    """Layers as `--layers` takes them: "0,3,5-7" or "all"."""
+
+    layers: str = field(metadata={"longest": 1000})
+
+
+@dataclass(frozen=True, slots=True)
+class BreakpointBody:
+    """A breakpoint to set: see `BreakpointInfo`."""
+
+    text: str = field(metadata={"longest": 2000})
+    hits: int = _number(0)
+    once: bool = False
+    log_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreBody:
+    """A restore; with `dry_run` only what it would cost is said."""
+
+    place: Place
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ForkBody:
+    """A fork; with `dry_run` only what it would cost is said."""
+
+    place: Place
+    token_id: int | None = _perhaps()
+    text: str | None = _text(None)
+    stays: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EditBody:
+    """An edit of the mask; with `dry_run` only what it would cost is said."""
+
+    place: Place
+    edits: tuple[MaskEdit, ...] = field(metadata={"longest": 1000})
+    stays: bool = False
+    dry_run: bool = False
+
+
+# -- summaries of anomalies ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Anomalies:
+    """How many anomalies a debugger has met, over how long a history."""
+
+    total_anomalies: int = 0
+    debug_history_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingAnomalies:
+    """What a training debugger has met; rates are per step."""
+
+    total_anomalies: int = 0
+    debug_history_length: int = 0
+    total_steps: int = 0
+    anomaly_rate: float = 0.0
+    gradient_explosion_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DebugSummary:
+    """Anomalies of all three debuggers."""
+
+    training_debugger: TrainingAnomalies = TrainingAnomalies()
+    diffusion_debugger: Anomalies = Anomalies()
+    general_debugger: Anomalies = Anomalies()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSummary:
+    """What training met, in steps; rates are per step, 0 before the first."""
+
+    total_steps: int = 0
+    anomaly_steps: int = 0
+    gradient_explosions: int = 0
+    gradient_vanishing: int = 0
+    loss_anomalies: int = 0
+    anomaly_rate: float = 0.0
+    loss_anomaly_rate: float = 0.0
+    gradient_explosion_rate: float = 0.0
+    gradient_vanishing_rate: float = 0.0

@@ -1,0 +1,132 @@
+"""Where running captures are found: one JSON file and one socket each, in a folder of the user's.
+
+The folder is `flexinspect` below `XDG_RUNTIME_DIR`, else `flexinspect-UID` in the system's folder
+for temporary files; only the user may enter it. What a capture that was killed left there is
+removed by whoever looks next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flexinspect.control.codec import from_json, to_json
+from flexinspect.errors import ControlError
+
+LONGEST_SOCKET = 100
+"""Bytes of a socket's path: the system takes 108 at most, some 104."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a capture is controlled: a Unix socket, or the `url` of `--serve` with its token."""
+
+    socket: str = ""
+    url: str = ""
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A capture that can be controlled.
+
+    `title` says in a few words what it runs, `trace` is the file being written, absolute.
+    """
+
+    pid: int
+    started_at: float
+    address: Address
+    trace: str
+    title: str = ""
+    kind: Literal["generation", "program", "watch"] = "generation"
+
+
+def runtime_folder() -> Path:
+    """Return the folder of sockets, made if need be, mode 0700.
+
+    Raises `ControlError` when it belongs to somebody else or cannot be made.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base) / "flexinspect" if base else _temporary()
+    if len(os.fsencode(folder)) > LONGEST_SOCKET - len("/4194304-99.sock"):
+        folder = _temporary()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.lstat()
+    except OSError as error:
+        raise ControlError(f"The folder {folder} cannot be made: {error.strerror}.") from error
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid():
+        raise ControlError(
+            f"{folder} is not a folder of yours, so no socket is put there.",
+            hint="Remove it, or set XDG_RUNTIME_DIR to a folder that only you can enter.",
+        )
+    if stat.S_IMODE(facts.st_mode) != 0o700:
+        folder.chmod(0o700)
+    return folder
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"flexinspect-{os.getuid()}"
+
+
+def new_socket_path(folder: Path) -> Path:
+    """Return where a new capture of this process may put its socket: one may hold several."""
+    number = 0
+    while (path := folder / f"{os.getpid()}-{number}.sock").exists():
+        number += 1
+    return path
+
+
+def register(entry: Entry) -> Path:
+    """Let a capture be found; returns its file, beside its socket. Raises `ControlError`."""
+    file = Path(entry.address.socket).with_suffix(".json")
+    part = file.with_suffix(".part")
+    try:
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            json.dump(to_json(entry), out)
+        part.replace(file)
+    except OSError as error:
+        raise ControlError(f"{file} cannot be written: {error.strerror}.") from error
+    return file
+
+
+def unregister(file: Path) -> None:
+    """Remove a capture's file and its socket."""
+    for path in (file, file.with_suffix(".sock")):
+        with suppress(OSError):
+            path.unlink()
+
+
+def running() -> Sequence[Entry]:
+    """Return the captures of this user that live, newest first; what dead ones left is removed."""
+    found = []
+    for file in runtime_folder().glob("*.json"):
+        entry = _read(file)
+        if entry is None or not _lives(entry):
+            unregister(file)
+        else:
+            found.append(entry)
+    return sorted(found, key=lambda entry: -entry.started_at)
+
+
+def _read(file: Path) -> Entry | None:
+    try:
+        return from_json(Entry, json.loads(file.read_text("utf-8")), str(file))
+    except (OSError, ValueError, ControlError):
+        return None
+
+
+def _lives(entry: Entry) -> bool:
+    from flexinspect.trace.owner import recorder_lives
+
+    if not Path(entry.address.socket).exists():
+        return False
+    return recorder_lives({"pid": entry.pid, "started_at": entry.started_at})

@@ -1,0 +1,38 @@
+"""Waiting until a command that was accepted has had its effect."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from flexinspect.control.messages import Answer, Status
+from flexinspect.errors import ControlError
+
+if TYPE_CHECKING:
+    from flexinspect.control.client import ControlClient
+
+LOOK_EVERY_S = 0.02
+
+
+def wait_for_effect(client: ControlClient, answer: Answer) -> Status | None:
+    """Return the status once nothing is on its way any more, None when the run has ended by then.
+
+    An order counts when it is done or failed, and then the pause that it ends in.
+    """
+    status = answer.status
+    while _is_on_its_way(status, answer):
+        time.sleep(LOOK_EVERY_S)
+        try:
+            status = client.status()
+        except ControlError:
+            return None  # a run that ends does not say so any more
+    return status
+
+
+def _is_on_its_way(status: Status, answer: Answer) -> bool:
+    order = status.order
+    if answer.order is not None and order is not None and order.number == answer.order:
+        if order.state in ("waiting", "working"):
+            return True
+        return order.kind == "restore" and status.state == "pausing"
+    return bool(status.until) and status.state in ("loading", "running", "pausing")

@@ -1,0 +1,121 @@
+"""What stands before the control server: the Host header, the token, the size of a body."""
+
+from __future__ import annotations
+
+import hmac
+import socket
+from collections.abc import Collection
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flexinspect.control.addresses import is_loopback
+from flexinspect.control.codec import to_json
+from flexinspect.control.messages import Refusal
+from flexinspect.errors import ControlError
+
+LARGEST_BODY = 64 << 10
+"""Bytes of a request's body."""
+
+
+class TooLargeError(ControlError):
+    """A body that says nothing of its size has grown past the limit."""
+
+    def __init__(self) -> None:
+        super().__init__(f"The body is larger than {LARGEST_BODY >> 10} KiB.")
+
+
+class SizeGuard:
+    """Refuses bodies above `LARGEST_BODY` that say how large they are.
+
+    Of others so much is read, and then the application gets a `TooLargeError`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            return
+        size = _header(scope, b"content-length")
+        if size is not None and (not size.isdigit() or int(size) > LARGEST_BODY):
+            said = Refusal(TooLargeError().message)
+            await _refuse(413, said, scope, receive, send)
+        else:
+            await self._app(scope, _counted(receive), send)
+
+
+def _counted(receive: Receive) -> Receive:
+    n = 0
+
+    async def counted() -> Message:
+        nonlocal n
+        message = await receive()
+        n += len(message.get("body", b""))
+        if n > LARGEST_BODY:
+            raise TooLargeError
+        return message
+
+    return counted
+
+
+class NetworkGuard:
+    """Lets only those in over TCP who bring the token and mean this server.
+
+    A page in the user's browser may be led here by a name of its own that resolves to this machine
+    (DNS rebinding); then the Host header is not one of `hosts` and no address. Requests are refused
+    before anything of them is obeyed.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, hosts: Collection[str]) -> None:
+        self._app, self._token = app, token.encode()
+        self._hosts = frozenset(host.lower() for host in hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http":
+            return
+        if not self._is_ours(_header(scope, b"host") or ""):
+            said = Refusal("The Host header does not name this server.", _HOST_HINT)
+            await _refuse(403, said, scope, receive, send)
+        elif not self._is_known(_header(scope, b"authorization") or ""):
+            said = Refusal("The token is missing or wrong.", _TOKEN_HINT)
+            await _refuse(401, said, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_ours(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        return name.strip("[]").lower() in self._hosts
+
+    def _is_known(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
+        given = token.strip().encode("latin-1", "replace")
+        return hmac.compare_digest(given, self._token) and scheme.lower() == "bearer"
+
+
+_HOST_HINT = "Ask for it by the address that it listens on."
+_TOKEN_HINT = "Send the header 'Authorization: Bearer TOKEN'; the token was printed by --serve."
+
+
+def hosts_of(host: str) -> frozenset[str]:
+    """Return the names that a Host header may have for a server that listens on `host`."""
+    if not is_loopback(host):
+        try:
+            own = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}
+        except OSError:
+            own = set()
+        return frozenset({host, socket.gethostname(), "localhost", "127.0.0.1", *map(str, own)})
+    return frozenset({host, "localhost", "127.0.0.1", "::1"})
+
+
+def _header(scope: Scope, name: bytes) -> str | None:
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0].decode("latin-1") if len(values) == 1 else None
+
+
+async def _refuse(status: int, said: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+    answer: Any = JSONResponse(to_json(said), status, headers={"Connection": "close"})
+    await answer(scope, receive, send)

@@ -1,0 +1,55 @@
+"""The level and layers of all sessions of a process, changed together while they run."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from flexinspect.errors import UsageError
+from flexinspect.job import parse_layers
+from flexinspect.records import LEVELS
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.session import CaptureSession
+
+_MANY = 1 << 20
+
+
+class SessionLevels:
+    """`Levels` of every session that is attached, now or later."""
+
+    def __init__(self, level: str, layers: str | None = None) -> None:
+        self.level, self.layers = level, layers or "all"
+        self._is_asked = False
+        self._sessions: weakref.WeakSet[CaptureSession] = weakref.WeakSet()
+
+    def attach(self, session: CaptureSession) -> None:
+        """Let a session follow; one that comes late takes what was asked for before."""
+        self._sessions.add(session)
+        session.switch(level=self.level)
+        if self._is_asked:
+            self._choose(session)
+
+    def set_level(self, level: str) -> None:
+        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
+        self.level = level
+        for session in list(self._sessions):
+            session.switch(level=level)
+
+    def set_layers(self, layers: str) -> None:
+        """Store other layers from the next step on.
+
+        Raises `UsageError` for what is no list of layers, or layers that no model here has.
+        """
+        known = [layer for one in list(self._sessions) for layer in one.context.layer_of.values()]
+        parse_layers(layers, max(known, default=_MANY - 1) + 1)
+        self.layers, self._is_asked = layers, True
+        for session in list(self._sessions):
+            self._choose(session)
+
+    def _choose(self, session: CaptureSession) -> None:
+        known = sorted(set(session.context.layer_of.values()))
+        asked = parse_layers(self.layers, _MANY)
+        session.switch(layers=[layer for layer in known if asked is None or layer in asked])

@@ -1,0 +1,127 @@
+"""The OpenAPI document of the control server, made from its routes and the messages themselves."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from flexinspect import __version__
+from flexinspect.control.codec import hints_of, to_json
+from flexinspect.control.messages import Refusal
+from flexinspect_hooks.control.verbs import ROUTES, Route
+
+_PLAIN: Mapping[Any, Mapping[str, Any]] = {
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    bool: {"type": "boolean"},
+}
+_LIMITS = ("minimum", "maximum")
+
+REFUSALS: Mapping[int, str] = {
+    400: "What was asked cannot be read.",
+    401: "The token is missing or wrong (only over TCP).",
+    403: "The Host header is not that of this server (only over TCP).",
+    404: "There is no such thing.",
+    405: "That is not done with this method.",
+    409: "It cannot be done as things stand.",
+    413: "The body is too large.",
+}
+
+
+def document() -> dict[str, Any]:
+    """Return the document, as `json.dumps` takes it."""
+    schemas: dict[str, Any] = {}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
+    refused = {f"Refused{n}": _content(Refusal, words, schemas) for n, words in REFUSALS.items()}
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "flexinspect control",
+            "version": __version__,
+            "description": "Commands to a running capture. Over TCP every request carries the "
+            "token; over the Unix socket none is needed.",
+        },
+        "security": [{"token": []}],
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(schemas.items())),
+            "responses": refused,
+            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": route.verb.rstrip("_"),
+        "summary": route.summary,
+        "responses": {
+            "200": _content(route.answer, "What was asked for.", schemas),
+            **{str(code): {"$ref": f"#/components/responses/Refused{code}"} for code in REFUSALS},
+        },
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, **_content(route.body, None, schemas)}
+    if route.parameter is not None:
+        name, schema = route.parameter
+        where = {"name": name, "in": "path", "required": True, "schema": dict(schema)}
+        operation["parameters"] = [where]
+    return operation
+
+
+def _content(kind: type[Any], words: str | None, schemas: dict[str, Any]) -> dict[str, Any]:
+    content = {"content": {"application/json": {"schema": _ref(kind, schemas)}}}
+    return content if words is None else {"description": words, **content}
+
+
+def _ref(kind: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    name = kind.__name__
+    if name not in schemas:
+        schemas[name] = {}  # a message may hold another of its kind
+        schemas[name] = _schema(kind, schemas)
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _schema(kind: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    hints = hints_of(kind)
+    needed = [f.name for f in fields(kind) if _is_needed(f)]
+    return {
+        "type": "object",
+        "description": inspect.cleandoc(kind.__doc__ or ""),
+        "properties": {f.name: _property(f, hints[f.name], schemas) for f in fields(kind)},
+        "additionalProperties": False,
+        **({"required": needed} if needed else {}),
+    }
+
+
+def _is_needed(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def _property(field: Field[Any], hint: Any, schemas: dict[str, Any]) -> dict[str, Any]:
+    schema = _of(hint, schemas, field.metadata)
+    if field.default is not MISSING:
+        schema = {**schema, "default": to_json(field.default)}
+    return schema
+
+
+def _of(hint: Any, schemas: dict[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        inner = next(one for one in args if one is not type(None))
+        return {"anyOf": [_of(inner, schemas, limits), {"type": "null"}]}
+    if origin is Literal:
+        return {"type": "string", "enum": list(args)}
+    if origin is tuple:
+        longest = {"maxItems": limits["longest"]} if "longest" in limits else {}
+        return {"type": "array", "items": _of(args[0], schemas, {}), **longest}
+    if is_dataclass(hint):
+        return _ref(hint, schemas)  # type: ignore[arg-type]
+    longest = {"maxLength": limits["longest"]} if "longest" in limits else {}
+    return {**_PLAIN[hint], **longest, **{k: limits[k] for k in _LIMITS if k in limits}}

@@ -1,0 +1,52 @@
+"""What a capture session does between two steps: it passes the gate, and changes its level."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from flexinspect.control.messages import Place
+from flexinspect.errors import ControlError
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.hook import CaptureContext
+
+
+def pass_gate(gate: Gate | None, place: Place) -> float:
+    """Wait until the next forward may start; returns the seconds that it took.
+
+    Raises `KeyboardInterrupt` when the run is to stop.
+    """
+    if gate is None:
+        return 0.0
+    started = time.perf_counter()
+    while (order := gate.between_steps(place)) is not None:
+        gate.done(order, ControlError("This loop cannot be put back to another step."))
+    return time.perf_counter() - started
+
+
+class Switch:
+    """A level or layers that were asked for from another thread, for the next step that opens."""
+
+    def __init__(self) -> None:
+        self._wanted: tuple[str | None, Sequence[int] | None] | None = None
+
+    def ask(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
+        """Ask for another level, or other layers, or both."""
+        before_level, before_layers = self._wanted or (None, None)
+        self._wanted = (level or before_level, before_layers if layers is None else layers)
+
+    def take(self, step: StepContext, context: CaptureContext) -> str:
+        """Let a step that opens be recorded as asked for, and say so in it; returns its level."""
+        wanted, self._wanted = self._wanted, None
+        level, layers = wanted or (None, None)
+        if level is not None and level != step.level:
+            facts = {"level": level, "before": step.level}
+            text = f"level {level} from step {step.step} on, {step.level} before"
+            step.events.append(("level", text, facts))
+            step.level = level
+        if layers is not None and tuple(layers) != context.layers:
+            context.layers = tuple(layers)
+            text = f"activations of {len(layers)} layers are stored from step {step.step} on"
+            step.events.append(("level", text, {"layers": list(layers)}))
+        return step.level

@@ -1,0 +1,78 @@
+"""The control of one capture: its gate, its levels, and the server in front of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flexinspect.control.addresses import Serving
+from flexinspect.control.messages import Place
+from flexinspect.errors import ControlError
+from flexinspect.records import EventRecord
+from flexinspect_hooks.control.findingcount import FindingCount
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.parts import Levels, Parts, provide, withdraw
+from flexinspect_hooks.control.server import ControlServer
+from flexinspect_hooks.control.verbs import About
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.recorder import Recorder
+
+
+class Running:
+    """What a capture that can be controlled holds from its first check to its closed trace.
+
+    Without `is_served` there is a gate, and nobody who could command it. `note` says why there is
+    no server although one was wanted. Raises `UsageError` when the address of `serving` is taken.
+    """
+
+    def __init__(
+        self, about: About, levels: Levels, *, is_served: bool, serving: Serving | None
+    ) -> None:
+        self.gate = Gate()
+        self.parts = Parts(self.gate, levels)
+        self.note = ""
+        self._server: ControlServer | None = None
+        self._count = FindingCount(about.trace)
+        if is_served:
+            try:
+                self._server = ControlServer(self.parts, about, serving)
+            except ControlError as error:
+                self.note = error.sentence()
+
+    @property
+    def url(self) -> str:
+        """Where it is served over TCP, empty when it is not."""
+        return self._server.address.url if self._server is not None else ""
+
+    def start(self) -> None:
+        """Begin to answer."""
+        provide("general", self._count)
+        if self._server is not None:
+            try:
+                self._server.start()
+            except ControlError as error:
+                self.note = error.sentence()
+
+    def record_with(self, recorder: Recorder) -> None:
+        """Let what is commanded be told in the trace, and pauses wait for its steps."""
+
+        def tell(kind: str, text: str, place: Place, facts: Mapping[str, Any]) -> None:
+            begun = place.step >= 0
+            generation, step = (place.generation, place.step) if begun else (None, None)
+            recorder.put(EventRecord(kind, text, time.time(), generation, step, facts))
+
+        self.gate.tell, self.gate.settle = tell, recorder.drain
+
+    def close(self) -> None:
+        """Say that the run is over, and stop answering."""
+        self.gate.finish()
+        withdraw("general", self._count)
+        if self._server is not None:
+            self._server.close()
+
+    def forget(self) -> None:
+        """Let go of everything: this is a forked child."""
+        if self._server is not None:
+            self._server.forget()

@@ -1,0 +1,82 @@
+"""The summaries of anomalies that the server answers, from whoever counts them in this process."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from flexinspect.control.messages import (
+    Anomalies,
+    DebugSummary,
+    TrainingAnomalies,
+    TrainingSummary,
+)
+from flexinspect_hooks.control.parts import Counts, Debugger, Levelled, provided
+
+
+def debug_summary() -> DebugSummary:
+    """Return what all debuggers have met; zeros for those that nobody registered."""
+    return DebugSummary(
+        training_anomalies(_counts("training")),
+        _anomalies(_counts("diffusion")),
+        _anomalies(_counts("general")),
+    )
+
+
+def training_summary() -> TrainingSummary:
+    """Return what training met."""
+    return summary_of(_counts("training"))
+
+
+def clear() -> None:
+    """Let every debugger forget its history."""
+    for debugger in get_args(Debugger):
+        found = provided(debugger)
+        if found is not None:
+            found.clear()
+
+
+def set_level(level: str) -> None:
+    """Let every debugger that has a level look at as much as this one says."""
+    for debugger in get_args(Debugger):
+        found: object = provided(debugger)
+        if isinstance(found, Levelled):
+            found.set_level(level)
+
+
+def training_anomalies(counts: Counts) -> TrainingAnomalies:
+    """Return the short summary of training; its `anomaly_rate` counts anomalies, not steps."""
+    return TrainingAnomalies(
+        total_anomalies=counts.total_anomalies,
+        debug_history_length=counts.debug_history_length,
+        total_steps=counts.total_steps,
+        anomaly_rate=_rate(counts.total_anomalies, counts),
+        gradient_explosion_rate=_rate(counts.gradient_explosions, counts),
+    )
+
+
+def summary_of(counts: Counts) -> TrainingSummary:
+    """Return the long summary of training."""
+    return TrainingSummary(
+        total_steps=counts.total_steps,
+        anomaly_steps=counts.anomaly_steps,
+        gradient_explosions=counts.gradient_explosions,
+        gradient_vanishing=counts.gradient_vanishing,
+        loss_anomalies=counts.loss_anomalies,
+        anomaly_rate=_rate(counts.anomaly_steps, counts),
+        loss_anomaly_rate=_rate(counts.loss_anomalies, counts),
+        gradient_explosion_rate=_rate(counts.gradient_explosions, counts),
+        gradient_vanishing_rate=_rate(counts.gradient_vanishing, counts),
+    )
+
+
+def _counts(debugger: Debugger) -> Counts:
+    found = provided(debugger)
+    return found.counts() if found is not None else Counts()
+
+
+def _anomalies(counts: Counts) -> Anomalies:
+    return Anomalies(counts.total_anomalies, counts.debug_history_length)
+
+
+def _rate(n: int, counts: Counts) -> float:
+    return n / counts.total_steps if counts.total_steps else 0.0

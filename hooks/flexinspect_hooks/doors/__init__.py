@@ -1,0 +1,67 @@
+"""The debuggers by the names that people know: thin, typed doors onto the one engine.
+
+`flexinspect_hooks.training` computes; here its results are named, kept in bounded histories,
+logged, and counted. Importing this package loads no torch; public names load on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.doors.asynclog import AsyncTrainingLogger
+    from flexinspect_hooks.doors.diffusion import DiffusionModelDebugger
+    from flexinspect_hooks.doors.general import PyTorchDebugger, debug_context
+    from flexinspect_hooks.doors.logs import debug_logging
+    from flexinspect_hooks.doors.loop import EarlyStopping, TrainingLoop
+    from flexinspect_hooks.doors.profiling import profile_model_performance
+    from flexinspect_hooks.doors.steps import TrainingDebugger
+    from flexinspect_hooks.doors.switches import (
+        SwitchBoard,
+        board_of_settings,
+        disable_debugging,
+        enable_debugging,
+        get_debugging_status,
+    )
+
+__all__ = [
+    "AsyncTrainingLogger",
+    "DiffusionModelDebugger",
+    "EarlyStopping",
+    "PyTorchDebugger",
+    "SwitchBoard",
+    "TrainingDebugger",
+    "TrainingLoop",
+    "board_of_settings",
+    "debug_context",
+    "debug_logging",
+    "disable_debugging",
+    "enable_debugging",
+    "get_debugging_status",
+    "profile_model_performance",
+]
+
+_HOMES = {
+    "AsyncTrainingLogger": "asynclog",
+    "DiffusionModelDebugger": "diffusion",
+    "EarlyStopping": "loop",
+    "PyTorchDebugger": "general",
+    "SwitchBoard": "switches",
+    "TrainingDebugger": "steps",
+    "TrainingLoop": "loop",
+    "board_of_settings": "switches",
+    "debug_context": "general",
+    "debug_logging": "logs",
+    "disable_debugging": "switches",
+    "enable_debugging": "switches",
+    "get_debugging_status": "switches",
+    "profile_model_performance": "profiling",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use (PEP 562)."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flexinspect_hooks.doors' has no attribute {name!r}")
+    return getattr(import_module(f"flexinspect_hooks.doors.{_HOMES[name]}"), name)

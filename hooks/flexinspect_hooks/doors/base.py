@@ -1,0 +1,201 @@
+"""What all debuggers share: a level, a bounded history, the count of anomalies, alerts."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from flexinspect.advice import advice
+from flexinspect.debugging import DebugLevel, level_named
+from flexinspect.errors import UsageError
+from flexinspect_hooks.control.parts import Counts
+from flexinspect_hooks.control.parts import Debugger as Kind
+from flexinspect_hooks.doors import registry
+from flexinspect_hooks.doors.logs import LOGGER
+from flexinspect_hooks.doors.results import Anomaly, DebugSummary, TensorInfo
+
+HISTORY = 1000
+"""Entries that a debugger keeps unless told otherwise."""
+ALERT_AFTER = 10
+"""Analyses before a rate of anomalies says anything."""
+
+LINES = 10
+"""Anomalies of one analysis that the log names; the others are counted, and kept."""
+_OURS = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
+
+log = logging.getLogger(LOGGER)
+
+OnAnomaly = Callable[[Anomaly], Any]
+
+
+class Debugger:
+    """Base of the debuggers; `kind` is the name under which the control server asks for it.
+
+    `history` bounds the entries kept (older ones go). `alert_above` is the rate of anomalies from
+    which a warning is logged, and `on_anomaly` is called with each one; when it raises, that is
+    logged.
+    """
+
+    kind: ClassVar[Kind] = "general"
+
+    def __init__(
+        self,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        *,
+        history: int = HISTORY,
+        alert_above: float = 0.1,
+        on_anomaly: OnAnomaly | None = None,
+    ) -> None:
+        if history < 1:
+            raise UsageError(f"history must be 1 or more entries, and is {history}.")
+        self._level = level_named(level)
+        self._history: deque[Any] = deque(maxlen=history)
+        self._alert_above, self._on_anomaly = alert_above, on_anomaly
+        self._reset()
+        registry.register(self)
+
+    def _reset(self) -> None:
+        self._kinds: Counter[str] = Counter()
+        self._n_anomalies = self._n_analyses = self._n_bad = 0
+        self._alerts: deque[str] = deque(maxlen=20)
+        self._is_alerted = False
+        self._stack_of, self._stack_text = -1, ""
+        self._history.clear()
+
+    @property
+    def level(self) -> DebugLevel:
+        """How much is looked at; may be changed at any time, effective from the next call."""
+        return self._level
+
+    @level.setter
+    def level(self, level: DebugLevel | str) -> None:
+        self._level = level_named(level)
+
+    @property
+    def history(self) -> tuple[Any, ...]:
+        """What is kept, the oldest first."""
+        return tuple(self._history)
+
+    def get_debug_summary(self) -> DebugSummary:
+        """Return the counts since the debugger was made or cleared."""
+        return DebugSummary(
+            level=self._level.value,
+            total_anomalies=self._n_anomalies,
+            debug_history_length=len(self._history),
+            analyses=self._n_analyses,
+            anomaly_rate=self._n_bad / self._n_analyses if self._n_analyses else 0.0,
+            anomalies_by_kind=dict(self._kinds),
+            alerts=tuple(self._alerts),
+        )
+
+    def clear_debug_history(self) -> None:
+        """Forget what is kept, and count from 0 again."""
+        self._reset()
+
+    def counts(self) -> Counts:
+        """Return the counts that the control server gives out; may be called from any thread."""
+        return Counts(
+            total_anomalies=self._n_anomalies,
+            debug_history_length=len(self._history),
+            total_steps=self._n_analyses,
+            anomaly_steps=self._n_bad,
+        )
+
+    @contextmanager
+    def autograd_anomaly_detection(self) -> Iterator[None]:
+        """Run forward and backward so that autograd names the operation that made a NaN.
+
+        What is raised inside is recorded with its full stack, and raised on. The mode is afterwards
+        what it was before. Slow: for small models several times.
+        """
+        before = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        torch.autograd.set_detect_anomaly(True)
+        try:
+            yield
+        except Exception as error:
+            self.report_error(error)
+            raise
+        finally:
+            torch.autograd.set_detect_anomaly(*before)
+
+    def report_error(self, error: BaseException, tensor: TensorInfo | None = None) -> Anomaly:
+        """Record an exception with its full stack, and what is known of the tensor it is about."""
+        stack = "".join(traceback.format_exception(error))
+        sentence = f"{type(error).__name__}: {error}"
+        anomaly = Anomaly("error", "exception", sentence, tensor=tensor, stack=stack)
+        self._met([anomaly])
+        return anomaly
+
+    def _anomaly(
+        self, kind: str, where: str, sentence: str, *, step: int | None = None, tensor: Any = None
+    ) -> Anomaly:
+        stack = self._stack() if self._level is DebugLevel.EXTREME else ""
+        return Anomaly(kind, where, sentence, step, advice(kind), tensor, stack)
+
+    def _stack(self) -> str:
+        """Return where the program is; made once for the anomalies of one analysis."""
+        if self._stack_of != self._n_analyses:
+            self._stack_of = self._n_analyses
+            frames = traceback.extract_stack()
+            self._stack_text = "".join(
+                traceback.format_list([one for one in frames if one.filename not in _OURS])
+            )
+        return self._stack_text
+
+    def _keep(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
+        """Count one analysis, keep its entries, and meet its anomalies."""
+        found = list(anomalies)
+        self._n_analyses += 1
+        self._n_bad += bool(found)
+        self._history.extend(entries)
+        self._met(found)
+        self._alert()
+
+    def _met(self, anomalies: Sequence[Anomaly]) -> None:
+        for number, anomaly in enumerate(anomalies):
+            self._n_anomalies += 1
+            self._kinds[anomaly.kind] += 1
+            self._history.append(anomaly)
+            if number < LINES:
+                log.warning("%s", anomaly.sentence, extra={"facts": anomaly})
+            if self._on_anomaly is not None:
+                self._tell(self._on_anomaly, anomaly)
+        if len(anomalies) > LINES:
+            log.warning("… and %d more anomalies of the same time", len(anomalies) - LINES)
+
+    def _tell(self, callback: OnAnomaly, anomaly: Anomaly) -> None:
+        try:
+            callback(anomaly)
+        except Exception as error:
+            log.warning("on_anomaly failed: %s: %s", type(error).__name__, error)
+
+    def _alert(self) -> None:
+        rate = self._n_bad / self._n_analyses
+        is_high = self._n_analyses >= ALERT_AFTER and rate > self._alert_above
+        if is_high and not self._is_alerted:
+            said = (
+                f"High anomaly rate: {rate:.1%} of {self._n_analyses} analyses, above "
+                f"{self._alert_above:.1%}. {' '.join(advice('anomaly rate'))}"
+            )
+            self._alerts.append(said)
+            with suppress(Exception):
+                log.warning("%s", said)
+        self._is_alerted = is_high
+
+
+def sick(info: TensorInfo) -> list[tuple[str, str]]:
+    """Return (kind, sentence) for the NaN and the Inf of a tensor."""
+    shape = "x".join(map(str, info.shape)) or "a single value"
+    found = []
+    if info.has_nan:
+        found.append(("nan", f"NaN in {info.name} ({info.n_nan} values, {shape})."))
+    if info.has_inf:
+        found.append(("inf", f"Inf in {info.name} ({info.n_inf} values, {shape})."))
+    return found

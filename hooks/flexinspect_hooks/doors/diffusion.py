@@ -1,0 +1,189 @@
+"""`DiffusionModelDebugger`: any pipeline whose denoiser, text encoder and VAE are modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.debugging import DebugLevel
+from flexinspect.errors import UsageError
+from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log, sick
+from flexinspect_hooks.doors.components import (
+    component_info,
+    is_sick,
+    memory_of,
+    problems_of,
+    tensors_in,
+)
+from flexinspect_hooks.doors.results import Anomaly, DiffusionStepInfo, PipelineAnalysis
+from flexinspect_hooks.doors.tensors import tensor_info
+from flexinspect_hooks.training.gradstats import tensor_norms
+
+JUMP = 5.0
+"""From ADVANCED on: latents whose spread is this many times that of the step before are wrong."""
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "denoiser": ("unet", "transformer", "denoiser", "prior"),
+    "text encoder": ("text_encoder",),
+    "vae": ("vae", "vqvae", "movq", "decoder"),
+}
+"""Role → how the names of its parts begin in the pipelines of diffusers."""
+
+
+class DiffusionModelDebugger(Debugger):
+    """Looks at a pipeline's parts, and at the latents of each denoising step.
+
+    `jump` is how many times the spread of the latents may grow in one step (from ADVANCED on).
+    """
+
+    kind = "diffusion"
+
+    def __init__(
+        self,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        *,
+        history: int = HISTORY,
+        jump: float = JUMP,
+        alert_above: float = 0.1,
+        on_anomaly: OnAnomaly | None = None,
+    ) -> None:
+        self._jump = jump
+        self._before: Tensor | None = None
+        self._spread: float | None = None
+        self._step: int | None = None
+        self._made_by: str | None = None
+        super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+
+    def analyze_diffusion_pipeline(self, pipeline: Any) -> PipelineAnalysis:
+        """Return what a pipeline consists of: sizes, dtypes, devices, weights that are not finite.
+
+        Raises `UsageError` for an object without any module.
+        """
+        modules = components_of(pipeline)
+        infos = {name: component_info(module, name) for name, module in modules.items()}
+        problems = tuple(problems_of(infos.values()))
+        self._keep([], [self._anomaly("model", "pipeline", problem) for problem in problems])
+        return PipelineAnalysis(
+            total_parameters=sum(info.parameters for info in infos.values()),
+            trainable_parameters=sum(info.trainable for info in infos.values()),
+            memory=sum(info.memory for info in infos.values()),
+            components=infos,
+            roles=roles_of(modules),
+            problems=problems,
+        )
+
+    def monitor_diffusion_step(
+        self, pipeline: Any, step: int, latents: Tensor
+    ) -> DiffusionStepInfo:
+        """Look at the latents that a denoising step left; step 0 starts a new image."""
+        if step == 0 or (self._step is not None and step <= self._step):
+            self._before = self._spread = None
+        info = tensor_info(latents, f"latents of step {step}", self.level)
+        is_advanced = self.level.includes(DebugLevel.ADVANCED)
+        made_by, self._made_by = self._made_by, None
+        by = f" First made by {made_by}." if made_by else ""
+        anomalies = [
+            self._anomaly(kind, "latents", said + by, step=step, tensor=info)
+            for kind, said in sick(info)
+        ]
+        anomalies += self._jumps(step, info.std)
+        found = DiffusionStepInfo(
+            step=step,
+            latents=info,
+            change=self._change(latents) if is_advanced else None,
+            anomalies=tuple(anomalies),
+            memory=_memory(pipeline) if is_advanced else None,
+            made_by=made_by,
+        )
+        self._step, self._spread = step, info.std
+        self._keep([found], anomalies)
+        if self.level is DebugLevel.EXTREME:
+            log.info("Denoising step %d: %s", step, info)
+        return found
+
+    @contextmanager
+    def watching(self, pipeline: Any) -> Iterator[None]:
+        """Find which part makes the first NaN or Inf of a step, while the block runs.
+
+        Costs one reduction of each output of the pipeline's parts. `unet(...)` calls are seen, not
+        other methods (such as `vae.decode`).
+        """
+        handles = [
+            module.register_forward_hook(partial(self._came_out, name), with_kwargs=True)
+            for name, module in components_of(pipeline).items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def clear_debug_history(self) -> None:
+        """Forget what is kept, the latents too, and count from 0 again."""
+        self._before = self._spread = self._step = self._made_by = None
+        super().clear_debug_history()
+
+    def _came_out(
+        self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._made_by is not None or not is_sick(tensors_in(output)):
+            return
+        given = is_sick(tensors_in([args, kwargs]))
+        self._made_by = f"{name} (from inputs that were not finite)" if given else name
+
+    def _jumps(self, step: int, spread: float | None) -> list[Anomaly]:
+        if spread is None or not self._spread or not spread > self._jump * self._spread:
+            return []
+        said = (
+            f"The latents of step {step} spread {spread / self._spread:.1f} times as far as those "
+            f"of the step before ({self._spread:.4g}, now {spread:.4g})."
+        )
+        return [self._anomaly("jump", "latents", said, step=step)]
+
+    @torch.no_grad()
+    def _change(self, latents: Tensor) -> float | None:
+        before, self._before = self._before, latents.detach().clone()
+        if before is None or before.shape != latents.shape or before.device != latents.device:
+            return None
+        moved, size = tensor_norms([latents.detach() - before, before])
+        return moved / size if size else None
+
+
+def components_of(pipeline: Any) -> dict[str, nn.Module]:
+    """Return the modules of a pipeline by name: of its `components`, else its attributes.
+
+    Raises `UsageError` for an object without any module.
+    """
+    if isinstance(pipeline, nn.Module):
+        return dict(pipeline.named_children()) or {"(model)": pipeline}
+    given = getattr(pipeline, "components", None)
+    named = given if isinstance(given, Mapping) else getattr(pipeline, "__dict__", {})
+    found = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
+    if not found:
+        kind = type(pipeline).__name__
+        raise UsageError(
+            f"The {kind} has no module among its components; a pipeline with a unet or "
+            "transformer, a text encoder or a VAE is needed."
+        )
+    return found
+
+
+def roles_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Return which parts are denoiser, text encoder and VAE, by the names that pipelines use."""
+    return {
+        role: tuple(name for name in modules if name.startswith(starts))
+        for role, starts in ROLES.items()
+    }
+
+
+def _memory(pipeline: Any) -> dict[str, int]:
+    sizes = [memory_of(module) for module in components_of(pipeline).values()]
+    around = ("process", "system_used", "cuda_allocated", "cuda_reserved")
+    return {
+        name: sizes[0][name] if name in around else sum(s[name] for s in sizes) for name in sizes[0]
+    }

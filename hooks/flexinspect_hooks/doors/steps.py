@@ -1,0 +1,314 @@
+"""`TrainingDebugger`: one call per training step, and the figures of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.debugging import DebugLevel
+from flexinspect.errors import UsageError
+from flexinspect.trainingfacts import (
+    EXPLOSION,
+    LOSS_TOLD,
+    VANISHING,
+    GradientFacts,
+    SummaryCount,
+    TrainingStepRecord,
+    total_norm,
+)
+from flexinspect_hooks.control.parts import Counts
+from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log
+from flexinspect_hooks.doors.components import memory_of
+from flexinspect_hooks.doors.general import gradient_troubles
+from flexinspect_hooks.doors.profiling import FOLDER
+from flexinspect_hooks.doors.results import (
+    Anomaly,
+    DebugSummary,
+    StepInfo,
+    TensorInfo,
+    TrainingFigures,
+)
+from flexinspect_hooks.doors.saying import SwitchLog
+from flexinspect_hooks.doors.switches import SwitchBoard, When, common_board
+from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
+from flexinspect_hooks.doors.windows import ProfilerWindows
+
+PROFILED_STEPS = 10
+"""Steps in one window of the profiler switches."""
+TURNS = 8
+"""At EXTREME every weight is looked at once in so many steps, or in fewer where they are few."""
+AT_LEAST = 8
+"""Weights that are looked at in one step."""
+
+Metric = Callable[[nn.Module, float, int], float]
+
+
+class TrainingDebugger(Debugger):
+    """Looks at each training step once its gradients are there, before the optimizer uses them.
+
+    `switches` are its own board, or the one that all debuggers share. `explosion` and `vanishing`
+    are the norms of one parameter's gradient beyond which a step is an anomaly. At all levels:
+    loss, norms, NaN and Inf. From ADVANCED on: the largest gradient, memory, the norms of each
+    parameter over time. EXTREME: figures of weights and gradients, an eighth of them at each step
+    in turn and all of them at a step with an anomaly, and a line per step.
+    """
+
+    kind = "training"
+
+    def __init__(
+        self,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        *,
+        history: int = HISTORY,
+        explosion: float = EXPLOSION,
+        vanishing: float = VANISHING,
+        alert_above: float = 0.1,
+        on_anomaly: OnAnomaly | None = None,
+        switches: SwitchBoard | None = None,
+        profile_folder: str | Path = FOLDER,
+    ) -> None:
+        self.switches = switches or common_board()
+        self.says = SwitchLog(self.switches, explosion, vanishing)
+        self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
+        self._explosion, self._vanishing = explosion, vanishing
+        self._metrics: dict[str, Metric] = {}
+        self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(maxlen=history)
+        self._names: tuple[str, ...] = ()
+        self._turn = 0
+        super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+
+    def _reset(self) -> None:
+        self._count = SummaryCount()
+        self._norms.clear()
+        super()._reset()
+
+    # -- the switches ----------------------------------------------------------------------------
+
+    def enable_debugging(
+        self, names: str | list[str] | None = None, *, when: When | None = None
+    ) -> None:
+        """Turn switches on, short names or full; without names all. See `SwitchBoard`."""
+        self.switches.enable_debugging(names, when=when)
+
+    def disable_debugging(self, names: str | list[str] | None = None) -> None:
+        """Turn switches off; without names all."""
+        self.switches.disable_debugging(names)
+
+    def get_debugging_status(self) -> dict[str, bool]:
+        """Return the thirteen switches by their full names."""
+        return self.switches.get_debugging_status()
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def monitor_training_step(
+        self,
+        model: nn.Module,
+        loss: Tensor | float,
+        step: int,
+        *,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+    ) -> StepInfo:
+        """Look at a step: call it after `backward()`, and before `optimizer.step()`.
+
+        With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
+        `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
+        step is counted in `get_training_summary`, its anomalies are logged and kept.
+
+        Where the debugger itself fails, that is logged, and the training goes on. Raises
+        `UsageError` for a loss that is not a single number.
+        """
+        value = _number(loss)
+        try:
+            info = self._monitor(model, value, step)
+            self.says.around(step, model, scaler, autocast)
+        except Exception as error:
+            kind = type(error).__name__
+            log.warning("Step %d could not be looked at: %s: %s", step, kind, error)
+            return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
+        return info
+
+    def _monitor(self, model: nn.Module, value: float, step: int) -> StepInfo:
+        self._windows.boundary(step)
+        gradients = gradients_of(model, self.level)
+        self._count.add(self._record(value, gradients))
+        info = self._info(model, value, step, gradients)
+        self._remember(step, gradients)
+        tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
+        self._keep([info, *tensors], info.anomalies)
+        self.says.gradients(step, model, gradients)
+        if self.level is DebugLevel.EXTREME:
+            log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
+        return info
+
+    def add_metric(self, name: str, measure: Metric) -> None:
+        """Measure something of your own each step: `measure(model, loss, step)` gives a number."""
+        self._metrics[name] = measure
+
+    def close(self) -> None:
+        """End a profile that a switch began."""
+        self._windows.close()
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def get_training_summary(self) -> TrainingFigures:
+        """Return how many steps were wrong, and in what, since the debugger was made or cleared."""
+        return TrainingFigures(**self._count.summary.as_dict())  # type: ignore[arg-type]
+
+    def counts(self) -> Counts:
+        """Return the counts that the control server gives out; may be called from any thread."""
+        summary = self._count.summary
+        return replace(
+            super().counts(),
+            total_anomalies=self._n_total(),
+            total_steps=summary.total_steps,
+            anomaly_steps=summary.anomaly_steps,
+            gradient_explosions=summary.gradient_explosions,
+            gradient_vanishing=summary.gradient_vanishing,
+            loss_anomalies=summary.loss_anomalies,
+        )
+
+    def get_debug_summary(self) -> DebugSummary:
+        """Return the counts; `total_anomalies` counts steps with any, and reported errors."""
+        return replace(super().get_debug_summary(), total_anomalies=self._n_total())
+
+    def _n_total(self) -> int:
+        return self._count.summary.anomaly_steps + self._kinds["error"]
+
+    def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
+        """Return (step, norm) of all gradients together, or of one parameter's (from ADVANCED on).
+
+        As many steps as the history holds, the oldest first.
+        """
+        if name is None:
+            return [(step, norms[0]) for step, _, norms in self._norms]
+        return [
+            (step, norms[names.index(name) + 1])
+            for step, names, norms in self._norms
+            if name in names
+        ]
+
+    def save_baseline(self, path: str | Path) -> None:
+        """Write the summary to a JSON file, to compare a later run with."""
+        Path(path).write_text(json.dumps(self.get_training_summary(), indent=1) + "\n", "utf-8")
+
+    def compare_with_baseline(self, path: str | Path, *, tolerance: float = 0.001) -> list[str]:
+        """Return a sentence for each rate that is above the baseline's by more than `tolerance`.
+
+        Raises `UsageError` for a file that `save_baseline` did not write.
+        """
+        try:
+            before = json.loads(Path(path).read_text("utf-8"))
+            rates = {
+                each.name: float(before[each.name])
+                for each in fields(TrainingFigures)
+                if each.name.endswith("_rate")
+            }
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is no baseline: save_baseline writes one.") from error
+        now = self.get_training_summary()
+        return [
+            f"The {name.replace('_', ' ')} is {now[name]:.4g}, and was {rate:.4g}."
+            for name, rate in rates.items()
+            if now[name] > rate + tolerance
+        ]
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _info(
+        self, model: nn.Module, loss: float, step: int, gradients: Sequence[GradientFacts]
+    ) -> StepInfo:
+        anomalies = self._anomalies(loss, step, gradients)
+        weights, grads = self._looked_at(model, is_full=bool(anomalies))
+        return StepInfo(
+            step=step,
+            loss=loss,
+            has_nan=math.isnan(loss),
+            has_inf=math.isinf(loss),
+            gradient_norm=total_norm(gradients) if gradients else None,
+            params_with_nan_grad=tuple(one.name for one in gradients if one.n_nan),
+            params_with_inf_grad=tuple(one.name for one in gradients if one.n_inf),
+            exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
+            vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
+            anomalies=tuple(anomalies),
+            memory=memory_of(model) if self.level.includes(DebugLevel.ADVANCED) else None,
+            parameters=weights,
+            gradients=grads,
+            metrics=self._measured(model, loss, step),
+        )
+
+    def _anomalies(
+        self, loss: float, step: int, gradients: Sequence[GradientFacts]
+    ) -> list[Anomaly]:
+        found = []
+        if not math.isfinite(loss):
+            said = f"The loss is {loss} at step {step}."
+            found.append(self._anomaly("loss", "loss", said, step=step))
+        for one in gradients:
+            for kind, said in gradient_troubles(one, self._explosion, self._vanishing):
+                found.append(self._anomaly(kind, one.name, said, step=step))
+        return found
+
+    def _looked_at(
+        self, model: nn.Module, *, is_full: bool
+    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
+        """At EXTREME, return figures of weights and gradients: of some in turn, or of all."""
+        if self.level is not DebugLevel.EXTREME:
+            return None, None
+        named = dict(model.named_parameters())
+        if not is_full:
+            count = max(AT_LEAST, math.ceil(len(named) / TURNS))
+            names = list(named)[self._turn : self._turn + count]
+            self._turn = self._turn + count if self._turn + count < len(named) else 0
+            named = {name: named[name] for name in names}
+        return tensor_infos(named, self.level), gradient_infos(named, self.level)
+
+    def _measured(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
+        found = {}
+        for name, measure in list(self._metrics.items()):
+            try:
+                found[name] = float(measure(model, loss, step))
+            except Exception as error:
+                del self._metrics[name]
+                kind = type(error).__name__
+                log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
+        return found
+
+    def _remember(self, step: int, gradients: Sequence[GradientFacts]) -> None:
+        norms = array("d", [total_norm(gradients)])
+        names: tuple[str, ...] = ()
+        if self.level.includes(DebugLevel.ADVANCED):
+            norms.extend(one.norm for one in gradients)
+            names = tuple(one.name for one in gradients)
+            # One tuple for all steps that have the same parameters.
+            self._names = names = self._names if names == self._names else names
+        self._norms.append((step, names, norms))
+
+    def _record(self, loss: float, gradients: Sequence[GradientFacts]) -> TrainingStepRecord:
+        """Return a step as the engine counts it."""
+        return TrainingStepRecord(
+            loss=loss,
+            loss_source=LOSS_TOLD,
+            learning_rates=(),
+            n_parameters=len(gradients),
+            n_exploding=sum(one.explodes(self._explosion) for one in gradients),
+            n_vanishing=sum(one.is_matrix and one.vanishes(self._vanishing) for one in gradients),
+            n_dead=sum(one.is_dead for one in gradients),
+            n_sick=sum(one.is_sick for one in gradients),
+        )
+
+
+def _number(loss: Tensor | float) -> float:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        shape = tuple(loss.shape)
+        raise UsageError(f"The loss must be a single number, and has shape {shape}: reduce it.")
+    return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)

@@ -1,0 +1,75 @@
+"""What a hit of a breakpoint does in the user's own process, under `flexinspect.watch`."""
+
+from __future__ import annotations
+
+import pdb
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Literal
+
+import torch
+import transformers
+
+from flexinspect.breaks.hits import BreakpointHit
+from flexinspect.errors import UsageError
+
+OnBreak = Callable[[BreakpointHit], None] | Literal["pdb"] | None
+Call = Callable[[BreakpointHit, FrameType], None]
+
+_LIBRARIES = tuple(
+    str(Path(str(module.__file__)).parent)
+    for module in (torch, transformers, sys.modules[__name__])
+)
+
+
+def who_stops(on_break: OnBreak) -> Call:
+    """Return what is called at a hit. Raises `UsageError` for what is neither of these."""
+    if on_break is None:
+        return _pdb if _has_terminal() else _print
+    if on_break == "pdb":
+        return _pdb
+    if not callable(on_break):
+        raise UsageError('on_break is a function that takes a BreakpointHit, or "pdb".')
+    return lambda hit, frame: on_break(hit)
+
+
+def _has_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def say_on_stderr(sentence: str) -> None:
+    """Say something to the user."""
+    print(f"flexinspect: {sentence}", file=sys.stderr)
+
+
+def _print(hit: BreakpointHit, frame: FrameType) -> None:
+    say_on_stderr(hit.sentence())
+
+
+def _pdb(hit: BreakpointHit, frame: FrameType) -> None:
+    """Open Python's debugger in the user's own frame, at once; `quit` is like Ctrl-C.
+
+    `Pdb.set_trace` would stop at whatever runs next, which is ours.
+    """
+    _print(hit, frame)
+    where, debugger = _users(frame), pdb.Pdb()
+    debugger.reset()
+    above: FrameType | None = where
+    while above is not None:
+        above.f_trace = debugger.trace_dispatch
+        debugger.botframe, above = above, above.f_back
+    debugger.interaction(where, None)
+    if debugger.quitting:
+        raise KeyboardInterrupt
+    if debugger.stopframe is not debugger.botframe or debugger.breaks:
+        sys.settrace(debugger.trace_dispatch)
+
+
+def _users(frame: FrameType) -> FrameType:
+    """Return the innermost frame that is neither ours nor of torch or transformers."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename.startswith(_LIBRARIES):
+        found = found.f_back
+    return found or frame

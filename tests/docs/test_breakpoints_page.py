@@ -1,0 +1,38 @@
+"""What docs/breakpoints.md shows is what is read, and all that is read is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flexinspect.breaks import BreakpointBook, ExpressionError
+from flexinspect.breaks.words import OPTIONS, SIGHTS, UNITS, WORDS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "breakpoints.md").read_text()
+
+
+def test_every_condition_of_the_page_is_read() -> None:
+    (block,) = re.findall(r"## Conditions\n\n```text\n(.*?)```", PAGE, re.DOTALL)
+    book = BreakpointBook()
+    for line in block.splitlines():
+        book.add(line)
+    assert len(book.list()) > 10
+    for condition in re.findall(r'^\w+ = "(.*)"$', PAGE, re.MULTILINE):
+        book.add(condition)
+
+
+def test_every_name_option_and_unit_is_on_the_page() -> None:
+    for name in (*WORDS, *SIGHTS):
+        assert f"`{name}`" in PAGE, name
+    for option in OPTIONS:
+        assert f"`[{option}" in PAGE, option
+    assert ", ".join(unit for unit in UNITS if unit != "KB") in PAGE
+
+
+def test_the_error_of_the_page_is_the_one_that_is_said() -> None:
+    with pytest.raises(ExpressionError) as caught:
+        BreakpointBook().add("step > 2 and entropi > 3")
+    said = caught.value.at("--break").sentence()
+    assert f"flexinspect: {said}\n```" in PAGE

@@ -1,0 +1,40 @@
+"""The page about the training debuggers does what it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexinspect.debugging import SWITCHES, short_name
+from flexinspect_hooks import doors
+from flexinspect_hooks.doors import switches
+
+PAGE = (Path(__file__).parents[2] / "docs" / "debugger-api.md").read_text("utf-8")
+BLOCK = re.compile(r"```python\n(.*?)```\n+(?:```text\n(.*?)```)?", re.DOTALL)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_block_of_the_page_prints_what_stands_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(switches, "_common", [])
+    names: dict[str, Any] = {"__name__": "page"}
+    blocks = BLOCK.findall(PAGE)
+    assert len(blocks) == PAGE.count("```python") >= 8
+    for source, expected in blocks:
+        exec(compile(source, "debugger-api.md", "exec"), names)
+        printed = capsys.readouterr().out
+        pattern = re.escape(expected.strip()).replace("…", ".*")
+        assert re.fullmatch(pattern, printed.strip()), printed
+
+
+def test_the_page_names_every_switch_and_every_public_name() -> None:
+    table = PAGE.split("## Thirteen switches")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert rows == [short_name(name) for name in SWITCHES]
+    for name in doors.__all__:
+        assert name in PAGE, name

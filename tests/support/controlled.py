@@ -1,0 +1,129 @@
+"""What control is tested with: a model that is no model, parts that only note, a served gate."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from flexinspect.control.messages import BreakpointInfo, Cost, Order, Place
+from flexinspect.errors import ControlError, FlexInspectError, UsageError
+from flexinspect_hooks.control.gate import Gate
+
+PATIENCE_S = 10.0
+
+
+def wait_for(condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.0005)
+
+
+class FakeModel:
+    """A loop that passes the gate before each forward, whose forwards wait to be allowed."""
+
+    def __init__(self) -> None:
+        self.gate = Gate(tell=lambda kind, text, place, facts: self.events.append(kind))
+        self.events: list[str] = []
+        self.step, self.n_stops = -1, 0
+        self._allowed = threading.Semaphore(0)
+        self.is_at_forward = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over:
+            try:
+                order = self.gate.between_steps(Place(0, 0, self.step))
+                # What the loop calls passes the gate too.
+                assert order is not None or self.gate.between_steps(Place(0, 0, self.step)) is None
+            except KeyboardInterrupt:
+                self.n_stops += 1
+                continue
+            if order is not None:
+                self._obey(order)
+                continue
+            self.is_at_forward.set()
+            self._allowed.acquire()
+            self.step += 1
+
+    def _obey(self, order: Order) -> None:
+        place = order.wish.place
+        if place.step > self.step:
+            self.gate.done(order, FlexInspectError("That step is not recorded."))
+            return
+        self.step = place.step
+        self.gate.done(order, place, "there")
+
+    def forward(self) -> None:
+        """Let one forward run, to the next boundary."""
+        self.is_at_forward.clear()
+        self._allowed.release()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the loop stands at the gate or before a forward."""
+        wait_for(lambda: self.stands)
+
+    @property
+    def stands(self) -> bool:
+        return self.is_at_forward.is_set() or self.gate.view().state == "paused"
+
+    def end(self) -> None:
+        self._is_over = True
+        while self._thread.is_alive():
+            self.gate.view().state == "finished" or self.gate.continue_()
+            self._allowed.release()
+            self._thread.join(0.01)
+
+
+class NotedLevels:
+    """Levels that nothing follows."""
+
+    level, layers = "advanced", "all"
+
+    def set_level(self, level: str) -> None:
+        self.level = level
+
+    def set_layers(self, layers: str) -> None:
+        if not layers or set(layers) - set("0123,-al"):
+            raise UsageError(f"{layers!a} is no list of layers.")
+        self.layers = layers
+
+
+class NotedBreakpoints:
+    """Breakpoints that nothing judges."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, BreakpointInfo] = {}
+
+    def add(
+        self, text: str, *, hits: int = 0, once: bool = False, log_only: bool = False
+    ) -> BreakpointInfo:
+        if not text.strip():
+            raise UsageError("A breakpoint needs a condition.")
+        number = len(self._all) + 1
+        self._all[number] = BreakpointInfo(number, text, True, hits, once, log_only)
+        return self._all[number]
+
+    def list(self) -> Sequence[BreakpointInfo]:
+        return list(self._all.values())
+
+    def remove(self, number: int) -> None:
+        del self._all[number]
+
+    def enable(self, number: int, on: bool) -> BreakpointInfo:
+        self._all[number] = replace(self._all[number], is_enabled=on)
+        return self._all[number]
+
+
+class NotedTraveller:
+    """Says that everything up to step 1000 can be had, and at what cost."""
+
+    def check(self, order: Order) -> Cost:
+        if order.wish.place.step > 1000:
+            raise ControlError("That step is not recorded.")
+        return Cost("one forward", 0.01, 4096, False)
