@@ -58,6 +58,7 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
 
     name: ClassVar[str] = "branches"
     title: ClassVar[str] = "Branches"
+    needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows the branches of this generation as a tree, and the branch you are on beside the "
         "one it left: what each chose, how far apart the two are, and how their masks differ.",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.trainingfacts import TrainingStepRecord
+from flexinspect_hooks.training import forwards
 from flexinspect_hooks.training.watching import watch_training
 
 LossOf = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
@@ -89,6 +90,26 @@ def test_a_bad_initialisation_explodes_in_the_first_step(path: Path) -> None:
     assert finding.step == 0
     assert finding.evidence["name"].startswith("4.")
     assert finding.evidence["carriers"] > 0
+
+
+@pytest.mark.parametrize("level", ["basic", "advanced"])
+def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
+    path: Path, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "is_remote", lambda tensor: True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), Log(), nn.Linear(4, 1))
+    found, _ = trained(path, model, steps=2, level=level)
+    finding = the(found, "training.loss-nan")
+    assert (finding.step, finding.evidence["producer"], finding.evidence["name"]) == (
+        *(0, "module"),
+        "2",
+    )
+    sick = mlp(8, 16, 16, 1)
+    with torch.no_grad():
+        sick[2].weight[3, 4] = math.nan
+    found, _ = trained(path.with_name("b.flextrace"), sick, steps=2, level=level)
+    assert the(found, "training.loss-nan").evidence["name"] == "2.weight"
 
 
 def test_weights_that_are_nan_from_the_start_are_the_producer(path: Path) -> None:

@@ -102,7 +102,9 @@ class ForwardWatch:
         model = self._model
         blocks = {id(module): name for name, module in blocks_of(model)}
         leaves = {id(module): name for name, module in leaves_of(model)}
-        for module in {id(m): m for m in model.modules()}.values():
+        # Within a compiled model a hook would be compiled too, or break its graph.
+        inside = () if is_compiled(model) else {id(m): m for m in model.modules()}.values()
+        for module in inside:
             name = blocks.get(id(module), leaves.get(id(module)))
             if name is None or module is model:
                 continue
@@ -179,7 +181,7 @@ class ForwardWatch:
             passes.stats = _stats(self._kept)
         if passes.producer is not None:
             return
-        if kind != "cpu":
+        if is_remote(main):
             passes.norms.append(self._norms(main, is_loss=loss is not None))
         elif not bool(torch.isfinite(_sample(main)).all()):
             passes.producer = self._first_sick(is_loss=loss is not None)
@@ -236,6 +238,16 @@ def _producer(name: str, module: nn.Module, dtype: str, n_carriers: int) -> Prod
 
 def _wide(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype.itemsize < 4 else None
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether a model is what `torch.compile` returned. Asks without loading the compiler."""
+    return type(model).__name__ == "OptimizedModule"
+
+
+def is_remote(tensor: Tensor) -> bool:
+    """Tell whether looking at a tensor would wait for its device."""
+    return tensor.device.type != "cpu"
 
 
 def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:

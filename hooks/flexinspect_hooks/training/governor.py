@@ -85,9 +85,10 @@ class Governor:
 
     def judge(self, own_s: float, wall_s: float) -> Change | None:
         """Take the cost of a step; returns the change that follows from it."""
-        if self._band is None or wall_s <= own_s:
+        if self._band is None:
             return None
-        self._costs.append(own_s / (wall_s - own_s))
+        # A step of microseconds may take less than what is estimated of us.
+        self._costs.append(own_s / max(wall_s - own_s, own_s / 100, 1e-9))
         if len(self._costs) < WINDOW:
             return None
         cost, limit = fmean(self._costs), self._band - 1.0

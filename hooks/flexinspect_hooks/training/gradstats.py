@@ -29,7 +29,9 @@ class _Counts:
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that gradients are wanted for, by name, in the model's order."""
-    return [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    named = model.named_parameters()
+    # `torch.compile` puts a name of its own in front of all others.
+    return [(name.removeprefix("_orig_mod."), one) for name, one in named if one.requires_grad]
 
 
 def gradient_facts(named: Named, *, with_max: bool = True) -> list[GradientFacts]:

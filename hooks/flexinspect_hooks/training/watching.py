@@ -189,11 +189,11 @@ class TrainingWatch:
         summary, cost = self.summary, self.cost
         if not summary.total_steps:
             return f"No step is recorded yet; the trace will be {visible(str(self.path))}."
+        ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
+        share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
         return (
             f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
-            f"capture took {float(cost['ratio']):.2%} of the time without it "
-            f"({float(cost['capture_s']) / max(int(cost['steps']), 1) * 1e3:.2f} ms a step). "
-            f"Trace: {visible(str(self.path))}"
+            f"capture took {share} ({each:.2f} ms a step). Trace: {visible(str(self.path))}"
         )
 
     # -- the end ---------------------------------------------------------------------------------
