@@ -70,6 +70,9 @@ class Job:
     level: str = "advanced"
     layers: str | None = None
     compile: bool | None = None
+    grads: str | None = None
+    grads_steps: str = "all"
+    detect_anomaly: bool = False
     threads: int | None = None
     trust_remote_code: bool = False
     overwrite: bool = False
@@ -157,6 +160,24 @@ class ScriptJob:
             return cls(**values, declaration=Declaration(tuple(wishes), **said))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+
+
+def parse_steps(text: str) -> frozenset[int] | None:
+    """Return step numbers from "0,5-7", None for "all". Raises `UsageError` naming the flag."""
+    if text == "all":
+        return None
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(
+                f"--grads-steps {text} is not a list of steps: '{part}' is no number or range.",
+                hint="Write for instance --grads-steps 0,5-7, or all.",
+            )
+        chosen.update(range(int(first), int(last if dash else first) + 1))
+    if not chosen:
+        raise UsageError(f"--grads-steps {text} names no step.", hint="Write 5-7, not 7-5.")
+    return frozenset(chosen)
 
 
 def _serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:

@@ -20,12 +20,14 @@ from typing import Any
 
 from flexinspect.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.findings import Finding, Severity
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.recall import branch_beginning, recalled
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.base import Rule, RuleBook
 from flexinspect.rules.catalogue import catalogue
 from flexinspect.rules.scene import Scene
 from flexinspect.trace.append import Reviewed, append
+from flexinspect.trace.gradients import all_gradients
 from flexinspect.trace.owner import recorder_lives
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.replay import beginning, is_loose, replay, steps
@@ -199,6 +201,9 @@ def _look_at_branch(
     for step in steps(reader, about.generation, row.branch, streams):
         for one in anew:
             one.take(step)
+    for gradients in all_gradients(reader, about.generation, row.branch):
+        for one in anew:
+            one.take(gradients)
     for one, before in zip(anew, lookers, strict=True):
         one.end()
         before.add(one)
@@ -246,11 +251,13 @@ class _Looker:
     def begin(self, generation: GenerationRecord) -> None:
         self.events += self._book.begin(generation)
 
-    def take(self, what: StepRecord | EventRecord) -> None:
-        """Let the rule look at a step, or hear of an event."""
+    def take(self, what: StepRecord | EventRecord | GradientRecord) -> None:
+        """Let the rule look at a step or at gradients, or hear of an event."""
         started = time.perf_counter()
         if isinstance(what, StepRecord):
             self._look(what)
+        elif isinstance(what, GradientRecord):
+            self._differentiate(what)
         else:
             self._say(*self._book.hear(what), counts=self.told is None)
         self.wall_s += time.perf_counter() - started
@@ -263,7 +270,13 @@ class _Looker:
         for repeat in seen.repeats:
             self._count(step, (repeat.id, repeat.series))
 
-    def _count(self, step: StepRecord, series: tuple[str, str]) -> None:
+    def _differentiate(self, gradients: GradientRecord) -> None:
+        found, repeats, events = self._book.differentiate(gradients)
+        self._say(found, events, counts=self.told is None)
+        for repeat in repeats:
+            self._count(gradients, (repeat.id, repeat.series))
+
+    def _count(self, step: StepRecord | GradientRecord, series: tuple[str, str]) -> None:
         """Count a finding of an earlier step again, as the trace does."""
         for at, finding in enumerate(self.found):
             if (finding.id, finding.series, finding.branch) == (*series, step.branch):

@@ -123,12 +123,13 @@ class LiveRun:
         state = self._process.state
         while not state.prints.empty():
             self._progress.say(state.prints.get())
-        if self._follower is None:
-            if state.recording is None or state.over:
-                return
-            self._follower = TraceFollower(state.recording)
+        if self._follower is None and (state.recording is None or state.over):
+            return
         try:
-            self._show(self._follower.look(), self._follower.reader)
+            if self._follower is None and state.recording is not None:
+                self._follower = TraceFollower(state.recording)
+            if self._follower is not None:
+                self._show(self._follower.look(), self._follower.reader)
         except TraceError:
             if state.recording is not None and state.recording.exists():
                 raise

@@ -16,7 +16,7 @@ from flexinspect.commands.breakflags import add_break_flags, breakpoints_of, on_
 from flexinspect.commands.debugflags import DEBUG_FLAGS, add_debugger_flags, debugger_of
 from flexinspect.commands.serving import add_control_flags, serving_of, tell_serving
 from flexinspect.errors import FlexInspectError, UsageError
-from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts
+from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts, parse_steps
 
 EXAMPLES = """\
 examples:
@@ -26,6 +26,7 @@ examples:
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
   flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VSCode
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
+  flexinspect run --grads --grads-steps 0-3             # which paraphrase made each token
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
 
@@ -63,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_data_flags(parser)
     add_attention_flags(parser)
     _add_decoding_flags(parser)
+    _add_gradient_flags(parser)
     _add_capture_flags(parser)
     add_debugger_flags(parser)
     add_break_flags(parser)
@@ -154,6 +156,26 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float)
     group.add_argument("--top-k", type=int)
     group.add_argument("--top-p", type=float)
+
+
+def _add_gradient_flags(parser: argparse.ArgumentParser) -> None:
+    from flexinspect.gradientrecords import TARGETS
+
+    group = parser.add_argument_group("gradients (taken when a generation is over)")
+    group.add_argument(
+        "--grads",
+        nargs="?",
+        const="logprob",
+        choices=TARGETS,
+        help="of each generated token's log-probability (default), or of its margin to the next "
+        "best one; a forward and a backward of the whole sequence per token",
+    )
+    group.add_argument("--grads-steps", metavar="0,5-7", help="of these steps (default: all)")
+    group.add_argument(
+        "--detect-anomaly",
+        action="store_true",
+        help="name the line of the forward whose backward makes a NaN; twice as slow",
+    )
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
@@ -259,7 +281,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
 _OWN = (
     *("model", "weights", "device", "dtype", "seed", "trust_remote_code", "dataset"),
     *("max_samples", "num_paraphrases", "indices", "mask", "separators", "positions", "compile"),
-    *("max_new_tokens", "stop"),
+    *("max_new_tokens", "stop", "grads", "grads_steps", "detect_anomaly"),
 )
 _TEXTS = ("instruction", "separator", "cue")
 _SAMPLING = ("sample", "temperature", "top_k", "top_p")
@@ -346,9 +368,20 @@ def check_job(job: Job) -> None:
     for text in (*job.prompts, *astuple(job.texts)):
         if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
             raise UsageError(f"The text {text!a} is not valid UTF-8.")
+    _check_gradients(job)
     models.resolve(job.model, load_config())
     if ":" not in job.mask:
         masks.check_preset(job.mask)
+
+
+def _check_gradients(job: Job) -> None:
+    parse_steps(job.grads_steps)
+    said = [("--grads-steps", job.grads_steps != "all"), ("--detect-anomaly", job.detect_anomaly)]
+    for flag, is_given in said:
+        if is_given and job.grads is None:
+            raise UsageError(
+                f"{flag} is about gradients, and none are asked for.", hint="Add --grads."
+            )
 
 
 def check_trace(job: Job | ScriptJob) -> None:

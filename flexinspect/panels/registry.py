@@ -26,6 +26,7 @@ ORDER = (
     "run",
     "output",
     "branches",
+    "gradients",
     "training",
     "gradstrip",
 )

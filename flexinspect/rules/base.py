@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flexinspect.findings import Finding, Repeat, Severity
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.causes import with_causes
 from flexinspect.rules.scene import Scene
@@ -71,6 +72,10 @@ class Rule:
 
         One that belongs to no generation may come before the first has begun.
         """
+        return ()
+
+    def differentiate(self, gradients: GradientRecord) -> Sequence[Finding]:
+        """Return what is wrong in the gradients of a token; they come after all steps."""
         return ()
 
     def end(self) -> Sequence[Finding]:
@@ -157,6 +162,14 @@ class RuleBook:
         """Return what the rules make of an event outside of the steps, and who failed at it."""
         found, events = self._ask(lambda rule: rule.hear(event), f"the event '{event.kind}'", None)
         return self._collapsed(found)[0], events
+
+    def differentiate(
+        self, gradients: GradientRecord
+    ) -> tuple[Sequence[Finding], tuple[Repeat, ...], tuple[EventRecord, ...]]:
+        """Return what the rules say of a token's gradients, old and new, and who failed at them."""
+        where = f"the gradients of step {gradients.step}"
+        found, events = self._ask(lambda rule: rule.differentiate(gradients), where, None)
+        return *self._collapsed(found), events
 
     def end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
         """Return what the rules say of the generation as a whole, and who failed at it."""

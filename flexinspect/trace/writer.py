@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     EventRecord,
@@ -119,6 +120,18 @@ class TraceWriter:
         encode.findings(statements, findings)
         with self._lock:
             self._commit(statements, "findings")
+
+    def write_gradients(self, record: GradientRecord) -> None:
+        """Record the gradients of one token, whole or not at all. Raises `TraceWriteError`."""
+        with self._lock:
+            self._commit(encode.gradients(record), f"the gradients of step {record.step}")
+
+    def write_repeats(self, place: tuple[int, int, int], records: Iterable[Repeat]) -> None:
+        """Count findings again at (generation, branch, step). Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        encode.repeats(statements, records, place)
+        with self._lock:
+            self._commit(statements, "findings that were met again")
 
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""

@@ -24,6 +24,7 @@ from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
 from flexinspect.records import EventRecord, GenerationRecord, TokenRecord
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.generate import Decoder
+from flexinspect_hooks.grads.after import TokenGradients
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
@@ -34,9 +35,6 @@ from flexinspect_hooks.travel.orders import Orders
 from flexinspect_hooks.travel.parts import Limits
 from flexinspect_hooks.travel.recording import TraceScribe, Words
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
-
-OnHold = Callable[[], None]
-"""Is told each time that a generation is over and its model kept alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +58,9 @@ class Ensemble:
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._facts = facts_of_tokenizer(self.vocabulary)
+        self._gradients = (
+            TokenGradients(loaded.model, job, compiled=compiled) if job.grads else None
+        )
         self.orders = Orders(self.vocabulary.encode, self.vocabulary.text_of)
 
     def plan(self, sample: Sample) -> Plan:
@@ -111,14 +112,12 @@ class Ensemble:
         compiled = self._compiled
         return RuleMask(rule, length=length, device=self._device, compiled=compiled), declared
 
-    def run(
-        self, number: int, plan: Plan, session: CaptureSession, *, on_hold: OnHold | None = None
-    ) -> str:
+    def run(self, number: int, plan: Plan, session: CaptureSession, *, holds: bool = False) -> str:
         """Run one generation and record it; returns the answer of its first branch.
 
         Between two steps the session's gate, if it has one, may pause it or order it elsewhere;
-        with `on_hold`, which is told so, it is kept alive at its end until the gate lets it go. An
-        exception or an interrupt ends the generation in the trace before it goes on upwards.
+        with `holds` it is kept alive at its end until the gate lets it go. An exception or an
+        interrupt ends the generation in the trace before it goes on upwards.
         """
         begun = self.record_of(number, plan)
         session.begin_generation(begun)
@@ -127,7 +126,7 @@ class Ensemble:
         try:
             with journey.patch:
                 self.orders.begin(number, journey)
-                self._drive(journey, session, number, on_hold)
+                self._drive(journey, session, number, holds=holds)
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
@@ -141,7 +140,7 @@ class Ensemble:
         return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
 
     def _drive(
-        self, journey: Journey, session: CaptureSession, number: int, on_hold: OnHold | None
+        self, journey: Journey, session: CaptureSession, number: int, *, holds: bool
     ) -> None:
         """Go on to the end, and wherever the gate orders the generation to go."""
         gate = session.gate
@@ -149,7 +148,7 @@ class Ensemble:
             place = Place(number, journey.line.branch, journey.step)
             order = gate.between_steps(place) if gate is not None else None
             if order is None and journey.is_over:
-                order = _held(gate, place, on_hold)
+                order = _held(session, place) if holds else None
                 if order is None:
                     return
             if order is None:
@@ -171,7 +170,10 @@ class Ensemble:
         patch = FlexPatch(
             self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
         )
-        scribe = TraceScribe(session, prompt, begun, words, self._token, self._answer)
+        scribe = TraceScribe(
+            *(session, prompt, begun, words, self._token, self._answer),
+            gradients=self._gradients,
+        )
         # At a line break, but not at one before the first word.
         stops = words.ends_line if job.stop == "newline" else None
         limits = Limits(job.max_new_tokens, self._eos, stops)
@@ -229,13 +231,14 @@ class Ensemble:
         )
 
 
-def _held(gate: Gate | None, place: Place, on_hold: OnHold | None) -> Order | None:
-    """Keep the model alive if that was asked for; Ctrl-C lets it go as the gate does."""
-    if gate is None or on_hold is None:
+def _held(session: CaptureSession, place: Place) -> Order | None:
+    """Keep the model alive until the gate has an order or ends it; Ctrl-C ends it too."""
+    if session.gate is None:
         return None
-    on_hold()
+    text = "holding the model (flexinspect ctl continue ends the run)"
+    session.recorder.put(EventRecord("phase", text, time.time()))
     with suppress(KeyboardInterrupt):
-        return gate.hold(place)
+        return session.gate.hold(place)
     return None
 
 

@@ -196,7 +196,7 @@ class CaptureProcess:
         self._breaks = RunBreaks(self.job, control, lambda text: _say(protocol.STOPPED, text=text))
         try:
             threads = self._import_torch()
-            self._serve(control)  # its libraries load beside the weights
+            control.start()  # its libraries load beside the weights
             from flexinspect_hooks.modelfacts import loaded_facts
 
             loaded = self._load(source)
@@ -223,17 +223,13 @@ class CaptureProcess:
         about = About("generation", source.name, str(self.writer.recording_path))
         self._levels = SessionLevels(job.level, job.layers)
         serving = Serving(*job.serving) if job.serving is not None else None
-        return Running(about, self._levels, is_served=job.control, serving=serving)
-
-    def _serve(self, control: Running) -> None:
-        control.start()
-        if control.url:
-            self._event("control", f"commands are taken at {control.url}", url=control.url)
-        if control.note:
-            self._event("control", f"No commands are taken: {control.note}")
-
-    def _on_hold(self) -> None:
-        self._report("holding the model (flexinspect ctl continue ends the run)", {})
+        return Running(
+            about,
+            self._levels,
+            is_served=job.control,
+            serving=serving,
+            tell=lambda text: self._event("control", text),
+        )
 
     def _import_torch(self) -> int:
         self._report("importing torch", {})
@@ -300,7 +296,7 @@ class CaptureProcess:
             plan = ensemble.plan(sample)
             self._n_generations += 1
             is_held = self.job.hold and number == len(samples) - 1
-            ensemble.run(number, plan, session, on_hold=self._on_hold if is_held else None)
+            ensemble.run(number, plan, session, holds=is_held)
             session.pass_breakpoints()
 
     def _conclude(self, session: CaptureSession) -> None:

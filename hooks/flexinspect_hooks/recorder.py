@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.prompts import Segment
 from flexinspect.recall import recall
 from flexinspect.records import (
@@ -69,6 +70,8 @@ class Sink(Protocol):
         segments: Sequence[Segment] = (),
     ) -> None: ...
     def write_steps(self, records: Sequence[StepRecord]) -> None: ...
+    def write_gradients(self, record: GradientRecord) -> None: ...
+    def write_repeats(self, place: tuple[int, int, int], records: Sequence[Repeat]) -> None: ...
     def write_event(self, record: EventRecord) -> None: ...
     def write_findings(self, findings: Iterable[Finding]) -> None: ...
     def end_generation(self, record: GenerationEnd) -> None: ...
@@ -95,7 +98,7 @@ class FinishedStep:
         return tokens
 
 
-Item = GenerationRecord | GenerationEnd | EventRecord
+Item = GenerationRecord | GenerationEnd | EventRecord | GradientRecord
 
 
 class Judge(Protocol):
@@ -271,6 +274,13 @@ class Recorder:
             if (rules := self._rules.pop(key, None)) is not None:
                 self._say(*rules.end())
             self._sink.end_generation(item)
+        elif isinstance(item, GradientRecord):
+            self._sink.write_gradients(item)
+            if (rules := self._rules.get((item.generation, item.branch))) is not None:
+                found, repeats, events = rules.differentiate(item)
+                self._say(found, events)
+                if repeats:
+                    self._sink.write_repeats((item.generation, item.branch, item.step), repeats)
         elif isinstance(item, _Told):
             self._hear(item.event, item.rules)
         else:

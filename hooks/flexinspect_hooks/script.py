@@ -85,7 +85,7 @@ class ScriptRun:
         self._is_making = False
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
-        self._levels, self._running = _control_of(job, self.writer)
+        self._levels, self._running = self._controlled()
         self._breaks = RunBreaks(job, self._running, self._tell_pause)
         crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
@@ -94,6 +94,24 @@ class ScriptRun:
             recording=str(self.writer.recording_path),
             note=self.writer.note,
         )
+
+    def _controlled(self) -> tuple[SessionLevels, Running]:
+        """Return what commands reach. What is wrong with an address leaves no trace behind."""
+        job, trace = self.job, str(self.writer.recording_path)
+        levels = SessionLevels(job.level, job.layers)
+        serving = Serving(*job.serving) if job.serving is not None else None
+        try:
+            return levels, Running(
+                About("program", job.program, trace),
+                levels,
+                is_served=job.control,
+                serving=serving,
+                tell=lambda text: self.event("control", text),
+            )
+        except UsageError:
+            self.writer.close("failed")
+            self.writer.discard()
+            raise
 
     def run(self) -> None:
         """Run the program; raises what it raises. The trace is closed at the interpreter's exit.
@@ -174,8 +192,6 @@ class ScriptRun:
             finder.obey(self._running.gate, self._levels)
             self._running.record_with(finder.recorder)
             finder.break_on(self._breaks.begin(finder.recorder))
-            if self._running.note:
-                self.event("control", f"No commands are taken: {self._running.note}")
             self._finder = finder
         return self._finder
 
@@ -313,19 +329,6 @@ def _nothing_seen() -> str:
         f"No transformers model was found: {why}. "
         "flexinspect.watch(module) in the code records any torch module."
     )
-
-
-def _control_of(job: ScriptJob, writer: TraceWriter) -> tuple[SessionLevels, Running]:
-    """Return what commands reach. What is wrong with an address leaves no trace behind."""
-    levels = SessionLevels(job.level, job.layers)
-    about = About("program", job.program, str(writer.recording_path))
-    serving = Serving(*job.serving) if job.serving is not None else None
-    try:
-        return levels, Running(about, levels, is_served=job.control, serving=serving)
-    except UsageError:
-        writer.close("failed")
-        writer.discard()
-        raise
 
 
 def _open_trace(job: ScriptJob) -> TraceWriter:

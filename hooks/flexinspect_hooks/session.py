@@ -224,8 +224,7 @@ class CaptureSession(Branching):
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Of a graph as a whole nothing is seen.
-        if self._is_muted or torch.compiler.is_compiling():
+        if self._is_muted or torch.compiler.is_compiling():  # a graph as a whole is not seen
             return
         pass_gate(self.gate, self.place)
         started = time.perf_counter()

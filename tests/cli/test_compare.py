@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.traces import LAYERS, RUN, SEGMENTS, _generation, sample_step
+from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step
 
 from flexinspect.commands import main
 from flexinspect.compare.steps import LayerDifference, jump_of
@@ -23,7 +23,7 @@ STEPS = 4
 def write(path: Path, *steps: StepRecord, prompt: Any = None) -> Path:
     """Write a trace of one generation with these steps."""
     with TraceWriter.create(path, RUN) as writer:
-        writer.begin_generation(_generation(0) if prompt is None else prompt)
+        writer.begin_generation(sample_generation(0) if prompt is None else prompt)
         for step in steps:
             writer.write_step(step)
         writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS, "eos", 1010.0))
@@ -123,7 +123,7 @@ def test_other_prompts_are_named_at_the_position_where_they_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = write(tmp_path / "a.flextrace", *healthy())
-    record = _generation(0)
+    record = sample_generation(0)
     tokens = list(record.tokens)
     tokens[3] = replace(tokens[3], token_id=999, text=" Ulysses")
     prompt = replace(record, tokens=tuple(tokens))

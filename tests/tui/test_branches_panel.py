@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.traces import SEGMENTS, sample_step, sample_trace
 from support.tui import screen_text, settle
 
 from flexinspect.app import InspectorApp
-from flexinspect.compare.branches import change_words, kl_bound, tree
 from flexinspect.panels.base import Go, NoOptions, Place, Request
 from flexinspect.panels.branches import BranchesData, BranchesPanel
 from flexinspect.panels.source import Source
-from flexinspect.records import Candidate, GenerationEnd, LogitsRecord, StepRecord
+from flexinspect.records import GenerationEnd, StepRecord
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import BranchRow
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.widgets.look import Look
 
@@ -54,7 +50,7 @@ def forked(tmp_path: Path) -> Path:
     from support import traces
 
     with TraceWriter.create(path, traces.RUN) as writer:
-        writer.begin_generation(traces._generation(0))
+        writer.begin_generation(traces.sample_generation(0))
         for step in range(5):
             writer.write_step(sample_step(step))
         writer.end_generation(GenerationEnd(0, "finished", " Jane Austen", SEGMENTS, "eos"))
@@ -75,24 +71,27 @@ def loaded(path: Path, place: Place, height: int = 20) -> BranchesData:
 def test_the_tree_names_each_fork_and_what_it_changed(forked: Path) -> None:
     lines = BranchesPanel().describe(loaded(forked, Place(branch=1, step=2)))
     assert lines[0].startswith("  branch 0 · finished ·  Jane Austen".replace("·  ", "· "))
-    assert "▸ └ branch 1 from step 2: “ Emily” instead of “ Aus”" in lines[1]
-    assert "branch 2 from step 3: drop paraphrase 2 (recomputed)" in lines[2]
+    assert "▸ └ branch 1 from step 2: ' Emily' instead of ' Aus'" in lines[1]
+    assert "branch 2 from step 3: drop paraphrase 2, all keys computed again" in lines[2]
 
 
 def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
-    data = loaded(forked, Place(branch=1, step=2))
-    assert [row.step for row in data.rows] == [2, 3, 4]
-    first, second, third = data.rows
+    data = loaded(forked, Place(branch=1, step=3))
+    assert [pair.step for pair in data.pairs] == [2, 3, 4]
+    first, second, third = data.pairs
     assert first.is_parted
-    assert first.texts[1] == " Emily"
+    assert first.own == " Emily"
     assert data.parted is first
     assert not second.is_parted
-    assert second.kl is not None
-    assert second.kl > 0
-    assert second.difference is not None
-    assert second.difference.logits == pytest.approx(0.5)
-    assert third.texts == (third.texts[0], None)  # the branch has no such step
-    assert third.texts[0] is not None
+    assert second.change is not None
+    assert second.change.kl > 0
+    assert second.change.largest == pytest.approx(0.5)
+    assert (third.base is None, third.own) == (False, None)  # the branch has no such step
+    lines = BranchesPanel().describe(data)
+    assert "step 3: " in lines[5]
+    assert "a logit moved by 0.5" in lines[5]
+    assert "The texts part at step 2." in lines
+    assert "the same in all" in lines[-1]
 
 
 def test_the_base_shows_the_last_branch_that_left_it(forked: Path) -> None:
@@ -142,40 +141,3 @@ async def test_the_interface_walks_a_branch_with_its_parents_tokens(forked: Path
         await pilot.press("left", "left")
         await settle(pilot)
         assert app.screen.place.step == 1  # type: ignore[attr-defined]
-
-
-def record(*probabilities: float) -> LogitsRecord:
-    logs = [math.log(p) for p in probabilities]
-    candidates = tuple(Candidate(n, n, str(n), x, x, x, x) for n, x in enumerate(logs))
-    return LogitsRecord(0.0, 0.0, 0, 0, 0.0, 0, 0, 0.0, 0.0, (), candidates)
-
-
-def test_the_bound_is_the_divergence_where_all_tokens_are_known() -> None:
-    p, q = (0.7, 0.2, 0.1), (0.5, 0.3, 0.2)
-    exact = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    assert kl_bound(record(*p), record(*q)) == pytest.approx(exact)
-
-
-def test_the_bound_never_exceeds_the_divergence() -> None:
-    p, q = (0.5, 0.2, 0.2, 0.1), (0.4, 0.1, 0.2, 0.3)
-    exact = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    known = kl_bound(record(*p[:2]), record(*q[:2]))
-    assert known is not None
-    assert 0 < known <= exact
-    assert kl_bound(record(*p), record(*p)) == 0
-    assert kl_bound(None, record(*p)) is None
-
-
-def row(branch: int, parent: int | None, **more: Any) -> BranchRow:
-    return BranchRow(0, branch, parent, 1, "finished", "", "", 0.0, None, more)
-
-
-def test_a_tree_lists_children_right_after_their_parent_and_ends() -> None:
-    nodes = tree([row(0, None), row(1, 0), row(2, 0), row(3, 1)])
-    assert [(node.row.branch, node.depth) for node in nodes] == [(0, 0), (1, 1), (3, 2), (2, 1)]
-    assert [node.row.branch for node in tree([row(0, None), row(1, 2), row(2, 1)])] == [0]
-
-
-def test_changes_are_told_in_words() -> None:
-    assert change_words(row(1, 0, kind="replay")) == "a restored state went on differently"
-    assert change_words(row(1, 0)) == ""

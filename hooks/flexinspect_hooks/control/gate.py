@@ -110,6 +110,11 @@ class Gate:
             return None
         return self._stand(place)
 
+    def end_if_stopping(self) -> None:
+        """Raise `KeyboardInterrupt` when the run is to stop; nothing is passed or waited for."""
+        with self._changed:
+            self._end_if_stopping()
+
     def hold(self, place: Place) -> Order | None:
         """Keep the model alive at the end of the last generation.
 

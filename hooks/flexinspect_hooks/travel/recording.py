@@ -18,6 +18,7 @@ from flexinspect.records import (
 )
 from flexinspect.trace.branchfacts import redeclared
 from flexinspect_hooks.generate import Choice
+from flexinspect_hooks.grads.after import Ended, TokenGradients
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.travel.lines import Line
 from flexinspect_hooks.travel.words import branch_words
@@ -53,7 +54,10 @@ class Words:
 
 
 class TraceScribe:
-    """Records a journey through a capture session; `begun` is the record of the generation."""
+    """Records a journey through a capture session; `begun` is the record of the generation.
+
+    `gradients` are taken of each branch when it has come to its end.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,12 @@ class TraceScribe:
         words: Words,
         make_token: MakeToken,
         answer_of: Callable[[Sequence[int]], str],
+        *,
+        gradients: TokenGradients | None = None,
     ) -> None:
+        self._gradients = gradients
+        if gradients is not None:
+            gradients.begin(session.recorder)
         self._session, self._prompt, self._begun = session, prompt, begun
         self._words, self._make_token, self._answer_of = words, make_token, answer_of
 
@@ -85,6 +94,8 @@ class TraceScribe:
         token = self._token(choice.step, choice.token_id, self._words.texts(token_ids)[-1])
         self._session.move_step(line.branch)
         self._session.chose(token, choice.chosen, choice.scores)
+        if self._gradients is not None:
+            self._gradients.chose(line.branch, choice.step, choice.token_id, choice.logits)
 
     def begin(self, line: Line) -> None:
         """A branch begins; the trace says what it is before its first step is written."""
@@ -105,7 +116,20 @@ class TraceScribe:
         segments = close_generated(self._prompt.segments, len(self._prompt.ids) + len(token_ids))
         answer = self._answer_of(token_ids)
         place = (self._begun.generation, state, answer, segments, reason, time.time(), line.branch)
-        self._session.end_generation(GenerationEnd(*place))
+        try:
+            if self._gradients is not None and state == "finished":
+                self._differentiate(self._gradients, line, token_ids)
+        finally:
+            self._session.end_generation(GenerationEnd(*place))
+
+    def _differentiate(
+        self, gradients: TokenGradients, line: Line, token_ids: Sequence[int]
+    ) -> None:
+        """Take the gradients of a branch; what the gate holds back meanwhile is a stop alone."""
+        gate, place = self._session.gate, (line.branch, line.fork_step)
+        ended = Ended(self._begun.generation, self._prompt, token_ids, line.source, *place)
+        stop = gate.end_if_stopping if gate is not None else lambda: None
+        gradients.take(ended, self._session.recorder, stop)
 
     def tell(self, kind: str, text: str, line: Line, step: int, facts: Mapping[str, Any]) -> None:
         """Something happened behind a step of a line."""
