@@ -70,7 +70,7 @@ class BreakpointBook:
 
     `version` changes with the set of enabled breakpoints, so that whoever prepares for them can see
     at the price of one comparison that nothing has changed; it is 0 while none was ever set.
-    `finding_ids` gives the ids that a `finding` is checked against; without it none is refused.
+    `finding_ids` gives the ids that a `finding` is checked against; without any, none is refused.
     `changed` is called after each change of that set, in the thread that made it.
     """
 
@@ -103,7 +103,7 @@ class BreakpointBook:
         condition, said = split_options(text)
         expression = parse(condition)
         if self._finding_ids is not None and has_finding(expression):
-            parse(condition, finding_ids=self._finding_ids())
+            parse(condition, finding_ids=self._finding_ids() or None)
         options = Options(max(said.hits, hits), said.once or once, said.log or log_only, said.off)
         with self._lock:
             number = next(self._numbers)

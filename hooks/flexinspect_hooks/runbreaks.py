@@ -6,7 +6,7 @@ Nothing here loads torch before the run has done so itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from flexinspect.breaks import BreakpointBook
@@ -36,7 +36,7 @@ class RunBreaks:
     """
 
     def __init__(self, job: Job | ScriptJob, running: Running, say: Callable[[str], None]) -> None:
-        self.book = BreakpointBook()
+        self.book = BreakpointBook(finding_ids=_known_findings)
         for text in job.breakpoints:
             self.book.add(text, source="--break")
         running.parts.breakpoints = self.book
@@ -76,3 +76,14 @@ class RunBreaks:
             "To pause there instead, run it on a terminal or add --wait; "
             "[log] after the condition only records it."
         )
+
+
+def _known_findings() -> Collection[str]:
+    """Return the ids of all findings, none before torch is there: rules load numpy, and a program
+    of the user's must be the first to do so. What came by a flag was checked before.
+    """
+    if "torch" not in sys.modules:
+        return ()
+    from flexinspect.rules.catalogue import catalogue
+
+    return catalogue().kinds.keys()

@@ -19,6 +19,7 @@ from flexinspect import protocol
 from flexinspect.breaks.hits import BreakpointHit
 from flexinspect.control.client import ControlClient
 from flexinspect.control.registry import running
+from flexinspect.errors import ControlError
 from flexinspect.job import Job
 from flexinspect.models import DEMO
 from flexinspect.trace.reader import TraceReader, open_trace
@@ -229,6 +230,8 @@ def test_a_run_pauses_and_its_breakpoints_are_commanded(
     with open_trace(out) as reader:
         assert [row.step for row in reader.steps(0)] == [0]
     assert [info.n_hits for info in client.breakpoints()] == [1]
+    with pytest.raises(ControlError, match=r"No finding has an id like this"):
+        client.add_breakpoint("finding msk.*")
     made = client.add_breakpoint("prob > 0", once=True)
     client.continue_()
     _wait_until(lambda: client.status().state == "paused")
