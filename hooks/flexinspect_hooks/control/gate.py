@@ -293,7 +293,7 @@ class Gate:
             if state == "holding":
                 return "nothing runs: the generation is over and the model is kept alive"
             if state != "paused":
-                self._stop = Stop(reason)
+                self._stop = self._stop or Stop(reason)  # a hit that is about to pause says why
                 self._look_ahead()
             return self._says(self._shown(), self._last)
 
