@@ -34,7 +34,7 @@ class Held:
 
     def sentence(self, now: float | None = None) -> str:
         """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3"."""
-        seconds = max((time.time() if now is None else now) - self.since, 0)
+        seconds = max((now or time.time()) - self.since, 0)
         where = f"{self.function} ({Path(self.file).name}:{self.line})"
         why = f": {self.reason}" if self.reason else ""
         return f"held by {self.by} in {where} for {seconds:.0f} s{why}"

@@ -58,6 +58,8 @@ def known_findings() -> Collection[str]:
 def on_break(args: argparse.Namespace) -> OnBreak:
     """Say what a hit does: without a terminal, or under --json, nobody would see the pause.
 
+    With a debugger somebody does.
+
     Raises `UsageError` for --wait in a run that takes no commands: it would wait for ever.
     """
     if args.wait and not args.control:
@@ -65,4 +67,5 @@ def on_break(args: argparse.Namespace) -> OnBreak:
             "--wait pauses the run until a command comes, and --no-control takes none.",
             hint="Leave one of them out.",
         )
-    return "wait" if args.wait or (sys.stderr.isatty() and not args.json) else "stop"
+    is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
+    return "wait" if args.wait or is_watched else "stop"

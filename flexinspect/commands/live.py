@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from flexinspect.commands.summary import Summary, print_summary, summarise
 from flexinspect.crash import settle_dead
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
+from flexinspect.heartbeat import Held, held_now
 from flexinspect.job import Job
 from flexinspect.lending import lend
 from flexinspect.scriptcapture import KILLED_AT
@@ -84,6 +86,7 @@ class LiveRun:
         self._progress = progress
         self._follower: TraceFollower | None = None
         self._stops = stops
+        self._held: Held | None = None
 
     def watch(self) -> int:
         """Follow the trace until the process ends; returns its exit code.
@@ -123,17 +126,27 @@ class LiveRun:
         state = self._process.state
         while not state.prints.empty():
             self._progress.say(state.prints.get())
-        if self._follower is None:
-            if state.recording is None or state.over:
-                return
-            self._follower = TraceFollower(state.recording)
+        if self._follower is None and (state.recording is None or state.over):
+            return
+        if state.recording is not None:
+            self._tell_of_stop(state.recording)
         try:
-            self._show(self._follower.look(), self._follower.reader)
+            if self._follower is None and state.recording is not None:
+                self._follower = TraceFollower(state.recording)
+            if self._follower is not None:
+                self._show(self._follower.look(), self._follower.reader)
         except TraceError:
             if state.recording is not None and state.recording.exists():
                 raise
             # The trace was withdrawn or moved to its place; the end of the process tells.
             self._close()
+
+    def _tell_of_stop(self, recording: Path) -> None:
+        """Say once that a debugger holds the run, and where: nothing comes before it lets go."""
+        held = held_now(recording)
+        if held is not None and held.by != "pdb" and held != self._held:
+            self._progress.say(held.sentence())
+        self._held = held
 
     def _show(self, news: News, reader: TraceReader) -> None:
         for row in news.events:

@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_program_flags(parser)
+    add_program_flags(parser)
     add_model_flags(parser)
     add_data_flags(parser)
     add_attention_flags(parser)
@@ -72,7 +72,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
-def _add_program_flags(parser: argparse.ArgumentParser) -> None:
+def add_program_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the program, with what is declared of it."""
     group = parser.add_argument_group(
         "a program of your own", "with it go only the flags of this group and of the last one"
     )

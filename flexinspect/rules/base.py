@@ -10,7 +10,7 @@ nothing is wrong must cost them microseconds; `dear` ones run over a finished tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -81,6 +81,36 @@ class Rule:
     def end(self) -> Sequence[Finding]:
         """Return what can be said only now that the generation is over."""
         return ()
+
+    def finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        *,
+        severity: Severity | None = None,
+        layers: Collection[int] = (),
+        head: int | None = None,
+        positions: Sequence[int] = (),
+        evidence: Mapping[str, Any] | None = None,
+        series: str = "",
+    ) -> Finding:
+        """Return a finding of a step, as bad as its kind unless `severity` says otherwise."""
+        which = tuple(sorted(set(layers)))
+        return Finding(
+            id=finding_id,
+            severity=severity or self.findings[finding_id].severity,
+            sentence=sentence,
+            generation=step.generation,
+            branch=step.branch,
+            step=step.step,
+            layer=which[0] if which else None,
+            head=head,
+            positions=tuple(positions),
+            evidence=dict(evidence or {}),
+            layers=which if len(which) > 1 else (),
+            series=series,
+        )
 
 
 class RuleBook:

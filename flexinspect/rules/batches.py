@@ -136,20 +136,9 @@ class BatchesRule(Rule):
         data: Mapping[str, Any],
         position: int,
     ) -> Finding:
-        which = sorted({call.layer for call in calls})
-        return Finding(
-            id=finding_id,
-            severity=severity,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=None if self.scene.is_loose else which[0],
-            positions=(position,),
-            evidence=dict(data),
-            layers=tuple(which) if len(which) > 1 else (),
-            series=finding_id,
-        )
+        which = () if self.scene.is_loose else {call.layer for call in calls}
+        about: dict[str, Any] = {"severity": severity, "layers": which, "positions": (position,)}
+        return self.finding(step, finding_id, sentence, evidence=data, series=finding_id, **about)
 
 
 RULE: type[Rule] = BatchesRule

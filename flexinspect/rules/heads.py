@@ -6,7 +6,7 @@ Query heads that share a key head are neighbours, and `h` in a rule counts query
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -84,25 +84,17 @@ class HeadsRule(Rule):
             f"{_named(call, odd)} {'has' if one else 'have'} other cells than the remaining "
             f"{counted(rest, 'query head')}; h counts query heads{_groups(call)}."
         )
-        return Finding(
-            id=BY_HEAD,
-            severity=Severity.NOTE,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=None if self.scene.is_loose else which[0],
-            head=odd[0],
-            evidence={
-                "mask": mask.fingerprint,
-                "heads": list(odd),
-                "key_heads": sorted({_key_head(call, head) for head in odd}),
-                "q_heads": call.q_heads,
-                "kv_heads": call.kv_heads,
-            },
-            layers=tuple(which) if len(which) > 1 else (),
-            series=f"{mask.rule} {list(odd)}",
-        )
+        evidence = {
+            "mask": mask.fingerprint,
+            "heads": list(odd),
+            "key_heads": sorted({_key_head(call, head) for head in odd}),
+            "q_heads": call.q_heads,
+            "kv_heads": call.kv_heads,
+        }
+        layers = () if self.scene.is_loose else which
+        series = f"{mask.rule} {list(odd)}"
+        about: dict[str, Any] = {"layers": layers, "head": odd[0], "series": series}
+        return self.finding(step, BY_HEAD, sentence, evidence=evidence, **about)
 
     def _tiled(self, step: StepRecord, event: EventRecord) -> Finding:
         which = [int(layer) for layer in event.data["layers"]]
@@ -111,19 +103,8 @@ class HeadsRule(Rule):
             "repeated as a whole (repeat), not head by head (repeat_interleave): query head 1 "
             "reads the keys of another group than query head 0, its neighbour."
         )
-        return Finding(
-            id=KEYS_TILED,
-            severity=Severity.ERROR,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=which[0],
-            head=1,
-            evidence=dict(event.data),
-            layers=tuple(which) if len(which) > 1 else (),
-            series="tiled",
-        )
+        about: dict[str, Any] = {"layers": which, "head": 1, "series": "tiled"}
+        return self.finding(step, KEYS_TILED, sentence, evidence=event.data, **about)
 
 
 RULE: type[Rule] = HeadsRule

@@ -90,6 +90,12 @@ class StepSights:
         return Facts(self.values, self.layers, tuple(self.sightings))
 
 
+def event_of(hit: BreakpointHit) -> EventRecord:
+    """Return what the trace is told of a hit."""
+    place = (hit.generation, hit.step)
+    return EventRecord(HIT_EVENT, hit.sentence(), time.time(), *place, hit.as_facts())
+
+
 class Breaking:
     """The breakpoints of a process: one book, judged for every session.
 
@@ -136,7 +142,7 @@ class Breaking:
             hit = hit_of(met, facts, verdict, inside=True)
             action = self.book.hit(met.id)
             if action is not Action.PASS:
-                self._log(hit)
+                self.event(event_of(hit))
             if action is Action.STOP:
                 self.stopper.stop_inside(hit, frame)
             if met.options.once:
@@ -145,12 +151,16 @@ class Breaking:
     # -- in the writer thread --------------------------------------------------------------------
 
     def judge(self, record: StepRecord) -> None:
-        """Judge the record of a step, which is written already."""
+        """Judge the record of a step, which is written already.
+
+        A step that was over before a breakpoint was set is none of its, though written later.
+        """
         if not self.book.version:
             return
         with self._lock:
             sights = self._open.pop((record.generation, record.branch, record.step), None)
-        breakpoints = self.book.enabled()
+        ended = record.started_at + record.wall_ms / 1e3
+        breakpoints = tuple(met for met in self.book.enabled() if met.since <= ended)
         if not breakpoints:
             return
         if sights is None:
@@ -188,15 +198,10 @@ class Breaking:
         action = self.book.hit(met.id)
         hit = hit_of(met, facts, verdict, inside=False)
         if action is Action.LOG:
-            self._log(hit)
+            self.event(event_of(hit))
         return hit if action is Action.STOP else None
 
     # -- what is said ----------------------------------------------------------------------------
-
-    def _log(self, hit: BreakpointHit) -> None:
-        at = time.time()
-        text = hit.sentence()
-        self.event(EventRecord(HIT_EVENT, text, at, hit.generation, hit.step, hit.as_facts()))
 
     def _tell_unknown(self, met: Breakpoint, unknown: Unknown, facts: Facts) -> None:
         if met.id in self._told:

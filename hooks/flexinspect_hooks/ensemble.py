@@ -36,9 +36,6 @@ from flexinspect_hooks.travel.parts import Limits
 from flexinspect_hooks.travel.recording import TraceScribe, Words
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
-OnHold = Callable[[], None]
-"""Is told each time that a generation is over and its model kept alive."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -115,14 +112,12 @@ class Ensemble:
         compiled = self._compiled
         return RuleMask(rule, length=length, device=self._device, compiled=compiled), declared
 
-    def run(
-        self, number: int, plan: Plan, session: CaptureSession, *, on_hold: OnHold | None = None
-    ) -> str:
+    def run(self, number: int, plan: Plan, session: CaptureSession, *, holds: bool = False) -> str:
         """Run one generation and record it; returns the answer of its first branch.
 
         Between two steps the session's gate, if it has one, may pause it or order it elsewhere;
-        with `on_hold`, which is told so, it is kept alive at its end until the gate lets it go. An
-        exception or an interrupt ends the generation in the trace before it goes on upwards.
+        with `holds` it is kept alive at its end until the gate lets it go. An exception or an
+        interrupt ends the generation in the trace before it goes on upwards.
         """
         begun = self.record_of(number, plan)
         session.begin_generation(begun)
@@ -131,7 +126,7 @@ class Ensemble:
         try:
             with journey.patch:
                 self.orders.begin(number, journey)
-                self._drive(journey, session, number, on_hold)
+                self._drive(journey, session, number, holds=holds)
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
@@ -145,7 +140,7 @@ class Ensemble:
         return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
 
     def _drive(
-        self, journey: Journey, session: CaptureSession, number: int, on_hold: OnHold | None
+        self, journey: Journey, session: CaptureSession, number: int, *, holds: bool
     ) -> None:
         """Go on to the end, and wherever the gate orders the generation to go."""
         gate = session.gate
@@ -153,7 +148,7 @@ class Ensemble:
             place = Place(number, journey.line.branch, journey.step)
             order = gate.between_steps(place) if gate is not None else None
             if order is None and journey.is_over:
-                order = _held(gate, place, on_hold)
+                order = _held(session, place) if holds else None
                 if order is None:
                     return
             if order is None:
@@ -236,13 +231,14 @@ class Ensemble:
         )
 
 
-def _held(gate: Gate | None, place: Place, on_hold: OnHold | None) -> Order | None:
-    """Keep the model alive if that was asked for; Ctrl-C lets it go as the gate does."""
-    if gate is None or on_hold is None:
+def _held(session: CaptureSession, place: Place) -> Order | None:
+    """Keep the model alive until the gate has an order or ends it; Ctrl-C ends it too."""
+    if session.gate is None:
         return None
-    on_hold()
+    text = "holding the model (flexinspect ctl continue ends the run)"
+    session.recorder.put(EventRecord("phase", text, time.time()))
     with suppress(KeyboardInterrupt):
-        return gate.hold(place)
+        return session.gate.hold(place)
     return None
 
 

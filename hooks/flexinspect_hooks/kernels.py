@@ -36,7 +36,7 @@ FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_a
 class KernelCall(NamedTuple):
     """A call of a kernel: which, its arguments by name, whether compiled code is to run it.
 
-    Past dynamo's recompile limit a compiled wrapper runs plain Python: `ran_plain` tells it later.
+    Past dynamo's recompile limit a compiled wrapper runs plain Python, as `ran_plain` tells.
     """
 
     name: str
@@ -118,7 +118,6 @@ def ran_plain() -> bool:
 
 
 def _note_plain(function: Callable[..., Any]) -> Remove:
-    @functools.wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
         _here.ran_plain = True
         return function(*args, **kwargs)

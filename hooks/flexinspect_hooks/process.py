@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -65,12 +66,8 @@ def main() -> int:
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = Debugging(job.debugger, _say)
-        parent = threading.Thread(
-            target=_end_with_parent,
-            args=(debugging.granted,),
-            name="flexinspect-parent",
-            daemon=True,
-        )
+        told = (debugging.granted,)
+        parent = threading.Thread(None, _end_with_parent, "flexinspect-parent", told, daemon=True)
         run_on(parent).start()
         return CaptureProcess(job, debugging).run()
     except FlexInspectError as error:
@@ -126,10 +123,6 @@ def _say(kind: str, **facts: Any) -> None:
         print(protocol.line(kind, **facts), flush=True)
 
 
-def _tell_pause(text: str) -> None:
-    _say(protocol.STOPPED, text=text)
-
-
 class CaptureProcess:
     """One job from its first check to its closed trace."""
 
@@ -158,10 +151,10 @@ class CaptureProcess:
             self._debugging.begin(self.writer.recording_path, self._event)
             self._work(source, samples)
             state = "finished"
-            return 0
+            return self._exit_code(0)
         except KeyboardInterrupt:
             state = "interrupted"
-            return self._stopped()
+            return self._exit_code(INTERRUPTED)
         except FlexInspectError as error:
             self._post_mortem(error)
             self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
@@ -169,7 +162,11 @@ class CaptureProcess:
         except Exception as error:
             self._post_mortem(error)
             self._unexpected = True
-            self._event("error", f"{type(error).__name__}: {error}", traceback=_traceback(error))
+            self._event(
+                "error",
+                f"{type(error).__name__}: {error}",
+                traceback="".join(format_exception(error)),
+            )
             raise
         finally:
             self._close(state)
@@ -179,11 +176,11 @@ class CaptureProcess:
         if self._n_generations:
             self._debugging.post_mortem(error)
 
-    def _stopped(self) -> int:
-        """Return the exit code of a run that was stopped; if a breakpoint did it, say so."""
+    def _exit_code(self, otherwise: int) -> int:
+        """Return the exit code of a run that a breakpoint ended, and say so; or of any other."""
         error = self._breaks.stopped() if self._breaks is not None else None
         if error is None:
-            return INTERRUPTED
+            return otherwise
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
 
@@ -197,10 +194,10 @@ class CaptureProcess:
 
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
         control = self._control(source)
-        self._breaks = RunBreaks(self.job, control, _tell_pause)
+        self._breaks = RunBreaks(self.job, control, lambda text: _say(protocol.STOPPED, text=text))
         try:
             threads = self._import_torch()
-            self._serve(control)  # its libraries load beside the weights
+            control.start()  # its libraries load beside the weights
             from flexinspect_hooks.modelfacts import loaded_facts
 
             loaded = self._load(source)
@@ -208,6 +205,7 @@ class CaptureProcess:
             self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
             session = self._session(loaded)
             session.gate = control.gate
+            control.gate.debug = self._debugging.stop_between
             self._levels.attach(session)
             control.record_with(session.recorder)
             session.break_on(self._breaks.begin(session.recorder))
@@ -227,17 +225,13 @@ class CaptureProcess:
         about = About("generation", source.name, str(self.writer.recording_path))
         self._levels = SessionLevels(job.level, job.layers)
         serving = Serving(*job.serving) if job.serving is not None else None
-        return Running(about, self._levels, is_served=job.control, serving=serving)
-
-    def _serve(self, control: Running) -> None:
-        control.start()
-        if control.url:
-            self._event("control", f"commands are taken at {control.url}", url=control.url)
-        if control.note:
-            self._event("control", f"No commands are taken: {control.note}")
-
-    def _on_hold(self) -> None:
-        self._report("holding the model (flexinspect ctl continue ends the run)", {})
+        return Running(
+            about,
+            self._levels,
+            is_served=job.control,
+            serving=serving,
+            tell=lambda text: self._event("control", text),
+        )
 
     def _import_torch(self) -> int:
         self._report("importing torch", {})
@@ -304,7 +298,8 @@ class CaptureProcess:
             plan = ensemble.plan(sample)
             self._n_generations += 1
             is_held = self.job.hold and number == len(samples) - 1
-            ensemble.run(number, plan, session, on_hold=self._on_hold if is_held else None)
+            ensemble.run(number, plan, session, holds=is_held)
+            session.pass_breakpoints()
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""
@@ -389,12 +384,6 @@ def _versions() -> dict[str, str]:
 def default_threads() -> int:
     """Leave one core to everybody else: a busy neighbour makes OpenMP barriers wait for ms."""
     return max(available_cores() - 1, 1)
-
-
-def _traceback(error: BaseException) -> str:
-    import traceback
-
-    return "".join(traceback.format_exception(error))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from flexinspect_hooks.program import (
     state_of,
     without_us,
 )
-from flexinspect_hooks.runbreaks import RunBreaks
+from flexinspect_hooks.runbreaks import RunBreaks, StoppedError
 from flexinspect_hooks.scriptcontrol import Control
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class ScriptRun:
         self._control = control
         self._pid = os.getpid()
         self._error: BaseException | None = None
+        self._stopped: StoppedError | None = None
         self._drained = threading.Event()
         self._is_closing = False
         self._finder: ModelFinder | None = None
@@ -84,7 +85,7 @@ class ScriptRun:
         self._is_making = False
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
-        self._levels, self._running = _control_of(job, self.writer)
+        self._levels, self._running = self._controlled()
         self._breaks = RunBreaks(job, self._running, self._tell_pause)
         crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
@@ -93,6 +94,24 @@ class ScriptRun:
             recording=str(self.writer.recording_path),
             note=self.writer.note,
         )
+
+    def _controlled(self) -> tuple[SessionLevels, Running]:
+        """Return what commands reach. What is wrong with an address leaves no trace behind."""
+        job, trace = self.job, str(self.writer.recording_path)
+        levels = SessionLevels(job.level, job.layers)
+        serving = Serving(*job.serving) if job.serving is not None else None
+        try:
+            return levels, Running(
+                About("program", job.program, trace),
+                levels,
+                is_served=job.control,
+                serving=serving,
+                tell=lambda text: self.event("control", text),
+            )
+        except UsageError:
+            self.writer.close("failed")
+            self.writer.discard()
+            raise
 
     def run(self) -> None:
         """Run the program; raises what it raises. The trace is closed at the interpreter's exit.
@@ -123,13 +142,21 @@ class ScriptRun:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._ended_by(error)
-            stopped = self._breaks.stopped() if isinstance(error, KeyboardInterrupt) else None
-            if stopped is not None:
-                facts = {"message": stopped.message, "hint": stopped.hint}
-                self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
-                raise SystemExit(stopped.exit_code) from None
+            if isinstance(error, KeyboardInterrupt):
+                self._end_if_met()
             show_without_us(error)
             raise
+        self._end_if_met()
+
+    def _end_if_met(self) -> None:
+        """Let the process have an exit code of its own where a breakpoint should have ended it."""
+        if self._finder is not None:
+            self._finder.recorder.drain()
+        stopped = self._stopped = self._breaks.stopped()
+        if stopped is not None:
+            facts = {"message": stopped.message, "hint": stopped.hint}
+            self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+            raise SystemExit(stopped.exit_code) from None
 
     def _tell_pause(self, text: str) -> None:
         self._control.say(protocol.STOPPED, text=text)
@@ -163,10 +190,9 @@ class ScriptRun:
             self._running.start()
             finder = ModelFinder(self.job, self.writer, self._tokenizers)
             finder.obey(self._running.gate, self._levels)
+            self._running.gate.debug = self._debugging.stop_between
             self._running.record_with(finder.recorder)
             finder.break_on(self._breaks.begin(finder.recorder))
-            if self._running.note:
-                self.event("control", f"No commands are taken: {self._running.note}")
             self._finder = finder
         return self._finder
 
@@ -259,7 +285,7 @@ class ScriptRun:
         self._tell_unseen()
         if cost is not None:
             self.tell(cost=cost)
-        stopped = self._breaks.stopped()
+        stopped = self._stopped
         self.tell(exit_code=stopped.exit_code if stopped else exit_code_of(self._error))
         with suppress(TraceWriteError):
             self.writer.close(state_of(self._error))
@@ -304,19 +330,6 @@ def _nothing_seen() -> str:
         f"No transformers model was found: {why}. "
         "flexinspect.watch(module) in the code records any torch module."
     )
-
-
-def _control_of(job: ScriptJob, writer: TraceWriter) -> tuple[SessionLevels, Running]:
-    """Return what commands reach. What is wrong with an address leaves no trace behind."""
-    levels = SessionLevels(job.level, job.layers)
-    about = About("program", job.program, str(writer.recording_path))
-    serving = Serving(*job.serving) if job.serving is not None else None
-    try:
-        return levels, Running(about, levels, is_served=job.control, serving=serving)
-    except UsageError:
-        writer.close("failed")
-        writer.discard()
-        raise
 
 
 def _open_trace(job: ScriptJob) -> TraceWriter:

@@ -196,10 +196,7 @@ class CaptureSession(Branching):
         self.recorder.judge = breaking
 
     def pass_breakpoints(self) -> None:
-        """Let breakpoints stop that the last step of a generation has met.
-
-        Raises `KeyboardInterrupt` when the run is to stop.
-        """
+        """Let breakpoints stop that the last step met. Raises `KeyboardInterrupt` to end it."""
         if self._breaks is not None and self._breaks.is_at_work:
             self._breaks.pass_on()
             pass_gate(self.gate, self.place)
@@ -227,8 +224,7 @@ class CaptureSession(Branching):
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Of a graph as a whole nothing is seen.
-        if self._is_muted or torch.compiler.is_compiling():
+        if self._is_muted or torch.compiler.is_compiling():  # a graph as a whole is not seen
             return
         pass_gate(self.gate, self.place)
         started = time.perf_counter()

@@ -79,6 +79,7 @@ def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
     rules = tmp_path / "my_rules.py"
     rules.write_text("def window(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n", "utf-8")
     words = ("--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
+    words += ("--break", "step == 0", "--break", "entropy > -1 and step == 0")
     with Debugged(tmp_path, *words, flags=("--debugpy", "0", "--wait-for-client")) as run:
         port = run.port()
         assert "nothing runs before a client has attached" in run.said()
@@ -87,11 +88,21 @@ def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
         where = {"host": "127.0.0.1", "port": port}
         with DapClient(**where) as client:
             client.begin(configuration("attach to a run", connect=where), {rules: [2]})
-            _, stack = client.stopped()
+            thread, stack = client.stopped()
             assert (stack[0]["name"], stack[0]["line"]) == ("window", 2)
+            client.request("setBreakpoints", source={"path": str(rules)}, breakpoints=[])
+            for reason in ("step == 0", "entropy > -1 and step == 0"):
+                client.request("continue", threadId=thread)
+                thread, stack = client.stopped()
+                # Before a forward there is no frame of the user's, nor of a layer.
+                assert Path(stack[0]["source"]["path"]).name in ("generate.py", "ensemble.py")
+                said = client.evaluate("(flexinspect.step, flexinspect.reason)", stack[0])
+                assert said.startswith("(0, ")
+                assert f", {reason}: step 0 (prefill)" in said
             client.request("disconnect", terminateDebuggee=False)
         _, code = run.finish()
         assert code == 0
+        assert "held by debugpy in window (my_rules.py:2) for 0 s" in run.said()
     with open_trace(run.trace) as reader:
         texts = [row.event.text for row in reader.events() if row.event.kind == "debugger"]
         assert reader.run()["state"] == "finished"

@@ -34,6 +34,10 @@ def client(run: Debugged) -> Iterator[DapClient]:
     run.goes_on()  # whatever was left undone
 
 
+def test_nothing_is_traced_before_a_client_comes(run: Debugged) -> None:
+    assert not run.is_traced()
+
+
 def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapClient) -> None:
     assert client.begin(run.attach(), breakpoints(run.program, FORWARD)) == [True]
     thread, stack = client.stopped()
@@ -162,7 +166,7 @@ def test_without_a_client_a_model_event_does_not_stop(run: Debugged) -> None:
     (run.folder / "event").touch()
     eventually(lambda: (run.folder / "answer").exists())
     assert eventually((run.folder / "answer").read_text) == "False"
-    assert run.goes_on()
+    assert not run.is_traced()
 
 
 def test_in_the_end_the_trace_is_whole_and_the_output_that_of_a_plain_run(run: Debugged) -> None:

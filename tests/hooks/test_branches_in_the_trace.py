@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexinspect import datasets, models
+from flexinspect import branches, datasets, models
 from flexinspect.config import load_config
 from flexinspect.control.messages import EditMask, Fork, MaskEdit, Order, Place, Restore
 from flexinspect.errors import FlexInspectError, MaskError, UsageError
@@ -82,7 +83,7 @@ class Run:
         state = "failed"
         try:
             with self.session:
-                self.ensemble.run(0, self.plan, self.session, on_hold=lambda: None)
+                self.ensemble.run(0, self.plan, self.session, holds=True)
             state = "finished"
         except KeyboardInterrupt:
             state = "interrupted"
@@ -316,3 +317,31 @@ def test_a_review_afterwards_finds_nothing_new_in_branches(new_run: Callable[...
     with TraceReader(run.path) as reader:
         for finding in reader.findings():
             assert finding.branch == 0 or finding.id in before, finding.sentence
+
+
+def test_branches_of_level_extreme_are_compared_by_all_logits(
+    new_run: Callable[..., Run],
+) -> None:
+    edit = EditMask(at(3), (MaskEdit("preset", name="causal"),))
+    with new_run(level="extreme").go(Script(edit)) as reader:
+        change = branches.step_change(reader, 0, 4, 0, 1)
+        listed = branches._of_candidates(4, reader.candidates(0, 4), reader.candidates(0, 4, 1))
+        assert change is not None
+        assert change.basis == "all logits"
+        assert change.kl >= listed.kl > 0
+        masks = branches.mask_change(reader, 0, 4, 0, 1)
+        assert masks is not None
+        segments = reader.segments(0)
+        seen = sum(s.start - 1 for s in segments[1:-2] for _ in range(len(s)))
+        separators = sum(
+            segments[s.owner].start - s.start for s in segments if s.kind == "separator"
+        )
+        assert (masks.n_opened, masks.n_closed) == (seen + separators, 0)
+
+
+def test_the_python_of_the_page_runs(new_run: Callable[..., Run]) -> None:
+    run = new_run()
+    run.go(Script(Fork(at(2), token_id=300))).close()
+    page = (Path(__file__).parents[2] / "docs" / "branches.md").read_text("utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(block.replace('"run.flextrace"', repr(str(run.path))), {})

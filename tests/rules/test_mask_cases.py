@@ -132,7 +132,8 @@ def test_w01_row_14_sees_part_1_though_only_segments_were_named(tmp_path: Path) 
     found = found_in(tmp_path, "w01_bos_shift", [(1, 7), (9, 15)])
     assert told(found) == [(0, "mask.leak"), (1, "mask.leak")]
     assert found[0].positions == (14,)
-    assert {finding.severity for finding in found} == {Severity.WARNING}
+    assert {finding.severity for finding in found} == {Severity.NOTE}
+    assert {finding.evidence["cause"] for finding in found} == {"segments.shifted"}
 
 
 def test_w04_the_documents_are_one_piece(tmp_path: Path) -> None:

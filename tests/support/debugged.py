@@ -74,6 +74,7 @@ def main():
         step(model, ids)
         n += 1
         Path("count").write_text(str(n))
+        Path("traced").write_text(str(sys.gettrace() is not None))
         time.sleep(0.02)
 
 
@@ -166,6 +167,11 @@ class Debugged:
             return int((self.folder / "count").read_text() or 0)
         except (FileNotFoundError, ValueError):
             return 0
+
+    def is_traced(self) -> bool:
+        """Say whether its main thread is traced, two steps from now."""
+        self.goes_on()
+        return str(eventually((self.folder / "traced").read_text)) == "True"
 
     def goes_on(self) -> bool:
         """Say whether it makes further steps."""

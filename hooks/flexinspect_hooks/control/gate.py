@@ -78,6 +78,8 @@ class Gate:
     def __init__(self, tell: Tell | None = None, settle: Callable[[], None] | None = None) -> None:
         self.tell: Tell = tell or (lambda *_: None)
         self.settle: Callable[[], None] = settle or (lambda: None)
+        self.debug: Callable[[str, Mapping[str, Any]], bool] = lambda reason, facts: False
+        """Stops an attached debugger in this thread, until it goes on; False when there is none."""
         self._changed = threading.Condition(threading.RLock())
         self._wanted = True
         """Whether anything but going on is to be done at the next boundary: all the model reads."""
@@ -201,7 +203,23 @@ class Gate:
             if self._stop is None:
                 return None
         self.settle()  # who hears of the pause finds every step up to it
-        return self._pause(place)
+        return None if self._was_debugged(place) else self._pause(place)
+
+    def _was_debugged(self, place: Place) -> bool:
+        """Let a debugger have the stop at a breakpoint, without the lock: it may take long."""
+        stop = self._stop
+        if stop is None or stop.kind != "breakpoint":
+            return False
+        if not self.debug(stop.reason, {**stop.facts, "step": place.step}):
+            return False
+        with self._changed:
+            if self._stop is stop:
+                self._stop = None
+                self._look_ahead()
+            said = f"stopped in the debugger {place.after()}: {stop.reason}"
+            self.tell(stop.kind, said, place, stop.facts)
+            self._end_if_stopping()
+        return True
 
     def _arrive(self, place: Place) -> bool:
         """Take in a place; False when it was passed already."""

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ class ControlServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
         self._thread = run_on(server)
-        self.trouble: Exception | None = None
+        self._failed: Callable[[Exception], None] = lambda _: None
 
     @property
     def address(self) -> Address:
@@ -66,8 +67,12 @@ class ControlServer:
         name = f"[{host}]" if ":" in host else host
         return Address(str(self._path), f"http://{name}:{port}", self._serving.token)
 
-    def start(self) -> None:
-        """Let the capture be found, and answer from a thread of its own."""
+    def start(self, failed: Callable[[Exception], None] = lambda _: None) -> None:
+        """Let the capture be found, and answer from a thread of its own.
+
+        `failed` is told there if it cannot answer; the capture is not found any more then.
+        """
+        self._failed = failed
         about = self._about
         entry = Entry(os.getpid(), time.time(), self.address, about.trace, about.title, about.kind)
         self._file = register(entry)
@@ -104,8 +109,10 @@ class ControlServer:
 
             asyncio.run(self._serve())
         except Exception as error:  # whatever is wrong with the server, the run goes on
-            self.trouble = error
+            if self._file is not None:
+                unregister(self._file)
             self._close_sockets()
+            self._failed(error)
 
     async def _serve(self) -> None:
         import asyncio

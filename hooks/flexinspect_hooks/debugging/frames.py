@@ -20,14 +20,17 @@ def best_frame(frame: FrameType) -> FrameType:
 
     That is the innermost frame of the user's own code that runs inside of the outermost model's
     forward (a patched forward, a mask rule, an attention function); else the innermost forward of
-    a module that is not ours, the layer's; else, between two forwards, the user's innermost frame.
+    a module that is not ours, the layer's; else, between two forwards, the user's innermost frame;
+    and in our own generation, which has none, the one that calls the model.
     """
     stack = list(_up(frame))
     inside = _in_the_model(stack)
+    between = (*_folders_of("torch"), *_where_stops_come_from())
+    callers = [one for one in stack[len(inside) :] if not _is_in(one, between)]
     own = next((one for one in inside if is_users(one)), None)
     layer = next((one for one in inside if _is_forward(one)), None)
     anywhere = next((one for one in stack if is_users(one)), None)
-    return own or layer or anywhere or frame
+    return own or layer or anywhere or (callers[0] if callers else frame)
 
 
 def is_users(frame: FrameType) -> bool:
@@ -56,7 +59,11 @@ def _is_forward(frame: FrameType) -> bool:
     """Say whether a frame is a module's own forward: none of ours, none of torch.nn."""
     code = frame.f_code
     is_method = code.co_name == "forward" and "self" in code.co_varnames
-    return is_method and not code.co_filename.startswith((*_ours(), *_folders_of("torch")))
+    return is_method and not _is_in(frame, (*_ours(), *_folders_of("torch")))
+
+
+def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
+    return frame.f_code.co_filename.startswith(folders)
 
 
 @cache
@@ -74,6 +81,11 @@ def _is_users_file(filename: str) -> bool:
 @cache
 def _ours() -> tuple[str, ...]:
     return _folders_of("flexinspect", "flexinspect_hooks")
+
+
+@cache
+def _where_stops_come_from() -> tuple[str, ...]:
+    return _folders_of("flexinspect_hooks.debugging", "flexinspect_hooks.control")
 
 
 @cache

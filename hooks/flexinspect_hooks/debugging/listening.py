@@ -27,6 +27,9 @@ def listen(options: DebuggerOptions) -> tuple[str, int]:
             f"debugpy cannot listen on {options.host}:{options.port}: {said[0] if said else error}",
             hint="Choose another port; --debugpy 0 takes any that is free.",
         ) from error
+    from flexinspect_hooks.debugging.tracing import trace_only_while_attached
+
+    trace_only_while_attached()
     return host, port
 
 

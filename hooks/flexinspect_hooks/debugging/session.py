@@ -5,7 +5,8 @@ Most runs have none, and load nothing for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,6 +101,14 @@ class Debugging:
         rules.run_rules(lambda text: event("debugger", text))
         if compiled:
             rules.saw_compiled()
+
+    def stop_between(self, reason: str, facts: Mapping[str, Any]) -> bool:
+        """Stop between two forwards, in the user's loop; False when no debugger could."""
+        if not self._is_on:
+            return False
+        from flexinspect_hooks.debugging.stopping import stop_in
+
+        return stop_in(sys._getframe(1), reason, facts)
 
     def granted(self) -> None:
         """Whoever has the terminal lets pdb have it."""

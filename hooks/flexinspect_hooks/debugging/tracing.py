@@ -1,0 +1,56 @@
+"""Python code is traced while a client is attached, and only then.
+
+debugpy traces from the moment it listens, at microseconds per call of any function, which a decode
+step has thousands of. From Python 3.12 on it watches in another way, which costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def trace_only_while_attached() -> None:
+    """Stop tracing until a client has attached, and again when it has left."""
+    import pydevd_tracing
+    from _pydevd_bundle.pydevd_constants import PYDEVD_USE_SYS_MONITORING
+    from pydevd import PyDB
+
+    # Without its helper for other threads, tracing that was off could not be turned on.
+    if PYDEVD_USE_SYS_MONITORING or pydevd_tracing._load_python_helper_lib() is None:
+        return
+    pydevd_tracing.SetTrace(None)
+    PyDB.on_configuration_done = _then(PyDB.on_configuration_done, _on)
+    PyDB.on_disconnect = _then(PyDB.on_disconnect, _off)
+
+
+def _then(method: Callable[[Any], Any], call: Callable[[Any], None]) -> Callable[[Any], Any]:
+    @functools.wraps(method)
+    def both(debugger: Any) -> Any:
+        result = method(debugger)
+        call(debugger)
+        return result
+
+    return both
+
+
+def _on(debugger: Any) -> None:
+    import pydevd_tracing
+
+    pydevd_tracing.set_trace_to_threads(debugger.trace_dispatch)
+    debugger.set_tracing_for_untraced_contexts()
+
+
+def _off(debugger: Any) -> None:
+    import pydevd_tracing
+
+    pydevd_tracing.set_trace_to_threads(_trace_no_more)
+
+
+def _trace_no_more(frame: FrameType, event: str, arg: Any) -> None:
+    """Turn the tracing of the running thread off, which only that thread can do."""
+    import pydevd_tracing
+
+    pydevd_tracing.SetTrace(None)
