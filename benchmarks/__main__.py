@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, doors, engine, own, tui, writing
+from benchmarks import capture, control, doors, engine, own, training, travel, tui, writing
 from benchmarks.common import bench_model, machine, real_model, save
 
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
@@ -23,13 +23,20 @@ CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
     "own": lambda model, rounds: own.measure(model, rounds=rounds),
     "writing": lambda model, rounds: writing.measure(model),
 }
-WITHOUT_MODEL: dict[str, Callable[[], Any]] = {"tui": tui.measure, "doors": doors.measure}
+WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
+    "tui": tui.measure,
+    "control": control.measure,
+    "doors": doors.measure,
+    "travel": travel.measure,
+}
+TRAINING = "training"
 
 
 def main() -> None:
     """Run the named cases on a quiet machine and save each as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("cases", nargs="*", default=[*CASES, *WITHOUT_MODEL], metavar="CASE")
+    known = [*CASES, TRAINING, *WITHOUT_MODEL]
+    parser.add_argument("cases", nargs="*", default=known, metavar="CASE")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
@@ -37,7 +44,6 @@ def main() -> None:
         "--model", help="an alias, with random weights in bfloat16 (default: the small Llama)"
     )
     args = parser.parse_args()
-    known = [*CASES, *WITHOUT_MODEL]
     unknown = [name for name in args.cases if name not in known]
     if unknown:
         parser.error(f"unknown case {unknown[0]}; the cases are {', '.join(known)}")
@@ -61,6 +67,10 @@ def measure(name: str, args: argparse.Namespace) -> None:
         return
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     torch.set_num_threads(args.threads)
+    if name == TRAINING:
+        facts = training.measure(rounds=args.rounds, device=args.device)
+        save(name, {"case": name, "machine": machine(args.device), **facts})
+        return
     model = real_model(args.model, args.device) if args.model else bench_model(args.device)
     facts = CASES[name](model, args.rounds)
     file = name if args.threads == 2 else f"{name}-{args.threads}-threads"

@@ -19,6 +19,7 @@ from flexinspect.errors import TraceError, UsageError
 from flexinspect.feed import Feed
 from flexinspect.job import Job, ScriptJob
 from flexinspect.keys import all_keys
+from flexinspect.lending import LOOK_EVERY_S, lend
 from flexinspect.panels.base import Place
 from flexinspect.screens.broken import BrokenScreen
 from flexinspect.screens.start import JobOf, StartScreen
@@ -81,7 +82,16 @@ class InspectorApp(App[None]):
     def inspect_run(self, job: Job | ScriptJob) -> None:
         """Start a job and follow it."""
         self.feed = Feed.run(job)
+        if job.debugger.pdb:
+            self.set_interval(LOOK_EVERY_S, self._lend_terminal)
         self.push_screen(TraceScreen(self.feed))
+
+    def _lend_terminal(self) -> None:
+        """Step aside while pdb in the run has the terminal."""
+        process = self.feed.process if self.feed is not None else None
+        if process is not None and process.state.wants_terminal:
+            with self.suspend():
+                lend(process)
 
     def inspect_trace(self, path: Path, place: Place | None = None) -> None:
         """Open a trace; one that cannot be read gets a screen that says why."""

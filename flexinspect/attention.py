@@ -45,11 +45,13 @@ class Gate:
     """How far a picture is from what ran: `value` is None when nothing tells.
 
     `kind` is "lse" (distance of the row's mass from 1 under the kernel's own log-sum-exp) or
-    "output" (relative error of the row's output, recomputed).
+    "output" (relative error of the row's output, recomputed); `dtype` is the type of the queries,
+    which says how much of it may be rounding (see `bar`).
     """
 
     value: float | None = None
     kind: str | None = None
+    dtype: str = ""
 
     @property
     def checked(self) -> bool:
@@ -59,13 +61,20 @@ class Gate:
     @property
     def bad(self) -> bool:
         """Whether the picture is not what ran; NaN proves nothing good."""
-        return self.value is not None and not self.value <= TOLERANCE
+        return self.value is not None and not self.value <= self.bar
+
+    @property
+    def bar(self) -> float:
+        """What is rounding at most."""
+        return bar(self.kind, self.dtype)
 
     def words(self) -> str:
-        """Return "gate 3e-06 (lse)" or "not checked"."""
+        """Return "gate 3e-06 (lse)" or "not checked"; a coarse one says what it is allowed."""
         if self.value is None:
             return "not checked"
-        return f"gate {self.value:.0e} ({self.kind or 'lse'})"
+        coarse = f", {self.dtype} rounds to {self.bar:g}" if self.value > TOLERANCE else ""
+        coarse = "" if self.bad else coarse
+        return f"gate {self.value:.0e} ({self.kind or 'lse'}{coarse})"
 
 
 UNCHECKED = Gate()

@@ -9,11 +9,13 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from flexinspect import protocol
+from flexinspect.debugger import listening_sentence
 from flexinspect.job import Job, ScriptJob
 
 LAST_WORDS = 40
@@ -30,6 +32,9 @@ class CaptureState:
     error: str | None = None
     hint: str | None = None
     over: bool = False
+    debugger: str | None = None
+    wants_terminal: bool = False
+    terminal_wishes: int = 0
     stops: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
@@ -79,6 +84,10 @@ class Capture:
             self.was_killed = True
             self._process.kill()
 
+    def detach(self) -> bool:
+        """Let the process go on when we end; False where that cannot be."""
+        return False
+
     def show_output(self) -> None:
         """The interface is closed: print what was printed meanwhile, and go on with it."""
 
@@ -109,8 +118,26 @@ class Capture:
             self.state.path = Path(facts["path"]) if facts["path"] else None
             self.state.note = facts["note"] or self.state.note
             self.state.over = True
+        elif facts["kind"] == protocol.DEBUGGER:
+            self.state.debugger = listening_sentence(**{k: facts[k] for k in _LISTENING})
+        elif facts["kind"] == protocol.TERMINAL:
+            self.state.wants_terminal = facts["wanted"]
+            self.state.terminal_wishes += facts["wanted"]
         elif facts["kind"] == protocol.STOPPED:
             self.state.stops.put(facts["text"])
+
+    def lend_terminal(self) -> None:
+        """Let pdb in the process have the terminal, until `state.wants_terminal` is over."""
+        raise NotImplementedError
+
+
+_LISTENING = ("host", "port", "waiting")
+
+
+def debuggable(job: Job | ScriptJob) -> list[str]:
+    """Return the flags of Python without which debugpy warns that it may miss breakpoints."""
+    is_debugged = job.debugger.port is not None or "pydevd" in sys.modules
+    return ["-X", "frozen_modules=off"] if is_debugged else []
 
 
 def start(job: Job | ScriptJob) -> Capture:
@@ -133,7 +160,8 @@ class CaptureProcess(Capture):
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flexinspect_hooks.process"],  # -P: nothing from here
+            # -P: nothing from here
+            [sys.executable, *debuggable(job), "-P", "-m", "flexinspect_hooks.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -159,6 +187,16 @@ class CaptureProcess(Capture):
         except BrokenPipeError:
             pass  # it died at once; its exit code and last words tell why
 
+    def detach(self) -> bool:
+        """Let the process go on when we end."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(protocol.DETACH.decode())
+            self._process.stdin.close()
+        except (BrokenPipeError, ValueError):
+            return False  # it has just ended
+        return True
+
     def poll(self) -> int | None:
         """Return the exit code once the process has ended, all it said has been heard."""
         code = self._process.poll()
@@ -166,6 +204,13 @@ class CaptureProcess(Capture):
             for reader in self._readers:
                 reader.join(timeout=0.5)  # a grandchild may hold them open for ever
         return code
+
+    def lend_terminal(self) -> None:
+        """Let pdb have the terminal: any byte tells the process so."""
+        with suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.write(protocol.GRANT.decode())
+            self._process.stdin.flush()
 
     def _listen(self, stream: IO[str]) -> None:
         for line in stream:

@@ -64,6 +64,8 @@ class Feed:
     """One trace and, for a run of our own, the process that records it.
 
     `look` is called from one thread at a time. Raises `TraceError` for a trace that cannot be read.
+    When the interface closes, the process is interrupted, unless it is `detached` and goes on, or
+    `ending` by itself as it was asked to.
     """
 
     def __init__(self, path: Path | None = None, process: Capture | None = None) -> None:
@@ -75,7 +77,7 @@ class Feed:
         self._last_event = 0
         self._seen: tuple[Any, ...] = ()
         self._code: int | None = None
-        self._interrupted = False
+        self._interrupted = self.detached = self.ending = False
         self._next_check = 0.0
         self.prints: deque[str] = deque(maxlen=MOST_PRINTS)
         if path is not None:
@@ -243,6 +245,11 @@ class Feed:
         if self.process is not None and not self._interrupted:
             self._interrupted = True
             self.process.interrupt()
+
+    def detach(self) -> bool:
+        """Let our process go on when the interface ends; False where that cannot be."""
+        self.detached = self.process is not None and self.process.detach()
+        return self.detached
 
     def kill(self) -> None:
         """End our process at once; its trace holds every finished step."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from flexinspect.debugger import DebuggerOptions
 from flexinspect.errors import UsageError
 
 
@@ -69,6 +70,9 @@ class Job:
     level: str = "advanced"
     layers: str | None = None
     compile: bool | None = None
+    grads: str | None = None
+    grads_steps: str = "all"
+    detect_anomaly: bool = False
     threads: int | None = None
     trust_remote_code: bool = False
     overwrite: bool = False
@@ -79,6 +83,7 @@ class Job:
     serving: tuple[str, int, str] | None = None
     texts: Texts = field(default_factory=Texts)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -94,6 +99,7 @@ class Job:
             values = {name: value for name, value in data.items() if name in known}
             values["texts"] = Texts(**values.get("texts", {}))
             values["sampling"] = SamplingOptions(**values.get("sampling", {}))
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
             for name in ("prompts", "argv", "breakpoints"):
                 values[name] = tuple(values.get(name, ()))
             values["serving"] = _serving(values)
@@ -132,6 +138,7 @@ class ScriptJob:
     control: bool = True
     serving: tuple[str, int, str] | None = None
     declaration: Declaration = field(default_factory=Declaration)
+    debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
     git: Mapping[str, Any] | None = None
 
@@ -146,12 +153,31 @@ class ScriptJob:
             values: dict[str, Any] = json.loads(text)
             said = values.pop("declaration")
             wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
+            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
             for name in ("args", "argv", "breakpoints"):
                 values[name] = tuple(values[name])
             values["serving"] = _serving(values)
             return cls(**values, declaration=Declaration(tuple(wishes), **said))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
+
+
+def parse_steps(text: str) -> frozenset[int] | None:
+    """Return step numbers from "0,5-7", None for "all". Raises `UsageError` naming the flag."""
+    if text == "all":
+        return None
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise UsageError(
+                f"--grads-steps {text} is not a list of steps: '{part}' is no number or range.",
+                hint="Write for instance --grads-steps 0,5-7, or all.",
+            )
+        chosen.update(range(int(first), int(last if dash else first) + 1))
+    if not chosen:
+        raise UsageError(f"--grads-steps {text} names no step.", hint="Write 5-7, not 7-5.")
+    return frozenset(chosen)
 
 
 def _serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from flexinspect.findings import Finding, Severity, worst_first
@@ -153,6 +154,17 @@ class Proof:
     def __str__(self) -> str:
         said = [f"{one.severity}: {visible(one.sentence)}" for one in worst_first(self.findings)]
         return "\n".join([*map(visible, self.lines), *said])
+
+    def add_to(self, trace: str | Path, generation: int | None = None) -> int:
+        """Store the findings in a finished trace, and return the generation that has them.
+
+        Without `generation` it is the one that was fed the same prompt, if the proof is of a
+        program, else the first. Raises `UsageError` for a generation that is not there,
+        `TraceWriteError` where the trace cannot be written to, `TraceError` for none.
+        """
+        from flexinspect.trace.proven import add_proof
+
+        return add_proof(self, Path(trace), generation)
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for scripts: plain lists, numbers and strings."""

@@ -34,6 +34,19 @@ OUTPUT = "output"
 DRAINED = "drained"
 """The other way: all that was printed by now has been sent."""
 
+TERMINAL = "terminal"
+"""pdb wants the user's terminal, or has done with it (`wanted`); the other way: it may have it."""
+
+DEBUGGER = "debugger"
+"""debugpy listens on `host` and `port`; `waiting` says that nothing runs before a client comes."""
+
+
+GRANT = b"."
+"""The other way, on standard input: pdb may have the terminal."""
+
+DETACH = b"detach\n"
+"""The other way, on standard input: go on alone, whoever started the run closes its window."""
+
 
 def line(kind: str, **facts: Any) -> str:
     """Return one marked line, without its line break."""

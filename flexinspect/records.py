@@ -339,8 +339,29 @@ class GenerationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class BranchRecord:
+    """A line of decoding that leaves another one: its first own step is `fork_step`.
+
+    `change` says what is other in it. Its "kind" is "token": another token was chosen at
+    `fork_step` ("token_id", "text", and "instead_id", "instead_text" of the parent; "token_ids" of
+    several); "mask": "edits" as text, "rule" in words, "declared" as a declaration has it,
+    "changed_rows": how many rows of earlier steps are other ones, "recomputed": whether all keys
+    were computed anew; or "replay": a restored state did not go on as recorded ("why": sentences).
+    `recomputed` is true when the first own step feeds the whole sequence.
+    """
+
+    generation: int
+    branch: int
+    parent: int
+    fork_step: int
+    change: Mapping[str, Any]
+    segments: tuple[Segment, ...] = ()
+    recomputed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationEnd:
-    """How a generation ended: `state` in {"finished", "interrupted", "failed"}."""
+    """How a generation, or a branch of it, ended: `state` in finished, interrupted, failed."""
 
     generation: int
     state: str

@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flexinspect.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.findings import Finding, Severity
+from flexinspect.gradientrecords import GradientRecord
+from flexinspect.recall import branch_beginning, recalled
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.base import Rule, RuleBook
 from flexinspect.rules.catalogue import catalogue
 from flexinspect.rules.scene import Scene
 from flexinspect.trace.append import Reviewed, append
+from flexinspect.trace.gradients import all_gradients
 from flexinspect.trace.owner import recorder_lives
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.replay import beginning, is_loose, replay
-from flexinspect.trace.rows import GenerationRow
+from flexinspect.trace.replay import beginning, is_loose, replay, steps
+from flexinspect.trace.rows import BranchRow, GenerationRow
 from flexinspect.trace.values import from_json, to_json
 
 Progress = Callable[[int, int], None]
@@ -107,9 +110,10 @@ def review(
     meter = _Meter(progress, [reader.n_steps(task.generation.generation) for task in todo])
     unstored: list[Reviewed] = []
     notes: dict[str, None] = {}
+    shared: dict[str, Any] = {}
     for task in todo:
         try:
-            found = _look(reader, task, meter.next())
+            found = _look(reader, task, meter.next(), shared)
         except TraceError as error:  # the other generations may be whole
             notes[error.message] = None
             continue
@@ -150,10 +154,13 @@ def _stored(path: Path, found: Sequence[Reviewed]) -> str:
     return ""
 
 
-def _look(reader: TraceReader, task: Task, told_step: Callable[[int], None]) -> list[Reviewed]:
+def _look(
+    reader: TraceReader, task: Task, told_step: Callable[[int], None], shared: dict[str, Any]
+) -> list[Reviewed]:
     """Replay one generation for all rules of a task, and return what each said."""
     about = task.generation
     scene, started_at = Scene(find_mask=reader.mask), time.time()
+    scene.shared = shared
     told = {_place(one) for one in reader.findings() if one.generation == about.generation}
     lookers = [
         *(_Looker(rule, scene, loose=is_loose(about)) for rule in task.rules),
@@ -171,7 +178,35 @@ def _look(reader: TraceReader, task: Task, told_step: Callable[[int], None]) -> 
             told_step(n_steps)
     for one in lookers:
         one.end()
+    for row in reader.branches(about.generation)[1:]:
+        _look_at_branch(reader, task, row, lookers, streams)
     return [one.result(about.generation, started_at) for one in lookers]
+
+
+def _look_at_branch(
+    reader: TraceReader,
+    task: Task,
+    row: BranchRow,
+    lookers: Sequence[_Looker],
+    streams: Collection[str],
+) -> None:
+    """Replay one branch for new objects of all rules, and add what each said."""
+    about, scene = task.generation, Scene(find_mask=reader.mask)
+    record = branch_beginning(reader, about, row)
+    anew = [one.anew(scene, row.branch) for one in lookers]
+    for one in anew:
+        one.begin(record)
+        if row.change.get("recomputed") is not True:
+            one.recall(reader, row)
+    for step in steps(reader, about.generation, row.branch, streams):
+        for one in anew:
+            one.take(step)
+    for gradients in all_gradients(reader, about.generation, row.branch):
+        for one in anew:
+            one.take(gradients)
+    for one, before in zip(anew, lookers, strict=True):
+        one.end()
+        before.add(one)
 
 
 def _place(finding: Finding) -> tuple[Any, ...]:
@@ -189,21 +224,40 @@ class _Looker:
     scene: Scene
     loose: bool
     told: set[tuple[Any, ...]] | None = None
+    branch: int = 0
     wall_s: float = 0.0
     found: list[Finding] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._book = RuleBook([self.rule], is_loose=self.loose, scene=self.scene)
+        self._book = RuleBook(
+            [self.rule], is_loose=self.loose, scene=self.scene, branch=self.branch
+        )
+
+    def anew(self, scene: Scene, branch: int) -> _Looker:
+        """Return a looker for a branch, with a rule that has seen nothing."""
+        return _Looker(type(self.rule)(), scene, self.loose, self.told, branch)
+
+    def recall(self, reader: TraceReader, row: BranchRow) -> None:
+        """Show the rule what the branch's parents did before it."""
+        self.events += recalled(reader, row.generation, row.branch, self._book)
+
+    def add(self, other: _Looker) -> None:
+        """Take over what another looker said."""
+        self.found += other.found
+        self.events += other.events
+        self.wall_s += other.wall_s
 
     def begin(self, generation: GenerationRecord) -> None:
         self.events += self._book.begin(generation)
 
-    def take(self, what: StepRecord | EventRecord) -> None:
-        """Let the rule look at a step, or hear of an event."""
+    def take(self, what: StepRecord | EventRecord | GradientRecord) -> None:
+        """Let the rule look at a step or at gradients, or hear of an event."""
         started = time.perf_counter()
         if isinstance(what, StepRecord):
             self._look(what)
+        elif isinstance(what, GradientRecord):
+            self._differentiate(what)
         else:
             self._say(*self._book.hear(what), counts=self.told is None)
         self.wall_s += time.perf_counter() - started
@@ -216,7 +270,13 @@ class _Looker:
         for repeat in seen.repeats:
             self._count(step, (repeat.id, repeat.series))
 
-    def _count(self, step: StepRecord, series: tuple[str, str]) -> None:
+    def _differentiate(self, gradients: GradientRecord) -> None:
+        found, repeats, events = self._book.differentiate(gradients)
+        self._say(found, events, counts=self.told is None)
+        for repeat in repeats:
+            self._count(gradients, (repeat.id, repeat.series))
+
+    def _count(self, step: StepRecord | GradientRecord, series: tuple[str, str]) -> None:
         """Count a finding of an earlier step again, as the trace does."""
         for at, finding in enumerate(self.found):
             if (finding.id, finding.series, finding.branch) == (*series, step.branch):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from flexinspect import protocol
-from flexinspect.capture import Capture
+from flexinspect.capture import Capture, debuggable
 from flexinspect.errors import FlexInspectError
 from flexinspect.job import ScriptJob
 
@@ -99,6 +99,7 @@ class Copy:
         self._tail: deque[Item] = deque()
         self._n_kept = self._n_tail = self._n_left_out = 0
         self._wake, self._lock = threading.Event(), threading.Lock()
+        self._saying = threading.Lock()
         self._is_last = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -155,10 +156,15 @@ class Copy:
 
     def _say(self, kind: str, **facts: Any) -> bool:
         try:
-            self._control.sendall((protocol.line(kind, **facts) + "\n").encode())
+            with self._saying:
+                self._control.sendall((protocol.line(kind, **facts) + "\n").encode())
         except OSError:
             return False
         return True
+
+    def lend_terminal(self) -> None:
+        """Say that pdb may have the terminal."""
+        self._say(protocol.TERMINAL, wanted=True)
 
 
 def _join(items: list[Item], item: Item) -> None:
@@ -185,7 +191,7 @@ class ScriptProcess(Capture):
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, _entry(), str(theirs.fileno())],
+                [sys.executable, *debuggable(job), _entry(), str(theirs.fileno())],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -213,6 +219,10 @@ class ScriptProcess(Capture):
                 os.killpg(self._process.pid, number)
             else:
                 self._process.send_signal(number)
+
+    def lend_terminal(self) -> None:
+        """Let pdb have the terminal."""
+        self._copy.lend_terminal()
 
     def show_output(self) -> None:
         """Print what was held while the interface was open."""

@@ -21,6 +21,8 @@ _NAMES = {
     "question_mark": "?",
     "left": "←",
     "right": "→",
+    "space": "space",
+    "full_stop": ".",
     "up": "↑",
     "down": "↓",
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -25,7 +26,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """One breakpoint as it stands. `source` says who set it; `note` what there is to know of it."""
+    """One breakpoint as it stands. `source` says who set it; `note` what there is to know of it.
+
+    `since` is when it was last switched on, in seconds since the epoch.
+    """
 
     id: int
     expression: Expression
@@ -34,6 +38,7 @@ class Breakpoint:
     n_hits: int = 0
     source: str = ""
     note: str = ""
+    since: float = 0.0
 
     @property
     def text(self) -> str:
@@ -102,7 +107,8 @@ class BreakpointBook:
         options = Options(max(said.hits, hits), said.once or once, said.log or log_only, said.off)
         with self._lock:
             number = next(self._numbers)
-            made = Breakpoint(number, expression, options, not options.off, source=source)
+            about = (number, expression, options, not options.off)
+            made = Breakpoint(*about, source=source, since=time.time())
             self._put(made)
         self.changed()
         return made.info()
@@ -122,7 +128,7 @@ class BreakpointBook:
     def enable(self, number: int, on: bool) -> BreakpointInfo:
         """Switch one on or off. Raises `KeyError` for a number that none has."""
         with self._lock:
-            made = replace(self._breakpoints[number], is_enabled=on)
+            made = replace(self._breakpoints[number], is_enabled=on, since=time.time())
             self._put(made)
         self.changed()
         return made.info()
@@ -139,7 +145,11 @@ class BreakpointBook:
             return tuple(each for each in self._breakpoints.values() if each.is_enabled)
 
     def hit(self, number: int) -> Action:
-        """Count a hit; returns what it means."""
+        """Count a hit; returns what it means.
+
+        One that stops once is switched off by it. `changed` is not called for that, as whoever
+        stops has to do so before he gives up waiting for hits.
+        """
         with self._lock:
             met = self._breakpoints.get(number)
             if met is None or not met.is_enabled:
@@ -149,8 +159,6 @@ class BreakpointBook:
                 return Action.PASS
             if met.options.once:
                 self._put(replace(met, is_enabled=False))
-        if met.options.once:
-            self.changed()
         return Action.LOG if met.options.log else Action.STOP
 
     def _put(self, made: Breakpoint) -> None:

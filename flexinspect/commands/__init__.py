@@ -21,10 +21,12 @@ examples:
   flexinspect ctl pause
   flexinspect findings run.flextrace
   flexinspect show run.flextrace --panel mask --step 3
+  flexinspect compare a.flextrace b.flextrace
   flexinspect prove isolation --model demo --dataset demo
   flexinspect dump run.flextrace --step 3
   flexinspect models
   flexinspect museum
+  flexinspect vscode
 
 exit codes: 0 done, 1 the run failed or what was to be proved is not so,
 2 it could not be done as asked, 3 a breakpoint ended the run, 130 interrupted
@@ -33,7 +35,19 @@ exit codes: 0 done, 1 the run failed or what was to be proved is not so,
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    from flexinspect.commands import attach, ctl, dump, findings, models, museum, prove, run, show
+    from flexinspect.commands import (
+        attach,
+        compare,
+        ctl,
+        dump,
+        findings,
+        models,
+        museum,
+        prove,
+        run,
+        show,
+        vscode,
+    )
     from flexinspect.commands import open as open_
 
     parser = argparse.ArgumentParser(
@@ -44,7 +58,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexinspect {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for command in (run, open_, attach, ctl, findings, show, prove, dump, models, museum):
+    commands = (
+        run,
+        open_,
+        attach,
+        ctl,
+        findings,
+        show,
+        compare,
+        prove,
+        dump,
+        models,
+        museum,
+        vscode,
+    )
+    for command in commands:
         command.add_parser(subparsers)
     return parser
 

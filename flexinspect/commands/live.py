@@ -17,6 +17,7 @@ from flexinspect.crash import settle_dead
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.job import Job
+from flexinspect.lending import lend
 from flexinspect.scriptcapture import KILLED_AT
 from flexinspect.text import visible
 from flexinspect.trace.places import discard
@@ -94,6 +95,9 @@ class LiveRun:
                 code = self._process.poll()
                 self._tell_stops()
                 self._look()
+                if self._process.state.wants_terminal and code is None:
+                    with self._progress.aside():
+                        lend(self._process)
                 if code is not None:
                     self._close()
                     return code
@@ -119,12 +123,13 @@ class LiveRun:
         state = self._process.state
         while not state.prints.empty():
             self._progress.say(state.prints.get())
-        if self._follower is None:
-            if state.recording is None or state.over:
-                return
-            self._follower = TraceFollower(state.recording)
+        if self._follower is None and (state.recording is None or state.over):
+            return
         try:
-            self._show(self._follower.look(), self._follower.reader)
+            if self._follower is None and state.recording is not None:
+                self._follower = TraceFollower(state.recording)
+            if self._follower is not None:
+                self._show(self._follower.look(), self._follower.reader)
         except TraceError:
             if state.recording is not None and state.recording.exists():
                 raise
@@ -201,8 +206,15 @@ class ScriptRun(LiveRun):
 
     def _look(self) -> None:
         """Look only when asked to tell of each step: the program may need every core."""
+        self._tell_of_debugger()
         if self._progress.verbose:
             super()._look()
+
+    def _tell_of_debugger(self) -> None:
+        """Say on stderr where to attach: nothing else that we say comes before the end."""
+        said, self._process.state.debugger = self._process.state.debugger, None
+        if said is not None:
+            self._progress.console.print(f"flexinspect: {said}", soft_wrap=True)
 
     def _stop(self) -> None:
         """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""

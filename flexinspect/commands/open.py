@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +93,15 @@ def start() -> int:
 
 
 def inspect_run(job: Job | ScriptJob) -> int:
-    """Run a job under the interface, then print its result."""
-    from flexinspect.app import InspectorApp
+    """Run a job under the interface, then print its result.
 
-    return _finish(InspectorApp(job=job, keymap=_keymap()))
+    Our own generation keeps its model until the interface closes, for restores and forks.
+    """
+    from flexinspect.app import InspectorApp
+    from flexinspect.job import Job
+
+    held = replace(job, hold=True) if isinstance(job, Job) else job
+    return _finish(InspectorApp(job=held, keymap=_keymap()))
 
 
 def _keymap() -> dict[str, str]:
@@ -126,11 +132,15 @@ def _finish(app: InspectorApp) -> int:
     try:
         code = _show(app)
     finally:
-        process = app.feed.process if app.feed is not None else None
-        if process is not None and app.feed is not None and app.feed.exit_code is None:
-            app.feed.interrupt()
+        feed = app.feed
+        process = feed.process if feed is not None else None
+        if feed is not None and feed.exit_code is None and not (feed.detached or feed.ending):
+            feed.interrupt()
     if process is None:
         return code
+    if feed is not None and feed.detached:
+        print(f"The run goes on; see it again with: flexinspect attach --pid {process.pid}")
+        return 0
     for text in app.feed.prints if app.feed is not None else ():
         print(visible(text), file=sys.stderr)  # what the user's own code printed meanwhile
     process.show_output()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -42,6 +44,11 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         """Nothing to put back."""
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While entered, nothing is drawn: somebody else has the terminal."""
+        yield
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
@@ -132,6 +139,15 @@ class TerminalProgress(Progress):
         trace: TracebackType | None,
     ) -> None:
         self._live.__exit__(kind, error, trace)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """While entered, the live lines are gone."""
+        self._live.stop()
+        try:
+            yield
+        finally:
+            self._live.start()
 
     def event(self, event: EventRecord) -> None:
         """Take the event and redraw."""

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +21,10 @@ examples:
   flexinspect prove kernel --model llama3.2_3b_it --device cuda --max-new-tokens 2
   flexinspect prove cache --mask shared-prefix --cache-check 4
   flexinspect prove order --positions reset
+  flexinspect prove isolation --declare prompt.toml my_generation.py       # your own program
+  flexinspect prove order --declare prompt.toml --add-to run.flextrace my_generation.py
 
-Code of your own is proved from Python, whatever it patches:
+In Python, whatever your code patches:
   flexinspect.prove("isolation", model, ids, segments=[(1, 7, "a"), (9, 15, "b")], run=my_forward)
 docs/proofs.md shows each kind.
 
@@ -45,12 +48,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "see it may move, in any layer. order: paraphrases change places, and the next token's "
         "logits are compared. kernel: the weights that each attention call used are recovered and "
         "compared with those that are drawn. cache: decode steps are compared with a full "
-        "recompute. A program of your own cannot be given here; call flexinspect.prove in it.",
+        "recompute. Given a program of your own, that is run up to its first call of a model with "
+        "a whole prompt, and that call is proved, with whatever the program has patched by then.",
         argument_default=argparse.SUPPRESS,  # so that it shows which flags were given
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("proof", choices=KINDS, metavar="|".join(KINDS), help="what to prove")
+    run_.add_program_flags(parser)
     run_.add_model_flags(parser)
     run_.add_data_flags(parser)
     run_.add_attention_flags(parser)
@@ -66,6 +71,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=run_.positive,
         metavar="N",
         help="cache: a full recompute every N steps, and at the last one (default: 1)",
+    )
+    group.add_argument(
+        "--call",
+        type=run_.positive,
+        metavar="N",
+        help="of a program: the N-th call that feeds a whole prompt (default: 1)",
+    )
+    group.add_argument(
+        "--add-to", metavar="TRACE", help="store what was found in this finished trace"
     )
     group.add_argument("--threads", default=None, type=run_.positive, help="CPU threads")
     group.add_argument("--json", default=False, action="store_true", help="print it as JSON")
@@ -86,11 +100,13 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    job = _job(args)
     console = Console(highlight=False, markup=False)
     done = []
-    for proof in _proofs(args, job):
+    is_program = hasattr(args, "program") or hasattr(args, "module")
+    for proof in _of_program(args) if is_program else _proofs(args, _job(args)):
         done.append(proof)
+        if hasattr(args, "add_to"):
+            proof.add_to(args.add_to)
         if not args.json:
             _show(proof, console)
     holds = all(proof.holds for proof in done)
@@ -105,13 +121,47 @@ def _job(args: argparse.Namespace) -> Job:
     """Return the job that the flags describe. Raises `FlexInspectError` for what cannot be."""
     from flexinspect.commands.run import check_job, job_of
 
-    if hasattr(args, "cache_check") and args.proof != "cache":
-        raise UsageError(f"--cache-check goes with prove cache, not with prove {args.proof}.")
+    _check_cache_flag(args)
+    for name in ("declare", "call"):
+        if hasattr(args, name):
+            raise UsageError(
+                f"--{name} goes with a program of your own.",
+                hint="Name it last: flexinspect prove KIND --declare FILE SCRIPT.py",
+            )
     job = job_of(args)
     if not hasattr(args, "max_new_tokens"):
         job = replace(job, max_new_tokens=_NEW_TOKENS[args.proof])
     check_job(job)
     return job
+
+
+def _check_cache_flag(args: argparse.Namespace) -> None:
+    if hasattr(args, "cache_check") and args.proof != "cache":
+        raise UsageError(f"--cache-check goes with prove cache, not with prove {args.proof}.")
+
+
+_OF_PROGRAMS = ("declare", "program", "module", "call", "cache_check", "add_to")
+_ALWAYS = ("command", "proof", "run", "out", "level", "layers", "overwrite", "threads", "json")
+
+
+def _of_program(args: argparse.Namespace) -> Iterator[Any]:
+    """Yield the proof of a user's own program. What that prints goes to stderr with --json."""
+    from flexinspect import plugins
+    from flexinspect.commands.script import script_job
+
+    _check_cache_flag(args)
+    given = [name for name in vars(args) if name not in (*_OF_PROGRAMS, *_ALWAYS)]
+    flags = [f"--{name.replace('_', '-')}" for name in given]
+    nowhere = argparse.Namespace(**{**vars(args), "out": None})  # a proof records nothing
+    job = replace(script_job(nowhere, flags), threads=args.threads)
+    if job.declaration.separators != "attached":
+        raise UsageError('A proof knows separators = "attached" alone.')
+    prove = plugins.load("flexinspect.capture", "prove-script")
+    with redirect_stdout(sys.stderr) if args.json else nullcontext():
+        proof = prove(
+            args.proof, job, call=getattr(args, "call", 1), every=getattr(args, "cache_check", 1)
+        )
+    yield proof
 
 
 def _proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:

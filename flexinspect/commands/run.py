@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.commands.breakflags import add_break_flags, breakpoints_of, on_break
+from flexinspect.commands.debugflags import DEBUG_FLAGS, add_debugger_flags, debugger_of
 from flexinspect.commands.serving import add_control_flags, serving_of, tell_serving
 from flexinspect.errors import FlexInspectError, UsageError
-from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts
+from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts, parse_steps
 
 EXAMPLES = """\
 examples:
@@ -23,7 +24,9 @@ examples:
   flexinspect run --prompt "What is the capital of France?" --prompt "France's capital city?"
   flexinspect run --model llama3.2_3b_it --mask shared-prefix --instruction "Answer briefly."
   flexinspect run --model llama3.2_3b_it --weights random --device cuda --level extreme --layers 0-3
+  flexinspect run --debugpy 5678 --wait-for-client --no-ui      # then attach from VSCode
   flexinspect run --mask my_masks:window --temperature 0.8 --top-p 0.9 --seed 7
+  flexinspect run --grads --grads-steps 0-3             # which paraphrase made each token
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
 
@@ -37,6 +40,7 @@ SCRIPT_FLAGS = (
     *("--declare", "--level", "--layers", "--out", "--overwrite"),
     *("--no-ui", "--json", "--verbose", "--threads", "--serve", "--no-control"),
     *("--break", "--wait"),
+    *DEBUG_FLAGS,
 )
 """Flags that go with a program of the user's."""
 
@@ -55,18 +59,21 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    _add_program_flags(parser)
+    add_program_flags(parser)
     add_model_flags(parser)
     add_data_flags(parser)
     add_attention_flags(parser)
     _add_decoding_flags(parser)
+    _add_gradient_flags(parser)
     _add_capture_flags(parser)
+    add_debugger_flags(parser)
     add_break_flags(parser)
     add_control_flags(parser)
     parser.set_defaults(run=run)
 
 
-def _add_program_flags(parser: argparse.ArgumentParser) -> None:
+def add_program_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the program, with what is declared of it."""
     group = parser.add_argument_group(
         "a program of your own", "with it go only the flags of this group and of the last one"
     )
@@ -150,6 +157,26 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float)
     group.add_argument("--top-k", type=int)
     group.add_argument("--top-p", type=float)
+
+
+def _add_gradient_flags(parser: argparse.ArgumentParser) -> None:
+    from flexinspect.gradientrecords import TARGETS
+
+    group = parser.add_argument_group("gradients (taken when a generation is over)")
+    group.add_argument(
+        "--grads",
+        nargs="?",
+        const="logprob",
+        choices=TARGETS,
+        help="of each generated token's log-probability (default), or of its margin to the next "
+        "best one; a forward and a backward of the whole sequence per token",
+    )
+    group.add_argument("--grads-steps", metavar="0,5-7", help="of these steps (default: all)")
+    group.add_argument(
+        "--detect-anomaly",
+        action="store_true",
+        help="name the line of the forward whose backward makes a NaN; twice as slow",
+    )
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
@@ -249,13 +276,13 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     job = job_of(args)
     check_job(job)
     check_trace(job)
-    return job
+    return replace(job, debugger=debugger_of(args))
 
 
 _OWN = (
     *("model", "weights", "device", "dtype", "seed", "trust_remote_code", "dataset"),
     *("max_samples", "num_paraphrases", "indices", "mask", "separators", "positions", "compile"),
-    *("max_new_tokens", "stop"),
+    *("max_new_tokens", "stop", "grads", "grads_steps", "detect_anomaly"),
 )
 _TEXTS = ("instruction", "separator", "cue")
 _SAMPLING = ("sample", "temperature", "top_k", "top_p")
@@ -342,9 +369,20 @@ def check_job(job: Job) -> None:
     for text in (*job.prompts, *astuple(job.texts)):
         if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
             raise UsageError(f"The text {text!a} is not valid UTF-8.")
+    _check_gradients(job)
     models.resolve(job.model, load_config())
     if ":" not in job.mask:
         masks.check_preset(job.mask)
+
+
+def _check_gradients(job: Job) -> None:
+    parse_steps(job.grads_steps)
+    said = [("--grads-steps", job.grads_steps != "all"), ("--detect-anomaly", job.detect_anomaly)]
+    for flag, is_given in said:
+        if is_given and job.grads is None:
+            raise UsageError(
+                f"{flag} is about gradients, and none are asked for.", hint="Add --grads."
+            )
 
 
 def check_trace(job: Job | ScriptJob) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexinspect.commands.breakflags import breakpoints_of, on_break
+from flexinspect.commands.debugflags import debugger_of
 from flexinspect.commands.run import SCRIPT_FLAGS, check_trace, default_name
 from flexinspect.commands.serving import serving_of
 from flexinspect.errors import UsageError
@@ -48,6 +49,7 @@ def script_job(args: argparse.Namespace, given: Sequence[str]) -> ScriptJob:
         control=args.control,
         serving=serving_of(args),
         declaration=_declaration(args),
+        debugger=debugger_of(args),
         argv=tuple(sys.argv),
         git=git_state(Path.cwd()),
     )

@@ -252,6 +252,7 @@ class _View:
 
     def _one(self, name: str, *, alone: bool) -> dict[str, Any]:
         from flexinspect.panels.base import Missing
+        from flexinspect.panels.parts.trainingrun import check_suits
         from flexinspect.panels.registry import load_panel
 
         panel = load_panel(name)
@@ -259,6 +260,7 @@ class _View:
         with _told(name):
             request = self._request(panel)
             try:
+                check_suits(panel, self.source, self.place)
                 data = panel.load(self.source, request)
                 lines, missing = panel.describe(data), False
                 if self.args.picture or self.args.export:

@@ -51,8 +51,10 @@ class Entry:
 def runtime_folder() -> Path:
     """Return the folder of sockets, made if need be, mode 0700.
 
-    Raises `ControlError` when it belongs to somebody else or cannot be made.
+    Raises `ControlError` when it belongs to somebody else or cannot be made, and on Windows.
     """
+    if not hasattr(os, "getuid"):
+        raise ControlError("This system has no Unix sockets, so runs take no commands here.")
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "flexinspect" if base else _temporary()
     if len(os.fsencode(folder)) > LONGEST_SOCKET - len("/4194304-99.sock"):

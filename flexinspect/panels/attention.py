@@ -34,6 +34,7 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
 
     name: ClassVar[str] = "attention"
     title: ClassVar[str] = "Attention"
+    needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows how much of the newest row's attention each head of each layer gave to a part "
         "of the sequence, and what one head looked at.",

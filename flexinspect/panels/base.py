@@ -105,6 +105,8 @@ class Panel(Generic[D, O_co]):
     help: ClassVar[Help]
     sized: ClassVar[bool] = False
     """Whether what is loaded depends on the size, so that it is loaded again on a resize."""
+    needs_tokens: ClassVar[bool] = False
+    """Whether it has nothing to show of a training run, which generates no tokens."""
     actions: ClassVar[tuple[str, ...]] = ()
     """The actions (see `flexinspect.keys`) that `act` answers."""
 

@@ -51,6 +51,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
 
     name: ClassVar[str] = "logits"
     title: ClassVar[str] = "Logits"
+    needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows the most likely tokens of this step, which one was chosen, and the entropy, the "
         "margin and the rank of the choice over the steps.",

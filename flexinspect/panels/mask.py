@@ -28,6 +28,7 @@ class MaskPanel(Panel[MaskData, MaskOptions]):
 
     name: ClassVar[str] = "mask"
     title: ClassVar[str] = "Mask"
+    needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows for one layer and head which tokens (across) each token (down) may look at: as "
         "it was executed, received or declared, or where what was executed is not what was meant.",

@@ -30,6 +30,7 @@ class PathPanel(Panel[PathData, NoOptions]):
 
     name: ClassVar[str] = "path"
     title: ClassVar[str] = "Path"
+    needs_tokens: ClassVar[bool] = True
     help: ClassVar[Help] = Help(
         "It shows which attention kernel every layer really ran at every step, and with which "
         "mask.",

@@ -25,6 +25,10 @@ ORDER = (
     "findings",
     "run",
     "output",
+    "branches",
+    "gradients",
+    "training",
+    "gradstrip",
 )
 """The built-in panels, in the order in which they are listed."""
 

@@ -22,9 +22,10 @@ from flexinspect.records import CallRecord
 from flexinspect.sizes import human_bytes, human_count
 from flexinspect.text import visible
 from flexinspect.trace.places import COMPANIONS
-from flexinspect.trace.ranges import decode_time
+from flexinspect.trace.ranges import decode_time, holder, newest_step, step_range
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import BranchRow
+from flexinspect.trace.sequences import tokens_of
 from flexinspect.trace.values import plain_json
 from flexinspect.widgets.lines import line
 from flexinspect.widgets.look import Look
@@ -134,13 +135,15 @@ def _with_generation(
     reader, generation = source.reader, place.generation
     segments = reader.segments(generation, place.branch) or reader.segments(generation)
     start = max(place.step - _WINDOW // 2, 1)
-    decode = reader.steps(generation, place.branch, start, start + _WINDOW)
+    decode = step_range(reader, generation, start, start + _WINDOW, place.branch)
     first = reader.steps(generation, 0, limit=1)
+    newest = newest_step(reader, generation, place.branch)
     prefill = first[0] if first and first[0].phase == "prefill" else None
     prefill_calls = reader.calls(generation, prefill.step) if prefill else []
-    calls = reader.calls(generation, place.step, place.branch) if place.step else []
+    holds = holder(reader, generation, place.step, place.branch)
+    calls = reader.calls(generation, place.step, holds) if place.step else []
     if not calls and decode:
-        calls = reader.calls(generation, decode[0].step, place.branch)
+        calls = reader.calls(generation, decode[0].step, decode[0].branch)
     mask = _mask_of([*prefill_calls, *calls])
     summary = reader.mask_summary(mask) if mask is not None else None
     about, branch = reader.generation(generation), branches.get(place.branch)
@@ -155,7 +158,7 @@ def _with_generation(
         answer=answer,
         right=is_right(source, (generation, place.branch), state, answer, about.expected),
         prefill=prefill,
-        n_steps=(reader.last_step(generation, place.branch) or 0) + 1 if first else 0,
+        n_steps=0 if newest is None else newest + 1,
         decode=tuple(step for step in decode if step.phase != "prefill"),
         decode_time=source.keep(
             ("decode time", generation, place.branch, reader.last_step(generation, place.branch)),
@@ -207,7 +210,7 @@ def _answer(
     start = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), None)
     if start is None:
         return ""
-    tokens = reader.tokens(place.generation, place.branch, start, limit=_MOST_TOKENS)
+    tokens = tokens_of(reader, place.generation, place.branch, start, limit=_MOST_TOKENS)
     return "".join(token.text for token in tokens if not token.special).strip()
 
 

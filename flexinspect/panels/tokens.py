@@ -18,6 +18,7 @@ from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord
 from flexinspect.text import visible
 from flexinspect.trace.rows import GenerationRow
+from flexinspect.trace.sequences import tokens_of
 from flexinspect.widgets.lines import Span, line
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.tokencells import Row, shown, word_style, wrap
@@ -60,6 +61,7 @@ class TokensPanel(Panel[TokensData, TokensOptions]):
 
     name = "tokens"
     title = "Tokens"
+    needs_tokens = True
     help = Help(
         "The whole sequence that the model saw and made, a piece per token, a colour per segment.",
         "Generated tokens are coloured by how unsure the model was (v: probability, entropy, "
@@ -179,7 +181,7 @@ def _so_far(source: Source, where: tuple[int, int], window: Window) -> str:
     """Return the beginning of an answer that is still being made."""
     segments = (s.start for s in window.segments if s.kind == SegmentKind.GENERATED)
     start = next(segments, window.start)
-    found = source.reader.tokens(*where, start, limit=MOST_SHOWN)
+    found = tokens_of(source.reader, *where, start, limit=MOST_SHOWN)
     text = "".join(t.text for t in found if t.step is not None and not t.special).strip()
     cut = bool(found) and found[-1].pos + 1 < window.n_tokens
     return f"{text}…" if cut else text
@@ -194,7 +196,7 @@ def _beginnings(
     found: dict[int, Sequence[TokenRecord]] = {}
     for number, segment in outside[:MOST_SEGMENTS]:
         stop = min(segment.stop, segment.start + BEGINNING)
-        read = partial(source.reader.tokens, *where, segment.start, stop)
+        read = partial(tokens_of, source.reader, *where, segment.start, stop)
         key = ("beginning", *where, segment.start, stop)
         found[number] = source.keep(key, read, lambda tokens: 512 * (1 + len(tokens)))
     return found

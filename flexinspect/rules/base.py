@@ -10,12 +10,15 @@ nothing is wrong must cost them microseconds; `dear` ones run over a finished tr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flexinspect.findings import Finding, Repeat, Severity
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
+from flexinspect.rules.causes import with_causes
 from flexinspect.rules.scene import Scene
 
 
@@ -71,17 +74,57 @@ class Rule:
         """
         return ()
 
+    def differentiate(self, gradients: GradientRecord) -> Sequence[Finding]:
+        """Return what is wrong in the gradients of a token; they come after all steps."""
+        return ()
+
     def end(self) -> Sequence[Finding]:
         """Return what can be said only now that the generation is over."""
         return ()
+
+    def finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        *,
+        severity: Severity | None = None,
+        layers: Collection[int] = (),
+        head: int | None = None,
+        positions: Sequence[int] = (),
+        evidence: Mapping[str, Any] | None = None,
+        series: str = "",
+    ) -> Finding:
+        """Return a finding of a step, as bad as its kind unless `severity` says otherwise."""
+        which = tuple(sorted(set(layers)))
+        return Finding(
+            id=finding_id,
+            severity=severity or self.findings[finding_id].severity,
+            sentence=sentence,
+            generation=step.generation,
+            branch=step.branch,
+            step=step.step,
+            layer=which[0] if which else None,
+            head=head,
+            positions=tuple(positions),
+            evidence=dict(evidence or {}),
+            layers=which if len(which) > 1 else (),
+            series=series,
+        )
 
 
 class RuleBook:
     """The rules of one run. A rule that raises is switched off, and an event says so."""
 
     def __init__(
-        self, rules: Sequence[Rule] = (), *, is_loose: bool = False, scene: Scene | None = None
+        self,
+        rules: Sequence[Rule] = (),
+        *,
+        is_loose: bool = False,
+        scene: Scene | None = None,
+        branch: int = 0,
     ) -> None:
+        self._branch = branch
         self._rules = [rule for rule in rules if rule.loose] if is_loose else list(rules)
         self._is_loose = is_loose
         self._scene = scene or Scene()
@@ -93,6 +136,26 @@ class RuleBook:
     def names(self) -> tuple[str, ...]:
         """The names of the rules that look; those that failed are not among them."""
         return tuple(_name(rule) for rule in self._rules)
+
+    @property
+    def streams(self) -> frozenset[str]:
+        """The streams that these rules read."""
+        return frozenset(stream for rule in self._rules for stream in rule.streams)
+
+    def anew(self, branch: int) -> RuleBook:
+        """Return a book for a branch, with new objects of the same rules: they have seen nothing.
+
+        One that cannot be made without arguments is left out.
+        """
+        made = []
+        for rule in self._rules:
+            with suppress(TypeError):
+                made.append(type(rule)())
+        return RuleBook(made, is_loose=self._is_loose, branch=branch)
+
+    def share(self, memory: dict[str, Any]) -> None:
+        """Let the rules remember in `memory`, which books of other models of the run have, too."""
+        self._scene.shared = memory
 
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
@@ -112,7 +175,7 @@ class RuleBook:
         found, events = self._ask(lambda rule: rule.look(step), f"step {step.step}", step)
         if not found and not events:
             return step
-        news, repeats = self._collapsed(found)
+        news, repeats = self._collapsed(with_causes(found) if len(found) > 1 else found)
         return replace(
             step,
             findings=(*step.findings, *news),
@@ -120,10 +183,23 @@ class RuleBook:
             events=(*step.events, *events),
         )
 
+    def recall(self, step: StepRecord) -> tuple[EventRecord, ...]:
+        """Show the rules a step of a parent, of which all was said there; returns who failed."""
+        self._scene.learn(step)
+        return self._ask(lambda rule: rule.look(step), f"step {step.step}", step)[1]
+
     def hear(self, event: EventRecord) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
         """Return what the rules make of an event outside of the steps, and who failed at it."""
         found, events = self._ask(lambda rule: rule.hear(event), f"the event '{event.kind}'", None)
         return self._collapsed(found)[0], events
+
+    def differentiate(
+        self, gradients: GradientRecord
+    ) -> tuple[Sequence[Finding], tuple[Repeat, ...], tuple[EventRecord, ...]]:
+        """Return what the rules say of a token's gradients, old and new, and who failed at them."""
+        where = f"the gradients of step {gradients.step}"
+        found, events = self._ask(lambda rule: rule.differentiate(gradients), where, None)
+        return *self._collapsed(found), events
 
     def end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
         """Return what the rules say of the generation as a whole, and who failed at it."""
@@ -139,10 +215,17 @@ class RuleBook:
             try:
                 new = call(rule)
                 if new:
-                    found += [_completed(rule, finding) for finding in _checked(rule, new)]
+                    checked = map(self._placed, _checked(rule, new))
+                    found += [_completed(rule, finding) for finding in checked]
             except Exception as error:
                 events.append(self._switch_off(rule, error, where, step))
         return found, tuple(events)
+
+    def _placed(self, finding: Finding) -> Finding:
+        """Return a finding with its branch: what is said of a generation is said of this one."""
+        if finding.branch or not self._branch:
+            return finding
+        return replace(finding, branch=self._branch)
 
     def _collapsed(self, found: Sequence[Finding]) -> tuple[list[Finding], tuple[Repeat, ...]]:
         """Split findings into new ones and those of a series that was told of before."""

@@ -10,6 +10,8 @@ from flexinspect.rules.base import FindingKind
 EMPTY_LAYER = "cache.empty-layer"
 LOST = "cache.lost"
 NOT_USED = "cache.not-used"
+CACHE_OFF = "no-cache"
+"""The event of a generation whose caller gave use_cache=False."""
 EMPTY_SLOTS = "cache.empty-slots"
 STALE_SLOTS = "cache.stale-slots"
 DUPLICATED = "cache.duplicated"

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import EventRecord, LogitsRecord, StepRecord
-from flexinspect.rules.cachekinds import CACHED_PROMPT, DUPLICATED, LOST, NOT_USED, SHARED
+from flexinspect.rules.cachekinds import (
+    CACHE_OFF,
+    CACHED_PROMPT,
+    DUPLICATED,
+    LOST,
+    NOT_USED,
+    SHARED,
+)
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import counted
 
@@ -53,6 +60,7 @@ class CacheTexts:
         """Step and rows of forwards that fed the whole sequence."""
         self._masks: frozenset[str | None] = frozenset()
         self._asked: list[int] | None = None
+        self._is_off = False
         self._length = 0
 
     def hear(self, event: EventRecord) -> None:
@@ -64,6 +72,7 @@ class CacheTexts:
         """Return what is wrong with the text of a step on this cache, or without one."""
         found: list[Finding] = []
         if step.step == 0:
+            self._is_off = any(event.kind == CACHE_OFF for event in step.events)
             found = self._first(step)
         elif step.q_len > 1:
             found = self._several(step)
@@ -274,12 +283,12 @@ class CacheTexts:
         sentence = (
             f"No cache is in use: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
             f"{last}; {len(steps)} steps computed {rows} query rows, and {needed} are needed with "
-            "a cache"
+            f"a cache{' (use_cache=False was given)' if self._is_off else ''}"
         )
         return [
             Finding(
                 id=NOT_USED,
-                severity=Severity.WARNING,
+                severity=Severity.NOTE if self._is_off else Severity.WARNING,
                 sentence=f"{sentence}.",
                 generation=self.scene.generation.generation,
                 step=steps[1][0],

@@ -137,7 +137,9 @@ class ChoiceRule(Rule):
             "them."
         )
         evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
-        return [_finding(step, NEAR_TIE, Severity.NOTE, sentence, evidence, "tie")]
+        at = (step.kv_after,)
+        about: dict[str, Any] = {"positions": at, "evidence": evidence, "series": "tie"}
+        return [self.finding(step, NEAR_TIE, sentence, **about)]
 
     # -- not the best ----------------------------------------------------------------------------
 
@@ -165,28 +167,8 @@ class ChoiceRule(Rule):
             sentence += ", unless a processor that was not seen changed the scores"
         evidence = {"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off}
         severity = Severity.WARNING if run.are_scored else Severity.NOTE
-        return _finding(step, NOT_BEST, severity, f"{sentence}.", evidence, "")
+        about: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
+        return self.finding(step, NOT_BEST, f"{sentence}.", evidence=evidence, **about)
 
 
 RULE: type[Rule] = ChoiceRule
-
-
-def _finding(
-    step: StepRecord,
-    finding_id: str,
-    severity: Severity,
-    sentence: str,
-    evidence: dict[str, Any],
-    series: str,
-) -> Finding:
-    return Finding(
-        id=finding_id,
-        severity=severity,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        positions=(step.kv_after,),
-        evidence=evidence,
-        series=series,
-    )

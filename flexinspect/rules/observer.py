@@ -125,7 +125,8 @@ class ObserverRule(Rule):
         )
         evidence = {"gate": worst.gate, "bar": _bar(worst), "kind": worst.gate_kind}
         series = ",".join(map(str, which))
-        return [_finding(step, GATE, Severity.WARNING, sentence, evidence, which, series)]
+        about: dict[str, Any] = {"evidence": evidence, "layers": which, "series": series}
+        return [self.finding(step, GATE, sentence, **about)]
 
     def _events(self, step: StepRecord) -> list[Finding]:
         found = []
@@ -142,16 +143,24 @@ class ObserverRule(Rule):
                 evidence = {"event": event.kind}
                 words = printable(event.text)
                 series = event.text if event.kind in _BROKEN else event.kind
-                found.append(_finding(step, INCOMPLETE, severity, words, evidence, (), series))
+                about: dict[str, Any] = {
+                    "severity": severity,
+                    "evidence": evidence,
+                    "series": series,
+                }
+                found.append(self.finding(step, INCOMPLETE, words, **about))
         return found
 
     def _not_weights(self, step: StepRecord, events: Sequence[EventRecord]) -> Finding:
         which = sorted({int(event.data.get("layer", 0)) for event in events})
         more = f" (and so did {len(which) - 1} more layers)" if len(which) > 1 else ""
         sentence = f"In step {step.step}: {printable(events[0].text).rstrip('.')}{more}."
-        return _finding(
-            step, NOT_WEIGHTS, Severity.WARNING, sentence, events[0].data, which, "not-weights"
-        )
+        about: dict[str, Any] = {
+            "evidence": events[0].data,
+            "layers": which,
+            "series": "not-weights",
+        }
+        return self.finding(step, NOT_WEIGHTS, sentence, **about)
 
     def _layers(self, step: StepRecord, seen: set[int]) -> list[Finding]:
         """Tell of layers without a call in this step that had one before.
@@ -170,7 +179,8 @@ class ObserverRule(Rule):
         )
         evidence = {"missing": missing, "seen": len(seen)}
         series = f"layers {missing}"
-        return [_finding(step, INCOMPLETE, Severity.WARNING, sentence, evidence, missing, series)]
+        about: dict[str, Any] = {"severity": Severity.WARNING, "layers": missing, "series": series}
+        return [self.finding(step, INCOMPLETE, sentence, evidence=evidence, **about)]
 
 
 RULE: type[Rule] = ObserverRule
@@ -178,26 +188,3 @@ RULE: type[Rule] = ObserverRule
 
 def _bar(call: CallRecord) -> float:
     return bar(call.gate_kind, call.dtype)
-
-
-def _finding(
-    step: StepRecord,
-    finding_id: str,
-    severity: Severity,
-    sentence: str,
-    evidence: Mapping[str, Any],
-    which: Sequence[int],
-    series: str,
-) -> Finding:
-    return Finding(
-        id=finding_id,
-        severity=severity,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        layer=which[0] if which else None,
-        layers=tuple(which) if len(which) > 1 else (),
-        evidence=evidence,
-        series=series,
-    )

@@ -304,19 +304,8 @@ class PathRule(Rule):
         evidence: Mapping[str, Any],
         series: str,
     ) -> Finding:
-        found = sorted(group)
-        return Finding(
-            id=finding_id,
-            severity=severity or self.findings[finding_id].severity,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=found[0],
-            layers=tuple(found) if len(found) > 1 else (),
-            evidence=evidence,
-            series=series,
-        )
+        how: dict[str, Any] = {"severity": severity, "evidence": evidence, "series": series}
+        return self.finding(step, finding_id, sentence, layers=group, **how)
 
 
 RULE: type[Rule] = PathRule

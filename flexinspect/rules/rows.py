@@ -28,18 +28,18 @@ _NAMED = 8
 
 
 class RowsRule(Rule):
-    """Says which rows see nothing: an error if they are read or newest, a note if not or if meant.
+    """Says which rows see nothing: an error if one is newest, a warning if others read them.
 
-    Where only some heads see nothing it is a warning. From level advanced on, as cells are recorded
-    there; at basic, and for masks too large to record, only what the block tables of a compiled
-    call show: whole blocks of rows.
+    A note if nobody does, or if it is meant. Where only some heads see nothing it is a warning.
+    From level advanced on, as cells are recorded there; at basic, and for masks too large to
+    record, only what the block tables of a compiled call show: whole blocks of rows.
     """
 
     name: ClassVar[str] = "rows"
     loose: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         EMPTY_ROW: FindingKind(
-            Severity.ERROR,
+            Severity.WARNING,
             "rows of the executed mask that see no key at all",
             "Attention adds nothing in such a row, and whoever reads it takes in a state that "
             "knows nothing of the text before it; a dense softmax over it would be NaN.",
@@ -180,7 +180,7 @@ class RowsRule(Rule):
         return [
             Finding(
                 id=EMPTY_ROW,
-                severity=Severity.ERROR,
+                severity=Severity.WARNING,
                 sentence=sentence,
                 generation=step.generation,
                 branch=step.branch,
@@ -227,7 +227,9 @@ def _severity(part: EmptyRows, meant: bool) -> Severity:
         return Severity.WARNING if part.has_newest else Severity.NOTE
     if part.heads or (part.readers is None and not part.has_newest):
         return Severity.WARNING
-    return Severity.ERROR if part.n_read or part.has_newest else Severity.NOTE
+    if part.has_newest:
+        return Severity.ERROR
+    return Severity.WARNING if part.n_read else Severity.NOTE
 
 
 def _evidence(part: EmptyRows) -> dict[str, Any]:
@@ -302,5 +304,6 @@ def _read(part: EmptyRows, one: bool) -> str:
         return newest or f", and no other row of this step reads {'it' if one else 'them'}"
     least, most = int(part.readers[part.readers > 0].min()), int(part.readers.max())
     which = "it" if one else "them" if part.n_read == len(part.rows) else f"{part.n_read} of them"
-    rows = f"{'up to ' if least < most else ''}{counted(most, 'other row')}"
+    first = f" ({'' if most == 1 else 'first: '}position {_first_reader(part)})"
+    rows = f"{'up to ' if least < most else ''}{counted(most, 'other row')}{first}"
     return f"{newest}, and {rows} {'reads' if most == 1 else 'read'} {which}"

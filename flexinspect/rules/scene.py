@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class Scene:
         self.generation = GenerationRecord(0, "", "", "", (), ())
         self.intent: Intent | None = None
         self.is_loose = False
+        self.shared: dict[str, Any] = {}
+        """What rules of one name remember across the models of a run, by that name."""
         self.has_own_rule = False
         """Whether a function of the user's own is the declared mask: what it means is not known."""
 

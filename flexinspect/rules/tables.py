@@ -156,31 +156,23 @@ class TablesRule(Rule):
         outcome = "compiled, it reads tables that are not there, which may end the process"
         if not mask.compiled:
             outcome = f"uncompiled flex does not notice; {outcome}"
-        return [
-            Finding(
-                id=WRONG_SIZE,
-                severity=Severity.ERROR if mask.compiled else Severity.WARNING,
-                sentence=(
-                    f"{_where(step, calls, self.scene)}: the block mask of "
-                    f"{printable(mask.rule or 'an unnamed rule')} was made for "
-                    f"{' and for '.join(wrong)}; {outcome}."
-                ),
-                generation=step.generation,
-                branch=step.branch,
-                step=step.step,
-                layer=call.layer if not self.scene.is_loose else None,
-                evidence={
-                    "mask": mask.fingerprint,
-                    "mask_batch": mask.batch,
-                    "mask_heads": mask.heads,
-                    "batch": call.batch,
-                    "q_heads": call.q_heads,
-                    "kv_heads": call.kv_heads,
-                },
-                layers=_layers(calls),
-                series=_series(mask, calls),
-            )
-        ]
+        sentence = (
+            f"{_where(step, calls, self.scene)}: the block mask of "
+            f"{printable(mask.rule or 'an unnamed rule')} was made for "
+            f"{' and for '.join(wrong)}; {outcome}."
+        )
+        evidence = {
+            "mask": mask.fingerprint,
+            "mask_batch": mask.batch,
+            "mask_heads": mask.heads,
+            "batch": call.batch,
+            "q_heads": call.q_heads,
+            "kv_heads": call.kv_heads,
+        }
+        severity = Severity.ERROR if mask.compiled else Severity.WARNING
+        which = () if self.scene.is_loose else {one.layer for one in calls}
+        about: dict[str, Any] = {"severity": severity, "layers": which, "evidence": evidence}
+        return [self.finding(step, WRONG_SIZE, sentence, series=_series(mask, calls), **about)]
 
 
 RULE: type[Rule] = TablesRule

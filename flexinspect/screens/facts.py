@@ -15,6 +15,7 @@ from flexinspect.panels.base import Place
 from flexinspect.panels.findings import FindingSummary, summary_line
 from flexinspect.screens.panelview import look_of
 from flexinspect.screens.placed import PlacedLines
+from flexinspect.screens.remote import Standing
 from flexinspect.text import visible
 from flexinspect.trace.rows import StepRow
 from flexinspect.widgets.canvas import Canvas
@@ -30,8 +31,16 @@ class Facts:
     summary: FindingSummary | None = None
 
 
+_UNKNOWN = Standing()
+
+
 def header_parts(
-    status: Status, place: Place, step: StepRow | None, *, following: bool
+    status: Status,
+    place: Place,
+    step: StepRow | None,
+    *,
+    following: bool,
+    standing: Standing = _UNKNOWN,
 ) -> list[tuple[str, str, int]]:
     """Return the parts of the header: text, style, importance (1 is kept longest)."""
     model = status.run.get("model")
@@ -45,16 +54,29 @@ def header_parts(
     if status.generations > 1:
         # Counted from 0 up to the last one, like steps, and as --generation and findings count.
         parts.append((f"generation {place.generation}/{status.generations - 1}", "text", 3))
+    if place.branch:
+        parts.append((f"branch {place.branch}", "text", 3))
     parts.append((_steps(status, place, step), "strong", 1))
     parts.append((_cost(status, step), "muted", 7))
     behind = (status.last_step or 0) - place.step
-    if status.live and not following and behind > 0:
+    halted = _halted(standing)
+    if status.live and halted:
+        parts.append((halted, "warn", 1))
+    elif status.live and not following and behind > 0:
         parts.append((f"{behind} behind, f follows", "warn", 2))
     elif status.state == "recording":
         parts.append(("following" if following else "live", "good", 4))
     elif status.state in ("failed", "dead", "interrupted"):
         parts.append((status.state, "bad", 2))
     return parts
+
+
+_HALTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
+
+
+def _halted(standing: Standing) -> str:
+    """Return why no step comes, in a few words; empty when the model runs."""
+    return "held by a debugger?" if standing.is_silent else _HALTS.get(standing.state, "")
 
 
 def _steps(status: Status, place: Place, step: StepRow | None) -> str:
@@ -99,6 +121,19 @@ class FactLines(PlacedLines[Facts]):
         self._findings = findings
         self._facts = Facts()
         self.status = Status()
+        self._standing = Standing()
+
+    @property
+    def standing(self) -> Standing:
+        """How the capture stands."""
+        return self._standing
+
+    @standing.setter
+    def standing(self, standing: Standing) -> None:
+        changed = _halted(standing) != _halted(self._standing)
+        self._standing = standing
+        if changed:
+            self.repaint()
 
     def watch_place(self) -> None:
         """Name the new step at once: nothing has to be loaded for that."""
@@ -133,7 +168,13 @@ class FactLines(PlacedLines[Facts]):
         """Draw the header."""
         if self.size.width:
             step = self._facts.step if self._facts.step and self._fits() else None
-            parts = header_parts(self.status, self.place, step, following=self.following)
+            parts = header_parts(
+                self.status,
+                self.place,
+                step,
+                following=self.following,
+                standing=self._standing,
+            )
             self.show([header(parts, self.size.width, look_of(self.app))])
 
     def _fits(self) -> bool:

@@ -15,6 +15,7 @@ from textual.reactive import reactive
 from flexinspect.errors import FlexInspectError
 from flexinspect.feed import Feed
 from flexinspect.panels.base import Go, Missing, Panel, Picture, Place, Request
+from flexinspect.panels.parts.trainingrun import check_suits
 from flexinspect.screens.loader import Loader
 from flexinspect.text import visible
 from flexinspect.widgets.canvas import Canvas
@@ -128,6 +129,7 @@ class PanelView(Canvas, can_focus=True):
         if source is None or self._feed.withdrawn:
             return None, (["Nothing is recorded yet."], "muted")
         try:
+            check_suits(panel, source, request.place)
             return panel.load(source, request), None
         except Missing as missing:
             waiting = ["No step is recorded yet."] if self._feed.waiting else []

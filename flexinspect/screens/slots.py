@@ -15,10 +15,13 @@ from flexinspect.errors import FlexInspectError
 from flexinspect.feed import Feed
 from flexinspect.keys import N_DIGITS
 from flexinspect.panels.base import Place
+from flexinspect.panels.parts.trainingrun import is_training_trace
 from flexinspect.panels.registry import load_panel, panel_names
 from flexinspect.screens.panelview import PanelView
 
 MOST = 4
+TRAINING = ("training", "gradstrip", "findings", "memory")
+"""What is shown of a training run."""
 
 
 def n_slots(width: int, height: int) -> int:
@@ -128,6 +131,7 @@ class Slots(Container):
         self._wanted = remembered.slots
         known = remembered.alone in self._names
         self._alone = self._names.index(remembered.alone) if known else None
+        self._is_training = False
 
     def compose(self) -> ComposeResult:
         """As many frames as there can be; `lay_out` shows those that fit."""
@@ -136,6 +140,18 @@ class Slots(Container):
             slot.display = self._alone in (None, index)
             slot.set_reactive(Slot.place, self.place)
             yield slot.data_bind(Slots.place, Slots.version)
+
+    def watch_version(self) -> None:
+        """Show the panels of a training run where the trace is one; what is remembered stays."""
+        source = self._feed.source
+        if self._is_training or source is None or not is_training_trace(source):
+            return
+        self._is_training, self._alone = True, None
+        for slot, name in zip(self._frames(), sensible(TRAINING), strict=False):
+            slot.replace(name)
+        for strip in self.screen.query("#strip"):
+            strip.display = False  # there are no tokens
+        self.lay_out()
 
     def views(self) -> list[PanelView]:
         """Return the panels that are shown, in order."""
@@ -178,6 +194,8 @@ class Slots(Container):
 
     def _remember(self) -> None:
         names = tuple(slot.panel_name for slot in self._frames())
+        if self._is_training:
+            return  # these are not the panels that were chosen for tokens
         alone = "" if self._alone is None else names[self._alone]
         state.remember(panels=names, slots=self._wanted, alone=alone)
 

@@ -22,7 +22,7 @@ from flexinspect.panels.base import Go, Place
 from flexinspect.panels.findings import next_finding, place_of
 from flexinspect.panels.registry import panel_names
 from flexinspect.screens import shots
-from flexinspect.screens.ask import Ask, Choose, HelpScreen
+from flexinspect.screens.ask import Choose, HelpScreen
 from flexinspect.screens.commands import KeyCommands, bindings
 from flexinspect.screens.facts import FactLines, FindingLine
 from flexinspect.screens.frame import Frame
@@ -30,11 +30,12 @@ from flexinspect.screens.loader import Loader
 from flexinspect.screens.notice import Notice
 from flexinspect.screens.panelview import PanelView
 from flexinspect.screens.places import onward, within
-from flexinspect.screens.reviewing import ReviewingScreen
-from flexinspect.screens.search import named_step, token_with
+from flexinspect.screens.remote import Remote, Standing
+from flexinspect.screens.seeking import SeekingScreen
 from flexinspect.screens.slots import Slots, panel_offer
 from flexinspect.screens.strip import TokenStrip
 from flexinspect.text import visible
+from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import FindingRow
 
 LOOK_EVERY_S = 0.05
@@ -42,7 +43,7 @@ PAGE = 10
 N_THREADS = 2
 
 
-class TraceScreen(ReviewingScreen):
+class TraceScreen(SeekingScreen):
     """Steps through a trace, live or afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
@@ -53,11 +54,9 @@ class TraceScreen(ReviewingScreen):
 
     def __init__(self, feed: Feed, place: Place | None = None) -> None:
         super().__init__()
-        self._feed = feed
+        self._feed, self.remote = feed, Remote(feed)
         self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
         self._wanted = place
-        self._search = ""
-        self._complaint = ""
         self._finding: FindingRow | None = None
         self.status = Status()
         self._frame = Frame(self._loaders, self._look_ahead)
@@ -81,11 +80,27 @@ class TraceScreen(ReviewingScreen):
         """Take the first look at once, so that the first picture is the true one."""
         self.look()
         self._watch()
+        self.watch_capture()
         self.slots.current().focus()
 
     def on_unmount(self) -> None:
         """Let the threads go."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def reader(self) -> TraceReader | None:
+        """The trace, as far as there is one."""
+        return self._feed.reader
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the trace may still grow."""
+        return self.status.live
+
+    def watch_standing(self, old: Standing, new: Standing) -> None:
+        """Show in the header how the capture stands."""
+        super().watch_standing(old, new)
+        self.query_one(FactLines).standing = new
 
     @property
     def slots(self) -> Slots:
@@ -99,6 +114,8 @@ class TraceScreen(ReviewingScreen):
         """Look at the trace while more may come; asks for microseconds when nothing has."""
         while self.status.live:
             await asyncio.sleep(LOOK_EVERY_S)
+            if not self.query(Notice):
+                return  # the interface is closing
             self.look()
             self.query_one(Notice).say(self.status)
 
@@ -108,18 +125,12 @@ class TraceScreen(ReviewingScreen):
             status = self._feed.look(self.place.generation, self.place.branch)
         except FlexInspectError as error:
             if not self._feed.withdrawn:
-                self._complain(error)
+                self.complain(error)
             if not self.version and self._feed.process is None:
                 self.take(Status("damaged", phase="", words=(visible(error.message),)))
             return
         if status is not None:
             self.take(status)
-
-    def _complain(self, error: FlexInspectError) -> None:
-        """Show an error, once while it stays the same."""
-        if self._complaint != error.message:
-            self._complaint = error.message
-            self.notify(error.sentence(), severity="error", markup=False, timeout=20)
 
     def take(self, status: Status) -> None:
         """Show a new status; follow the newest step if that is wanted."""
@@ -219,13 +230,14 @@ class TraceScreen(ReviewingScreen):
             try:
                 answer()
             except FlexInspectError as error:
-                self._complain(error)
+                self.complain(error)
         elif name.startswith("panel.show-"):
             self._show_number(int(name.rpartition("-")[2]))
         else:
             self.slots.act(name)
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Follow the newest step."""
         self.following = True
         newest = self.status.generations - 1
         if self.status.live and newest > self.place.generation:
@@ -233,52 +245,6 @@ class TraceScreen(ReviewingScreen):
             self.look()
         if self.status.last_step is not None:
             self._to_step(self.status.last_step)
-
-    @work
-    async def _ask_step(self) -> None:
-        first, last = self.status.first_step, self.status.last_step or 0
-        question = f"Go to a step ({first} to {last}), or to the token that holds"
-        example = "12, first, last, prefill, or a word"
-        answer = await self.app.push_screen_wait(Ask(question, placeholder=example))
-        if not answer:
-            return
-        step = named_step(answer, self.status.first_step, self.status.last_step or 0)
-        if step is None:
-            self._find(answer, only_generated=True)
-            return
-        self.go(Go(step=step))
-        if self.place.step != step:
-            there = f"There is no step {step}; this is the nearest one."
-            self.notify(there, severity="warning", markup=False)
-
-    @work
-    async def _ask_search(self) -> None:
-        question = "Search the tokens (* goes to the next match)"
-        answer = await self.app.push_screen_wait(Ask(question, self._search))
-        if answer:
-            self._search = answer
-            self._next_match()
-
-    def _next_match(self) -> None:
-        if not self._search:
-            self._ask_search()
-            return
-        self._find(self._search)
-
-    def _find(self, text: str, *, only_generated: bool = False) -> None:
-        """Go to the next token that holds the text, from the current one on."""
-        reader = self._feed.reader
-        if reader is None:
-            return
-        try:
-            go = token_with(reader, self.place, text, only_generated=only_generated)
-        except FlexInspectError as error:
-            self._complain(error)
-            return
-        if go is None:
-            self.notify(f"No token holds “{visible(text)}”.", severity="warning", markup=False)
-        else:
-            self.go(go)
 
     def _to_finding(self, direction: Literal[1, -1]) -> None:
         """Go to the next finding, round the end; several at one place are met one by one."""
@@ -319,7 +285,7 @@ class TraceScreen(ReviewingScreen):
             path = save(file)
             self.notify(f"Saved {path}" if path else "Saved by the browser", markup=False)
         except FlexInspectError as error:
-            self._complain(error)
+            self.complain(error)
         except OSError as error:
             reason = error.strerror or str(error)
             self.notify(f"{file} was not saved: {reason}.", severity="error", markup=False)
@@ -333,49 +299,68 @@ class TraceScreen(ReviewingScreen):
 
     def _help(self) -> None:
         panel = self.slots.current().panel
-        rows = [(self._keys_of(key.id), key.text) for key in all_keys()]
+        rows = [(self.keys_of(key.id), key.text) for key in all_keys()]
         self.app.push_screen(HelpScreen(panel.title, panel.help.lines(), rows))
 
     def _stop(self) -> None:
         """Ask the run to end after this step; asked again, end it at once."""
         if self._feed.process is None or not self.status.live:
-            self.notify(f"Nothing is running; {self._keys_of('app.quit')} quits.", markup=False)
+            self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.", markup=False)
         elif self._feed.stopping:
             self._feed.kill()
         else:
             self._feed.interrupt()
             self.notify("Stopping after this step; again ends it at once.", markup=False)
 
-    def _keys_of(self, name: str) -> str:
+    def keys_of(self, name: str) -> str:
+        """Return the keys of an action as the user has them."""
         app: Any = self.app
         return str(app.keys_of(name))
 
     @work
     async def _quit(self) -> None:
         if self._feed.process is not None and self.status.live:
-            options = [
-                ("stop", "Stop the run after this step and quit; the trace stays valid"),
-                ("stay", "Go on"),
-            ]
-            answer = await self.app.push_screen_wait(Choose("The model is still running.", options))
-            if answer != "stop":
+            answer = await self._ask_about_run()
+            if answer == "end":
+                self._feed.ending = True
+            elif answer == "stop":
+                self._feed.interrupt()
+            elif answer != "leave" or not self._leave_running():
                 return
-            self._feed.interrupt()
         self.app.exit()
+
+    async def _ask_about_run(self) -> str | None:
+        """Ask what becomes of the run; one that only keeps its model alive is ended unasked."""
+        if self.standing.state == "holding":
+            return "end" if await self.ask(lambda client: client.stop()) else "stop"
+        options = [
+            ("stop", "Stop the run after this step and quit; the trace stays valid"),
+            ("stay", "Go on"),
+            ("leave", "Quit, and let the run go on by itself"),
+        ]
+        return await self.app.push_screen_wait(Choose("The model is still running.", options))
+
+    def _leave_running(self) -> bool:
+        if self._feed.detach():
+            return True
+        text = "This run cannot go on without the interface."
+        self.notify(text, severity="warning", markup=False)
+        return False
 
     def _answers(self) -> dict[str, Callable[[], object]]:
         """Return what each action of the table does; actions of panels are not among them."""
         return {
+            **self.commands(),
             "step.next": lambda: self._by(1),
             "step.previous": lambda: self._by(-1),
             "step.forward": lambda: self._by(PAGE),
             "step.back": lambda: self._by(-PAGE),
             "step.first": lambda: self._by(-self.place.step),
             "step.last": lambda: self._by((self.status.last_step or 0) - self.place.step),
-            "step.goto": self._ask_step,
-            "step.follow": self._follow,
-            "tokens.search": self._ask_search,
-            "tokens.match": self._next_match,
+            "step.goto": self.ask_step,
+            "step.follow": self.follow,
+            "tokens.search": self.ask_search,
+            "tokens.match": self.next_match,
             "finding.next": lambda: self._to_finding(1),
             "finding.previous": lambda: self._to_finding(-1),
             "generation.next": lambda: self._to_branch(self.place.generation + 1, 0),

@@ -8,8 +8,10 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from flexinspect.findings import Finding, Severity
+from flexinspect.gradientrecords import GradientRecord, GradientStat
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
+    Array,
     BuildRecord,
     CallRecord,
     Candidate,
@@ -159,7 +161,7 @@ def generation(values: Row) -> GenerationRow:
 
 def branch(values: Row) -> BranchRow:
     """Return a branch from all its cleaned columns."""
-    return BranchRow(*values)
+    return BranchRow(*(*values[:-1], _dict(values[-1])))
 
 
 def step(values: Row) -> StepRow:
@@ -210,6 +212,21 @@ def layer_stat(values: Row) -> LayerStatRecord:
 def memory(values: Row) -> MemoryRecord:
     """Return memory figures from the cleaned columns after the step."""
     return MemoryRecord(*values)
+
+
+def gradient_stat(values: Row) -> GradientStat:
+    """Return a parameter's gradient from the cleaned columns after the step."""
+    return GradientStat(*values)
+
+
+def gradients(
+    values: Row, stats: tuple[GradientStat, ...], arrays: dict[str, Array]
+) -> GradientRecord:
+    """Return a token's gradients from all its cleaned columns, its parameters and its arrays."""
+    generation_number, branch_number, step_number, *facts = values
+    row = [generation_number, step_number, *facts[:-3], branch_number, *facts[-3:]]
+    wide = (arrays.get("grads.tokens"), arrays.get("grads.layers"))
+    return GradientRecord(*[*row, stats, *wide])
 
 
 def mask(values: Row) -> MaskRecord:

@@ -231,9 +231,18 @@ def _step(reader: TraceReader, row: StepRow) -> dict[str, Any]:
         "builds": [_fields(each) for each in reader.builds(*key)],
         "layer_stats": [_fields(each) for each in reader.layer_stats(*key)],
         "memory": memory and _fields(memory),
+        "gradients": _gradients(reader, key),
         "training": training and asdict(training),
         "arrays": [_fields(each) for each in reader.arrays(*key)],
     }
+
+
+def _gradients(reader: TraceReader, key: tuple[int, int, int]) -> dict[str, Any] | None:
+    found = reader.gradients(*key)
+    if found is None:
+        return None
+    stats = [_fields(each) for each in found.stats]
+    return {**_fields(found, without=("stats", "tokens", "layers")), "parameters": stats}
 
 
 def _mask(mask: MaskRecord) -> dict[str, Any]:

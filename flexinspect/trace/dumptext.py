@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from flexinspect.findings import Finding
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
     TRAIN,
     BuildRecord,
@@ -43,6 +44,7 @@ _CALLS = (
 )
 _BUILDS = ("layer", "batch", "heads", "q", "kv", "ms", "peak growth", "rule")
 _STATS = ("layer", "module", "nan", "inf", "bad row", "min", "max", "mean", "std", "norm")
+_GRADS = ("layer", "part", "parameter", "norm", "max", "nan", "inf")
 _ARRAYS = ("#", "stream", "layer", "dtype", "shape", "codec", "bytes")
 
 
@@ -101,6 +103,8 @@ def _branch(what: Selection, branch: BranchRow) -> Iterator[str]:
     yield f"  branch {branch.branch}{fork}  {visible(branch.state)}  {visible(branch.stop_reason)}"
     yield f"    started  {_time(branch.started_at)}  ended  {_time(branch.ended_at)}"
     yield f"    answer   {quoted(branch.answer)}"
+    if branch.change:
+        yield f"    change   {plain_json(branch.change)}"
     segments = [
         (number, row.start, row.stop, row.owner, row.kind.value, visible(row.label))
         for number, row in enumerate(what.reader.segments(branch.generation, branch.branch))
@@ -139,6 +143,9 @@ def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
     yield from _block("calls", _CALLS, map(_call, reader.calls(*key)), indent=6)
     yield from _block("builds", _BUILDS, map(_build, reader.builds(*key)), indent=6)
     yield from _block("layer_stats", _STATS, map(_stat, reader.layer_stats(*key)), indent=6)
+    gradients = reader.gradients(*key)
+    if gradients is not None:
+        yield from _gradients(gradients)
     yield from _block("arrays", _ARRAYS, map(_array, reader.arrays(*key)), indent=6)
 
 
@@ -211,6 +218,23 @@ def _memory(row: MemoryRecord) -> str:
         f"memory   rss {row.rss}  model {row.model}  kv cache {row.kv_cache}  "
         f"cuda allocated {allocated}  reserved {reserved}  peak {peak}"
     )
+
+
+def _gradients(row: GradientRecord) -> Iterator[str]:
+    to = "" if row.rival is None else f" to {row.rival}"
+    gate = f"gate {_cell(row.gate)} of {_cell(row.tolerance)}"
+    yield (
+        f"      gradients  of the {visible(row.target)} of {row.token_id}{to}, {_cell(row.value)}  "
+        f"{visible(row.path)}  {gate}  at the logits {_cell(row.scale)}  {_cell(row.wall_ms)} ms  "
+        f"unreached {row.n_unreached}"
+    )
+    if row.anomaly is not None:
+        yield f"      anomaly  {quoted(row.anomaly)}"
+    stats = [
+        (s.layer, _safe(s.part), visible(s.name), s.norm, s.max, s.n_nan, s.n_inf)
+        for s in row.stats
+    ]
+    yield from _block("grads", _GRADS, stats, indent=6)
 
 
 def _mask(mask: MaskRecord) -> Iterator[str]:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.findings import Finding, Repeat
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     BuildRecord,
@@ -51,6 +52,8 @@ _stat = attrgetter(*schema.LAYER_STATS.names[4:])
 _candidate = attrgetter(*schema.CANDIDATES.names[3:])
 _memory = attrgetter(*schema.MEMORY.names[3:])
 _mask = attrgetter(*schema.MASKS.names[3:-1])
+_grad = attrgetter(*schema.GRADS.names[3:])
+_gradients = attrgetter(*schema.GRADIENTS.names[3:])
 _token = attrgetter(*schema.TOKENS.names[2:-2])
 _segment = attrgetter("start", "stop", "label")
 _step = attrgetter(*schema.STEPS.names[:10])
@@ -87,6 +90,27 @@ def step(record: StepRecord, known: Collection[str]) -> list[Statement]:
     return out
 
 
+def gradients(record: GradientRecord) -> list[Statement]:
+    """Return the statements of a token's gradients; its step may have been written long ago."""
+    from flexinspect.trace.arrays import encode
+
+    key = (record.generation, record.branch, record.step)
+    out: list[Statement] = []
+    _add(out, schema.GRADIENTS, [*key, *_gradients(record)], 1)
+    flat: list[Any] = []
+    for stat in record.stats:
+        flat += (*key, *_grad(stat))
+    _add(out, schema.GRADS, flat, len(record.stats))
+    wide: list[Any] = []
+    for number, name in enumerate(("tokens", "layers"), schema.FIRST_GRADIENT_ARRAY):
+        array = getattr(record, name)
+        if array is not None:
+            _array(wide, (*key, number), (f"grads.{name}", None, None), encode(array))
+    width = len(schema.ARRAYS.columns)
+    _add(out, schema.ARRAYS, wide, len(wide) // width, batch=_ARRAY_BATCH)
+    return out
+
+
 def generation_begin(record: GenerationRecord) -> list[Statement]:
     """Return the statements of a new generation with its first branch."""
     declared, expected = to_json(dict(record.declared)), to_json(list(record.expected))
@@ -101,11 +125,16 @@ def generation_begin(record: GenerationRecord) -> list[Statement]:
 
 
 def branch_begin(
-    generation: int, branch: int, parent: int | None, fork_step: int | None, at: float
+    generation: int,
+    branch: int,
+    parent: int | None,
+    fork_step: int | None,
+    at: float,
+    change: Mapping[str, Any] | None = None,
 ) -> list[Statement]:
     """Return the statements of a new branch."""
     row = [generation, branch, parent, fork_step, "recording", "", "", at, None]
-    return [(insert_sql(schema.BRANCHES, 1), row)]
+    return [(insert_sql(schema.BRANCHES, 1), [*row, to_json(dict(change or {}))])]
 
 
 def generation_end(record: GenerationEnd) -> list[Statement]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexinspect.errors import TraceWriteError
+from flexinspect.heartbeat import SUFFIX as HELD
 from flexinspect.trace.crumb import SUFFIX
 from flexinspect.trace.owner import recorded_by
 from flexinspect.trace.schema import APPLICATION_ID
@@ -26,7 +27,7 @@ NETWORK = frozenset(
 )
 """File systems on which the shared memory or the locks of WAL cannot be relied on."""
 
-COMPANIONS = ("-wal", "-shm", "-journal", SUFFIX)
+COMPANIONS = ("-wal", "-shm", "-journal", SUFFIX, HELD)
 """What SQLite and a recording process put beside a file; part of it as long as they are there."""
 
 

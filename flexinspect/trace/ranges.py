@@ -63,15 +63,21 @@ def holder(reader: TraceReader, generation: int, step: int, branch: int = 0) -> 
 
 def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, int] | None:
     """Return the first and the last step recorded so far, parents included; None without any."""
-    family = lineage(reader, generation, branch)
-    last = next(
-        (step for part in family if (step := _last(reader, generation, *part)) is not None), None
-    )
+    last = newest_step(reader, generation, branch)
     if last is None:
         return None
+    family = lineage(reader, generation, branch)
     sql = f"SELECT step FROM steps {BRANCH} ORDER BY step LIMIT 1"
     rows = reader._query(sql, (generation, family[-1][0]))
     return (int(rows[0][0]) if rows else last), last
+
+
+def newest_step(reader: TraceReader, generation: int, branch: int = 0) -> int | None:
+    """Return the last step recorded so far, parents included; None without any."""
+    for part in lineage(reader, generation, branch):
+        if (step := _last(reader, generation, *part)) is not None:
+            return step
+    return None
 
 
 def _last(

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flexinspect.errors import TraceError
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     TRAIN,
@@ -240,6 +241,12 @@ class TraceReader(TrainingQueries):
         key = (generation, branch, step)
         rows = self._records(decode.memory, schema.MEMORY, STEP, key, skip=3)
         return rows[0] if rows else None
+
+    def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
+        """Return the gradients of the token that a step generated, None when not recorded."""
+        from flexinspect.trace.gradients import gradients_of
+
+        return gradients_of(self, generation, step, branch)
 
     def mask_summaries(
         self, generation: int | None = None, step: int | None = None, branch: int = 0

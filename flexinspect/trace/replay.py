@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
     LOOSE_CALLS,
     LOOSE_MASKS,
@@ -25,6 +26,7 @@ from flexinspect.records import (
 )
 from flexinspect.trace import arrays, decode, schema
 from flexinspect.trace.columns import Table
+from flexinspect.trace.gradients import all_gradients
 from flexinspect.trace.queries import BRANCH
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import GenerationRow, StepRow
@@ -77,17 +79,18 @@ def beginning(reader: TraceReader, about: GenerationRow) -> GenerationRecord:
 
 def replay(
     reader: TraceReader, generation: int, streams: Collection[str] = ()
-) -> Iterator[StepRecord | EventRecord]:
+) -> Iterator[StepRecord | EventRecord | GradientRecord]:
     """Yield the steps of a generation, and the events that belong to none of them, as they came.
 
-    Branch after branch. Of the steps' own arrays only those of `streams` are there ("*": all);
-    findings are left out. Raises `TraceError`.
+    Those of its first branch, then the gradients of their tokens; `steps` gives the steps of other
+    branches. Of the steps' own arrays only those of `streams` are there ("*": all); findings are
+    left out. Raises `TraceError`.
     """
     heard = _Heard(reader, generation)
-    for branch in reader.branches(generation):
-        for step in steps(reader, generation, branch.branch, streams):
-            yield from heard.before(step)
-            yield step
+    for step in steps(reader, generation, 0, streams):
+        yield from heard.before(step)
+        yield step
+    yield from all_gradients(reader, generation)
     yield from heard.rest()
 
 

@@ -34,7 +34,10 @@ class GenerationRow:
 
 @dataclass(frozen=True, slots=True)
 class BranchRow:
-    """A line of decoding: `parent` and `fork_step` (its first own step) are None for branch 0."""
+    """A line of decoding: `parent` and `fork_step` (its first own step) are None for branch 0.
+
+    `change` says what made it differ from its parent, as `BranchRecord` has it.
+    """
 
     generation: int
     branch: int
@@ -45,6 +48,7 @@ class BranchRow:
     stop_reason: str
     started_at: float
     ended_at: float | None
+    change: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

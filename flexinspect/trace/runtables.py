@@ -45,6 +45,7 @@ BRANCHES = table(
     stop_reason  text  why decoding ended, empty until the end
     started_at   real  seconds since the epoch
     ended_at     real?  seconds since the epoch, NULL until the end
+    change       json   what made it differ from its parent, an object; empty for branch 0
     """,
 )
 

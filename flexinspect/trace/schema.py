@@ -13,6 +13,7 @@ from flexinspect.trace.steptables import (
     BUILDS,
     CALLS,
     CANDIDATES,
+    GRADIENTS,
     GRADS,
     INPUTS,
     LAYER_STATS,
@@ -35,7 +36,9 @@ __all__ = [
     "END_OPEN_BRANCHES",
     "EVENTS",
     "FINDINGS",
+    "FIRST_GRADIENT_ARRAY",
     "GENERATIONS",
+    "GRADIENTS",
     "GRADS",
     "INDEXES",
     "INPUTS",
@@ -83,6 +86,7 @@ TABLES = (
     LAYER_STATS,
     MEMORY,
     GRADS,
+    GRADIENTS,
     TRAINING_STEPS,
     MASKS,
     ARRAYS,
@@ -105,6 +109,9 @@ INDEXES = (
         "WHERE n_nan > 0 OR n_inf > 0"
     ),
 )
+
+FIRST_GRADIENT_ARRAY = 1 << 20
+"""Number of a step's first array that was written after the step: its gradients."""
 
 SET_FACT = "INSERT INTO run VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
 END_BRANCH = (

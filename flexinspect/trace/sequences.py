@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+from flexinspect.records import TokenRecord
 from flexinspect.trace import decode, schema
+from flexinspect.trace.callranges import lineage
 from flexinspect.trace.queries import BRANCH, Queries
+from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow
 
+_MANY = 1 << 62
 
-def last_pos(trace: Queries, generation: int, branch: int = 0) -> int | None:
+
+def token_parts(
+    trace: TraceReader, generation: int, branch: int = 0
+) -> list[tuple[int, int, int | None]]:
+    """Return (branch, first position, position after the last) of what a sequence is made of.
+
+    Oldest parent first; the branch itself comes last and is open (None). A parent's tokens end
+    where the first own step of its fork chose one.
+    """
+    parts: list[tuple[int, int, int | None]] = []
+    start = 0
+    family = lineage(trace, generation, branch)
+    for (number, _, _), (fork, step, _) in zip(family[:0:-1], family[-2::-1], strict=True):
+        about = trace.step(generation, step, fork) or trace.step(generation, step, number)
+        stop = None if about is None else about.first_pos
+        parts.append((number, start, stop))
+        start = start if stop is None else stop
+    return [*parts, (branch, start, None)]
+
+
+def tokens_of(
+    trace: TraceReader,
+    generation: int,
+    branch: int = 0,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    limit: int = -1,
+) -> list[TokenRecord]:
+    """Return the tokens at `start <= pos < stop` (None: to the end), parents' before the fork."""
+    found: list[TokenRecord] = []
+    for number, first, end in token_parts(trace, generation, branch):
+        low = max(start, first)
+        high = end if stop is None else stop if end is None else min(stop, end)
+        left = limit - len(found) if limit >= 0 else -1
+        if left and (high is None or low < high):
+            found += trace.tokens(generation, number, low, high, limit=left)
+    return found
+
+
+def last_pos(trace: TraceReader, generation: int, branch: int = 0) -> int | None:
     """Return the highest position recorded so far, None when there is none."""
-    sql = f"SELECT pos FROM tokens {BRANCH} ORDER BY pos DESC LIMIT 1"
-    return trace._number(sql, (generation, branch))
+    sql = f"SELECT pos FROM tokens {BRANCH} AND pos < ? ORDER BY pos DESC LIMIT 1"
+    for number, _, stop in reversed(token_parts(trace, generation, branch)):
+        params = (generation, number, _MANY if stop is None else stop)
+        found = trace._number(sql, params)
+        if found is not None:
+            return found
+    return None
 
 
 def n_generations(trace: Queries) -> int:
@@ -29,7 +78,7 @@ def n_steps_and_findings(trace: Queries) -> tuple[int, int]:
 
 
 def find_text(
-    trace: Queries,
+    trace: TraceReader,
     text: str,
     generation: int,
     branch: int = 0,
@@ -44,15 +93,17 @@ def find_text(
     """
     chosen = " AND step IS NOT NULL" if only_generated else ""
     sql = (
-        f"SELECT pos, step FROM tokens {BRANCH} AND pos {{}} ? "
+        f"SELECT pos, step FROM tokens {BRANCH} AND pos >= ? AND pos < ? "
         f"AND (instr(lower(text), lower(?)) OR token = ?){chosen} ORDER BY pos LIMIT 1"
     )
-    for part, start in ((">", after), ("<=", after)):
-        params = (generation, branch, start, text, text)
-        rows = trace._query(sql.format(part), params)
-        if rows:
-            pos, step = rows[0]
-            return trace._guard(decode.whole, pos), step if type(step) is int else None
+    parts = token_parts(trace, generation, branch)
+    for low, high in ((after + 1, _MANY), (0, after + 1)):
+        for number, first, end in parts:
+            span = (max(low, first), high if end is None else min(high, end))
+            rows = trace._query(sql, (generation, number, *span, text, text))
+            if rows:
+                pos, step = rows[0]
+                return trace._guard(decode.whole, pos), step if type(step) is int else None
     return None
 
 

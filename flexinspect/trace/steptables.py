@@ -162,7 +162,8 @@ MEMORY = table(
 GRADS = table(
     "grads",
     "generation branch step name",
-    "Gradients per parameter of a training step, of all parameters or of those that mattered.",
+    "Gradients per parameter: of the token that a step generated (see `gradients`), or of a "
+    "training step (of all parameters or of those that mattered).",
     """
     generation  int   the generation
     branch      int   the branch
@@ -172,6 +173,30 @@ GRADS = table(
     max         real  largest absolute value, NULL when not measured
     n_nan       int   NaN values
     n_inf       int   infinite values
+    layer       int?  its layer, NULL for what belongs to none
+    part        text?  embedding, q, k, v, qkv, o, attention, mlp, norm, lm_head, tied or other
+    """,
+)
+
+GRADIENTS = table(
+    "gradients",
+    "generation branch step",
+    "What the gradients of a generated token are of, and whether their forward is what ran.",
+    """
+    generation   int   the generation
+    branch       int   the branch
+    step         int   the step that generated the token
+    token_id     int   the token
+    target       text  logprob, or margin to the next best token
+    value        real  what was differentiated
+    scale        real  norm of its gradient at the logits
+    path         text  dense reference, flex or flex compiled
+    gate         real  largest difference to the recorded logits, as a share of the largest of them
+    tolerance    real  the gate above which this is not what ran, and nothing else is recorded
+    wall_ms      real  what it took
+    rival        int?  the token that a margin is to
+    n_unreached  int   parameters that have no part in the token
+    anomaly      text?  what autograd's anomaly mode said, with the traceback of the forward
     """,
 )
 
@@ -234,6 +259,7 @@ STREAMS = {
     "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",
     "attention.slots": "float (layers, 5): where the newest row sees slots that hold nothing of "
     "its text: open keys, all-zero ones and their weight, stale ones and theirs",
+    "logits.row": "float (vocabulary): the newest row's logits, before processors; level extreme",
     "inputs.ids": "int (sequences, rows): token ids fed, of a batch of several",
     "inputs.positions": "int (sequences, rows): position ids, of a batch where they may differ",
     "inputs.mask": "bool (sequences, keys): the 2D attention mask fed to an empty cache",
@@ -241,5 +267,9 @@ STREAMS = {
     "k": "(key heads, rows, head width): keys of one layer, after rotation, rows of this step",
     "v": "(key heads, rows, head width): values of one layer, rows of this step",
     "hidden": "(rows, width): output of one layer, rows of this step",
+    "grads.tokens": "float (2, positions): gradient times input, and norm of the gradient, at each "
+    "token's embedding",
+    "grads.layers": "float (layers + 1,): norm of the gradient at the embeddings and at each "
+    "layer's output",
 }
 """Streams that have a meaning here; hooks may add names of their own."""

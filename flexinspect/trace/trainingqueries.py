@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flexinspect.trace import decode, schema, trainingcode
@@ -11,6 +13,34 @@ from flexinspect.trace.said import SaidQueries
 from flexinspect.trainingfacts import GradientFacts, TrainingStepRecord
 
 _MANY = 1 << 62
+
+_CURVE = (
+    "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
+    "max(json_extract(learning_rates, '$[0]')), "
+    "sum((loss IS NULL AND loss_source <> '') OR n_sick > 0) "
+    f"FROM training_steps {BRANCH} GROUP BY bucket ORDER BY bucket"
+)
+_GROUPS = (
+    "SELECT (step - ?) * ? / ? AS bucket, key, max(value), max(type = 'object') "
+    "FROM training_steps, json_each(group_norms) "
+    f"{BRANCH} AND (step % ? = 0 OR n_exploding > 0) GROUP BY bucket, key"
+)
+MOST_READ = 4096
+"""Steps whose norms by group are read for a picture; of more, evenly spread ones, and bad ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The highest values of some steps that follow each other, the first of which is `step`.
+
+    None where nothing was recorded; `is_sick` where a loss or a gradient was not finite.
+    """
+
+    step: int
+    loss: float | None
+    norm: float | None
+    rate: float | None
+    is_sick: bool
 
 
 class TrainingQueries(SaidQueries):
@@ -43,6 +73,36 @@ class TrainingQueries(SaidQueries):
         key = (generation, branch, step)
         sql = f"SELECT name, norm, max, n_nan, n_inf FROM grads {STEP} ORDER BY name"
         return [self._guard(_gradient, row) for row in self._query(sql, key)]
+
+    def training_curve(
+        self, generation: int, first: int, n_steps: int, n_points: int, branch: int = 0
+    ) -> dict[int, CurvePoint]:
+        """Return `n_points` points of the steps from `first` on, by number; some may be missing."""
+        params = (first, n_points, n_steps, generation, branch)
+        return {row[0]: _point(row) for row in self._query(_CURVE, params)}
+
+    def group_curve(
+        self, generation: int, first: int, n_steps: int, n_points: int, branch: int = 0
+    ) -> dict[tuple[int, int], float]:
+        """Return the highest norm by point and group, NaN where one was not finite."""
+        stride = max(n_steps // MOST_READ, 1)
+        params = (first, n_points, n_steps, generation, branch, stride)
+        return {
+            (row[0], row[1]): math.nan if row[3] else float(row[2])
+            for row in self._query(_GROUPS, params)
+        }
+
+
+def _point(row: Sequence[Any]) -> CurvePoint:
+    _, step, loss, norm, rate, n_sick = row
+    return CurvePoint(step, _number(loss), _number(norm), _number(rate), bool(n_sick))
+
+
+def _number(value: Any) -> float | None:
+    """Return a number of the trace: NULL is none, and text stands for NaN."""
+    if isinstance(value, str):
+        return math.nan
+    return None if value is None else float(value)
 
 
 def _gradient(row: Sequence[Any]) -> GradientFacts:

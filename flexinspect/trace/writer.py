@@ -18,7 +18,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
+from flexinspect.gradientrecords import GradientRecord
+from flexinspect.prompts import Segment
 from flexinspect.records import (
     EventRecord,
     GenerationEnd,
@@ -119,19 +121,41 @@ class TraceWriter:
         with self._lock:
             self._commit(statements, "findings")
 
+    def write_gradients(self, record: GradientRecord) -> None:
+        """Record the gradients of one token, whole or not at all. Raises `TraceWriteError`."""
+        with self._lock:
+            self._commit(encode.gradients(record), f"the gradients of step {record.step}")
+
+    def write_repeats(self, place: tuple[int, int, int], records: Iterable[Repeat]) -> None:
+        """Count findings again at (generation, branch, step). Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        encode.repeats(statements, records, place)
+        with self._lock:
+            self._commit(statements, "findings that were met again")
+
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""
         with self._lock:
             self._tidy()
             self._commit(encode.generation_begin(record), f"generation {record.generation}")
 
-    def begin_branch(self, generation: int, branch: int, parent: int, fork_step: int) -> None:
+    def begin_branch(
+        self,
+        generation: int,
+        branch: int,
+        parent: int,
+        fork_step: int,
+        change: Mapping[str, Any] | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> None:
         """Record a fork of `parent`, whose first own step is `fork_step`.
 
-        A branch holds only its own steps and tokens; what lies before is its parent's. Raises
-        `TraceWriteError`.
+        A branch holds only its own steps and tokens; what lies before is its parent's. `change` is
+        what made it differ, as `BranchRecord` has it. Raises `TraceWriteError`.
         """
-        statements = encode.branch_begin(generation, branch, parent, fork_step, time.time())
+        place = (generation, branch, parent, fork_step)
+        statements = encode.branch_begin(*place, time.time(), change)
+        encode.segments(statements, (generation, branch), segments)
         with self._lock:
             self._commit(statements, f"branch {branch} of generation {generation}")
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.records import ArrayRecord, BuildRecord
+from flexinspect_hooks.batchrows import BatchRows, record_batch_rows
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.callrefs import CallRef, CallShape, kernel_path, of_kernel, shape_of
 from flexinspect_hooks.clock import StepContext
@@ -26,6 +27,7 @@ from flexinspect_hooks.kernels import SDPA, KernelCall
 from flexinspect_hooks.mass import MassReducer, gathered
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
+from flexinspect_hooks.repeats import put_repeats, record_repeats
 from flexinspect_hooks.slots import put_slots, record_slots
 from flexinspect_hooks.store import put_activation, record_activations
 
@@ -89,6 +91,7 @@ class AttentionHook:
         self._refs: list[CallRef] = []
         self._n_seen = 0
         self._book = MaskBook(context.device)
+        self._batch_rows = BatchRows()
         self._mass = MassReducer(context.device)
         self._kernels = KernelCalls(context) if context.sees_kernels else None
         self._watched = {}
@@ -173,6 +176,7 @@ class AttentionHook:
         self._watched.clear()
         self._n_seen = len(set(context.layer_of.values()))
         self._mass.begin(context.segments)
+        self._batch_rows.begin()
 
     def open(self, step: StepContext) -> None:
         """Forget what an aborted step may have left."""
@@ -190,7 +194,9 @@ class AttentionHook:
         kinds: tuple[str, ...] = ()
         if step.level != "basic":
             kinds = self._mass.reduce(refs, numbers, masks, step.kv_after, buffer)
+            self._batch_rows.put(refs, numbers, masks, buffer)
             if self._context.sees_kernels or self.are_loose:
+                put_repeats(refs, step, buffer)
                 filled = None if self.are_loose else step.kv_after
                 put_slots(refs, numbers, masks, filled, buffer)
         if step.level == "extreme":
@@ -256,6 +262,8 @@ class AttentionHook:
             return
         draft.builds += kept.builds
         fingerprints = [self._book.record(mask, values, draft) for mask in kept.masks]
+        record_batch_rows(values, kept.masks, fingerprints, step, draft)
+        record_repeats(values, kept.calls, step, draft)
         rows = gathered(values, len(kept.calls)) if kept.gate_kinds else {}
         gates = rows["gate"].tolist() if rows else []
         for index, call in enumerate(kept.calls):

@@ -49,6 +49,9 @@ class ModelBreaks:
 
     def open(self, step: StepContext) -> None:
         """A step opens, in the model's thread; the time that a stop takes is not the step's."""
+        is_changed = self._breaking.book.version != self._version
+        if not is_changed and not self._breakpoints:
+            return  # as in most runs, at the price of one comparison
         began = time.perf_counter()
         self.pass_on()
         stood = time.perf_counter() - began
@@ -57,7 +60,6 @@ class ModelBreaks:
         if self._breaking.book.version != self._version:
             self._prepare()
         if not self._breakpoints:
-            self._sights = None
             return
         if step.generation != self._generation:
             self._generation = step.generation
@@ -67,9 +69,9 @@ class ModelBreaks:
         self._judge()
 
     @property
-    def is_armed(self) -> bool:
-        """Whether any breakpoint is switched on."""
-        return self._breaking.is_armed
+    def is_at_work(self) -> bool:
+        """Whether any breakpoint was switched on when the last step opened."""
+        return bool(self._breakpoints)
 
     def pass_on(self) -> None:
         """Let whoever was met in the steps before stop now."""

@@ -66,8 +66,6 @@ class Stopper(Protocol):
 class StepSights:
     """What is seen of a step while it runs. `met` are the breakpoints that it has met."""
 
-    generation: int
-    step: int
     values: dict[str, float | str]
     layers: dict[int, dict[str, float | str]] = field(default_factory=dict)
     sightings: list[Sighting] = field(default_factory=list)
@@ -81,15 +79,21 @@ class StepSights:
             "step": step.step,
             "phase": step.phase,
             "generation": step.generation,
-            "branch": 0,
+            "branch": step.branch,
             "q_len": step.q_len,
             "kv_len": step.kv_after,
         }
-        return cls(step.generation, step.step, values)
+        return cls(values)
 
     def facts(self) -> Facts:
         """Return what is known by now."""
         return Facts(self.values, self.layers, tuple(self.sightings))
+
+
+def event_of(hit: BreakpointHit) -> EventRecord:
+    """Return what the trace is told of a hit."""
+    place = (hit.generation, hit.step)
+    return EventRecord(HIT_EVENT, hit.sentence(), time.time(), *place, hit.as_facts())
 
 
 class Breaking:
@@ -105,19 +109,14 @@ class Breaking:
         event: Callable[[EventRecord], None] = lambda _: None,
     ) -> None:
         self.book, self.stopper, self.event = book, stopper, event
-        self._open: OrderedDict[tuple[int, int], StepSights] = OrderedDict()
+        self._open: OrderedDict[tuple[int, int, int], StepSights] = OrderedDict()
         self._lock = threading.Lock()
         self._told: set[int] = set()
         book.changed = self._rearm
         self._rearm()
 
-    @property
-    def is_armed(self) -> bool:
-        """Whether any breakpoint is switched on."""
-        return bool(self.book.enabled())
-
     def _rearm(self) -> None:
-        self.stopper.arm(self.is_armed)
+        self.stopper.arm(bool(self.book.enabled()))
 
     # -- while a step runs -----------------------------------------------------------------------
 
@@ -125,7 +124,7 @@ class Breaking:
         """Begin to look at a step; its record is judged with what is seen."""
         sights = StepSights.of(step)
         with self._lock:
-            self._open[(step.generation, step.step)] = sights
+            self._open[(step.generation, step.branch, step.step)] = sights
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)
         return sights
@@ -143,19 +142,25 @@ class Breaking:
             hit = hit_of(met, facts, verdict, inside=True)
             action = self.book.hit(met.id)
             if action is not Action.PASS:
-                self._log(hit)
+                self.event(event_of(hit))
             if action is Action.STOP:
                 self.stopper.stop_inside(hit, frame)
+            if met.options.once:
+                self._rearm()
 
     # -- in the writer thread --------------------------------------------------------------------
 
     def judge(self, record: StepRecord) -> None:
-        """Judge the record of a step, which is written already."""
+        """Judge the record of a step, which is written already.
+
+        A step that was over before a breakpoint was set is none of its, though written later.
+        """
         if not self.book.version:
             return
         with self._lock:
-            sights = self._open.pop((record.generation, record.step), None)
-        breakpoints = self.book.enabled()
+            sights = self._open.pop((record.generation, record.branch, record.step), None)
+        ended = record.started_at + record.wall_ms / 1e3
+        breakpoints = tuple(met for met in self.book.enabled() if met.since <= ended)
         if not breakpoints:
             return
         if sights is None:
@@ -185,21 +190,18 @@ class Breaking:
                 stops.append(hit)
         if stops:
             self.stopper.stop(stops)
+        if any(met.options.once for met in breakpoints):
+            self._rearm()
 
     def _met(self, met: Breakpoint, facts: Facts, verdict: Verdict) -> BreakpointHit | None:
         """Count a hit; returns it if the run is to stop for it."""
         action = self.book.hit(met.id)
         hit = hit_of(met, facts, verdict, inside=False)
         if action is Action.LOG:
-            self._log(hit)
+            self.event(event_of(hit))
         return hit if action is Action.STOP else None
 
     # -- what is said ----------------------------------------------------------------------------
-
-    def _log(self, hit: BreakpointHit) -> None:
-        at = time.time()
-        text = hit.sentence()
-        self.event(EventRecord(HIT_EVENT, text, at, hit.generation, hit.step, hit.as_facts()))
 
     def _tell_unknown(self, met: Breakpoint, unknown: Unknown, facts: Facts) -> None:
         if met.id in self._told:

@@ -160,3 +160,11 @@ def _unpacked(data: npt.NDArray[np.uint8], parts: list[_Part]) -> dict[str, npt.
         out[part.name] = raw.copy().view(_NUMPY_DTYPES[part.dtype]).reshape(part.shape)
         at += part.n_bytes
     return out
+
+
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Return a stream to copy results on, None where there is no CUDA."""
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

@@ -25,6 +25,7 @@ class StepContext:
     level: str
     started_at: float
     started: float
+    branch: int = 0
     token_id: int | None = None
     logits: Tensor | None = None
     scores: Tensor | None = None
@@ -54,11 +55,12 @@ class StepClock:
 
     def __init__(self) -> None:
         self.generation = 0
+        self.branch = 0
         self.next_step = 0
 
     def begin(self, generation: int) -> None:
-        """Start counting a new generation at step 0."""
-        self.generation, self.next_step = generation, 0
+        """Start counting a new generation at step 0 of its first branch."""
+        self.generation, self.branch, self.next_step = generation, 0, 0
 
     def move(self, generation: int, step: int) -> None:
         """Say which step the next one is, for a loop that is not counted from its beginning."""
@@ -78,6 +80,7 @@ class StepClock:
             level=level,
             started_at=time.time(),
             started=time.perf_counter(),
+            branch=self.branch,
         )
 
 

@@ -7,6 +7,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,25 @@ from typing import Any
 import torch
 
 from flexinspect import masks
+from flexinspect.control.messages import Order, Place
 from flexinspect.datasets import Sample
-from flexinspect.errors import DatasetError, MaskError
+from flexinspect.errors import DatasetError, FlexInspectError, MaskError
 from flexinspect.job import Job
 from flexinspect.pieces import to_declared
-from flexinspect.prompts import Prompt, PromptPieces, Segment, close_generated, compose
-from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord, TokenRecord
-from flexinspect_hooks.control.passing import pass_gate
-from flexinspect_hooks.generate import Choice, Generated, generate
+from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
+from flexinspect.records import EventRecord, GenerationRecord, TokenRecord
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.generate import Decoder
+from flexinspect_hooks.grads.after import TokenGradients
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.saidwords import facts_of_tokenizer, written_special
 from flexinspect_hooks.session import CaptureSession
+from flexinspect_hooks.travel.journey import Journey
+from flexinspect_hooks.travel.orders import Orders
+from flexinspect_hooks.travel.parts import Limits
+from flexinspect_hooks.travel.recording import TraceScribe, Words
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
 
@@ -51,6 +58,10 @@ class Ensemble:
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
         self._facts = facts_of_tokenizer(self.vocabulary)
+        self._gradients = (
+            TokenGradients(loaded.model, job, compiled=compiled) if job.grads else None
+        )
+        self.orders = Orders(self.vocabulary.encode, self.vocabulary.text_of)
 
     def plan(self, sample: Sample) -> Plan:
         """Compose the prompt and build the mask of a sample. Raises `UsageError` and kin."""
@@ -101,21 +112,22 @@ class Ensemble:
         compiled = self._compiled
         return RuleMask(rule, length=length, device=self._device, compiled=compiled), declared
 
-    def run(self, number: int, plan: Plan, session: CaptureSession) -> str:
-        """Run one generation and record it; returns the answer.
+    def run(self, number: int, plan: Plan, session: CaptureSession, *, holds: bool = False) -> str:
+        """Run one generation and record it; returns the answer of its first branch.
 
-        An exception or an interrupt ends the generation in the trace before it goes on upwards.
+        Between two steps the session's gate, if it has one, may pause it or order it elsewhere;
+        with `holds` it is kept alive at its end until the gate lets it go. An exception or an
+        interrupt ends the generation in the trace before it goes on upwards.
         """
-        session.begin_generation(self.record_of(number, plan))
-        generated: list[int] = []
+        begun = self.record_of(number, plan)
+        session.begin_generation(begun)
+        journey = self._journey(plan, session, begun)
         state, reason = "failed", ""
         try:
-            with FlexPatch(
-                self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
-            ):
-                out = self._generate(plan, session, generated)
-                pass_gate(session.gate, session.place)
-            state, reason = "finished", out.stop_reason
+            with journey.patch:
+                self.orders.begin(number, journey)
+                self._drive(journey, session, number, holds=holds)
+            state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
             raise
@@ -123,42 +135,52 @@ class Ensemble:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            answer = self.vocabulary.answer(generated, one_line=self._job.stop == "newline")
-            n_tokens = len(plan.prompt.ids) + len(generated)
-            segments = close_generated(plan.prompt.segments, n_tokens)
-            end = GenerationEnd(number, state, answer, segments, reason, time.time())
-            session.end_generation(end)
-        return answer
+            self.orders.begin(number, None)
+            journey.close(state, reason)
+        return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
 
-    def _generate(self, plan: Plan, session: CaptureSession, generated: list[int]) -> Generated:
-        job, prompt = self._job, plan.prompt
-        stream = TextStream(self.vocabulary)
-        text: list[str] = []
+    def _drive(
+        self, journey: Journey, session: CaptureSession, number: int, *, holds: bool
+    ) -> None:
+        """Go on to the end, and wherever the gate orders the generation to go."""
+        gate = session.gate
+        while True:
+            place = Place(number, journey.line.branch, journey.step)
+            order = gate.between_steps(place) if gate is not None else None
+            if order is None and journey.is_over:
+                order = _held(session, place) if holds else None
+                if order is None:
+                    return
+            if order is None:
+                journey.advance()
+            elif gate is not None:
+                self._obey(order, gate)
 
-        def record(choice: Choice) -> None:
-            generated.append(choice.token_id)
-            text.append(stream.add(choice.token_id))
-            token = self._token(
-                len(prompt.ids) + choice.step,
-                choice.token_id,
-                text[-1],
-                prompt.next_position(choice.step),
-                len(prompt.segments) - 1,
-                choice.step,
-            )
-            session.chose(token, choice.chosen, choice.scores)
+    def _obey(self, order: Order, gate: Gate) -> None:
+        try:
+            place, said = self.orders.obey(order)
+        except FlexInspectError as error:
+            gate.done(order, error)
+        else:
+            gate.done(order, place, said)
 
-        return generate(
-            self._model,
-            prompt,
-            max_new_tokens=job.max_new_tokens,
-            eos_ids=self._eos,
-            # At a line break, but not at one before the first word.
-            stops=(lambda _: "\n" in "".join(text).lstrip()) if job.stop == "newline" else None,
-            sampling=job.sampling,
-            seed=job.seed,
-            on_choice=record,
+    def _journey(self, plan: Plan, session: CaptureSession, begun: GenerationRecord) -> Journey:
+        job, prompt, words = self._job, plan.prompt, Words(self.vocabulary)
+        decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
+        patch = FlexPatch(
+            self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
         )
+        scribe = TraceScribe(
+            *(session, prompt, begun, words, self._token, self._answer),
+            gradients=self._gradients,
+        )
+        # At a line break, but not at one before the first word.
+        stops = words.ends_line if job.stop == "newline" else None
+        limits = Limits(job.max_new_tokens, self._eos, stops)
+        return Journey(self._model, decoder, patch, scribe, limits)
+
+    def _answer(self, token_ids: Sequence[int]) -> str:
+        return self.vocabulary.answer(token_ids, one_line=self._job.stop == "newline")
 
     def record_of(self, number: int, plan: Plan) -> GenerationRecord:
         """Return the record of a generation that is about to begin."""
@@ -207,6 +229,17 @@ class Ensemble:
             token_id in words.special,
             step,
         )
+
+
+def _held(session: CaptureSession, place: Place) -> Order | None:
+    """Keep the model alive until the gate has an order or ends it; Ctrl-C ends it too."""
+    if session.gate is None:
+        return None
+    text = "holding the model (flexinspect ctl continue ends the run)"
+    session.recorder.put(EventRecord("phase", text, time.time()))
+    with suppress(KeyboardInterrupt):
+        return session.gate.hold(place)
+    return None
 
 
 def _teller(session: CaptureSession) -> Callable[[str], None]:

@@ -22,6 +22,8 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.fedrows import batch_of, fed_ids
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 
+CACHE_OFF = "no-cache"
+
 _Lengths = list[int | None]
 """Keys per layer, None for one whose length is a tensor, which goes through the buffer."""
 
@@ -76,6 +78,8 @@ class InputsHook:
         cache, ids = arguments.get("past_key_values"), fed_ids(arguments)
         fed = self._fed = _Fed(batch_of(arguments), arguments.get("position_ids"))
         fed.cache, fed.before = _reference(cache), _lengths(cache)
+        if step.step == 0 and arguments.get("use_cache") is False:
+            step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
         if ids is not None and fed.batch > 1:
             fed.tables["inputs.ids"] = ids.to(torch.int32, copy=True)
         mask = arguments.get("attention_mask")

@@ -18,8 +18,9 @@ from flexinspect.records import BuildRecord
 from flexinspect.trace.crumb import NOWHERE, Place
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.debugging.rules import saw_compiled
 from flexinspect_hooks.hook import CaptureContext, Remove
-from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels
+from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels, ran_plain
 from flexinspect_hooks.memory import peak_bytes
 from flexinspect_hooks.ruleidentity import rule_name
 
@@ -175,6 +176,7 @@ class KernelCalls:
             given = call.given
             rules = (given.get("score_mod"), given.get("block_mask"))
             crumbs.entered(self._where(layer), given["query"], given["key"], *rules)
+            saw_compiled()
         return Note(call, place, self.swallowed(layer), time.perf_counter(), peak)
 
     def after(self, note: Note, output: Any) -> None:
@@ -185,7 +187,10 @@ class KernelCalls:
             (self._builds if self.context.is_open else _unclaimed).append(self._build(note))
             return
         layer, module, handed = note.place or (None, None, None)
-        done = Done(layer, note.call, output, handed, note.swallowed, module)
+        call = note.call
+        if call.compiled and call.name == FLEX and ran_plain():
+            call = call._replace(compiled=False)
+        done = Done(layer, call, output, handed, note.swallowed, module)
         self.done.append(done)
         if self.context.on_kernel is not None:
             self.context.on_kernel(done)

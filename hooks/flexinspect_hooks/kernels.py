@@ -14,10 +14,11 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.attention.flex_attention as flex_module
@@ -26,13 +27,17 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
+from flexinspect_hooks.debugging.rules import plainly
 from flexinspect_hooks.hook import Remove
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
 
 
 class KernelCall(NamedTuple):
-    """A call of a kernel: which, its arguments by name, whether compiled code runs it."""
+    """A call of a kernel: which, its arguments by name, whether compiled code is to run it.
+
+    Past dynamo's recompile limit a compiled wrapper runs plain Python, as `ran_plain` tells.
+    """
 
     name: str
     given: dict[str, Any]
@@ -92,11 +97,34 @@ def _install() -> None:
     for name in (FLEX, BUILD):
         _restores.append(_detour(getattr(flex_module, name)))
     _restores.append(_rebind(functional.scaled_dot_product_attention))
+    if hasattr(flex_module, _PLAIN_ONLY):
+        _restores.append(_note_plain(getattr(flex_module, _PLAIN_ONLY)))
 
 
 def _uninstall() -> None:
     while _restores:
         _restores.pop()()
+
+
+_PLAIN_ONLY = "setup_compilation_env"
+"""What `flex_attention` calls where it runs as Python, and nowhere else."""
+
+_here = threading.local()
+
+
+def ran_plain() -> bool:
+    """Say whether the last call of FlexAttention in this thread ran as plain Python."""
+    return getattr(_here, "ran_plain", False)
+
+
+def _note_plain(function: Callable[..., Any]) -> Remove:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _here.ran_plain = True
+        return function(*args, **kwargs)
+
+    skip_code(cast(FunctionType, noted).__code__)
+    setattr(flex_module, _PLAIN_ONLY, noted)
+    return lambda: setattr(flex_module, _PLAIN_ONLY, function)
 
 
 # -- a call ------------------------------------------------------------------------------------
@@ -105,6 +133,8 @@ def _uninstall() -> None:
 def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any) -> Any:
     """Make the call and tell who wants to know; nothing of ours is left for dynamo to compile."""
     compiled = callable(get_eval_frame_callback())
+    if name == FLEX and not compiled:
+        own = plainly(own, args[3] if len(args) > 3 else kw.get("score_mod"))
     tell = _unwatched if compiled else _apply
     if not tell(_is_wanted, name):
         return own(*args, **kw)
@@ -113,6 +143,7 @@ def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any,
     if told is None:
         return own(*args, **kw)
     observer, note = told
+    _here.ran_plain = False
     try:
         output = own(*args, **kw)
     except BaseException as error:

@@ -11,12 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexinspect.records import UNKNOWN, Array, Candidate, LogitsRecord
+from flexinspect.records import UNKNOWN, Array, ArrayRecord, Candidate, LogitsRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 
 TOP_K = 10
+ROW = "logits.row"
+"""The stream of all logits of a step, at level extreme: branches are compared by them."""
+
 BINS = 64
 
 
@@ -52,6 +55,8 @@ class LogitsHook:
                 buffer.put(f"{name}.all", row.float())
             else:
                 _reduce_on_device(name, row.float(), step.token_id, buffer)
+        if step.level == "extreme":
+            buffer.put(ROW, step.logits.float())
         return True
 
     def record(self, step: StepContext, kept: bool, values: Values, draft: StepDraft) -> None:
@@ -74,6 +79,8 @@ class LogitsHook:
             histogram=histogram[2],
             candidates=self._candidates(row, values, step),
         )
+        if ROW in values:
+            draft.arrays.append(ArrayRecord(ROW, values[ROW]))
 
     def _row_of(self, name: str, values: Values, chosen: int | None) -> _Row:
         here = values.get(f"{name}.all")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from flexinspect_hooks.layers import attention_layers
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.models import LoadedModel
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
@@ -29,3 +32,25 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "vocabulary": getattr(config, "vocab_size", None),
     }
     return {name: fact for name, fact in facts.items() if isinstance(fact, (int, str))}
+
+
+def loaded_facts(loaded: LoadedModel) -> dict[str, Any]:
+    """Return what is known of a model that we loaded."""
+    config = loaded.model.config
+    heads = int(config.num_attention_heads)
+    return {
+        "name": loaded.source.name,
+        "place": loaded.source.place,
+        "class": type(loaded.model).__name__,
+        "weights": loaded.weights,
+        "weights_fingerprint": loaded.weights_fingerprint,
+        "parameters": loaded.n_parameters,
+        "device": loaded.device,
+        "dtype": loaded.dtype,
+        "tokenizer": loaded.tokenizer is not None,
+        "layers": int(config.num_hidden_layers),
+        "heads": heads,
+        "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "hidden": int(config.hidden_size),
+        "vocabulary": int(config.vocab_size),
+    }

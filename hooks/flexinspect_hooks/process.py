@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,6 @@ from flexinspect.config import load_config
 from flexinspect.control.addresses import Serving
 from flexinspect.datasets import Sample
 from flexinspect.errors import (
-    ControlError,
     DatasetError,
     FlexInspectError,
     TraceWriteError,
@@ -38,6 +37,8 @@ from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.cores import available_cores
+from flexinspect_hooks.debugging.session import Debugging
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.runbreaks import RunBreaks
 
 if TYPE_CHECKING:
@@ -63,8 +64,15 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         job = Job.from_json(sys.stdin.readline())
-        threading.Thread(target=_end_with_parent, name="flexinspect-parent", daemon=True).start()
-        return CaptureProcess(job).run()
+        debugging = Debugging(job.debugger, _say)
+        parent = threading.Thread(
+            target=_end_with_parent,
+            args=(debugging.granted,),
+            name="flexinspect-parent",
+            daemon=True,
+        )
+        run_on(parent).start()
+        return CaptureProcess(job, debugging).run()
     except FlexInspectError as error:
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
@@ -76,14 +84,24 @@ def main() -> int:
         return 1
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(granted: Callable[[], None]) -> None:
     """End the run when whoever started it is gone: our standard input ends with its life.
 
+    A full stop from it means that pdb may have the terminal, and `granted` is told. If the last
+    that it says is that the run is to go on alone, it does, and nobody hears our words any more.
     Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
     """
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGINT)
+    said = b""
+    while more := os.read(0, 64):
+        said = (said + more)[-len(protocol.DETACH) :]
+        if more.endswith(protocol.GRANT):
+            granted()
+    if said != protocol.DETACH:
+        os.kill(os.getpid(), signal.SIGINT)
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
 
 
 def _in_words(error: Exception) -> tuple[str, str]:
@@ -108,15 +126,12 @@ def _say(kind: str, **facts: Any) -> None:
         print(protocol.line(kind, **facts), flush=True)
 
 
-def _tell_pause(text: str) -> None:
-    _say(protocol.STOPPED, text=text)
-
-
 class CaptureProcess:
     """One job from its first check to its closed trace."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, debugging: Debugging | None = None) -> None:
         self.job = job
+        self._debugging = debugging or Debugging(job.debugger, _say)
         self._last_report = (0.0, "")
         self._n_generations = 0
         self._unexpected = False
@@ -136,27 +151,35 @@ class CaptureProcess:
         )
         state = "failed"
         try:
+            self._debugging.begin(self.writer.recording_path, self._event)
             self._work(source, samples)
             state = "finished"
-            return 0
+            return self._exit_code(0)
         except KeyboardInterrupt:
             state = "interrupted"
-            return self._stopped()
+            return self._exit_code(INTERRUPTED)
         except FlexInspectError as error:
+            self._post_mortem(error)
             self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
             raise
         except Exception as error:
+            self._post_mortem(error)
             self._unexpected = True
             self._event("error", f"{type(error).__name__}: {error}", traceback=_traceback(error))
             raise
         finally:
             self._close(state)
 
-    def _stopped(self) -> int:
-        """Return the exit code of a run that was stopped; if a breakpoint did it, say so."""
+    def _post_mortem(self, error: Exception) -> None:
+        """Let the user look at what a generation failed with; an error before one says it all."""
+        if self._n_generations:
+            self._debugging.post_mortem(error)
+
+    def _exit_code(self, otherwise: int) -> int:
+        """Return the exit code of a run that a breakpoint ended, and say so; or of any other."""
         error = self._breaks.stopped() if self._breaks is not None else None
         if error is None:
-            return INTERRUPTED
+            return otherwise
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
 
@@ -170,13 +193,15 @@ class CaptureProcess:
 
     def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
         control = self._control(source)
-        self._breaks = RunBreaks(self.job, control, _tell_pause)
+        self._breaks = RunBreaks(self.job, control, lambda text: _say(protocol.STOPPED, text=text))
         try:
             threads = self._import_torch()
-            self._serve(control)  # its libraries load beside the weights
+            control.start()  # its libraries load beside the weights
+            from flexinspect_hooks.modelfacts import loaded_facts
+
             loaded = self._load(source)
             compiled = self._compiled(loaded.device)
-            self.writer.update_run(model=_model_facts(loaded), compiled=compiled, threads=threads)
+            self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
             session = self._session(loaded)
             session.gate = control.gate
             self._levels.attach(session)
@@ -184,8 +209,7 @@ class CaptureProcess:
             session.break_on(self._breaks.begin(session.recorder))
             try:
                 with session:
-                    self._generations(loaded, samples, session, compiled=compiled)
-                    self._hold(session, control)
+                    self._generations(loaded, samples, session, control, compiled=compiled)
             finally:
                 self._conclude(session)
         finally:
@@ -199,23 +223,13 @@ class CaptureProcess:
         about = About("generation", source.name, str(self.writer.recording_path))
         self._levels = SessionLevels(job.level, job.layers)
         serving = Serving(*job.serving) if job.serving is not None else None
-        return Running(about, self._levels, is_served=job.control, serving=serving)
-
-    def _serve(self, control: Running) -> None:
-        control.start()
-        if control.url:
-            self._event("control", f"commands are taken at {control.url}", url=control.url)
-        if control.note:
-            self._event("control", f"No commands are taken: {control.note}")
-
-    def _hold(self, session: CaptureSession, control: Running) -> None:
-        """Keep the model alive until it is let go, if that was asked for; Ctrl-C lets it go too."""
-        if not self.job.hold:
-            return
-        self._report("holding the model (flexinspect ctl continue ends the run)", {})
-        with suppress(KeyboardInterrupt):
-            while (order := control.gate.hold(session.place)) is not None:
-                control.gate.done(order, ControlError("Nothing here can go back to a step."))
+        return Running(
+            about,
+            self._levels,
+            is_served=job.control,
+            serving=serving,
+            tell=lambda text: self._event("control", text),
+        )
 
     def _import_torch(self) -> int:
         self._report("importing torch", {})
@@ -268,17 +282,21 @@ class CaptureProcess:
         loaded: LoadedModel,
         samples: Sequence[Sample],
         session: CaptureSession,
+        control: Running,
         *,
         compiled: bool,
     ) -> None:
         from flexinspect_hooks.ensemble import Ensemble
 
+        self._debugging.on_flex(self._event, compiled=compiled)
         ensemble = Ensemble(loaded, self.job, compiled=compiled)
+        control.parts.traveller = ensemble.orders
         self._report("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):
             plan = ensemble.plan(sample)
             self._n_generations += 1
-            ensemble.run(number, plan, session)
+            is_held = self.job.hold and number == len(samples) - 1
+            ensemble.run(number, plan, session, holds=is_held)
             session.pass_breakpoints()
 
     def _conclude(self, session: CaptureSession) -> None:
@@ -290,6 +308,7 @@ class CaptureProcess:
 
     def _close(self, state: str) -> None:
         crumbs.remove_crumbs()
+        self._debugging.end()
         self._quietly(lambda: self.writer.update_run(ended_at=time.time()))
         self._quietly(lambda: self.writer.close(state))
         kept: Path | None = self.writer.path
@@ -354,27 +373,6 @@ def _how_many(job: Job, sample: Sample) -> int | None:
     if job.num_paraphrases or job.indices or job.prompts:
         return job.num_paraphrases
     return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
-
-
-def _model_facts(loaded: LoadedModel) -> dict[str, Any]:
-    config = loaded.model.config
-    heads = int(config.num_attention_heads)
-    return {
-        "name": loaded.source.name,
-        "place": loaded.source.place,
-        "class": type(loaded.model).__name__,
-        "weights": loaded.weights,
-        "weights_fingerprint": loaded.weights_fingerprint,
-        "parameters": loaded.n_parameters,
-        "device": loaded.device,
-        "dtype": loaded.dtype,
-        "tokenizer": loaded.tokenizer is not None,
-        "layers": int(config.num_hidden_layers),
-        "heads": heads,
-        "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
-        "hidden": int(config.hidden_size),
-        "vocabulary": int(config.vocab_size),
-    }
 
 
 def _versions() -> dict[str, str]:

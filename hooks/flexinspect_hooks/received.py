@@ -165,6 +165,16 @@ def executed(ref: CallRef, step: StepContext) -> ReceivedMask:
     return mask
 
 
+def opened(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor | None:
+    """Return what a block mask opens, bool (1 or heads, rows, keys); see `_executed` for None."""
+    q_len, kv_len = (int(n) for n in block_mask.seq_lengths)
+    indices = _Indices(block_mask.kv_num_blocks.device)
+    cells = _rule_cells(block_mask, heads, q_len, kv_len, indices)
+    if cells is None or not compiled:
+        return cells
+    return _as_compiled(cells, block_mask, heads)
+
+
 def dense_bias(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
     """Return what a dense mask adds to the scores of its open cells, (1 or heads, rows, keys).
 

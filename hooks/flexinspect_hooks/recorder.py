@@ -6,14 +6,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Repeat
+from flexinspect.gradientrecords import GradientRecord
+from flexinspect.prompts import Segment
+from flexinspect.recall import recall
 from flexinspect.records import (
+    BranchRecord,
     EventRecord,
     GenerationEnd,
     GenerationRecord,
@@ -23,6 +27,7 @@ from flexinspect.records import (
 from flexinspect.rules.base import RuleBook
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.hook import Hook, StepDraft
 
 LINGER_S = 0.1
@@ -55,7 +60,18 @@ class Sink(Protocol):
 
     def update_run(self, **facts: Any) -> None: ...
     def begin_generation(self, record: GenerationRecord) -> None: ...
+    def begin_branch(
+        self,
+        generation: int,
+        branch: int,
+        parent: int,
+        fork_step: int,
+        change: Mapping[str, Any] | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> None: ...
     def write_steps(self, records: Sequence[StepRecord]) -> None: ...
+    def write_gradients(self, record: GradientRecord) -> None: ...
+    def write_repeats(self, place: tuple[int, int, int], records: Sequence[Repeat]) -> None: ...
     def write_event(self, record: EventRecord) -> None: ...
     def write_findings(self, findings: Iterable[Finding]) -> None: ...
     def end_generation(self, record: GenerationEnd) -> None: ...
@@ -82,7 +98,7 @@ class FinishedStep:
         return tokens
 
 
-Item = GenerationRecord | GenerationEnd | EventRecord
+Item = GenerationRecord | GenerationEnd | EventRecord | GradientRecord
 
 
 class Judge(Protocol):
@@ -96,6 +112,14 @@ class _Begun(NamedTuple):
     """A generation that begins, and the rules that are to look at its steps."""
 
     record: GenerationRecord
+    rules: RuleBook
+
+
+class _Branched(NamedTuple):
+    """A branch that begins, the generation as it is there, and rules that have seen nothing yet."""
+
+    record: BranchRecord
+    beginning: GenerationRecord
     rules: RuleBook
 
 
@@ -115,15 +139,17 @@ class Recorder:
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._rules: dict[int, RuleBook] = {}
+        self._rules: dict[tuple[int, int], RuleBook] = {}
         self._rule_names: set[str] = set()
+        self._shared: dict[str, Any] = {}
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
         self._putting = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
+        writer = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
+        self._thread = run_on(writer)
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
@@ -142,11 +168,19 @@ class Recorder:
         """Queue a generation; `rules` look at each of its steps before that is written."""
         self.put(_Begun(record, rules))
 
+    def begin_branch(
+        self, record: BranchRecord, beginning: GenerationRecord, rules: RuleBook
+    ) -> None:
+        """Queue a branch; `rules` are new ones, which are shown what its parents did before it."""
+        self.put(_Branched(record, beginning, rules))
+
     def tell(self, event: EventRecord, rules: RuleBook) -> None:
         """Queue an event; `rules` hear it if no generation is open that it belongs to."""
         self.put(_Told(event, rules))
 
-    def put(self, item: FinishedStep | Item | _Begun | _Told | Callable[[], Item]) -> None:
+    def put(
+        self, item: FinishedStep | Item | _Begun | _Branched | _Told | Callable[[], Item]
+    ) -> None:
         """Queue something to be written, in order. Called from the model's thread.
 
         A callable is asked for it in the writer thread, when everything before it is written.
@@ -227,24 +261,49 @@ class Recorder:
         if callable(item):
             item = item()
         if isinstance(item, _Begun):
-            self._rules[item.record.generation] = item.rules
+            self._rules[item.record.generation, 0] = item.rules
+            item.rules.share(self._shared)
             self._name_rules(item.rules.names)
             self._sink.begin_generation(item.record)
             for event in item.rules.begin(item.record):
                 self._sink.write_event(event)
+        elif isinstance(item, _Branched):
+            self._branch(item)
         elif isinstance(item, GenerationEnd):
-            if (rules := self._rules.pop(item.generation, None)) is not None:
+            key = (item.generation, item.branch)
+            if (rules := self._rules.pop(key, None)) is not None:
                 self._say(*rules.end())
             self._sink.end_generation(item)
+        elif isinstance(item, GradientRecord):
+            self._sink.write_gradients(item)
+            if (rules := self._rules.get((item.generation, item.branch))) is not None:
+                found, repeats, events = rules.differentiate(item)
+                self._say(found, events)
+                if repeats:
+                    self._sink.write_repeats((item.generation, item.branch, item.step), repeats)
         elif isinstance(item, _Told):
             self._hear(item.event, item.rules)
         else:
             self._hear(item, None)
 
+    def _branch(self, item: _Branched) -> None:
+        record, rules = item.record, item.rules
+        place = (record.generation, record.branch, record.parent, record.fork_step)
+        self._sink.begin_branch(*place, record.change, record.segments)
+        events = [*rules.begin(item.beginning)]
+        path = getattr(self._sink, "recording_path", None)
+        if path is not None and not record.recomputed:
+            events += recall(path, record.generation, record.branch, rules)
+        self._rules[record.generation, record.branch] = rules
+        for event in events:
+            self._sink.write_event(event)
+
     def _hear(self, event: EventRecord, rules: RuleBook | None) -> None:
         self._sink.write_event(event)
         if event.generation is not None:
-            rules = self._rules.get(event.generation, rules)
+            newest = (n for n in reversed(self._rules) if n[0] == event.generation)
+            key = next(newest, None)
+            rules = rules if key is None else self._rules[key]
         if rules is not None:
             self._say(*rules.hear(event))
 
@@ -291,7 +350,8 @@ class Recorder:
                 hook.record(step, kept, values, draft)
             except Exception as error:
                 failed(hook, error)
-        record, rules = _assemble(step, tokens, draft), self._rules.get(step.generation)
+        record = _assemble(step, tokens, draft)
+        rules = self._rules.get((step.generation, step.branch))
         return rules.look(record) if rules is not None else record
 
 
@@ -323,6 +383,7 @@ def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDra
         started_at=step.started_at,
         wall_ms=step.wall_ms,
         capture_ms=step.capture_s * 1e3,
+        branch=step.branch,
         logits=draft.logits,
         tokens=tokens,
         inputs=draft.inputs,

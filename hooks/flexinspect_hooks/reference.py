@@ -76,6 +76,35 @@ def _band(n: int, size: int) -> BoolArray:
     return band
 
 
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    visible: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return attention (batch, q heads, rows, D) that can be differentiated on any device.
+
+    `query` is (batch, q heads, rows, D), `key` and `value` (batch, kv heads, keys, D), `visible`
+    bool (1 or q heads, rows, keys). It rounds as uncompiled FlexAttention does: scores and softmax
+    in float32 at least. A row without keys is 0, and so is its gradient.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    scores = (
+        query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    )
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    # The lowest float, not -Inf: of a row of these alone the softmax would have no gradient.
+    closed = scores.masked_fill(~visible, torch.finfo(wide).min)
+    weights = torch.softmax(closed, -1).masked_fill(~visible, 0.0)
+    return weights.to(value.dtype) @ value
+
+
 def attention_row(
     query: Tensor,
     key: Tensor,

@@ -5,6 +5,7 @@ Nothing here loads torch before the run has done so itself.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,8 @@ class RunBreaks:
             self.book.add(text, source="--break")
         running.parts.breakpoints = self.book
         self._running, self._say = running, say
-        self._waits = job.on_break == "wait"
+        is_debugged = job.debugger.is_asked_for or "pydevd" in sys.modules
+        self._waits = job.on_break == "wait" or is_debugged
         self._is_served = job.control
         self._ending: EndingStopper | None = None
 
@@ -50,9 +52,10 @@ class RunBreaks:
         from flexinspect_hooks.stoppers import EndingStopper, GateStopper
 
         gate = self._running.gate
+        stopper = GateStopper(gate, self._say, recorder.put)
         if self._waits and self._can_go_on():
-            return Breaking(self.book, GateStopper(gate, self._say), recorder.put)
-        self._ending = EndingStopper(gate, recorder.put)
+            return Breaking(self.book, stopper, recorder.put)
+        self._ending = EndingStopper(gate, stopper, recorder.put)
         return Breaking(self.book, self._ending, recorder.put)
 
     def stopped(self) -> StoppedError | None:

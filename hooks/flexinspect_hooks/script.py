@@ -14,10 +14,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, protocol
@@ -32,6 +30,8 @@ from flexinspect_hooks.children import ChildCount
 from flexinspect_hooks.control.levels import SessionLevels
 from flexinspect_hooks.control.running import Running
 from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.debugging.session import Debugging
+from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
@@ -40,7 +40,8 @@ from flexinspect_hooks.program import (
     state_of,
     without_us,
 )
-from flexinspect_hooks.runbreaks import RunBreaks
+from flexinspect_hooks.runbreaks import RunBreaks, StoppedError
+from flexinspect_hooks.scriptcontrol import Control
 
 if TYPE_CHECKING:
     from flexinspect_hooks.findmodels import ModelFinder
@@ -69,11 +70,13 @@ def on_torch(run: ScriptRun) -> None:
 class ScriptRun:
     """One program from its first line to its closed trace."""
 
-    def __init__(self, job: ScriptJob, control: Control) -> None:
+    def __init__(self, job: ScriptJob, control: Control, debugging: Debugging) -> None:
+        self._debugging = debugging
         self.job = job
         self._control = control
         self._pid = os.getpid()
         self._error: BaseException | None = None
+        self._stopped: StoppedError | None = None
         self._drained = threading.Event()
         self._is_closing = False
         self._finder: ModelFinder | None = None
@@ -82,7 +85,7 @@ class ScriptRun:
         self._is_making = False
         self._tokenizers = MadeTokenizers()
         self.writer = _open_trace(job)
-        self._levels, self._running = _control_of(job, self.writer)
+        self._levels, self._running = self._controlled()
         self._breaks = RunBreaks(job, self._running, self._tell_pause)
         crumbs.leave_crumbs(self.writer.recording_path)
         control.say(
@@ -91,6 +94,24 @@ class ScriptRun:
             recording=str(self.writer.recording_path),
             note=self.writer.note,
         )
+
+    def _controlled(self) -> tuple[SessionLevels, Running]:
+        """Return what commands reach. What is wrong with an address leaves no trace behind."""
+        job, trace = self.job, str(self.writer.recording_path)
+        levels = SessionLevels(job.level, job.layers)
+        serving = Serving(*job.serving) if job.serving is not None else None
+        try:
+            return levels, Running(
+                About("program", job.program, trace),
+                levels,
+                is_served=job.control,
+                serving=serving,
+                tell=lambda text: self.event("control", text),
+            )
+        except UsageError:
+            self.writer.close("failed")
+            self.writer.discard()
+            raise
 
     def run(self) -> None:
         """Run the program; raises what it raises. The trace is closed at the interpreter's exit.
@@ -101,7 +122,7 @@ class ScriptRun:
         self._arrivals = Arrivals(
             {
                 "torch": lambda: on_torch(self),
-                "torch.nn.attention.flex_attention": lambda: self._find(_LOOSE),
+                "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._find(_GENERATE),
                 "transformers.tokenization_utils_base": self._tokenizers.watch,
@@ -111,7 +132,9 @@ class ScriptRun:
             failed=self._not_installed,
         )
         atexit.register(self._close)
-        threading.Thread(target=self._listen, name="flexinspect-control", daemon=True).start()
+        listener = threading.Thread(target=self._listen, name="flexinspect-control", daemon=True)
+        run_on(listener).start()
+        self._debugging.begin(self.writer.recording_path, self.event)
         self._phase(_RUNNING)
         self._arrivals.install()
         _flush_lines()
@@ -119,13 +142,21 @@ class ScriptRun:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
             self._ended_by(error)
-            stopped = self._breaks.stopped() if isinstance(error, KeyboardInterrupt) else None
-            if stopped is not None:
-                facts = {"message": stopped.message, "hint": stopped.hint}
-                self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
-                raise SystemExit(stopped.exit_code) from None
+            if isinstance(error, KeyboardInterrupt):
+                self._end_if_met()
             show_without_us(error)
             raise
+        self._end_if_met()
+
+    def _end_if_met(self) -> None:
+        """Let the process have an exit code of its own where a breakpoint should have ended it."""
+        if self._finder is not None:
+            self._finder.recorder.drain()
+        stopped = self._stopped = self._breaks.stopped()
+        if stopped is not None:
+            facts = {"message": stopped.message, "hint": stopped.hint}
+            self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+            raise SystemExit(stopped.exit_code) from None
 
     def _tell_pause(self, text: str) -> None:
         self._control.say(protocol.STOPPED, text=text)
@@ -161,10 +192,12 @@ class ScriptRun:
             finder.obey(self._running.gate, self._levels)
             self._running.record_with(finder.recorder)
             finder.break_on(self._breaks.begin(finder.recorder))
-            if self._running.note:
-                self.event("control", f"No commands are taken: {self._running.note}")
             self._finder = finder
         return self._finder
+
+    def _on_flex(self) -> None:
+        self._find(_LOOSE)
+        self._debugging.on_flex(self.event)
 
     def _on_transformers(self) -> None:
         import torch
@@ -205,6 +238,8 @@ class ScriptRun:
                 self._keep(facts["items"])
             elif facts["kind"] == protocol.DRAINED:
                 self._drained.set()
+            elif facts["kind"] == protocol.TERMINAL:
+                self._debugging.granted()
         if not self._is_closing:
             os.kill(os.getpid(), signal.SIGINT)
         self._drained.set()
@@ -223,6 +258,8 @@ class ScriptRun:
     def _ended_by(self, error: BaseException) -> None:
         self._error = error
         without_us(error)
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._debugging.post_mortem(error)
         if self._finder is not None:
             self._finder.failed(error)
         elif not isinstance(error, SystemExit):
@@ -238,6 +275,7 @@ class ScriptRun:
         self._is_closing = True
         self._running.close()
         crumbs.remove_crumbs()
+        self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
         self._arrivals.remove()
         self._tokenizers.end()
@@ -246,7 +284,7 @@ class ScriptRun:
         self._tell_unseen()
         if cost is not None:
             self.tell(cost=cost)
-        stopped = self._breaks.stopped()
+        stopped = self._stopped
         self.tell(exit_code=stopped.exit_code if stopped else exit_code_of(self._error))
         with suppress(TraceWriteError):
             self.writer.close(state_of(self._error))
@@ -293,19 +331,6 @@ def _nothing_seen() -> str:
     )
 
 
-def _control_of(job: ScriptJob, writer: TraceWriter) -> tuple[SessionLevels, Running]:
-    """Return what commands reach. What is wrong with an address leaves no trace behind."""
-    levels = SessionLevels(job.level, job.layers)
-    about = About("program", job.program, str(writer.recording_path))
-    serving = Serving(*job.serving) if job.serving is not None else None
-    try:
-        return levels, Running(about, levels, is_served=job.control, serving=serving)
-    except UsageError:
-        writer.close("failed")
-        writer.discard()
-        raise
-
-
 def _open_trace(job: ScriptJob) -> TraceWriter:
     try:
         return TraceWriter.create(job.out, _manifest(job), overwrite=job.overwrite)
@@ -345,49 +370,12 @@ def _flush_lines() -> None:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-class Control:
-    """The socket to whoever started us. Lines of the protocol, both ways."""
-
-    def __init__(self, number: int) -> None:
-        os.set_inheritable(number, False)
-        self._socket = socket(fileno=number)
-        self._saying = threading.Lock()
-        self._rest = b""
-
-    def first_line(self) -> str:
-        """Return the first line, the job."""
-        return next(self._lines(), b"").decode()
-
-    def heard(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the facts of each line until the other side is gone."""
-        for line in self._lines():
-            facts = protocol.parse(line.decode())
-            if facts is not None:
-                yield facts
-
-    def _lines(self) -> Iterator[bytes]:
-        """Read without Python's buffer, whose lock no daemon thread may hold at the end."""
-        parts = [self._rest]
-        with suppress(OSError):
-            while piece := self._socket.recv(1 << 16):
-                *lines, piece = piece.split(b"\n")
-                for line in lines:
-                    yield b"".join([*parts, line])
-                    parts.clear()
-                parts.append(piece)
-                self._rest = b"".join(parts)
-
-    def say(self, kind: str, **facts: Any) -> None:
-        """Send a line."""
-        with suppress(OSError), self._saying:
-            self._socket.sendall((protocol.line(kind, **facts) + "\n").encode())
-
-
 def main(number: int) -> int:
     """Run the job that comes through the socket of this number; the program's end is ours."""
     control = Control(number)
     try:
-        run = ScriptRun(ScriptJob.from_json(control.first_line()), control)
+        job = ScriptJob.from_json(control.first_line())
+        run = ScriptRun(job, control, Debugging(job.debugger, control.say))
     except FlexInspectError as error:
         facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
         control.say(protocol.ERROR, **facts)

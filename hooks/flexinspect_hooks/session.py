@@ -16,9 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flexinspect import plugins
 from flexinspect.control.messages import Place
-from flexinspect.errors import FlexInspectError, UsageError
+from flexinspect.errors import UsageError
 from flexinspect.prompts import Segment
 from flexinspect.records import (
     LEVELS,
@@ -28,9 +27,10 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule, RuleBook
+from flexinspect_hooks.branching import Branching
 from flexinspect_hooks.breakhooks import ModelBreaks
 from flexinspect_hooks.breaking import Breaking
-from flexinspect_hooks.buffer import StepBuffer
+from flexinspect_hooks.buffer import StepBuffer, side_stream
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.control.passing import Switch, pass_gate
@@ -39,41 +39,13 @@ from flexinspect_hooks.graphs import GraphCount
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
-
-
-def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
-    """Return the registered hooks, ready to install, and the sentence of each that failed.
-
-    Raises `FlexInspectError` when none is registered, rather than record nothing.
-    """
-    classes, failed = plugins.load_all("flexinspect.hooks")
-    if not classes and not failed:
-        raise FlexInspectError(
-            "No capture hook is registered, so nothing would be recorded.",
-            hint="flexinspect is not installed in this Python: pip install -e . (or make setup).",
-        )
-    return [classes[name]() for name in sorted(classes)], failed
-
-
-def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
-    """Return the registered rules for steps as they come, and why some could not be made."""
-    classes, failed = plugins.load_all("flexinspect.rules")
-    rules = []
-    for name, make in classes.items():
-        try:
-            rule = make()
-            if not rule.dear:
-                rules.append(rule)
-        except Exception as error:
-            failed[name] = f"It could not be made: {type(error).__name__}: {error}"
-    return rules, failed
-
+from flexinspect_hooks.registered import built_in_hooks, built_in_rules
 
 _entered: list[CaptureSession] = []
 """Sessions that have hooks somewhere, in the order in which they were entered."""
 
 
-class CaptureSession:
+class CaptureSession(Branching):
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
@@ -118,7 +90,7 @@ class CaptureSession:
         self._step: StepContext | None = None
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
-        self._stream = _side_stream(self._device)
+        self._stream = side_stream(self._device)
         layer_of = attention_layers(model)
         self.context = CaptureContext(
             model=model,
@@ -224,11 +196,8 @@ class CaptureSession:
         self.recorder.judge = breaking
 
     def pass_breakpoints(self) -> None:
-        """Let breakpoints stop that the last step of a generation has met.
-
-        Raises `KeyboardInterrupt` when the run is to stop.
-        """
-        if self._breaks is not None and self._breaks.is_armed:
+        """Let breakpoints stop that the last step met. Raises `KeyboardInterrupt` to end it."""
+        if self._breaks is not None and self._breaks.is_at_work:
             self._breaks.pass_on()
             pass_gate(self.gate, self.place)
 
@@ -248,14 +217,14 @@ class CaptureSession:
         self.recorder.drain()
 
     def end_generation(self, record: GenerationEnd) -> None:
-        """End a generation, dropping a step whose token was never chosen."""
+        """End a generation or a branch, dropping a step whose token was never chosen."""
         self._abandon()
         self.recorder.put(record)
 
     # -- a step ----------------------------------------------------------------------------------
 
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # of a graph as a whole nothing is seen
+        if self._is_muted or torch.compiler.is_compiling():  # a graph as a whole is not seen
             return
         pass_gate(self.gate, self.place)
         started = time.perf_counter()
@@ -316,7 +285,7 @@ class CaptureSession:
         reduced = time.perf_counter()
         # From here on the step belongs to the writer thread.
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
-        self.place = Place(step.generation, self.place.branch, step.step)
+        self.place = Place(step.generation, step.branch, step.step)
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started
@@ -419,13 +388,6 @@ def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str,
         "ratio": round(spent / max(total_s - spent, 1e-9), 5),
         "steps": recorder.n_steps,
     }
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    if device.type != "cuda":
-        return None
-    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return stream
 
 
 def check_level(level: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 from flexinspect.breaks.hits import BreakpointHit
 from flexinspect.errors import ControlError
 from flexinspect.records import EventRecord
-from flexinspect_hooks.breaking import HIT_EVENT
+from flexinspect_hooks.breaking import event_of
 from flexinspect_hooks.control.gate import Gate
 
 _DEBUGGERS = ("pydevd", "flexinspect_hooks.debugging.terminal")
@@ -23,13 +22,17 @@ _DEBUGGERS = ("pydevd", "flexinspect_hooks.debugging.terminal")
 
 
 class GateStopper:
-    """Pauses the model before its next step; inside a forward, where a debugger is attached.
+    """Pauses the model before its next step, or stops the debugger, where one is attached.
 
-    `say` tells whoever started the run that it pauses.
+    That one is stopped inside the forward where possible. `say` tells whoever started the run that
+    it pauses at the gate; `event` records a stop of the debugger.
     """
 
-    def __init__(self, gate: Gate, say: Callable[[str], None] = lambda _: None) -> None:
-        self._gate, self._say = gate, say
+    def __init__(
+        self, gate: Gate, say: Callable[[str], None], event: Callable[[EventRecord], None]
+    ) -> None:
+        self._gate, self._say, self._event = gate, say, event
+        self._waiting: deque[BreakpointHit] = deque()
 
     def arm(self, on: bool) -> None:
         """Let the gate wait at each boundary until the step before it is judged."""
@@ -45,26 +48,48 @@ class GateStopper:
         stopping = _stopping()
         facts = {**hit.as_facts(), "step": hit.step}
         if stopping is None or not stopping.stop_in(frame, hit.sentence(), facts):
-            self.stop([hit])
+            self._pause([hit])
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
         """Pause at the next boundary, for all that was met in this step."""
+        if not self.can_stop_inside():
+            self._pause(hits)
+            return
+        self._waiting.extend(hits)
+        self._tell(hits)
+
+    def _tell(self, hits: Sequence[BreakpointHit]) -> None:
+        for hit in hits:
+            self._event(event_of(hit))
+
+    def _pause(self, hits: Sequence[BreakpointHit]) -> None:
         reason = "; ".join(f"breakpoint {hit.id}, {hit.reason}" for hit in hits)
         self._gate.stop_at(reason, hits[0].as_facts())
+        if all(hit.step is None for hit in hits):
+            # Met at the end of a generation, and there may be no other: then nothing pauses.
+            self._tell(hits)
+            return
         self._say(
             f"Paused at {reason}. Go on with: flexinspect ctl continue --pid {os.getpid()} "
             "(Ctrl-C ends the run)"
         )
 
     def pass_on(self, settle: Callable[[], None], frame: FrameType) -> None:
-        """Nothing: the gate does it."""
+        """Stop the debugger for what the steps before have met; the gate has settled them."""
+        while self._waiting:
+            self.stop_inside(self._waiting.popleft(), frame)
 
 
 class EndingStopper:
-    """Ends the run, because nobody is there who could continue it. `hits` says why."""
+    """Ends the run, because nobody is there who could continue it. `hits` says why.
 
-    def __init__(self, gate: Gate, event: Callable[[EventRecord], None]) -> None:
-        self._gate, self._event = gate, event
+    Once somebody has commanded the run, it pauses: whoever did can continue it too.
+    """
+
+    def __init__(
+        self, gate: Gate, pausing: GateStopper, event: Callable[[EventRecord], None]
+    ) -> None:
+        self._gate, self._pausing, self._event = gate, pausing, event
         self.hits: tuple[BreakpointHit, ...] = ()
 
     def arm(self, on: bool) -> None:
@@ -72,26 +97,27 @@ class EndingStopper:
         self._gate.judge(on)
 
     def can_stop_inside(self) -> bool:
-        """It ends the run between two steps, so that the step is in the trace."""
-        return False
+        """Say whether a debugger has come to it; the run ends between two steps only."""
+        return self._pausing.can_stop_inside()
 
     def stop_inside(self, hit: BreakpointHit, frame: FrameType) -> None:
-        """Not asked for."""
-        self.stop([hit])
+        """Stop the debugger."""
+        self._pausing.stop_inside(hit, frame)
 
     def stop(self, hits: Sequence[BreakpointHit]) -> None:
-        """Record the hits, and have the gate end the run."""
-        if not self.hits:
+        """Record the hits, and have the gate end the run, or pause it."""
+        if self._gate.is_commanded or self.can_stop_inside():
+            self._pausing.stop(hits)
+        elif not self.hits:
             self.hits = tuple(hits)
             for hit in hits:
-                place = (hit.generation, hit.step)
-                said = (HIT_EVENT, hit.sentence(), time.time(), *place, hit.as_facts())
-                self._event(EventRecord(*said))
+                self._event(event_of(hit))
             with suppress(ControlError):  # the run is over already
                 self._gate.stop()
 
     def pass_on(self, settle: Callable[[], None], frame: FrameType) -> None:
-        """Nothing: the gate does it."""
+        """Stop the debugger for what the steps before have met."""
+        self._pausing.pass_on(settle, frame)
 
 
 class CallingStopper:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import pdb
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-import torch
-import transformers
-
 from flexinspect.breaks.hits import BreakpointHit
 from flexinspect.errors import UsageError
+from flexinspect_hooks.debugging.frames import best_frame
 
 OnBreak = Callable[[BreakpointHit], None] | Literal["pdb"] | None
 Call = Callable[[BreakpointHit, FrameType], None]
-
-_LIBRARIES = tuple(
-    str(Path(str(module.__file__)).parent)
-    for module in (torch, transformers, sys.modules[__name__])
-)
 
 
 def who_stops(on_break: OnBreak) -> Call:
@@ -54,7 +46,7 @@ def _pdb(hit: BreakpointHit, frame: FrameType) -> None:
     `Pdb.set_trace` would stop at whatever runs next, which is ours.
     """
     _print(hit, frame)
-    where, debugger = _users(frame), pdb.Pdb()
+    where, debugger = best_frame(frame), pdb.Pdb()
     debugger.reset()
     above: FrameType | None = where
     while above is not None:
@@ -65,11 +57,3 @@ def _pdb(hit: BreakpointHit, frame: FrameType) -> None:
         raise KeyboardInterrupt
     if debugger.stopframe is not debugger.botframe or debugger.breaks:
         sys.settrace(debugger.trace_dispatch)
-
-
-def _users(frame: FrameType) -> FrameType:
-    """Return the innermost frame that is neither ours nor of torch or transformers."""
-    found: FrameType | None = frame
-    while found is not None and found.f_code.co_filename.startswith(_LIBRARIES):
-        found = found.f_back
-    return found or frame

@@ -179,7 +179,7 @@ class Watch:
             stopper = CallingStopper(self._stops)
         else:
             assert self._running is not None
-            stopper = GateStopper(self._running.gate, say_on_stderr)
+            stopper = GateStopper(self._running.gate, say_on_stderr, session.recorder.put)
         session.break_on(Breaking(self.breakpoints, stopper, session.recorder.put))
         if self._running is not None:
             self._running.parts.breakpoints = self.breakpoints
@@ -247,14 +247,16 @@ def _controlled(session: WatchSession, writer: TraceWriter) -> Running:
     levels = SessionLevels(session.level, stored)
     title = type(session.context.model).__name__
     about = About("watch", title, str(writer.recording_path))
-    running = Running(about, levels, is_served=True, serving=None)
+    running = Running(about, levels, is_served=True, serving=None, tell=_say)
     levels.attach(session)
     session.gate = running.gate
     running.record_with(session.recorder)
     running.start()
-    if running.note:
-        print(f"flexinspect: no commands are taken: {running.note}", file=sys.stderr)
     return running
+
+
+def _say(text: str) -> None:
+    print(f"flexinspect: {text}", file=sys.stderr)
 
 
 def _quietly(call: Callable[[], object]) -> None:

@@ -29,6 +29,7 @@ from flexinspect_hooks.fedrows import ArgumentNames, FedRows
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.kernelcalls import in_words
 from flexinspect_hooks.logits import reduce_chosen
+from flexinspect_hooks.ownloops import is_followed, newest_row
 from flexinspect_hooks.program import without_us
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
 from flexinspect_hooks.saidwords import facts_of_config
@@ -196,7 +197,7 @@ class WatchSession(CaptureSession):
             return
         try:
             # A call of generate copies the row before it changes it; another loop may not.
-            row = step.logits = _newest_row(output, self._model, copy=not self._calls)
+            row = step.logits = newest_row(output, self._model, copy=not self._calls)
             step.output = output
             buffer = StepBuffer(self._device, self._stream)
             kept = self._reduce(step, buffer)
@@ -348,7 +349,7 @@ class WatchSession(CaptureSession):
         if self._calls > 1:
             return
         self._end()
-        self._is_followed = _is_followed(self._model, kwargs)
+        self._is_followed = is_followed(self._model, kwargs)
         prompt = next((v for v in (*args[:1], *map(kwargs.get, _PROMPTS)) if v is not None), None)
         n_prompt = int(prompt.shape[1]) if isinstance(prompt, Tensor) and prompt.dim() > 1 else 0
         self._prompt = prompt if n_prompt else None
@@ -386,29 +387,3 @@ class WatchSession(CaptureSession):
 
 
 _PROMPTS = ("inputs", "input_ids")
-_UNFOLLOWED = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "penalty_alpha")
-
-
-def _is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Say whether a call of generate feeds row 0 what row 0 chose, one token at a time."""
-    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
-
-    def asked(name: str) -> Any:
-        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
-        return next((value for value in values if value is not None), None)
-
-    return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED)
-
-
-def _newest_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
-    """Return the newest row of logits (V,) of batch 0, None when there are none."""
-    logits = getattr(output, "logits", None)
-    if logits is None:
-        size = getattr(getattr(model, "config", None), "vocab_size", None)
-        parts = output if isinstance(output, tuple) else (output,)
-        whole = [part for part in parts if isinstance(part, Tensor) and part.dim() == 3]
-        logits = next((part for part in whole if part.shape[2] == size), None)
-    if not isinstance(logits, Tensor) or logits.dim() != 3 or not logits.shape[1]:
-        return None
-    row = logits[0, -1].detach()
-    return row.clone() if copy else row

@@ -68,8 +68,9 @@ def test_who_prepares_for_breakpoints_is_told_of_each_change() -> None:
     book.enable(1, False)
     book.enable(1, True)
     book.hit(1)
+    assert (versions, book.version) == ([1, 2, 3], 4)  # told by who stops, when he has
     book.remove(1)
-    assert versions == [1, 2, 3, 4, 5]
+    assert versions == [1, 2, 3, 5]
 
 
 def test_hits_alone_do_not_change_the_version() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from flexinspect.breaks import BreakpointBook
 from flexinspect.breaks.hits import BreakpointHit
 from flexinspect.control.messages import Place
+from flexinspect.findings import Finding, Severity
 from flexinspect.records import EventRecord, StepRecord
 from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.clock import StepContext
@@ -47,12 +49,16 @@ def debugger(monkeypatch: pytest.MonkeyPatch) -> Debugger:
     return made
 
 
+def quietly(_: object) -> None:
+    """Say nothing."""
+
+
 def context(step: int) -> StepContext:
     return StepContext(0, step, "decode", 1, 10 + step, "basic", 0.0, 0.0)
 
 
 def record(step: int) -> StepRecord:
-    return StepRecord(0, step, "decode", 1, 10 + step, 11 + step, 0.0, 1.0, 0.1)
+    return StepRecord(0, step, "decode", 1, 10 + step, 11 + step, time.time(), 1.0, 0.1)
 
 
 def begin_and_look(breaking: Breaking, step: int) -> None:
@@ -66,7 +72,7 @@ def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     gate, events = Gate(), list[EventRecord]()
     book = BreakpointBook()
     book.add("step == 2")
-    breaking = Breaking(book, GateStopper(gate), events.append)
+    breaking = Breaking(book, GateStopper(gate, quietly, events.append), events.append)
     assert breaking.stopper.can_stop_inside()
     for step in range(4):
         begin_and_look(breaking, step)
@@ -80,13 +86,33 @@ def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     assert book.list()[0].n_hits == 1
 
 
+def test_what_is_known_after_the_step_stops_the_debugger_before_the_next(
+    debugger: Debugger,
+) -> None:
+    gate, events = Gate(), list[EventRecord]()
+    book = BreakpointBook()
+    book.add("wall_ms > 0 and step == 1 [once]")
+    stopper = GateStopper(gate, quietly, events.append)
+    breaking = Breaking(book, stopper, events.append)
+    for step in range(3):
+        stopper.pass_on(lambda: None, sys._getframe())
+        begin_and_look(breaking, step)
+        assert len(debugger.stops) == (step == 2)
+        breaking.judge(record(step))
+    ((_, reason, facts),) = debugger.stops
+    assert reason.startswith("Breakpoint 1, wall_ms > 0 and step == 1: step 1 (decode): wall_ms")
+    assert facts["step"] == 1
+    assert [(event.kind, event.step) for event in events] == [("breakpoint", 1)]
+    assert gate.view().reason == ""
+
+
 def test_without_a_client_the_gate_pauses_when_the_step_is_over(debugger: Debugger) -> None:
     debugger.attached = False
     gate, said = Gate(), list[str]()
     book = BreakpointBook()
     book.add("step == 0")
     book.add("q_len == 1")
-    breaking = Breaking(book, GateStopper(gate, said.append))
+    breaking = Breaking(book, GateStopper(gate, said.append, quietly))
     assert not breaking.stopper.can_stop_inside()
     breaking.begin(context(0))
     breaking.judge(record(0))
@@ -103,14 +129,14 @@ def test_a_client_that_leaves_just_then_lets_the_gate_pause(debugger: Debugger) 
     gate = Gate()
     debugger.attached = False
     hit = BreakpointHit(1, "step == 0", "step == 0: step 0", step=0)
-    GateStopper(gate).stop_inside(hit, sys._getframe())
+    GateStopper(gate, quietly, quietly).stop_inside(hit, sys._getframe())
     assert gate.view().reason == "breakpoint 1, step == 0: step 0"
 
 
 def test_without_a_debugger_none_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pydevd", "flexinspect_hooks.debugging.terminal", STOPPING):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not GateStopper(Gate()).can_stop_inside()
+    assert not GateStopper(Gate(), quietly, quietly).can_stop_inside()
     assert STOPPING not in sys.modules
 
 
@@ -123,7 +149,7 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
 
     gate = Gate(settle=settle)
     book = BreakpointBook()
-    Breaking(book, GateStopper(gate))
+    Breaking(book, GateStopper(gate, quietly, quietly))
 
     def walk() -> int:
         before = n_settled
@@ -141,11 +167,23 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
     assert walk() == 0
 
 
+def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_judged() -> None:
+    gate, book = Gate(), BreakpointBook()
+    breaking = Breaking(book, GateStopper(gate, quietly, quietly))
+    old = record(3)
+    time.sleep(0.01)
+    book.add("q_len == 1")
+    breaking.judge(old)
+    assert (gate.view().reason, book.list()[0].n_hits) == ("", 0)
+    breaking.judge(record(4))
+    assert book.list()[0].n_hits == 1
+
+
 def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
     gate, events = Gate(), list[EventRecord]()
     book = BreakpointBook()
     book.add("q_len == 1")
-    stopper = EndingStopper(gate, events.append)
+    stopper = EndingStopper(gate, GateStopper(gate, quietly, events.append), events.append)
     breaking = Breaking(book, stopper)
     breaking.judge(record(0))
     breaking.judge(record(1))
@@ -153,3 +191,27 @@ def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
     assert [(event.kind, event.step) for event in events] == [("breakpoint", 0)]
     with pytest.raises(KeyboardInterrupt):
         gate.between_steps(Place(0, 0, 1))
+
+
+def test_a_run_that_somebody_has_commanded_pauses_instead() -> None:
+    gate, events = Gate(), list[EventRecord]()
+    gate.is_commanded = True
+    book = BreakpointBook()
+    book.add("q_len == 1")
+    stopper = EndingStopper(gate, GateStopper(gate, quietly, events.append), events.append)
+    Breaking(book, stopper).judge(record(0))
+    assert stopper.hits == ()
+    assert gate.view().reason.startswith("breakpoint 1, q_len == 1: step 0")
+
+
+def test_a_finding_of_a_generations_end_is_recorded_and_promises_no_pause() -> None:
+    said, events = list[str](), list[EventRecord]()
+    book = BreakpointBook()
+    book.add("finding text.*")
+    book.add("entropy > 3")
+    breaking = Breaking(book, GateStopper(Gate(), said.append, events.append), events.append)
+    found = Finding("text.stopped-at-once", Severity.WARNING, "It said nothing.", generation=2)
+    breaking.judge_findings([found], 2)
+    assert [(event.generation, event.step) for event in events] == [(2, None)]
+    assert "the end of generation 2: text.stopped-at-once: It said nothing" in events[0].text
+    assert said == []

@@ -400,3 +400,25 @@ def test_what_cannot_be_read_is_refused_before_anything_runs(tmp_path: Path, mod
     with pytest.raises(UsageError, match="on_break is a function"):
         flexinspect.watch(model, out=out, on_break="debugger")
     assert not out.exists()
+
+
+def test_what_stops_once_in_the_last_step_is_not_missed_when_it_is_judged_at_once(
+    tmp_path: Path, model: Any
+) -> None:
+    hits: list[BreakpointHit] = []
+    condition = f"prob > 0 and step == {N_NEW - 1} [once]"
+    out = tmp_path / "run.flextrace"
+    with flexinspect.watch(model, out=out, breakpoints=[condition], on_break=hits.append) as run:
+        session = run._session
+        assert session is not None
+        end, left = session._sequences.end, list[int]()
+
+        def judged_first() -> None:
+            session.recorder.drain()
+            left.append(len(run.breakpoints.enabled()))
+            end()
+
+        session._sequences.end = judged_first  # type: ignore[method-assign]
+        generate(model)
+        assert left[-1] == 0  # it was met, and switched off, before anybody passed
+        assert steps(hits) == [N_NEW - 1]

@@ -313,13 +313,13 @@ def test_findings_stand_in_the_summary_and_in_the_json(tmp_path: Path) -> None:
     words = ("run", "--mask", "my_masks:deaf", "--prompt", "What is the capital of France?")
     done = flexinspect(*words, "--out", "own.flextrace", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "error: 1 row of paraphrase 1 sees no key at all" in done.stdout
+    assert "warning: 1 row of paraphrase 1 sees no key at all" in done.stdout
     assert "[mask.empty-row]" in done.stdout
     again = flexinspect(*words, "--json", "--out", "b.flextrace", cwd=tmp_path)
     findings = {one["id"]: one for one in json.loads(again.stdout)["findings"]}
     finding = findings["mask.empty-row"]
-    assert finding["severity"] == "error"
-    assert all(one["severity"] != "error" for one in findings.values() if one is not finding)
+    assert finding["severity"] == "warning"
+    assert all(one["severity"] != "error" for one in findings.values())
     assert finding["positions"] == [5]
     with open_trace(tmp_path / "own.flextrace") as reader:
         names = {mask.rule for mask in reader.mask_summaries()}

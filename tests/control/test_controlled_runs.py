@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -110,6 +111,17 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     code, said = ctl(capsys, "run-to", "3")
     assert code == 1
     assert "Step 3 of generation 0 is behind" in said
+    assert ctl(capsys, "break", "add", "step == 5", "--once")[0] == 0
+    ctl(capsys, "continue")
+    stopped = json.loads(
+        ctl(capsys, "--wait", "--json", "pause")[1]
+    )  # nobody's terminal: it pauses
+    assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
+    assert "step == 5" in stopped["reason"]
+    status = json.loads(ctl(capsys, "--wait", "--json", "restore", "2")[1])
+    assert (status["state"], status["place"]["step"]) == ("paused", 2)
+    assert (status["order"]["kind"], status["order"]["state"]) == ("restore", "done")
+    ctl(capsys, "--wait", "run-to", "5")
     assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
     assert ctl(capsys, "continue")[0] == 0
     client = run.client()
@@ -125,7 +137,40 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     with TraceReader(run.trace) as reader:
         assert reader.state == "finished"
         levels = [row.event for row in reader.events() if row.event.kind == "level"]
-        assert [event.step for event in levels] == [5]
+        assert [event.step for event in levels] == [6]
+
+
+def test_a_run_goes_back_and_elsewhere_over_the_socket(
+    held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, client = held
+    ctl(capsys, "--wait", "run-to", "3")
+    code, said = ctl(capsys, "restore", "1", "--cost")
+    assert (code, said.split(";")[0]) == (0, "cost: the cache is cropped")
+    said = ctl(capsys, "--wait", "restore", "1")[1]
+    assert "Step 1 of branch 0 was restored, its cache cropped." in said
+    assert client.status().place.step == 1
+    assert "There is no segment '99'." in ctl(capsys, "edit", "1", "--drop", "99")[1]
+    ctl(capsys, "continue")
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    ctl(capsys, "--wait", "fork", "2", "--token-id", "300")
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    said = ctl(capsys, "--wait", "edit", "2", "--preset", "causal")[1]
+    assert "leaves branch 1 at step 2 under an edited mask (preset causal)" in said
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    assert client.status().place.branch == 2
+    ctl(capsys, "continue")
+    code, _, err = run.end()
+    assert code == 0, err
+    with TraceReader(run.trace) as reader:
+        base, fork, edited = reader.branches(0)
+        assert {row.state for row in (base, fork, edited)} == {"finished"}
+        steps = [step.step for step in reader.steps(0)]
+        assert steps == list(range(len(steps)))  # none is written twice
+        assert reader.step_tokens(0, 2, 1)[0].token_id == 300
+        assert edited.change["recomputed"] is True
+        kinds = [row.event.kind for row in reader.events()]
+        assert [kinds.count(kind) for kind in ("restored", "forked", "mask-edited")] == [1, 1, 1]
 
 
 def test_a_stop_at_a_pause_ends_the_run_as_an_interrupt(held: tuple[Run, ControlClient]) -> None:
@@ -243,10 +288,27 @@ def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path:
 
     try:
         run_state_machine_as_test(
-            Commands, settings=settings(max_examples=3, stateful_step_count=12, deadline=None)
+            Commands, settings=settings(max_examples=2, stateful_step_count=12, deadline=None)
         )
     finally:
         with suppress(ControlError):
             client.stop()
         run.process.kill()
         run.process.communicate()
+
+
+@pytest.mark.parametrize("program", [(), ("nothing.py",)])
+def test_a_taken_port_is_one_sentence_and_leaves_no_trace(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "nothing.py").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = Run("--serve", f"127.0.0.1:{port}", *program, cwd=tmp_path)
+        code, _, err = run.end()
+    assert code == 2
+    assert f"--serve 127.0.0.1:{port} cannot be had" in err
+    assert "cannot be read" not in err
+    assert not run.trace.exists()

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -311,3 +312,18 @@ def test_what_is_no_capture_is_said_to_be_none() -> None:
         ControlClient(Address(url="ftp://x")).status()
     with pytest.raises(ControlError, match="No capture answers"):
         ControlClient(Address(url="http://127.0.0.1:9")).status()
+
+
+def test_a_server_that_cannot_load_is_told_and_the_capture_is_not_found(
+    monkeypatch: pytest.MonkeyPatch, served: Any
+) -> None:
+    served.client.status()  # its own libraries are there by now
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as where the user's own file shadows it
+    monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.silent", raising=False)
+    told: list[Exception] = []
+    server = ControlServer(served.server._parts, served.server._about)
+    server.start(told.append)
+    wait_for(lambda: bool(told))
+    assert isinstance(told[0], ImportError)
+    assert [entry.address for entry in registry.running()] == [served.server.address]
+    server.close()

@@ -34,7 +34,8 @@ from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.masksource import RuleMask
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.reference import attention_row
-from flexinspect_hooks.session import CaptureSession, built_in_hooks
+from flexinspect_hooks.registered import built_in_hooks
+from flexinspect_hooks.session import CaptureSession
 
 CPU = torch.device("cpu")
 NEW = 6

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex
 from transformers import AttentionInterface
 
 from flexinspect.findings import Finding, Severity
+from flexinspect.trace.reader import open_trace
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +111,15 @@ def test_the_recompile_limit_in_the_middle_of_a_generation(tmp_path: Path) -> No
         found = one(run(tmp_path, by_exec, 8), "graphs.limit")
     assert (found.step, found.severity) == (4, Severity.WARNING)
     assert "reached its recompile limit in step 4 for flex_attention" in found.sentence
+
+
+def test_past_the_recompile_limit_calls_are_said_to_run_uncompiled(tmp_path: Path) -> None:
+    with torch._dynamo.config.patch(recompile_limit=4):
+        found = run(tmp_path, by_exec, 8)
+    assert {f.id for f in serious(found)} == {"graphs.limit", "graphs.every-step"}
+    with open_trace(tmp_path / "planted.flextrace") as reader:
+        paths = [{call.path for call in reader.calls(0, step)} for step in range(8)]
+    assert paths == [{"flex compiled"}] * 4 + [{"flex uncompiled"}] * 4
 
 
 def test_the_recompile_limit_that_raises(tmp_path: Path) -> None:

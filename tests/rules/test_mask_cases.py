@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.forks import run_alone
+from support.captures import capture
+from support.cases import CASES, segments
 from support.planting import of, serious
 
 from flexinspect.findings import Finding, Severity
@@ -15,7 +16,6 @@ from flexinspect.rules.masks import MasksRule
 from flexinspect.rules.tables import TablesRule
 from flexinspect.trace.reader import open_trace
 
-CASES = Path(__file__).parents[1] / "cases"
 Spans = Sequence[tuple[int, int]]
 
 needs_compiler = pytest.mark.skipif(
@@ -29,16 +29,9 @@ OWN = {**MasksRule.findings, **TablesRule.findings}
 
 def found_in(tmp_path: Path, name: str, spans: Spans = (), mask: str = "") -> list[Finding]:
     """Run a case as a user would, with what is declared, and return its findings of masks."""
-    out, words = tmp_path / "case.flextrace", []
-    if spans or mask:
-        said = [f'mask = "{mask}"'] if mask else []
-        for number, (start, stop) in enumerate(spans, start=1):
-            said.append(f'[[segments]]\nstart = {start}\nstop = {stop}\nlabel = "part {number}"')
-        file = tmp_path / "declared.toml"
-        file.write_text("\n".join(said))
-        words = ["--declare", str(file)]
-    command = ["-m", "flexinspect", "run", "--no-ui", "--out", str(out), *words]
-    ran = run_alone([*command, str(CASES / f"{name}.py")])
+    out = tmp_path / "case.flextrace"
+    said = segments(*spans, mask=mask, label="part") if spans or mask else ""
+    ran = capture(CASES / f"{name}.py", out, declare=said)
     assert ran.code == 0, ran
     with open_trace(out) as reader:
         off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
@@ -139,7 +132,8 @@ def test_w01_row_14_sees_part_1_though_only_segments_were_named(tmp_path: Path) 
     found = found_in(tmp_path, "w01_bos_shift", [(1, 7), (9, 15)])
     assert told(found) == [(0, "mask.leak"), (1, "mask.leak")]
     assert found[0].positions == (14,)
-    assert {finding.severity for finding in found} == {Severity.WARNING}
+    assert {finding.severity for finding in found} == {Severity.NOTE}
+    assert {finding.evidence["cause"] for finding in found} == {"segments.shifted"}
 
 
 def test_w04_the_documents_are_one_piece(tmp_path: Path) -> None:

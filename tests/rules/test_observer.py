@@ -196,7 +196,10 @@ def test_an_output_that_is_returned_as_weights(tmp_path: Path, layers: tuple[int
     found = planted(tmp_path, model, lambda: model(prompt(), output_attentions=True))
     told = one(found, "observer.not-weights")
     assert (told.step, told.layer) == (0, layers[0])
-    assert "a tensor (1, 15, 48); weights would be (1, 4, 15, 15)" in told.sentence
+    assert (
+        "a tensor (1, 15, 48), whose rows do not sum to 1; weights would be (1, 4, 15, 15)"
+        in told.sentence
+    )
     assert ("more layers" in told.sentence) == (len(layers) > 1)
 
 
@@ -404,7 +407,9 @@ def test_a_crumb_in_a_folder_that_is_gone_is_none(tmp_path: Path) -> None:
 def test_weights_that_are_none(tmp_path: Path) -> None:
     told = one(case(tmp_path, "o01_not_weights"), "observer.not-weights")
     assert (told.step, told.layer) == (0, 0)
-    assert "(1, 14, 32); weights would be (1, 4, 14, 14)" in told.sentence
+    assert (
+        "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)" in told.sentence
+    )
 
 
 def test_a_logger_outside_of_a_model(tmp_path: Path) -> None:

@@ -6,20 +6,15 @@ from pathlib import Path
 
 from flexinspect.findings import Finding
 from flexinspect.trace.reader import open_trace
-from support.forks import run_alone
+from support.captures import capture
 
 CASES = Path(__file__).parents[1] / "cases"
 
 
 def found_in_case(tmp_path: Path, name: str, declare: str = "") -> list[Finding]:
-    """Run `flexinspect run` over a case (or a path without its suffix), with a declaration."""
+    """Capture a case (or a path without its suffix) as `flexinspect run` does, declared or not."""
     out = tmp_path / f"{Path(name).name}.flextrace"
-    words = ["-m", "flexinspect", "run", "--no-ui", "--out", str(out)]
-    if declare:
-        declaration = tmp_path / f"{Path(name).name}.toml"
-        declaration.write_text(declare, encoding="utf-8")
-        words += ["--declare", str(declaration)]
-    ran = run_alone([*words, str(CASES / f"{name}.py")])
+    ran = capture(CASES / f"{name}.py", out, declare=declare)
     assert ran.code == 0, ran
     with open_trace(out) as reader:
         off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]

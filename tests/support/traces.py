@@ -87,7 +87,7 @@ def sample_trace(
     """Write a trace of level advanced; a NaN appears in generation 0 at `nan_at` (step, layer)."""
     writer = TraceWriter.create(path, RUN)
     for number in range(generations):
-        writer.begin_generation(_generation(number))
+        writer.begin_generation(sample_generation(number))
         for step in range(steps):
             bad = nan_at if number == 0 else None
             writer.write_step(sample_step(step, number, nan_at=bad))
@@ -103,7 +103,8 @@ def sample_trace(
     return path
 
 
-def _generation(number: int) -> GenerationRecord:
+def sample_generation(number: int) -> GenerationRecord:
+    """Return the prompt of a generation."""
     segment_of = [number for _, _, number in PROMPT]
     tokens = tuple(
         TokenRecord(pos, 10 + pos, token, text, pos, segment_of[pos], pos == 0)

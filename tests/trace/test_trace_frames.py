@@ -203,9 +203,9 @@ def test_output_comes_in_its_order_with_and_without_a_step(
     ]
 
 
-def test_only_grads_training_and_reviews_are_empty_in_a_full_trace(full: TraceReader) -> None:
+def test_only_gradients_training_and_reviews_are_empty_in_a_full_trace(full: TraceReader) -> None:
     empty = [table.name for table in schema.TABLES if len(full.frame(table.name)) == 0]
-    assert empty == ["grads", "training_steps", "reviews"]
+    assert empty == ["grads", "gradients", "training_steps", "reviews"]
 
 
 def test_a_place_chooses_rows_and_only_those(reader: TraceReader) -> None:

@@ -147,11 +147,11 @@ async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path
     program = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from support.traces import RUN, _generation, sample_step\n"
+        "from support.traces import RUN, sample_generation, sample_step\n"
         "from flexinspect.trace.writer import TraceWriter\n"
         "run = {**RUN, 'pid': os.getpid(), 'started_at': time.time()}\n"
         "writer = TraceWriter.create(Path(sys.argv[1]), run)\n"
-        "writer.begin_generation(_generation(0))\n"
+        "writer.begin_generation(sample_generation(0))\n"
         "writer.write_step(sample_step(0))\n"
         "print('ready', flush=True)\n"
         "time.sleep(120)\n"

@@ -519,7 +519,7 @@ async def test_a_number_beyond_any_step_is_a_word(trace: Path) -> None:
 
 async def test_damage_met_by_a_search_is_said(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from flexinspect.errors import TraceError
-    from flexinspect.screens import trace as screen_module
+    from flexinspect.screens import seeking as screen_module
 
     def fail(*args: object, **options: object) -> None:
         raise TraceError("The page is damaged.")

@@ -151,3 +151,12 @@ def test_a_hidden_key_is_seen_where_it_carries_more_than_a_hundredth(
     row = row_weights(scores, np.array([True, False]), lse=0.0)
     assert row.gate == pytest.approx(share)
     assert Gate(row.gate, "lse").bad is is_seen
+
+
+def test_rounding_of_half_precision_is_no_other_mask_and_says_so() -> None:
+    rounded = Gate(0.03, "output", "bfloat16")
+    assert not rounded.bad
+    assert rounded.words() == "gate 3e-02 (output, bfloat16 rounds to 0.12)"
+    assert Gate(0.03, "output", "float32").bad
+    assert Gate(0.03, "lse", "bfloat16").bad
+    assert Gate(0.3, "output", "bfloat16").bad

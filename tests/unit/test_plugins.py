@@ -8,12 +8,12 @@ import pytest
 
 from flexinspect import plugins
 from flexinspect.errors import FlexInspectError
-from flexinspect_hooks import session
+from flexinspect_hooks import registered
 
 
 def test_the_built_in_hooks_are_registered_like_anybodys() -> None:
     assert {"attention", "logits", "memory", "modules"} <= set(plugins.names("flexinspect.hooks"))
-    hooks, failed = session.built_in_hooks()
+    hooks, failed = registered.built_in_hooks()
     assert [hook.name for hook in hooks] == sorted(hook.name for hook in hooks)
     assert failed == {}
 
@@ -39,7 +39,7 @@ def test_a_plug_in_that_does_not_import_is_told_and_the_others_load(
 def test_a_package_without_registered_hooks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "entry_points", lambda group: [])
     with pytest.raises(FlexInspectError, match="nothing would be recorded"):
-        session.built_in_hooks()
+        registered.built_in_hooks()
 
 
 def test_the_page_of_the_interface_has_the_keys_and_panels_of_the_code() -> None:

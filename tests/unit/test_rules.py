@@ -344,15 +344,15 @@ def test_nan_is_told_of_after_closed_tokens_were() -> None:
 # -- rows that see nothing -------------------------------------------------------------------------
 
 
-def test_empty_rows_that_others_read_are_an_error_with_words_and_segments() -> None:
+def test_empty_rows_that_others_read_are_a_warning_with_words_and_segments() -> None:
     (finding,) = look(rows.RULE(), step(0, cells=without(5, 6, 9)))
-    assert (finding.id, finding.severity) == ("mask.empty-row", Severity.ERROR)
+    assert (finding.id, finding.severity) == ("mask.empty-row", Severity.WARNING)
     assert (finding.step, finding.layer, finding.head) == (0, None, None)
     assert finding.positions == (5, 6, 9)
     assert finding.sentence == (
         '3 rows of paraphrase 1 and paraphrase 2 see no key at all (first: position 5 " is"); '
         "FlexAttention gives them zeros (a dense softmax would give NaN), and up to 6 other rows "
-        "read them."
+        "(first: position 7) read them."
     )
     evidence = dict(finding.evidence)
     assert (evidence["rows"], evidence["empty"], evidence["read"]) == (N, 3, 3)
@@ -367,7 +367,7 @@ def test_an_empty_row_that_nobody_reads_is_a_note() -> None:
     assert finding.sentence.endswith("and no other row of this step reads it.")
 
 
-def test_an_empty_row_that_generated_text_reads_turns_into_an_error() -> None:
+def test_an_empty_row_that_generated_text_reads_turns_into_a_warning() -> None:
     cells = without(5, 6)
     cells[:, :, 5:7] = False
     blind = np.ones((1, 1, N + 1), np.bool_)
@@ -375,8 +375,8 @@ def test_an_empty_row_that_generated_text_reads_turns_into_an_error() -> None:
     found = look(rows.RULE(), step(0, cells=cells), step(1, cells=blind), step(2), step(3))
     assert [(f.severity.value, f.step, f.positions) for f in found] == [
         ("note", 0, (5, 6)),
-        ("error", 1, (5,)),
-        ("error", 2, (6,)),
+        ("warning", 1, (5,)),
+        ("warning", 2, (6,)),
     ]
     assert found[1].sentence == (
         '1 row of paraphrase 1 that saw no key at all (position 5 " is") is read from step 1 on.'
@@ -429,12 +429,12 @@ def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not(
     cells = rule.dense(N)[None].copy()
     cells[:, 5] = False
     other, meant = look(rows.RULE(), step(0, cells=cells), about=generation(declared=declared))
-    assert (other.severity, other.positions) == (Severity.ERROR, (5,))
+    assert (other.severity, other.positions) == (Severity.WARNING, (5,))
     assert (meant.severity, meant.positions) == (Severity.NOTE, (8, 12))
     assert meant.sentence == (
         '2 rows of separator 1 and separator 2 see no key at all (first: position 8 "↵"), as '
         "--separators isolated asks; FlexAttention gives them zeros (a dense softmax would give "
-        "NaN), and 1 other row reads them."
+        "NaN), and 1 other row (position 13) reads them."
     )
 
 

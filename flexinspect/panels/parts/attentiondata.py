@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.attention import (
-    TOLERANCE,
     UNCHECKED,
     Bools,
     Floats,
@@ -165,7 +164,7 @@ def load_attention(source: Source, request: Request[AttentionOptions]) -> Attent
     q_idx = chosen if chosen is not None and chosen in rows else view.about.kv_after - 1
     newest = q_idx == view.about.kv_after - 1
     call = view.calls[grid_row]
-    gate = Gate(call.gate, call.gate_kind)
+    gate = Gate(call.gate, call.gate_kind, call.dtype)
     data = AttentionData(
         place=view.place,
         grid=_grid(view, mass, segments, infos, request.options.measure),
@@ -219,7 +218,7 @@ def _grid(
     if one_token or stored:
         measures.append(SINK)
     measure = wanted if wanted in measures else measures[0]
-    gates = tuple(Gate(call.gate, call.gate_kind) for call in view.calls)
+    gates = tuple(Gate(call.gate, call.gate_kind, call.dtype) for call in view.calls)
     values: npt.NDArray[np.floating] | None
     if measure == ENTROPY:
         values = view.array("attention.entropy")
@@ -305,7 +304,7 @@ def not_what_ran(newest: Recomputed) -> str:
     if newest.gate.kind == "output":
         return (
             f"This is not what ran: the row's output or its mass, recomputed, is off by "
-            f"{value:.2g} where at most {TOLERANCE:g} is rounding."
+            f"{value:.2g} where at most {newest.gate.bar:g} is rounding."
         )
     return (
         f"This is not what ran: recomputed from the stored queries and keys under the recorded "

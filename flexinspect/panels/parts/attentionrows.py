@@ -265,7 +265,7 @@ def _gate(own: float | None, call: CallRecord) -> Gate:
         return Gate()
     if call.gate_kind != "output":
         return Gate(own, "lse")
-    return worst([Gate(own, "output"), Gate(call.gate, "output")])
+    return worst([Gate(own, "output", call.dtype), Gate(call.gate, "output", call.dtype)])
 
 
 def first_token_weights(view: StepView) -> Floats | None:

@@ -21,6 +21,7 @@ from flexinspect.panels.parts.maskwindow import load_states, load_table_states
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment
 from flexinspect.records import CallRecord, MaskRecord
+from flexinspect.trace.branchfacts import in_branch
 from flexinspect.trace.callranges import lineage
 from flexinspect.trace.ranges import holder
 from flexinspect.trace.reader import TraceReader
@@ -63,7 +64,9 @@ class MaskData:
     @property
     def gate(self) -> Gate:
         """How far this step's newest row is from what ran."""
-        return Gate(self.call.gate, self.call.gate_kind) if self.call else UNCHECKED
+        return (
+            Gate(self.call.gate, self.call.gate_kind, self.call.dtype) if self.call else UNCHECKED
+        )
 
     def segment(self, position: int) -> Segment | None:
         """Return the segment of a position."""
@@ -81,7 +84,7 @@ def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
     place, reader = request.place, source.reader
     if place.generation >= n_generations(reader):
         raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
-    about = reader.generation(place.generation)
+    about = in_branch(reader, reader.generation(place.generation), place.branch)
     segments = _segments(reader, place)
     call = _call(reader, place)
     if call is not None:

@@ -32,7 +32,7 @@ from flexinspect.trace.bits import (
     packed_rows,
     step_calls,
 )
-from flexinspect.trace.callranges import lineage
+from flexinspect.trace.branchfacts import own_family
 
 TOGETHER = 64
 """Decode steps of one part."""
@@ -60,7 +60,7 @@ class Wanted:
 def load_sheet(source: Source, wanted: Wanted) -> Sheet | None:
     """Return the mask around a step, None when no step fed a row. Raises `TraceError`."""
     reader = source.reader
-    owners = lineage(reader, wanted.generation, wanted.branch)
+    owners = own_family(reader, wanted.generation, wanted.branch, wanted.step)
     ends = [(reader.last_step(wanted.generation, owner), stop) for owner, _, stop in owners]
     lasts = [
         last if stop is None else min(last, stop - 1) for last, stop in ends if last is not None

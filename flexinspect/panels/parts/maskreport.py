@@ -47,7 +47,7 @@ def _what(data: MaskData) -> list[str]:
     if data.why:
         lines.append(f"{data.why}.")
     if data.gate.bad:
-        lines.append("The gate is above 0.01: the newest row is not what ran.")
+        lines.append(f"The gate is above {data.gate.bar:g}: the newest row is not what ran.")
     if sheet.is_cut:
         lines.append(f"Shown are step 0 and {window_words(data)}.")
     mask = data.mask

@@ -10,8 +10,7 @@ from flexinspect.panels.base import Place
 from flexinspect.panels.parts.sequence import band
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment
-from flexinspect.trace.callranges import lineage
-from flexinspect.trace.sequences import last_pos
+from flexinspect.trace.sequences import last_pos, tokens_of
 from flexinspect.widgets.tokencells import Word, shown
 
 _TOGETHER = 256
@@ -22,8 +21,7 @@ def load_words(
     source: Source, place: Place, segments: tuple[Segment, ...], positions: Iterable[int]
 ) -> dict[int, Word]:
     """Return the tokens at some positions, as far as there are any. Raises `TraceError`."""
-    owners = lineage(source.reader, place.generation, place.branch)
-    last = max((last_pos(source.reader, place.generation, b) or 0 for b, _, _ in owners), default=0)
+    last = last_pos(source.reader, place.generation, place.branch) or 0
     starts = tuple(segment.start for segment in segments)
     found: dict[int, Word] = {}
     wanted = sorted(set(positions))
@@ -48,13 +46,10 @@ class _Reading:
         """Return the words of the span; a branch has its own ones, and its parent's before."""
         words: dict[int, Word] = {}
         reader, place = self.source.reader, self.place
-        for branch, _, end in reversed(lineage(reader, place.generation, place.branch)):
-            for token in reader.tokens(place.generation, branch, *self.span):
-                if end is not None and token.step is not None and token.step >= end:
-                    continue
-                text, invisible = shown(token.token, token.text, special=token.special)
-                band = band_of(self.segments, token.pos)
-                words[token.pos] = Word(token.pos, text, band, token.special, invisible)
+        for token in tokens_of(reader, place.generation, place.branch, *self.span):
+            text, invisible = shown(token.token, token.text, special=token.special)
+            band = band_of(self.segments, token.pos)
+            words[token.pos] = Word(token.pos, text, band, token.special, invisible)
         return words
 
 

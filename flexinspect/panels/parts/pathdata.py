@@ -18,7 +18,7 @@ from flexinspect.trace.callranges import (
     step_events,
     step_paths,
 )
-from flexinspect.trace.ranges import holder
+from flexinspect.trace.ranges import holder, newest_step
 from flexinspect.trace.reader import TraceReader
 
 LETTERS: Mapping[str, str] = dict(zip(PATHS, "FCSE?", strict=True))
@@ -101,7 +101,7 @@ def load_paths(reader: TraceReader, place: Place, n_columns: int) -> PathData:
 
     Raises `Missing` when no step, or no call of these steps, is recorded.
     """
-    last = reader.last_step(place.generation, place.branch)
+    last = newest_step(reader, place.generation, place.branch)
     if last is None:
         raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
     start, stop = window(place.step, last, n_columns)

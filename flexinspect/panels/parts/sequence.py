@@ -10,9 +10,11 @@ from flexinspect.panels.base import Missing, Place
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord
+from flexinspect.trace.callranges import lineage
+from flexinspect.trace.ranges import holder, step_range
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
-from flexinspect.trace.sequences import last_pos
+from flexinspect.trace.sequences import last_pos, tokens_of
 from flexinspect.widgets.tokencells import Word, shown
 
 CHUNK = 64
@@ -77,7 +79,8 @@ def current_pos(reader: TraceReader, place: Place) -> int | None:
     """Return the position that a place stands on."""
     if place.pos is not None:
         return place.pos
-    step = reader.step(place.generation, place.step, place.branch)
+    branch = holder(reader, place.generation, place.step, place.branch)
+    step = reader.step(place.generation, place.step, branch)
     return step.last_pos if step else None
 
 
@@ -98,8 +101,15 @@ def load_window(source: Source, place: Place, reach: int) -> Window:
     found = tuple(chunk for chunk in chunks if chunk.tokens)
     if not found:
         raise Missing("The tokens of this place are not recorded.")
-    segments = tuple(reader.segments(place.generation, place.branch))
-    return Window(found, segments, current, last + 1)
+    return Window(found, tuple(segments_of(reader, place)), current, last + 1)
+
+
+def segments_of(reader: TraceReader, place: Place) -> list[Segment]:
+    """Return the segments of a place's branch, those of its parent where it has none yet."""
+    for branch, _, _ in lineage(reader, place.generation, place.branch):
+        if found := reader.segments(place.generation, branch):
+            return found
+    return []
 
 
 def _chunk(source: Source, place: Place, number: int, last: int) -> Chunk:
@@ -112,9 +122,10 @@ def _chunk(source: Source, place: Place, number: int, last: int) -> Chunk:
 
 def _read_chunk(reader: TraceReader, place: Place, number: int) -> Chunk:
     where = (place.generation, place.branch)
-    tokens = reader.tokens(*where, number * CHUNK, (number + 1) * CHUNK)
+    tokens = tokens_of(reader, *where, number * CHUNK, (number + 1) * CHUNK)
     chosen = [token.step for token in tokens if token.step is not None]
-    steps = reader.steps(*where, min(chosen), max(chosen) + 1) if chosen else []
+    bounds = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
+    steps = step_range(reader, place.generation, *bounds, place.branch)
     return Chunk(tuple(tokens), {step.step: step for step in steps})
 
 

@@ -93,6 +93,8 @@ class Gate:
         self._is_fresh = True
         """Whether the next place is where the model begins, or was put: no step led there."""
         self._began = 0.0
+        self.is_commanded = False
+        """Whether somebody has sent a command, who could also let a paused model go on."""
 
     # -- the model's side ------------------------------------------------------------------------
 
@@ -107,6 +109,11 @@ class Gate:
             self._passed = place
             return None
         return self._stand(place)
+
+    def end_if_stopping(self) -> None:
+        """Raise `KeyboardInterrupt` when the run is to stop; nothing is passed or waited for."""
+        with self._changed:
+            self._end_if_stopping()
 
     def hold(self, place: Place) -> Order | None:
         """Keep the model alive at the end of the last generation.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.control.addresses import Serving
@@ -24,12 +24,20 @@ class Running:
     """What a capture that can be controlled holds from its first check to its closed trace.
 
     Without `is_served` there is a gate, and nobody who could command it. `note` says why there is
-    no server although one was wanted. Raises `UsageError` when the address of `serving` is taken.
+    no server although one was wanted; `tell` is told that, or where it is served over TCP, from any
+    thread. Raises `UsageError` when the address of `serving` is taken.
     """
 
     def __init__(
-        self, about: About, levels: Levels, *, is_served: bool, serving: Serving | None
+        self,
+        about: About,
+        levels: Levels,
+        *,
+        is_served: bool,
+        serving: Serving | None,
+        tell: Callable[[str], None],
     ) -> None:
+        self._tell = tell
         self.gate = Gate()
         self.parts = Parts(self.gate, levels)
         self.note = ""
@@ -51,9 +59,17 @@ class Running:
         provide("general", self._count)
         if self._server is not None:
             try:
-                self._server.start()
+                self._server.start(self._failed)
             except ControlError as error:
                 self.note = error.sentence()
+        if self.note:
+            self._tell(f"No commands are taken: {self.note}")
+        elif self.url:
+            self._tell(f"commands are taken at {self.url}")
+
+    def _failed(self, error: Exception) -> None:
+        self.note = f"{type(error).__name__}: {error}"
+        self._tell(f"No commands are taken: {self.note}")
 
     def record_with(self, recorder: Recorder) -> None:
         """Let what is commanded be told in the trace, and pauses wait for its steps."""
@@ -61,7 +77,8 @@ class Running:
         def tell(kind: str, text: str, place: Place, facts: Mapping[str, Any]) -> None:
             begun = place.step >= 0
             generation, step = (place.generation, place.step) if begun else (None, None)
-            recorder.put(EventRecord(kind, text, time.time(), generation, step, facts))
+            data = {"branch": place.branch, **facts} if place.branch else facts
+            recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
 
         self.gate.tell, self.gate.settle = tell, recorder.drain
 

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from flexinspect.control.registry import (
 from flexinspect.errors import UsageError
 from flexinspect_hooks.control.parts import Parts
 from flexinspect_hooks.control.verbs import About, Verbs
+from flexinspect_hooks.debugging.threads import run_on
 
 if TYPE_CHECKING:
     import asyncio
@@ -52,8 +54,9 @@ class ControlServer:
         self._file: Path | None = None
         self._stop: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
-        self.trouble: Exception | None = None
+        server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
+        self._thread = run_on(server)
+        self._failed: Callable[[Exception], None] = lambda _: None
 
     @property
     def address(self) -> Address:
@@ -64,8 +67,12 @@ class ControlServer:
         name = f"[{host}]" if ":" in host else host
         return Address(str(self._path), f"http://{name}:{port}", self._serving.token)
 
-    def start(self) -> None:
-        """Let the capture be found, and answer from a thread of its own."""
+    def start(self, failed: Callable[[Exception], None] = lambda _: None) -> None:
+        """Let the capture be found, and answer from a thread of its own.
+
+        `failed` is told there if it cannot answer; the capture is not found any more then.
+        """
+        self._failed = failed
         about = self._about
         entry = Entry(os.getpid(), time.time(), self.address, about.trace, about.title, about.kind)
         self._file = register(entry)
@@ -102,8 +109,10 @@ class ControlServer:
 
             asyncio.run(self._serve())
         except Exception as error:  # whatever is wrong with the server, the run goes on
-            self.trouble = error
+            if self._file is not None:
+                unregister(self._file)
             self._close_sockets()
+            self._failed(error)
 
     async def _serve(self) -> None:
         import asyncio

@@ -77,6 +77,7 @@ class Verbs:
         )
 
     def _answer(self, said: str) -> Answer:
+        self._parts.gate.is_commanded = True
         return Answer(said, self.status())
 
     # -- going and stopping ----------------------------------------------------------------------
@@ -120,6 +121,7 @@ class Verbs:
         return Breakpoints(tuple(book.list()) if book is not None else ())
 
     def add_breakpoint(self, body: BreakpointBody) -> BreakpointInfo:
+        self._parts.gate.is_commanded = True
         return self._book().add(body.text, hits=body.hits, once=body.once, log_only=body.log_only)
 
     def remove_breakpoint(self, number: int) -> Breakpoints:

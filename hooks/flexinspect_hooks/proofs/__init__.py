@@ -33,7 +33,7 @@ def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
 
     Raises `UsageError` for an unknown kind or option, and for what cannot be proved.
     """
-    prover = _prover(kind)
+    prover = prover_of(kind)
     known = [name for name in inspect.signature(prover).parameters if name not in ("model", "ids")]
     for name in options:
         if name not in known:
@@ -44,7 +44,8 @@ def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
     return proof
 
 
-def _prover(kind: str) -> Callable[..., Any]:
+def prover_of(kind: str) -> Callable[..., Any]:
+    """Return the function of a kind of proof. Raises `UsageError` for an unknown one."""
     if kind not in KINDS:
         near = difflib.get_close_matches(str(kind), KINDS, 1)
         raise UsageError(

@@ -307,8 +307,22 @@ def _stats(kept: Sequence[tuple[str, nn.Module, Any]]) -> list[LayerStatRecord]:
         tensor = next(_floating(output), None)
         if tensor is None:
             continue
-        facts = tensor_facts(tensor, name)
-        values = (facts.min_value, facts.max_value, facts.mean_value, facts.std_value)
-        norm = float(torch.linalg.vector_norm(tensor.float()))
-        found.append(LayerStatRecord(index, name, facts.n_nan, facts.n_inf, *values, norm))
+        found.append(_stat(index, name, tensor.detach()))
     return found
+
+
+def _stat(index: int, name: str, tensor: Tensor) -> LayerStatRecord:
+    """Return statistics of one output in three passes; more only where it is not finite."""
+    tensor = tensor.float() if tensor.dtype.itemsize < 4 else tensor
+    if not tensor.numel():
+        nothing = math.nan
+        return LayerStatRecord(index, name, 0, 0, nothing, nothing, nothing, nothing, 0.0)
+    low, high = torch.aminmax(tensor)
+    sums = [torch.linalg.vector_norm(tensor), tensor.mean(), low, high]
+    norm, mean, least, most = torch.stack(sums).tolist()
+    if math.isfinite(norm):
+        deviation = math.sqrt(max(norm * norm / tensor.numel() - mean * mean, 0.0))
+        return LayerStatRecord(index, name, 0, 0, least, most, mean, deviation, norm)
+    facts = tensor_facts(tensor, name)
+    values = (facts.min_value, facts.max_value, facts.mean_value, facts.std_value)
+    return LayerStatRecord(index, name, facts.n_nan, facts.n_inf, *values, norm)

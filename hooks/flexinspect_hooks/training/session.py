@@ -23,7 +23,7 @@ from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.pickling import hide_hooks
 from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
-from flexinspect_hooks.session import built_in_rules
+from flexinspect_hooks.registered import built_in_rules
 from flexinspect_hooks.training import seen
 from flexinspect_hooks.training.forwards import ForwardWatch
 from flexinspect_hooks.training.governor import Governor

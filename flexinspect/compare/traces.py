@@ -1,0 +1,220 @@
+"""Two traces compared, generation by generation and step by step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexinspect.compare.steps import Real, StepDifference, compare_steps, jump_of, limit_of
+from flexinspect.errors import UsageError
+from flexinspect.records import StepRecord, TokenRecord
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.replay import is_loose, steps
+from flexinspect.trace.rows import GenerationRow
+
+STREAMS = ("hidden", "inputs.mask")
+SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Where two prompts part: the position, and the words there (empty past the end of one)."""
+
+    position: int
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDifference:
+    """One generation of two traces.
+
+    `prompt` says where the prompts part, None where they are the same; of other prompts nothing
+    else is compared. `steps` are those that both have, up to and with the first that is fed
+    something else; `n_steps` counts those that each trace has. `words` are the texts of both tokens
+    where the runs part. `limit` is how far rounding may put layers apart. `padding` are positions
+    that were left out. `alike` are, of A and of B, the steps whose layers hold the very numbers of
+    the step before: they were not recorded anew (a graph that was replayed, a stale buffer).
+    """
+
+    generation: int
+    prompt: Prompt | None
+    n_steps: tuple[int, int]
+    steps: tuple[StepDifference, ...] = ()
+    words: tuple[str, str] = ("", "")
+    limit: float = 0.0
+    padding: tuple[int, ...] = ()
+    alike: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    missing: str = ""
+
+    @property
+    def parted(self) -> StepDifference | None:
+        """The step after which the two go on with different tokens."""
+        return next((step for step in self.steps if step.is_parted), None)
+
+    @property
+    def first(self) -> StepDifference | None:
+        """The first step in which anything differs."""
+        return next((step for step in self.steps if not step.is_same), None)
+
+    @property
+    def odd(self) -> StepDifference | None:
+        """The first step with a difference that rounding does not explain."""
+        return next((step for step in self.steps if self._is_odd(step)), None)
+
+    def _is_odd(self, step: StepDifference) -> bool:
+        worst = step.worst
+        fed = step.lengths or step.positions or step.masks
+        return bool(fed) or (worst is not None and worst.difference > self.limit)
+
+    @property
+    def jump(self) -> int | None:
+        """The layer at which the first odd step jumps, None where no layer stands out."""
+        found = None if self.odd is None else jump_of(self.odd.layers, self.limit)
+        return None if found is None else found.layer
+
+    @property
+    def verdict(self) -> str:
+        """`same`, `rounding` (same tokens and masks, numbers within rounding) or `different`."""
+        one, other = self.n_steps
+        if self.missing or self.prompt is not None or one != other or self.odd or self.parted:
+            return DIFFERENT
+        return SAME if self.first is None else ROUNDING
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two traces compared. `identical` says that they are one and the same file, byte by byte."""
+
+    a: str
+    b: str
+    identical: bool
+    generations: tuple[GenerationDifference, ...]
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of the generations."""
+        found = {one.verdict for one in self.generations}
+        return next((name for name in (DIFFERENT, ROUNDING) if name in found), SAME)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for scripts, with verdicts."""
+        said = asdict(self)
+        for one, generation in zip(said["generations"], self.generations, strict=True):
+            parted, first = generation.parted, generation.first
+            one["verdict"] = generation.verdict
+            one["first_difference"] = None if first is None else first.step
+            one["parted_at"] = None if parted is None else parted.step
+            one["jump"] = generation.jump
+        return {"version": 1, "verdict": self.verdict, **said}
+
+
+def compare_traces(a: TraceReader, b: TraceReader, *, generation: int | None = None) -> Comparison:
+    """Compare two traces, or one generation of both.
+
+    Raises `UsageError` for a generation that neither has, and for traces without any; `TraceError`
+    for a damaged one.
+    """
+    names = (str(a.path), str(b.path))
+    identical = _digest(a.path) == _digest(b.path)
+    pairs = list(zip_longest(_models_own(a, generation), _models_own(b, generation)))
+    if not pairs:
+        which = "" if generation is None else f" {generation}"
+        raise UsageError(f"Neither {names[0]} nor {names[1]} has a generation{which} of a model.")
+    return Comparison(*names, identical, tuple(_generation(a, b, *pair) for pair in pairs))
+
+
+def _models_own(reader: TraceReader, wanted: int | None) -> list[GenerationRow]:
+    found = [one for one in reader.generations() if not is_loose(one)]
+    return [one for one in found if wanted is None or one.generation == wanted]
+
+
+def _digest(path: Path) -> bytes:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").digest()
+
+
+def _generation(
+    a: TraceReader, b: TraceReader, one: GenerationRow | None, other: GenerationRow | None
+) -> GenerationDifference:
+    if one is None or other is None:
+        there = one or other
+        assert there is not None
+        missing = f"only {(b if one is None else a).path} has it"
+        return GenerationDifference(there.generation, None, (0, 0), missing=missing)
+    numbers = (one.generation, other.generation)
+    counts = (a.n_steps(numbers[0]), b.n_steps(numbers[1]))
+    prompt = _prompt(_fed(a, numbers[0]), _fed(b, numbers[1]))
+    about = GenerationDifference(one.generation, prompt, counts)
+    return about if prompt is not None else _filled(a, b, numbers, about)
+
+
+def _fed(reader: TraceReader, generation: int) -> list[TokenRecord]:
+    return [token for token in reader.tokens(generation) if token.step is None]
+
+
+def _prompt(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> Prompt | None:
+    for position, (one, other) in enumerate(zip_longest(a, b)):
+        if one is None or other is None or one.token_id != other.token_id:
+            words = ("" if token is None else token.text or token.token for token in (one, other))
+            return Prompt(position, *words)
+    return None
+
+
+def _filled(
+    a: TraceReader, b: TraceReader, numbers: tuple[int, int], about: GenerationDifference
+) -> GenerationDifference:
+    """Return the difference of two generations with one prompt, with its steps."""
+    both = zip(steps(a, numbers[0], 0, STREAMS), steps(b, numbers[1], 0, STREAMS), strict=False)
+    real: Real = None
+    limit = 0.0
+    found: list[StepDifference] = []
+    words, seen = ("", ""), (_Alike(), _Alike())
+    for one, other in both:
+        seen[0].look(one)
+        seen[1].look(other)
+        if not found:
+            real, limit = _real(one), limit_of(one, other)
+        difference = compare_steps(one, other, (a.mask, b.mask), real=real)
+        found.append(difference)
+        if difference.is_parted:
+            words = (_word(one), _word(other))
+        if difference.is_parted or difference.lengths:
+            break
+    padding = () if real is None else tuple(np.flatnonzero(~real).tolist())
+    alike = (tuple(seen[0].steps), tuple(seen[1].steps))
+    told = replace(about, steps=tuple(found), words=words, limit=limit)
+    return replace(told, padding=padding, alike=alike)
+
+
+class _Alike:
+    """Finds steps whose layers have the numbers of the step before."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._before: tuple[object, ...] = ()
+
+    def look(self, step: StepRecord) -> None:
+        """Compare a step with the one before; a step of other rows cannot be alike."""
+        now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
+        if now and now == self._before:
+            self.steps.append(step.step)
+        self._before = now
+
+
+def _real(step: StepRecord) -> Real:
+    for wide in step.arrays:
+        if wide.stream == "inputs.mask" and len(wide.array):
+            real = np.asarray(wide.array[0], np.bool_)
+            return None if real.all() else real
+    return None
+
+
+def _word(step: StepRecord) -> str:
+    return "".join(token.text or token.token for token in step.tokens)

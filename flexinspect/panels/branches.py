@@ -1,0 +1,241 @@
+"""The branches panel: the tree of forks, and a branch beside its base step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.strip import Strip
+
+from flexinspect.branches import MaskChange, Node, StepChange, mask_change, step_change, tree
+from flexinspect.panels.base import Go, Help, Missing, NoOptions, Panel, Picture, Place, Request
+from flexinspect.panels.source import Source
+from flexinspect.text import visible
+from flexinspect.trace.ranges import holder, step_bounds
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import BranchRow
+from flexinspect.widgets.lines import Span, clipped, line, right
+from flexinspect.widgets.look import Look
+
+_STEP, _KL, _LOGIT = 5, 9, 8
+_COMPARISON = 4
+"""Lines that the comparison keeps at least: its heading, two steps and the masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One step of a branch beside its base: the texts chosen, None where one has no such step."""
+
+    step: int
+    base: str | None
+    own: str | None
+    change: StepChange | None = None
+
+    @property
+    def is_parted(self) -> bool:
+        """Whether both have the step, and chose different tokens."""
+        return None not in (self.base, self.own) and self.base != self.own
+
+
+@dataclass(frozen=True, slots=True)
+class BranchesData:
+    """The tree, the branch that is compared (None without forks), and its steps in the window."""
+
+    nodes: tuple[Node, ...]
+    place: Place
+    shown: BranchRow | None = None
+    pairs: tuple[Pair, ...] = ()
+    masks: MaskChange | None = None
+
+    @property
+    def parted(self) -> Pair | None:
+        """The first step in the window where both chose different tokens."""
+        return next((pair for pair in self.pairs if pair.is_parted), None)
+
+
+class BranchesPanel(Panel[BranchesData, NoOptions]):
+    """The tree above, base and branch side by side below."""
+
+    name: ClassVar[str] = "branches"
+    title: ClassVar[str] = "Branches"
+    help: ClassVar[Help] = Help(
+        "It shows the branches of this generation as a tree, and the branch you are on beside the "
+        "one it left: what each chose, how far apart the two are, and how their masks differ.",
+        "KL is in nats from the base to the branch; with a ≥ it is a lower bound, from the tokens "
+        "listed in both; logit is the largest change of one of them; click a branch or a step to "
+        "go there.",
+        "Look for the step at which the texts part, and whether logits had moved before it: then "
+        "the change was felt before it was seen.",
+    )
+    sized: ClassVar[bool] = True
+
+    def options(self) -> NoOptions:
+        """Return the options; there are none."""
+        return NoOptions()
+
+    def load(self, source: Source, request: Request[NoOptions]) -> BranchesData:
+        """Read the tree, and the steps of the branch that fit the height."""
+        reader, place = source.reader, request.place
+        nodes = tuple(tree(reader, place.generation))
+        if not nodes:
+            raise Missing("This generation has no branch yet.")
+        shown = _shown(nodes, place.branch)
+        if shown is None or shown.parent is None:
+            return BranchesData(nodes, place)
+        pairs = _pairs(reader, shown, place.step, request.height - len(nodes) - 2)
+        masks = None
+        if any(pair.step == place.step and pair.change is not None for pair in pairs):
+            both = (shown.parent, shown.branch)
+            where = {"layer": place.layer, "head": place.head}
+            masks = mask_change(reader, place.generation, place.step, *both, **where)
+        return BranchesData(nodes, place, shown, tuple(pairs), masks)
+
+    def describe(self, data: BranchesData) -> list[str]:
+        """Return the tree, then the comparison, a line each."""
+        lines = [_node_words(node, data.place.branch) for node in data.nodes]
+        if data.shown is None:
+            return [*lines, "Nothing was forked: F goes on from a step with another token."]
+        lines.append(f"Branch {data.shown.branch} beside branch {data.shown.parent}:")
+        lines += [_pair_words(pair) for pair in data.pairs]
+        if data.parted is not None:
+            lines.append(f"The texts part at step {data.parted.step}.")
+        return [*lines, *([_mask_words(data)] if data.masks is not None else [])]
+
+    def paint(self, data: BranchesData, request: Request[NoOptions], look: Look) -> Picture:
+        """Draw the tree, then the steps, then how the masks differ."""
+        width, height = request.width, request.height
+        strips = [
+            _node_line(node, data, width, look) for node in data.nodes[: _tree_room(data, height)]
+        ]
+        text = look.style("text")
+        if data.shown is None:
+            hint = "Nothing was forked. F goes on from a step with another token, E with another "
+            hint += "mask, while the model is alive."
+            strips.append(line([(hint, look.style("muted"))], width, text))
+            return Picture(strips[:height], "one branch")
+        strips.append(_heading(data.shown, width, look))
+        strips += [_pair_line(pair, data, width, look) for pair in data.pairs]
+        if data.masks is not None:
+            strips[height - 1 :] = []
+            strips.append(line([(_mask_words(data), look.style("muted"))], width, text))
+        parted = data.parted
+        note = f"parts at step {parted.step}" if parted else "same tokens in these steps"
+        return Picture(strips[:height], note)
+
+    def point(
+        self, x: int, y: int, data: BranchesData, request: Request[NoOptions], *, click: bool
+    ) -> Go | None:
+        """Go to the branch or the step that was clicked."""
+        if not click:
+            return None
+        n_nodes = min(len(data.nodes), _tree_room(data, request.height))
+        if y < n_nodes:
+            return Go(branch=data.nodes[y].row.branch)
+        at = y - n_nodes - 1
+        return Go(step=data.pairs[at].step) if 0 <= at < len(data.pairs) else None
+
+
+def _tree_room(data: BranchesData, height: int) -> int:
+    return max(height - _COMPARISON, 1) if data.shown is not None else height
+
+
+def _shown(nodes: tuple[Node, ...], branch: int) -> BranchRow | None:
+    """Return the branch to compare: the current one, on branch 0 the last that left it."""
+    rows = [node.row for node in nodes]
+    here = next((row for row in rows if row.branch == branch and row.parent is not None), None)
+    return here or next((row for row in reversed(rows) if row.parent == branch), None)
+
+
+def _pairs(reader: TraceReader, shown: BranchRow, step: int, room: int) -> list[Pair]:
+    """Return the steps around `step` from the fork on, until both branches have ended."""
+    generation, both = shown.generation, (shown.parent or 0, shown.branch)
+    bounds = (step_bounds(reader, generation, branch) for branch in both)
+    last = max((found[1] for found in bounds if found is not None), default=-1)
+    n = max(room, 2)
+    start = max(shown.fork_step or 0, min(step - n // 2, last + 1 - n))
+    return [_pair(reader, generation, both, at) for at in range(start, min(start + n, last + 1))]
+
+
+def _pair(reader: TraceReader, generation: int, both: tuple[int, int], step: int) -> Pair:
+    base, own = (_text(reader, generation, branch, step) for branch in both)
+    change = None
+    if base is not None and own is not None:
+        change = step_change(reader, generation, step, *both)
+    return Pair(step, base, own, change)
+
+
+def _text(reader: TraceReader, generation: int, branch: int, step: int) -> str | None:
+    where = holder(reader, generation, step, branch)
+    if reader.step(generation, step, where) is None:
+        return None
+    tokens = reader.step_tokens(generation, step, where)
+    return tokens[-1].text if tokens else "?"
+
+
+def _node_words(node: Node, current: int) -> str:
+    row = node.row
+    mark = "▸" if row.branch == current else " "
+    stem = "  " * (node.depth - 1) + "└ " if node.depth else ""
+    origin = f" from step {row.fork_step}: {visible(node.says)}" if row.parent is not None else ""
+    answer = f" · {visible(row.answer).strip()}" if row.answer.strip() else ""
+    return f"{mark} {stem}branch {row.branch}{origin} · {row.state}{answer}"
+
+
+def _node_line(node: Node, data: BranchesData, width: int, look: Look) -> Strip:
+    style = look.style("chosen" if node.row.branch == data.place.branch else "text")
+    return line([(_node_words(node, data.place.branch), style)], width, look.style("text"))
+
+
+def _texts_width(width: int) -> int:
+    return max((width - _STEP - _KL - _LOGIT - 2) // 2, 6)
+
+
+def _heading(row: BranchRow, width: int, look: Look) -> Strip:
+    each = _texts_width(width)
+    text = right("step", _STEP) + " " + clipped(f"branch {row.parent}", each) + " "
+    text += clipped(f"branch {row.branch}", each) + right("KL", _KL) + right("logit", _LOGIT)
+    return line([(text, look.style("muted"))], width, look.style("text"))
+
+
+def _word(text: str | None) -> str:
+    return "–" if text is None else f"“{visible(text)}”"
+
+
+def _kl(change: StepChange | None) -> str:
+    if change is None:
+        return ""
+    return f"{'≥ ' if change.basis == 'candidates' else ''}{change.kl:.3g}"
+
+
+def _pair_words(pair: Pair) -> str:
+    text = f"step {pair.step}: {_word(pair.base)} | {_word(pair.own)}"
+    if pair.change is not None:
+        text += f", KL {_kl(pair.change)} nats, a logit moved by {pair.change.largest:.3g}"
+    return text
+
+
+def _pair_line(pair: Pair, data: BranchesData, width: int, look: Look) -> Strip:
+    each, text = _texts_width(width), look.style("text")
+    here = pair.step == data.place.step
+    spans: list[Span] = [
+        (right(str(pair.step), _STEP) + " ", look.style("chosen" if here else "muted")),
+        (clipped(_word(pair.base), each) + " ", text),
+        (clipped(_word(pair.own), each), look.style("warn") if pair.is_parted else text),
+        (right(_kl(pair.change), _KL), text),
+    ]
+    if pair.change is not None:
+        spans.append((right(f"{pair.change.largest:.3g}", _LOGIT), text))
+    return line(spans, width, text)
+
+
+def _mask_words(data: BranchesData) -> str:
+    masks = data.masks
+    assert masks is not None
+    where = f"Masks of layer {masks.layer}, head {data.place.head}, up to this step"
+    if not masks.n_opened and not masks.n_closed:
+        return f"{where}: the same in all {masks.n_rows} rows that both computed."
+    first = next(iter((*masks.opened, *masks.closed)))
+    return (
+        f"{where}: {masks.n_opened} cells opened, {masks.n_closed} closed, "
+        f"the first at row {first[0]}, key {first[1]}."
+    )

@@ -1,0 +1,280 @@
+"""What the gradients panel knows: a token's gradients by segment and by layer, and their gate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.findings import Finding
+from flexinspect.gradientrecords import PARTS, GradientRecord, GradientStat
+from flexinspect.panels.base import Missing, Place
+from flexinspect.panels.parts.sequence import Window, band, load_window
+from flexinspect.panels.source import Source
+from flexinspect.prompts import Segment
+from flexinspect.rules.gradients import GradientsRule
+from flexinspect.text import visible
+from flexinspect.trace.gradients import steps_with_gradients
+from flexinspect.trace.ranges import holder
+from flexinspect.widgets.plots import number
+
+Values = npt.NDArray[np.float64]
+
+OUTPUT = "hidden"
+"""The column of the norms at the layers' outputs."""
+
+NOT = (
+    "First order, at this text alone: it is not what would happen without a segment or a token "
+    "(flexinspect prove changes them and runs again), and not attention."
+)
+"""What an attribution by gradients is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A segment's part in the token: its sum of gradient times input, signed, as a share of all
+    tokens' absolute values; and its share of the gradient's norms."""
+
+    label: str
+    band: int
+    n_tokens: int
+    signed: float
+    norm: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the norms: a layer, or what belongs to none (`layer` None)."""
+
+    label: str
+    layer: int | None
+    norms: tuple[float | None, ...]
+    n_bad: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientsData:
+    """The gradients of the place's token. `shares` and `rows` are empty behind a red gate."""
+
+    place: Place
+    record: GradientRecord
+    token: str
+    rival: str
+    window: Window
+    shares: tuple[Share, ...]
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    findings: tuple[Finding, ...]
+
+    def value_at(self, pos: int, by_norm: bool) -> float | None:
+        """Return a token's gradient times input, or its gradient's norm; None behind the token."""
+        tokens = self.record.tokens
+        if tokens is None or not 0 <= pos < tokens.shape[1]:
+            return None
+        return float(tokens[int(by_norm), pos])
+
+    def largest(self, by_norm: bool) -> float:
+        """Return the largest absolute value of all tokens that is finite."""
+        tokens = self.record.tokens
+        fine = np.zeros(1) if tokens is None else np.abs(tokens[int(by_norm)])
+        return float(np.max(fine, where=np.isfinite(fine), initial=0.0))
+
+
+def load_gradients(source: Source, place: Place, reach: int) -> GradientsData:
+    """Read the gradients of the place's step, and about `reach` tokens around it.
+
+    Raises `Missing` when the step has none, saying which steps have.
+    """
+    reader = source.reader
+    branch = holder(reader, place.generation, place.step, place.branch)
+    record = reader.gradients(place.generation, place.step, branch)
+    if record is None:
+        raise _missing(source, place, branch)
+    segments = tuple(reader.segments(place.generation, place.branch))
+    chosen = reader.step_tokens(place.generation, place.step, branch)
+    columns, rows = norms_of(record)
+    return GradientsData(
+        *(place, record, _quoted(chosen[0].text if chosen else f"token {record.token_id}")),
+        rival=_rival(source, place, branch, record),
+        window=load_window(source, place, reach),
+        shares=shares_of(record, segments),
+        columns=columns,
+        rows=rows,
+        findings=tuple(GradientsRule().differentiate(record)),
+    )
+
+
+def _missing(source: Source, place: Place, branch: int) -> Missing:
+    others = steps_with_gradients(source.reader, place.generation, branch)
+    if not others:
+        return Missing(
+            "No gradients are recorded of this generation.",
+            "Run with --grads; they are taken when the generation is over.",
+        )
+    shown = ", ".join(map(str, others[:12])) + (" …" if len(others) > 12 else "")
+    return Missing(
+        f"No gradients are recorded of step {place.step}.", f"Of steps {shown} they are."
+    )
+
+
+def _quoted(text: str) -> str:
+    return f'"{visible(text)}"'
+
+
+def _rival(source: Source, place: Place, branch: int, record: GradientRecord) -> str:
+    if record.rival is None:
+        return ""
+    candidates = source.reader.candidates(place.generation, place.step, branch)
+    known = (_quoted(one.text) for one in candidates if one.token_id == record.rival)
+    return next(known, f"token {record.rival}")
+
+
+def shares_of(record: GradientRecord, segments: Sequence[Segment]) -> tuple[Share, ...]:
+    """Return each segment's part in the token, in the order of the text."""
+    if record.tokens is None:
+        return ()
+    signed, norms = np.asarray(record.tokens, np.float64)
+    with np.errstate(all="ignore"):
+        parts = signed / np.abs(signed).sum(), norms / norms.sum()
+    found = []
+    for at, segment in enumerate(segments):
+        where = slice(segment.start, min(segment.stop, len(signed)))
+        n_tokens = max(where.stop - where.start, 0)
+        if n_tokens:
+            sums = (float(part[where].sum()) for part in parts)
+            found.append(Share(visible(segment.label), band(at, segments), n_tokens, *sums))
+    return tuple(found)
+
+
+def norms_of(record: GradientRecord) -> tuple[tuple[str, ...], tuple[Row, ...]]:
+    """Return the columns (parts, then the hidden states) and a row per layer."""
+    stats = record.stats
+    columns = tuple(part for part in PARTS if any(s.part == part for s in stats if _inside(s)))
+    columns = (*columns, *((OUTPUT,) if record.layers is not None else ()))
+    hidden = [] if record.layers is None else [float(norm) for norm in record.layers]
+    layers = sorted({stat.layer for stat in stats if stat.layer is not None})
+    rows = []
+    for at, layer in enumerate(layers, start=1):
+        mine = [stat for stat in stats if stat.layer == layer]
+        norms: list[float | None] = [_norm([s for s in mine if s.part == c]) for c in columns]
+        if hidden:
+            norms[-1] = hidden[at] if at < len(hidden) else None
+        rows.append(Row(f"layer {layer}", layer, tuple(norms), _bad(mine)))
+    return columns, tuple(rows)
+
+
+def _inside(stat: GradientStat) -> bool:
+    return stat.layer is not None
+
+
+def outside(record: GradientRecord) -> list[tuple[str, float]]:
+    """Return the norms of what belongs to no layer, by part."""
+    mine = [stat for stat in record.stats if stat.layer is None]
+    parts = [part for part in PARTS if any(stat.part == part for stat in mine)]
+    found = [(part, _norm([stat for stat in mine if stat.part == part])) for part in parts]
+    return [(part, norm) for part, norm in found if norm is not None]
+
+
+def _norm(stats: Sequence[GradientStat]) -> float | None:
+    """Return the norm of several parameters' gradients together, None of none."""
+    if not stats:
+        return None
+    return float(np.sqrt(np.sum(np.square([stat.norm for stat in stats]))))
+
+
+def _bad(stats: Sequence[GradientStat]) -> int:
+    return sum(stat.n_nan + stat.n_inf for stat in stats)
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+def title_of(data: GradientsData) -> str:
+    """Return what was differentiated: 'log-probability -0.21 of "Paris", step 0'."""
+    record = data.record
+    value = number(record.value)
+    if record.target == "margin":
+        return f"margin {value} of {data.token} to {data.rival}, step {record.step}"
+    return f"log-probability {value} of {data.token}, step {record.step}"
+
+
+def gate_words(record: GradientRecord) -> str:
+    """Return whether the forward that was differentiated is what ran, by how much, and by what."""
+    than = "≤" if record.agrees else ">"
+    far = f"off by {record.gate:.1e} {than} {record.tolerance:.0e} of the largest"
+    said = "gate ✓ logits as recorded" if record.agrees else "gate ✗ not what ran: logits"
+    return f"{said}, {far}; {record.path}"
+
+
+def describe_gradients(data: GradientsData) -> list[str]:
+    """Return the token, the gate, segments, the strongest tokens, layers, and what is wrong."""
+    title = title_of(data)
+    lines = [f"Gradient of the {title}.", f"{gate_words(data.record)}."]
+    if not data.record.agrees:
+        return [*lines, "Nothing is drawn of it.", *_said(data)]
+    lines += [*_share_table(data), *_strongest(data), *_norm_table(data)]
+    lines += _said(data) or ["No gradient is NaN, Inf, exploding, vanishing or dead."]
+    took = f"It took {data.record.wall_ms:.0f} ms"
+    return [*lines, NOT, f"{took}; {number(data.record.scale)} is its norm at the logits."]
+
+
+def _said(data: GradientsData) -> list[str]:
+    return [visible(finding.sentence) for finding in data.findings]
+
+
+def _share_table(data: GradientsData) -> list[str]:
+    head = f"{'segment':<20}{'tokens':>8}{'gradient×input':>16}{'norm':>8}"
+    rows = [
+        f"{one.label[:20]:<20}{one.n_tokens:>8}{percent(one.signed, sign=True):>16}"
+        f"{percent(one.norm):>8}"
+        for one in data.shares
+    ]
+    return ["", head, *rows, ""]
+
+
+def _strongest(data: GradientsData) -> list[str]:
+    """Return the tokens that speak most for it and most against it, of those that are loaded."""
+    found = [(data.value_at(token.pos, False), token) for token in data.window.tokens]
+    known = [(value, token) for value, token in found if value is not None and value]
+    lines = []
+    for name, sign in (("For", 1), ("Against", -1)):
+        mine = [(sign * value, token) for value, token in known if sign * value > 0]
+        mine.sort(key=lambda pair: -pair[0])
+        words = [
+            f"{_quoted(token.text or token.token)} at {token.pos} ({number(sign * size)})"
+            for size, token in mine[:5]
+        ]
+        if words:
+            lines.append(f"{name} it: {', '.join(words)}.")
+    return lines
+
+
+def _norm_table(data: GradientsData) -> list[str]:
+    head = f"{'':<10}{''.join(f'{name:>10}' for name in data.columns)}"
+    rows = [
+        f"{row.label:<10}{''.join(f'{number(value):>10}' for value in row.norms)}"
+        for row in data.rows
+    ]
+    rest = ", ".join(f"{part} {number(norm)}" for part, norm in outside(data.record))
+    return ["", "Norms:", head, *rows, f"Outside of the layers: {rest or 'none'}.", ""]
+
+
+def merged(shares: Sequence[Share]) -> list[Share]:
+    """Return the shares with those of all separators together, at the end."""
+    apart = [one for one in shares if one.band >= 0]
+    between = [one for one in shares if one.band < 0]
+    if between:
+        n_tokens = sum(one.n_tokens for one in between)
+        sums = (sum(one.signed for one in between), sum(one.norm for one in between))
+        apart.append(Share("separators", -1, n_tokens, *sums))
+    return apart
+
+
+def percent(share: float, *, sign: bool = False) -> str:
+    """Return a share as "12 %" or "+12 %", "?" for NaN."""
+    if share != share:
+        return "?"
+    whole = round(100 * share)
+    return f"{whole:+d} %" if sign and whole else f"{whole} %"

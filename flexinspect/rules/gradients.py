@@ -1,0 +1,311 @@
+"""Gradients of generated tokens: NaN, Inf, exploding, vanishing, and parts that get none.
+
+How large a gradient is says little by itself: of a token with a probability near 1 it is tiny. So
+all sizes are relative to the gradient at the logits. What is judged of hidden states is how much
+their gradient grows from a layer's output to its input, as in Pascanu, Mikolov and Bengio 2013 (On
+the difficulty of training recurrent neural networks): through a residual layer of a trained model
+it stays within a factor of 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.gradientrecords import GradientRecord, GradientStat
+from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.words import counted, layers
+
+NAN, INF = "gradient.nan", "gradient.inf"
+EXPLODING, VANISHING, DEAD = "gradient.exploding", "gradient.vanishing", "gradient.dead"
+GATE, ANOMALY = "gradient.gate", "gradient.anomaly"
+
+GROWTH = 100.0
+"""Growth of a hidden state's gradient through one layer from which it explodes, and whose inverse
+is the shrinking from which it vanishes. Clean models stay within 2 (the demo model: 0.9 to 1.3)."""
+
+TINY = 1e-6
+"""Norm of a weight's gradient, relative to that at the logits, below which it vanishes: the
+threshold that training tools use for absolute norms. Clean models stay above 0.1."""
+
+_WEIGHTS = frozenset({"q", "k", "v", "qkv", "o", "mlp"})
+"""Parts whose matrices are judged; norms and biases may have small gradients by right."""
+_MOST_NAMES = 6
+
+_QUERY = (
+    "SELECT layer, part, name, norm, max, n_nan, n_inf FROM grads WHERE generation = {generation} "
+    "AND branch = {branch} AND step = {step} ORDER BY layer, name"
+)
+_OF = (
+    "SELECT target, token_id, value, scale, gate, tolerance, anomaly FROM gradients WHERE "
+    "generation = {generation} AND branch = {branch} AND step = {step}"
+)
+_CONFIRM = "Panel *Gradients*, view *where*: a row per layer, a column per group of parameters."
+
+
+class GradientsRule(Rule):
+    """Judges the gradients of generated tokens; without `--grads` there are none."""
+
+    name: ClassVar[str] = "gradients"
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        NAN: FindingKind(
+            Severity.ERROR,
+            "NaN in the gradient of a generated token",
+            why="Training or attribution on this text would make NaN of every parameter below.",
+            confirm=f"{_CONFIRM} `--detect-anomaly` names the line of the forward.",
+            fix=(
+                "Look for sqrt, log, division or norm at 0 in the named layer: finite forwards, "
+                "and gradients of Inf times 0."
+            ),
+            query=_QUERY,
+        ),
+        INF: FindingKind(
+            Severity.ERROR,
+            "Inf in the gradient of a generated token",
+            why="The next product with 0 makes NaN of it.",
+            confirm=_CONFIRM,
+            fix="Use bfloat16 or float32 in place of float16; look for a division by almost 0.",
+            query=_QUERY,
+        ),
+        EXPLODING: FindingKind(
+            Severity.WARNING,
+            "a hidden state's gradient grows a hundredfold through one layer",
+            why="Layers below it get all of the gradient, and layers above it next to none.",
+            confirm=_CONFIRM,
+            fix="Look at the scale of the named layer's weights and at what its norm divides by.",
+            query=_QUERY,
+        ),
+        VANISHING: FindingKind(
+            Severity.WARNING,
+            "gradients that are next to nothing in some layers",
+            why="These weights have no say in the token, and training on it would not move them.",
+            confirm=_CONFIRM,
+            fix=(
+                "Look for weights or norms that are almost 0, a saturated softmax or activation, "
+                "and a residual connection that is missing."
+            ),
+            query=_QUERY,
+        ),
+        DEAD: FindingKind(
+            Severity.WARNING,
+            "weights whose gradient is exactly 0",
+            why="The token does not depend on them at all: the layer does not do its part.",
+            confirm=_CONFIRM,
+            fix=(
+                "Look for a gate or a projection of zeros, weights that were not loaded, and "
+                "values so large that a norm makes 0 of everything."
+            ),
+            query=_QUERY,
+        ),
+        GATE: FindingKind(
+            Severity.WARNING,
+            "the forward that was differentiated is not the one that ran",
+            why="Its gradients are those of another model, so none are recorded or drawn.",
+            confirm="The query has the gate and the tolerance of its dtype.",
+            fix=(
+                "Look for what depends on the step or the cache: masks that were changed on the "
+                "way, layers that keep a state, routing of experts."
+            ),
+            query=_OF,
+        ),
+        ANOMALY: FindingKind(
+            Severity.ERROR,
+            "autograd's anomaly mode found the function that makes a NaN",
+            why="It is the first function of the backward whose result is NaN.",
+            confirm="The evidence has the traceback of the forward call that it belongs to.",
+            fix="Mend the line at the end of the traceback.",
+            query=_OF,
+        ),
+    }
+
+    def differentiate(self, gradients: GradientRecord) -> Sequence[Finding]:
+        """Return what is wrong with the gradients of one token."""
+        found = [_anomaly(gradients)] if gradients.anomaly else []
+        if not gradients.agrees:
+            return [*found, _gate(gradients)]
+        bad = [stat for stat in gradients.stats if stat.n_nan or stat.n_inf]
+        if bad:
+            return [*found, _bad(gradients, bad)]
+        if not 0 < gradients.scale < math.inf:
+            return found  # the probability is 1 to the last digit, and nothing depends on anything
+        return [*found, *_growth(gradients), *_small(gradients)]
+
+
+RULE: type[Rule] = GradientsRule
+
+
+def growth_of(gradients: GradientRecord) -> list[float]:
+    """Return by layer how much the gradient grows from its output to its input; NaN if unknown.
+
+    Of layer 0 it is not known: its input is small embeddings, which the first norm makes large.
+    """
+    if gradients.layers is None or len(gradients.layers) < 2:
+        return []
+    norms = np.asarray(gradients.layers, np.float64)[1:]
+    with np.errstate(all="ignore"):
+        rates = norms[:-1] / norms[1:]
+    return [math.nan, *(float(rate) for rate in rates)]
+
+
+def _anomaly(gradients: GradientRecord) -> Finding:
+    said, *_ = (gradients.anomaly or "").splitlines()
+    evidence = {"function": _function(said), "said": gradients.anomaly}
+    sentence = f"Autograd's anomaly mode at step {gradients.step}: {said}"
+    return _finding(ANOMALY, gradients, sentence, evidence, series=_function(said))
+
+
+def _function(said: str) -> str:
+    """Return the name in "Function 'SqrtBackward0' returned nan values in its 0th output."."""
+    parts = said.split("'")
+    return parts[1] if len(parts) > 2 else said
+
+
+def _gate(gradients: GradientRecord) -> Finding:
+    sentence = (
+        f"The forward that was to be differentiated for step {gradients.step} "
+        f"({gradients.path}) is not what ran: its logits differ by {gradients.gate:.2g} of the "
+        f"largest recorded one, and rounding explains {gradients.tolerance:.0e} at most."
+    )
+    evidence = {"gate": gradients.gate, "tolerance": gradients.tolerance, "path": gradients.path}
+    return _finding(GATE, gradients, sentence, evidence, series="gate")
+
+
+def _bad(gradients: GradientRecord, bad: Sequence[GradientStat]) -> Finding:
+    is_nan = any(stat.n_nan for stat in bad)
+    kind = "NaN" if is_nan else "Inf"
+    n_all = len(gradients.stats)
+    start, layer = _start(gradients)
+    sentence = (
+        f"{kind} is in the gradient of step {gradients.step}'s {_target(gradients)}: in "
+        f"{len(bad)} of {counted(n_all, 'parameter')}{_in_layers(gradients, bad)}; {start}."
+    )
+    evidence: dict[str, Any] = {
+        "parameters": [stat.name for stat in bad[:_MOST_NAMES]],
+        "n_parameters": len(bad),
+        "n_nan": sum(stat.n_nan for stat in bad),
+        "n_inf": sum(stat.n_inf for stat in bad),
+    }
+    series = f"{kind} {layer}"
+    return _finding(NAN if is_nan else INF, gradients, sentence, evidence, layer, series)
+
+
+def _start(gradients: GradientRecord) -> tuple[str, int | None]:
+    """Say where on the way back through the layers it began; the layer, None outside of them."""
+    if gradients.value != gradients.value or not math.isfinite(gradients.scale):
+        return "the logits are not finite already, so the forward made it", None
+    norms = gradients.layers
+    sick = [] if norms is None else [at for at, norm in enumerate(norms) if not np.isfinite(norm)]
+    if norms is None or not sick:
+        return "the hidden states' own gradients are finite", None
+    last = sick[-1]  # 0 is the embeddings, n the output of layer n - 1
+    if last == len(norms) - 1:
+        return "it begins behind the last layer, in the final norm or the output head", None
+    words = f"it begins in layer {last}: finite at its output, not so at its input"
+    return words, last
+
+
+def _growth(gradients: GradientRecord) -> list[Finding]:
+    """Return a finding for each layer through which the gradient grows or shrinks too much."""
+    found = []
+    for layer, rate in enumerate(growth_of(gradients)):
+        if rate >= GROWTH:
+            found.append(_jump(EXPLODING, gradients, layer, rate, f"grows {rate:.3g} times"))
+        elif rate <= 1 / GROWTH:
+            small = f"shrinks to {rate:.2g} of its size"
+            found.append(_jump(VANISHING, gradients, layer, rate, small))
+    return found
+
+
+def _jump(id_: str, gradients: GradientRecord, layer: int, rate: float, words: str) -> Finding:
+    sentence = (
+        f"The gradient of step {gradients.step}'s {_target(gradients)} {words} from the output of "
+        f"layer {layer} back to its input (through the layers of clean models by less than 2)."
+    )
+    return _finding(id_, gradients, sentence, {"growth": rate}, layer, f"growth {layer}")
+
+
+def _small(gradients: GradientRecord) -> list[Finding]:
+    """Return a finding about weights without any gradient, and one about next to none."""
+    weights = [stat for stat in gradients.stats if _is_judged(stat)]
+    zero = [stat for stat in weights if stat.norm == 0 and not _by_right(stat, weights)]
+    tiny = [stat for stat in weights if 0 < stat.norm < TINY * gradients.scale]
+    found = []
+    if zero:
+        found.append(_some(DEAD, gradients, zero, "is exactly 0"))
+    if tiny:
+        found.append(_some(VANISHING, gradients, tiny, f"is below {TINY:.0e} of the logits'"))
+    return found
+
+
+def _is_judged(stat: GradientStat) -> bool:
+    return stat.part in _WEIGHTS and "bias" not in stat.name.rpartition(".")[2]
+
+
+def _by_right(stat: GradientStat, weights: Sequence[GradientStat]) -> bool:
+    """Tell that queries and keys have no gradient in any layer: every row has one key alone."""
+    same = [each.norm for each in weights if each.part == stat.part]
+    return stat.part in ("q", "k") and not any(same) and any(each.norm for each in weights)
+
+
+def _some(id_: str, gradients: GradientRecord, which: list[GradientStat], words: str) -> Finding:
+    where = _in_layers(gradients, which)
+    names = ", ".join(dict.fromkeys(_short(stat) for stat in which))
+    sentence = (
+        f"The gradient of step {gradients.step}'s {_target(gradients)} {words} in "
+        f"{counted(len(which), 'weight')}{where}: {names}."
+    )
+    first = min((stat.layer for stat in which if stat.layer is not None), default=None)
+    evidence = {
+        "parameters": [stat.name for stat in which[:_MOST_NAMES]],
+        "n_parameters": len(which),
+        "largest_norm": max(stat.norm for stat in which),
+        "scale": gradients.scale,
+    }
+    series = f"{where} {names}"
+    return _finding(id_, gradients, sentence, evidence, first, series, _layers_of(which))
+
+
+def _short(stat: GradientStat) -> str:
+    """Return "q_proj" of "model.layers.2.self_attn.q_proj.weight"."""
+    parts = stat.name.split(".")
+    return parts[-2] if len(parts) > 1 else stat.name
+
+
+def _layers_of(which: Sequence[GradientStat]) -> tuple[int, ...]:
+    return tuple(sorted({stat.layer for stat in which if stat.layer is not None}))
+
+
+def _in_layers(gradients: GradientRecord, which: Sequence[GradientStat]) -> str:
+    found = _layers_of(which)
+    return f" of {layers(found, len(_layers_of(gradients.stats)))}" if found else ""
+
+
+def _target(gradients: GradientRecord) -> str:
+    return "log-probability" if gradients.target == "logprob" else "margin"
+
+
+def _finding(
+    id_: str,
+    gradients: GradientRecord,
+    sentence: str,
+    evidence: dict[str, Any],
+    layer: int | None = None,
+    series: str = "",
+    several: tuple[int, ...] = (),
+) -> Finding:
+    return Finding(
+        id=id_,
+        severity=GradientsRule.findings[id_].severity,
+        sentence=sentence,
+        generation=gradients.generation,
+        branch=gradients.branch,
+        step=gradients.step,
+        layer=layer,
+        evidence=evidence,
+        layers=several if len(several) > 1 else (),
+        series=series,
+    )

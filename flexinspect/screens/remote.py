@@ -1,0 +1,84 @@
+"""The capture behind a trace: found by its trace or its process, and talked to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexinspect.errors import ControlError
+from flexinspect.feed import Feed
+
+if TYPE_CHECKING:
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import Status
+
+LOOK_PATIENCE_S = 1.0
+"""How long a look at the state may take; what answers later is held by something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How the capture stands: `status` is None when there is none, or when it `is_silent`."""
+
+    status: Status | None = None
+    is_silent: bool = False
+
+    @property
+    def state(self) -> str:
+        """Its state, empty when nothing is known."""
+        return self.status.state if self.status is not None else ""
+
+
+class Remote:
+    """Talks to the capture that writes a feed's trace. Every method may block: never in the loop.
+
+    What it needs is imported with the first word: most traces are finished, and nobody talks.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+        self._known: ControlClient | None = None
+
+    def client(self) -> ControlClient:
+        """Return the client of the capture. Raises `ControlError` when nothing runs any more."""
+        if self._known is None:
+            self._known = self._find()
+        if self._known is None:
+            raise ControlError(
+                "No capture runs behind this trace, so there is no model to command.",
+                hint="A run of the interface keeps its model until q; without it, add --hold.",
+            )
+        return self._known
+
+    def look(self) -> Standing:
+        """Return how the capture stands, without ever raising."""
+        from flexinspect.control.client import ControlClient
+
+        try:
+            client = self.client()
+            quick = ControlClient(client.address, patience_s=LOOK_PATIENCE_S)
+            return Standing(quick.status())
+        except ControlError as error:
+            silent = isinstance(error.__cause__, TimeoutError)
+            if not silent:
+                self._known = None
+            return Standing(is_silent=silent)
+
+    def _find(self) -> ControlClient | None:
+        from flexinspect.control.client import ControlClient
+        from flexinspect.control.registry import running
+
+        process, path = self._feed.process, self._feed.path
+        pid = process.pid if process is not None else None
+        for entry in running():
+            if entry.pid == pid or (path is not None and _is_same(Path(entry.trace), path)):
+                return ControlClient(entry.address)
+        return None
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return one == other

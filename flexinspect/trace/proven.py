@@ -1,0 +1,42 @@
+"""Storing what a proof found in a trace of the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexinspect.errors import UsageError
+from flexinspect.trace.append import Reviewed, append
+from flexinspect.trace.reader import TraceReader, open_trace
+
+if TYPE_CHECKING:
+    from flexinspect.proofs import Proof
+
+
+def add_proof(proof: Proof, path: Path, generation: int | None = None) -> int:
+    """Store a proof's findings; see `Proof.add_to`."""
+    with open_trace(path) as reader:
+        numbers = [about.generation for about in reader.generations()]
+        if not numbers or (generation is not None and generation not in numbers):
+            which = "generation" if generation is None else f"generation {generation}"
+            raise UsageError(f"{path} has no {which} to add a proof to.")
+        if generation is None:
+            generation = _fed_the_same(reader, str(proof.facts.get("fed", "")), numbers)
+    at = time.time()
+    findings = tuple(replace(one, generation=generation) for one in proof.findings)
+    # A proof may be made again, after a repair: each has a name of its own.
+    append(path, [Reviewed(f"prove {proof.kind} at {at:.3f}", generation, findings, (), at, 0.0)])
+    return generation
+
+
+def _fed_the_same(reader: TraceReader, fed: str, numbers: list[int]) -> int:
+    """Return the first generation with the prompt that the proof was made on, else the first."""
+    for number in numbers:
+        ids = [token.token_id for token in reader.tokens(number) if token.step is None]
+        listed = ",".join(map(str, ids))
+        if fed and hashlib.blake2b(listed.encode(), digest_size=8).hexdigest() == fed:
+            return number
+    return numbers[0]

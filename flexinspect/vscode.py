@@ -1,0 +1,254 @@
+"""VSCode's `launch.json`: the configurations that flexinspect brings, merged into a user's file.
+
+The user's text is kept as it is: ours is put in before the end of the list.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexinspect.errors import FlexInspectError, UsageError
+
+PORT = 5678
+"""Where the configurations expect debugpy; `--debugpy 5678` lets it listen there."""
+
+_COMMON = {"type": "debugpy", "justMyCode": False}
+_LAUNCH = {**_COMMON, "request": "launch", "console": "integratedTerminal"}
+
+CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
+    {
+        "name": "flexinspect: run a generation",
+        **_LAUNCH,
+        "module": "flexinspect",
+        "pythonArgs": ["-Xfrozen_modules=off"],
+        "args": ["run", "--model", "demo", "--max-samples", "2"],
+        "subProcess": True,  # the model runs in a process of its own
+    },
+    {
+        "name": "flexinspect: run this file",
+        **_LAUNCH,
+        "module": "flexinspect",
+        "pythonArgs": ["-Xfrozen_modules=off"],
+        "args": ["run", "${file}"],
+        "subProcess": True,
+    },
+    {
+        "name": "flexinspect: attach to a run",
+        **_COMMON,
+        "request": "attach",
+        "connect": {"host": "127.0.0.1", "port": PORT},
+    },
+    {
+        "name": "flexinspect: attach by process id",
+        **_COMMON,
+        "request": "attach",
+        "processId": "${command:pickProcess}",
+    },
+    {
+        "name": "flexinspect: tests",
+        **_LAUNCH,
+        "module": "pytest",
+        "args": ["tests"],
+    },
+)
+"""What is written: launches whose capture process is debugged too, and two ways to attach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """A merged text, and the names that were added and that were there already."""
+
+    text: str
+    added: tuple[str, ...]
+    kept: tuple[str, ...]
+
+
+def merge(
+    text: str, configurations: Sequence[Mapping[str, Any]] = CONFIGURATIONS, *, name: str = ""
+) -> Merged:
+    """Return a launch.json with the configurations that it lacks, by name, put at the end.
+
+    `name` is what the file is called in an error. Raises `UsageError` with line and column for a
+    text that is broken, or whose configurations are no list.
+    """
+    if not text.strip():
+        whole = _dump({"version": "0.2.0", "configurations": list(configurations)}, "  ")
+        return Merged(whole + "\n", tuple(str(one["name"]) for one in configurations), ())
+    found = _Document(text, name)
+    there = found.names()
+    missing = [one for one in configurations if one["name"] not in there]
+    merged = found.with_added(missing) if missing else text
+    _check(text, merged, missing)
+    names = tuple(str(one["name"]) for one in configurations)
+    return Merged(
+        merged,
+        tuple(one for one in names if one not in there),
+        tuple(one for one in names if one in there),
+    )
+
+
+def _check(before: str, after: str, added: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `FlexInspectError` rather than write a text that does not say what it should."""
+    import json5
+
+    wanted = json5.loads(before)
+    wanted["configurations"] = [*wanted.get("configurations", []), *added]
+    if json5.loads(after) != wanted:
+        raise FlexInspectError(
+            "The configurations could not be put in without changing others.",
+            hint="Add them by hand: flexinspect vscode --dry-run prints them for an empty folder.",
+        )
+
+
+class _Document:
+    """A parsed text and the places in it."""
+
+    def __init__(self, text: str, name: str) -> None:
+        from json5.loader import ModelLoader, loads
+        from json5.model import JSONArray, JSONObject
+        from json5.utils import JSON5DecodeError
+
+        self.text, self.name = text, name
+        try:
+            root = loads(text, loader=ModelLoader()).value
+        except JSON5DecodeError as error:
+            raise self._refusal(*_first(error, len(text))) from None
+        if not isinstance(root, JSONObject):
+            raise self._refusal(root._tok.index, "an object is expected here")
+        self.root = root
+        self.list: Any = None
+        for key, value in zip(root.keys, root.values, strict=True):
+            if getattr(key, "characters", getattr(key, "name", None)) == "configurations":
+                self.list = value
+        if self.list is not None and not isinstance(self.list, JSONArray):
+            raise self._refusal(self.list._tok.index, '"configurations" is expected to be a list')
+
+    def _refusal(self, at: int, what: str) -> UsageError:
+        line = self.text.count("\n", 0, at) + 1
+        column = at - (self.text.rfind("\n", 0, at) + 1) + 1
+        return UsageError(
+            f"{self.name or 'launch.json'}, line {line}, column {column}: {what}.",
+            hint="Mend it first; nothing was written.",
+        )
+
+    def names(self) -> set[str]:
+        """Return the names of the configurations that are there."""
+        import json5
+
+        found = json5.loads(self.text).get("configurations", [])
+        return {str(one.get("name")) for one in found if isinstance(one, dict)}
+
+    def with_added(self, configurations: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text with these at the end of the list, which is made if there is none."""
+        unit = self._unit()
+        if self.list is None:
+            block = '"configurations": ' + _dump(configurations, unit)
+            return self._insert(self.root, block, unit)
+        blocks = [_dump(one, unit) for one in configurations]
+        return self._insert(self.list, ",\n".join(blocks), unit)
+
+    def _insert(self, node: Any, block: str, unit: str) -> str:
+        """Put lines before the closing bracket of a list or an object."""
+        text, end = self.text, node._end_tok.index
+        line = text.rfind("\n", 0, end) + 1
+        own_line = not text[line:end].strip()
+        indent = _indent(text, end) + unit
+        lines = "".join(f"{indent}{row}\n" for row in block.split("\n"))
+        if node.values and node.trailing_comma is not None:
+            lines = lines[:-1] + ",\n"
+        if own_line:
+            head, tail = text[:line], lines + text[line:]
+        else:
+            head, tail = text[:end], "\n" + lines + indent.removesuffix(unit) + text[end:]
+        if node.values and node.trailing_comma is None:
+            last = node.values[-1]._end_tok.end
+            head = head[:last] + "," + head[last:]
+        return _with_newlines(head, tail, text)
+
+    def _unit(self) -> str:
+        """Return one level of the file's indentation."""
+        found = re.search(r'\n([ \t]+)"', self.text)
+        return found[1] if found else "  "
+
+
+def _with_newlines(head: str, tail: str, text: str) -> str:
+    """Join, with the line breaks that the file has."""
+    if "\r\n" in text:
+        tail = re.sub(r"(?<!\r)\n", "\r\n", tail)
+    return head + tail
+
+
+def _indent(text: str, at: int) -> str:
+    line = text[text.rfind("\n", 0, at) + 1 : at]
+    return line[: len(line) - len(line.lstrip())]
+
+
+def _dump(value: Any, unit: str) -> str:
+    """Return our own JSON, with lists of words on one line, as people write them."""
+    text = json.dumps(value, indent=unit, ensure_ascii=False)
+    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: f"[{_line(found[1])}]", text)
+
+
+def _line(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", text)
+
+
+def _first(error: ValueError, end: int) -> tuple[int, str]:
+    """Return place and words of the first error that a parser told of; `end` for no place."""
+    said = str(error).replace("There were multiple errors parsing the JSON5 document.", "")
+    said = re.sub(r"\s*The primary error was:\s*", "", said)
+    place = re.search(r"\(char (\d+)\)", said)
+    words = re.split(r" at: line | in or near|\n| \(line ", said.strip())[0].rstrip(". ")
+    return int(place[1]) if place else end, words or "it is not JSON"
+
+
+def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, Merged]:
+    """Merge our configurations into a folder's `.vscode/launch.json`, which is made if need be.
+
+    It is replaced at once or not at all, and not touched when nothing is missing. Raises
+    `UsageError` for a folder that is not there and a file that cannot be read.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"There is no folder {folder}.", hint="Give --folder an existing one.")
+    path = folder / ".vscode" / "launch.json"
+    old, mark = _read(path)
+    merged = merge(old, name=str(path))
+    if merged.added and not dry_run:
+        _write(path, mark + merged.text)
+    return path, merged
+
+
+def _read(path: Path) -> tuple[str, str]:
+    """Return the text of a file, nothing for none, and the mark that it begins with, if any."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        return "", ""
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8: {error}.", hint="Nothing was written.") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    mark = "\ufeff" if text.startswith("\ufeff") else ""
+    return text.removeprefix(mark), mark
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file at once; a link stays a link, and the mode stays."""
+    target = Path(os.path.realpath(path))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=target.parent, prefix="launch-", suffix=".json")
+        with os.fdopen(number, "wb") as file:
+            file.write(text.encode("utf-8"))
+        part = Path(name)
+        part.chmod(target.stat().st_mode & 0o7777 if target.exists() else 0o644)
+        part.replace(target)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from None

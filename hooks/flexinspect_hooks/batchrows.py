@@ -1,0 +1,152 @@
+"""What a mask does in batch rows beyond the first, whose cells alone are recorded: a sample.
+
+A rule that ignores the batch costs one evaluation of the sample, once for each rule and kind of
+step. A mask made for one batch row whose rule reads `b` is right uncompiled and wrong compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexinspect.records import EventRecord
+from flexinspect_hooks.buffer import StepBuffer, Values
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.hook import StepDraft
+from flexinspect_hooks.ruleidentity import rule_name
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.callrefs import CallRef
+    from flexinspect_hooks.received import ReceivedMask
+
+BATCH_ROWS = "batch-rows"
+SAMPLE = 32
+"""Rows of a mask that are evaluated for every batch row."""
+MOST = 1 << 22
+"""Cells, over batch rows, that are evaluated at once; larger masks are left alone."""
+
+_PREFIX = "batchrows/"
+
+
+class BatchRows:
+    """Looks at each mask of a batch once, and tells where its batch rows differ."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def begin(self) -> None:
+        """A generation begins: its rules may have captured other things."""
+        self._seen.clear()
+
+    def put(
+        self,
+        refs: Sequence[CallRef],
+        numbers: Sequence[int],
+        masks: Sequence[ReceivedMask],
+        buffer: StepBuffer,
+    ) -> None:
+        """Put, for each mask that is new and for several batch rows, how these differ."""
+        if refs[0].query.shape[0] < 2:
+            return
+        first = {number: ref for ref, number in zip(reversed(refs), reversed(numbers), strict=True)}
+        for mask in masks:
+            ref = first.get(mask.number)
+            if ref is None or not self._is_new(ref, mask):
+                continue
+            with suppress(Exception):  # a rule may not take what the call itself never gave it
+                cells = _cells(ref.mask, ref.query.shape[0], mask)
+                if cells is not None:
+                    buffer.put(f"{_PREFIX}{mask.number}", _summary(cells, mask))
+
+    def _is_new(self, ref: CallRef, mask: ReceivedMask) -> bool:
+        rule = None if mask.rule is None else rule_name(mask.rule)
+        key = (ref.layer, mask.kind, rule, mask.q_len == 1, ref.query.shape[0])
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        return True
+
+
+def _cells(received: Any, batch: int, mask: ReceivedMask) -> Tensor | None:
+    """Return the sampled rows of every batch row in head 0, bool (batch, sample, keys).
+
+    None for what is one and the same for all of them.
+    """
+    rows = _sampled(mask.q_len)
+    if batch * len(rows) * mask.kv_len > MOST:
+        return None
+    if isinstance(received, BlockMask):
+        return _of_rule(received, batch, rows, mask.kv_len)
+    if not isinstance(received, Tensor) or received.dim() != 4 or received.shape[0] != batch:
+        return None
+    if received.shape[2] != mask.q_len:
+        return None
+    part = received[:, 0, rows.to(received.device), : mask.kv_len]
+    return part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
+
+
+def _sampled(n_rows: int) -> Tensor:
+    """Return the first rows, the last, and some between."""
+    return torch.linspace(0, n_rows - 1, min(n_rows, SAMPLE)).round().long()
+
+
+def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Tensor | None:
+    """Evaluate a rule as flex does. vmap gives batch rows that it ignores a stride of 0."""
+    device = block_mask.kv_num_blocks.device
+    over_kv = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
+    over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
+    over_b = torch.vmap(over_q, in_dims=(0, None, None, None))
+    zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n_keys)
+    batches = torch.arange(batch, device=device)
+    cells: Tensor = over_b(batches, zero, rows.to(device), keys.to(device))
+    return None if cells.stride(0) == 0 else cells
+
+
+def _summary(cells: Tensor, mask: ReceivedMask) -> Tensor:
+    """Return int64 (batch, 5) for each batch row.
+
+    Cells that differ from batch row 0, the first of them (row, key), open cells, and cells that lie
+    in the future of their row.
+    """
+    rows = _sampled(mask.q_len).to(cells.device)
+    keys = torch.arange(cells.shape[2], device=cells.device)
+    differs = (cells != cells[:1]).flatten(1)
+    at = differs.int().argmax(1)
+    later = keys + mask.kv_offset > (rows + mask.q_offset)[:, None]
+    counts = [(cells & later).flatten(1).sum(1), cells.flatten(1).sum(1)]
+    place = (rows[at // cells.shape[2]], keys[at % cells.shape[2]])
+    return torch.stack([differs.sum(1), *place, *reversed(counts)], 1)
+
+
+def record_batch_rows(
+    values: Values,
+    masks: Sequence[ReceivedMask],
+    names: Sequence[str],
+    about: StepContext,
+    draft: StepDraft,
+) -> None:
+    """Tell of the masks whose batch rows differ (writer thread); `names` are fingerprints."""
+    for mask, name in zip(masks, names, strict=True):
+        found = values.get(f"{_PREFIX}{mask.number}")
+        if found is None or not found[:, 0].any():
+            continue
+        other = int(np.flatnonzero(found[:, 0])[0])
+        data = {
+            "mask": name,
+            "made_for": int(mask.batch),
+            "batch": len(found),
+            "differ": np.flatnonzero(found[:, 0]).tolist(),
+            "first": [other, *(int(n) for n in found[other, 1:3])],
+            "open": found[:, 3].tolist(),
+            "future": found[:, 4].tolist(),
+        }
+        text = f"A mask differs between {len(data['differ']) + 1} of {len(found)} batch rows."
+        draft.events.append(
+            EventRecord(BATCH_ROWS, text, about.started_at, about.generation, about.step, data)
+        )

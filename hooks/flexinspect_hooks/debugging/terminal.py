@@ -1,0 +1,182 @@
+"""pdb on the user's terminal, which belongs to whoever started this process.
+
+That one is asked for it before the first prompt, waits while pdb has it, and gets it back when the
+run goes on. The terminal is opened by its name: this process has a session of its own, and its
+standard streams are pipes.
+"""
+
+from __future__ import annotations
+
+import pdb
+import sys
+import threading
+import traceback
+from bdb import BdbQuit
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from flexinspect_hooks.debugging.frames import is_users
+from flexinspect_hooks.debugging.holding import because, held
+
+ANSWER_S = 10.0
+"""How long an answer of whoever has the terminal is waited for."""
+
+_terminals: list[Terminal] = []
+"""The one of this process, where pdb was asked for."""
+
+
+def use(name: str, ask: Callable[[bool], None]) -> None:
+    """Let pdb stop on the terminal of this name, for `breakpoint()`, exceptions and model events.
+
+    `ask` is told True when the terminal is wanted, which `granted` answers, and False when it is
+    free again.
+    """
+    _terminals[:] = [Terminal(name, ask)]
+    sys.breakpointhook = lambda *args, **kwargs: stop(sys._getframe(1), "breakpoint()")
+
+
+def is_ready() -> bool:
+    """Say whether pdb may stop."""
+    return bool(_terminals)
+
+
+def granted() -> None:
+    """The terminal is ours."""
+    for one in _terminals:
+        one.granted()
+
+
+def stop(frame: FrameType, reason: str) -> None:
+    """Show pdb's prompt at once in a frame; returns when the run goes on.
+
+    Raises `KeyboardInterrupt` when the user quits.
+    """
+    for one in _terminals:
+        one.pdb().stop(frame, reason)
+
+
+def post_mortem(error: BaseException) -> None:
+    """Show pdb's prompt where an exception came from, if pdb was asked for."""
+    cause = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause.__traceback__ is not None:
+        for one in _terminals:
+            one.pdb().look_at(cause)
+
+
+class Terminal:
+    """The user's terminal, lent by whoever has it."""
+
+    def __init__(self, name: str, ask: Callable[[bool], None]) -> None:
+        self._name, self._ask = name, ask
+        self._is_lent = False
+        self._answer = threading.Event()
+        self._pdb: Pdb | None = None
+
+    def pdb(self) -> Pdb:
+        """Return the debugger on it; one for all stops, as breakpoints are set in it."""
+        if self._pdb is None:
+            # Two streams: one that reads and writes would have to be able to seek.
+            path = Path(self._name)
+            reads = path.open(encoding="utf-8")
+            writes = path.open("w", encoding="utf-8")
+            self._pdb = Pdb(self, reads, writes)
+        return self._pdb
+
+    def borrow(self) -> None:
+        """Have it, from now to `give_back`."""
+        if not self._is_lent:
+            self._is_lent = True
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(AttributeError, OSError, ValueError):
+                    stream.flush()  # what was printed before comes before
+            self._answer.clear()
+            self._ask(True)
+            self._answer.wait(ANSWER_S)
+
+    def give_back(self) -> None:
+        """The run goes on."""
+        if self._is_lent:
+            self._is_lent = False
+            self._ask(False)
+
+    def granted(self) -> None:
+        """It was given."""
+        self._answer.set()
+
+
+class Pdb(pdb.Pdb):
+    """pdb that borrows its terminal, and whose `quit` ends the run as Ctrl-C does."""
+
+    def __init__(self, terminal: Terminal, reads: Any, writes: Any) -> None:
+        super().__init__(stdin=reads, stdout=writes, nosigint=True, readrc=False)
+        self.prompt = "(flexinspect pdb) "
+        self._terminal = terminal
+
+    def stop(self, frame: FrameType, reason: str) -> None:
+        """Prompt at once in `frame`, above the running one, and trace on from there if asked to."""
+        self.reset()
+        above: FrameType | None = frame
+        while above is not None:
+            above.f_trace = self.trace_dispatch
+            self.botframe, above = above, above.f_back
+        self._terminal.borrow()
+        with because(reason):
+            self.message(f"> stopped: {reason}")
+            self.interaction(frame, None)
+        if self.quitting:
+            raise KeyboardInterrupt
+        if self.stopframe is not self.botframe or self.breaks:
+            sys.settrace(self.trace_dispatch)
+
+    def look_at(self, error: BaseException) -> None:
+        """Prompt where an exception came from, in the user's innermost frame of it."""
+        trace = error.__traceback__
+        assert trace is not None
+        self.reset()
+        said = traceback.format_exception_only(error)[-1].strip()
+        self._terminal.borrow()
+        self.message(f"> {said}")
+        with because(said):
+            self.interaction(None, _to_users(trace))
+        self._terminal.give_back()
+
+    def interaction(self, frame: FrameType | None, traceback: Any) -> None:
+        """Prompt; the terminal is kept between two steps, and given back when the run goes on."""
+        self._terminal.borrow()
+        last = traceback if isinstance(traceback, TracebackType) else None
+        while last is not None and last.tb_next is not None:
+            last = last.tb_next
+        where = frame or (last.tb_frame if last is not None else sys._getframe())
+        with held("pdb", where):
+            super().interaction(frame, traceback)
+        if self.quitting or self.stopframe is self.botframe:
+            self._terminal.give_back()
+
+    def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Trace; a quit ends the run."""
+        try:
+            return super().trace_dispatch(frame, event, arg)
+        except BdbQuit:
+            raise KeyboardInterrupt from None
+
+
+def _to_users(trace: TracebackType) -> TracebackType:
+    """Return a traceback that ends in the user's innermost frame, whole where there is none."""
+    links = []
+    one: TracebackType | None = trace
+    while one is not None:
+        links.append(one)
+        one = one.tb_next
+    own = [n for n, link in enumerate(links) if is_users(link.tb_frame)]
+    if not own:
+        return trace
+    made: TracebackType | None = None
+    for link in reversed(links[: own[-1] + 1]):
+        made = TracebackType(made, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    assert made is not None
+    return made

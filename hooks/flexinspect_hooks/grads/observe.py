@@ -1,0 +1,142 @@
+"""Gradients reduced to a few numbers while they come: none is kept, and no `.grad` is touched.
+
+One backward pass gives the gradient of every parameter, and a model's worth of them would not fit.
+So a hook on each parameter reduces its gradient as soon as it is whole, and hands on zeros that
+take no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.gradientrecords import GradientStat
+from flexinspect_hooks.grads.parts import PartNames
+
+PIECE = 1 << 20
+"""Values that are summed at once."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one backward left: parameters by name, norms per layer, the embeddings' two sides."""
+
+    stats: dict[str, GradientStat] = field(default_factory=dict)
+    layers: dict[int, Tensor] = field(default_factory=dict)
+    """Norm of the gradient at each layer's output; -1 stands for the embeddings."""
+    embeddings: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+class Observer:
+    """While entered, parameters and hidden states of `model` ask for gradients and are observed.
+
+    `blocks` maps a layer to (name, decoder layer). On leaving, every parameter asks for gradients
+    exactly if it did before, and every hook is gone.
+    """
+
+    def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
+        self._model, self._blocks = model, blocks
+        self._parts = PartNames(model, blocks)
+        self._before: list[tuple[nn.Parameter, bool]] = []
+        self._handles: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
+        self.seen = Seen()
+
+    def __enter__(self) -> Observer:
+        self.seen = Seen()
+        try:
+            self._watch_parameters()
+            embeddings = self._model.get_input_embeddings()
+            self._handles.append(embeddings.register_forward_hook(self._embedded))
+            for layer, (_, block) in self._blocks.items():
+                self._handles.append(block.register_forward_hook(self._outputs_of(layer)))
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        while self._before:
+            parameter, asked = self._before.pop()
+            parameter.requires_grad_(asked)
+        self.parameters.clear()
+
+    def _watch_parameters(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if not parameter.is_floating_point():  # quantised weights have no gradient
+                continue
+            self._before.append((parameter, parameter.requires_grad))
+            parameter.requires_grad_(True)
+            self.parameters.append(parameter)
+            self._handles.append(parameter.register_hook(self._reduces(name, parameter)))
+
+    def _reduces(self, name: str, parameter: nn.Parameter) -> Any:
+        layer, part = self._parts.of(name, parameter)
+
+        def reduce(gradient: Tensor) -> Tensor:
+            self.seen.stats[name] = stat_of(name, gradient, layer, part)
+            return gradient.new_zeros(()).expand_as(gradient)
+
+        return reduce
+
+    def _embedded(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if not output.requires_grad:
+            output = output.detach().requires_grad_(True)
+        self.seen.embeddings = output.detach()
+        output.register_hook(self._at_embeddings)  # type: ignore[no-untyped-call]
+        return output
+
+    def _at_embeddings(self, gradient: Tensor) -> None:
+        self.seen.gradient = gradient.detach()
+        self.seen.layers[-1] = norm_of(gradient)
+
+    def _outputs_of(self, layer: int) -> Any:
+        def watch(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, Tensor) and hidden.requires_grad:
+                hidden.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient: self._at_layer(layer, gradient)
+                )
+
+        return watch
+
+    def _at_layer(self, layer: int, gradient: Tensor) -> None:
+        self.seen.layers[layer] = norm_of(gradient)
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """Return the Euclidean norm, summed in float64: squares of large gradients overflow float32.
+
+    Piece by piece, as torch makes a float64 copy of whatever it sums.
+    """
+    pieces = gradient.detach().reshape(-1).split(PIECE)  # type: ignore[no-untyped-call]
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def stat_of(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
+    """Return a gradient as numbers. NaN and Inf are counted only where the norm is not finite."""
+    gradient = gradient.detach()
+    norm = float(norm_of(gradient))
+    n_nan = n_inf = 0
+    if norm != norm or norm == torch.inf:
+        n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
+    ends = torch.stack(torch.aminmax(gradient)) if gradient.numel() else gradient.new_zeros(1)
+    return GradientStat(name, norm, float(ends.abs().max()), n_nan, n_inf, layer, part)

@@ -1,0 +1,109 @@
+"""The tree of what was decoded: each branch with the tokens it chose, and how to meet them again.
+
+A branch (`Line`) holds its own steps only, from its `fork_step` on; what lies before is its
+parent's, as in the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flexinspect_hooks.masksource import MaskSource
+
+
+class StepMark(NamedTuple):
+    """What is kept of a step to run it again: small, whatever the model's size.
+
+    `random` is the sampler's state before the choice (None when greedy), `check` the checksum of
+    the logits, 0-dim on the device.
+    """
+
+    token_id: int
+    random: Tensor | None
+    check: Tensor
+    wall_ms: float
+
+
+@dataclass(slots=True)
+class Line:
+    """One branch.
+
+    `recomputed` says that its first own step fed the whole sequence anew. `forced` are tokens that
+    its first own steps take in place of those drawn. `change` is what made it differ, as
+    `BranchRecord` has it. `ended` is why it ended, empty while it may go on; `is_closed` tells
+    whether the trace holds its end.
+    """
+
+    branch: int
+    source: MaskSource
+    parent: Line | None = None
+    fork_step: int = 0
+    forced: tuple[int, ...] = ()
+    recomputed: bool = False
+    change: Mapping[str, Any] = field(default_factory=dict)
+    random: Tensor | None = None
+    """The sampler's state behind the last step, once the line was left."""
+    marks: list[StepMark] = field(default_factory=list)
+    ended: str = ""
+    is_closed: bool = False
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of the line, those of its parents before the fork included."""
+        return self.fork_step + len(self.marks)
+
+    def family(self) -> Iterator[Line]:
+        """Yield the line and its parents, newest first."""
+        here: Line | None = self
+        while here is not None:
+            yield here
+            here = here.parent
+
+    def owner(self, step: int) -> Line:
+        """Return the line that holds a step."""
+        return next(line for line in self.family() if step >= line.fork_step)
+
+    def mark(self, step: int) -> StepMark:
+        """Return what is kept of a step, its own or a parent's. Raises `IndexError`."""
+        owner = self.owner(step)
+        return owner.marks[step - owner.fork_step]
+
+    def token_ids(self, n_steps: int) -> list[int]:
+        """Return the tokens of the first `n_steps` steps."""
+        return [self.mark(step).token_id for step in range(n_steps)]
+
+    def origin(self, step: int) -> Line:
+        """Return the line whose forward over the whole sequence the cache at a step stems from."""
+        family = self.owner(step).family()
+        return next(line for line in family if line.recomputed or line.parent is None)
+
+    def recomputed_at(self, step: int) -> bool:
+        """Say whether a step of this very line fed the whole sequence anew."""
+        return self.recomputed and step == self.fork_step
+
+    def random_after(self, step: int) -> Tensor | None:
+        """Return the sampler's state behind a step."""
+        here: Line = self
+        while step + 1 >= here.n_steps and here.parent is not None and step < here.fork_step:
+            here = here.parent
+        return here.mark(step + 1).random if step + 1 < here.n_steps else here.random
+
+    def forced_at(self, step: int) -> int | None:
+        """Return the token that a step had to take, None where it was free."""
+        owner = self.owner(step)
+        number = step - owner.fork_step
+        return owner.forced[number] if number < len(owner.forced) else None
+
+    def shared(self, other: Line, upto: int) -> int:
+        """Return the last step up to `upto` that both lines computed as one, -1 without any.
+
+        From there on they differ in a token, in a mask, or in how their keys came to be.
+        """
+        last = min(upto, other.n_steps - 1)
+        while last >= 0 and self.owner(last) is not other.owner(last):
+            last = max(self.owner(last).fork_step, other.owner(last).fork_step) - 1
+        return last

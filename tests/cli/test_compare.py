@@ -1,0 +1,196 @@
+"""`flexinspect compare`: what differs between two traces, what is rounding, and exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step
+
+from flexinspect.commands import main
+from flexinspect.compare.steps import LayerDifference, jump_of
+from flexinspect.records import ArrayRecord, GenerationEnd, StepRecord
+from flexinspect.trace.writer import TraceWriter
+
+STEPS = 4
+
+
+def write(path: Path, *steps: StepRecord, prompt: Any = None) -> Path:
+    """Write a trace of one generation with these steps."""
+    with TraceWriter.create(path, RUN) as writer:
+        writer.begin_generation(sample_generation(0) if prompt is None else prompt)
+        for step in steps:
+            writer.write_step(step)
+        writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS, "eos", 1010.0))
+    return path
+
+
+def healthy() -> list[StepRecord]:
+    return [sample_step(step, 0, nan_at=None) for step in range(STEPS)]
+
+
+def scaled(step: StepRecord, layer: int, by: float) -> StepRecord:
+    """Return a step whose layer is larger by a share, in all that is recorded of it."""
+    stats = tuple(
+        replace(one, norm=one.norm * by, std=one.std * by, min=one.min * by, max=one.max * by)
+        if one.layer == layer
+        else one
+        for one in step.layer_stats
+    )
+    return replace(step, layer_stats=stats)
+
+
+def compared(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str]:
+    code = main(["compare", *map(str, words)])
+    return code, capsys.readouterr().out
+
+
+def test_a_trace_and_its_copy_are_said_to_be_identical(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *healthy())
+    b = Path(shutil.copy(a, tmp_path / "b.flextrace"))
+    code, out = compared(capsys, a, b)
+    assert code == 0
+    assert "Identical files: byte for byte the same" in out
+    assert "4 steps compared: the same" in out
+
+
+def test_two_runs_of_one_kind_are_the_same_though_their_files_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *healthy())
+    late = [replace(step, wall_ms=99.0) for step in healthy()]
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *late), "--json")
+    said = json.loads(out)
+    assert (code, said["verdict"], said["identical"]) == (0, "same", False)
+    assert said["generations"][0]["first_difference"] is None
+
+
+def test_a_layer_that_jumps_is_named_with_what_it_added(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *healthy())
+    steps = healthy()
+    for layer in range(2, LAYERS):
+        steps[1] = scaled(steps[1], layer, 1.5)
+    b = write(tmp_path / "b.flextrace", *steps)
+    code, out = compared(capsys, a, b, "--json")
+    (generation,) = json.loads(out)["generations"]
+    assert (code, generation["verdict"], generation["jump"]) == (1, "different", 2)
+    assert generation["first_difference"] == 1
+    layers = generation["steps"][1]["layers"]
+    assert [one["added"] > 0.1 for one in layers] == [False, False, True, False]
+    assert "layer 2 stands out" in compared(capsys, a, b)[1]
+
+
+def test_rounding_counts_only_when_exactness_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *healthy())
+    steps = [scaled(step, 1, 1.00001) for step in healthy()]
+    b = write(tmp_path / "b.flextrace", *steps)
+    code, out = compared(capsys, a, b)
+    assert code == 0
+    assert "numbers differ by rounding" in out
+    assert compared(capsys, a, b, "--exact")[0] == 1
+
+
+def test_where_tokens_part_both_margins_are_given_and_nothing_after_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = healthy()
+    logits = steps[1].logits
+    assert logits is not None
+    other = logits.candidates[1].token_id
+    steps[1] = replace(steps[1], logits=replace(logits, chosen_id=other, chosen_rank=1, margin=0.5))
+    steps[2] = scaled(steps[2], 0, 3.0)
+    a = write(tmp_path / "a.flextrace", *healthy())
+    b = write(tmp_path / "b.flextrace", *steps)
+    code, out = compared(capsys, a, b, "--json")
+    (generation,) = json.loads(out)["generations"]
+    assert (code, generation["parted_at"], len(generation["steps"])) == (1, 1, 2)
+    assert generation["steps"][1]["margins"][1] == 0.5
+    assert "from step 2 on the two are fed other tokens" in compared(capsys, a, b)[1]
+
+
+def test_other_prompts_are_named_at_the_position_where_they_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *healthy())
+    record = sample_generation(0)
+    tokens = list(record.tokens)
+    tokens[3] = replace(tokens[3], token_id=999, text=" Ulysses")
+    prompt = replace(record, tokens=tuple(tokens))
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", *healthy(), prompt=prompt))
+    assert code == 1
+    assert "the prompts part at position 3: ' Emma' against ' Ulysses'" in out
+
+
+def test_masks_that_differ_are_counted_and_placed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = healthy()
+    mask = steps[0].masks[0]
+    assert mask.cells is not None
+    cells = mask.cells.copy()
+    cells[:, 7, 2] = ~cells[:, 7, 2]
+    other = replace(mask, fingerprint="other", cells=cells)
+    calls = tuple(
+        replace(call, mask="other") if call.mask == mask.fingerprint else call
+        for call in steps[0].calls
+    )
+    masks = tuple(other if one is mask else one for one in steps[0].masks)
+    steps[0] = replace(steps[0], masks=masks, calls=calls)
+    a = write(tmp_path / "a.flextrace", healthy()[0])
+    code, out = compared(capsys, a, write(tmp_path / "b.flextrace", steps[0]))
+    assert code == 1
+    assert "1 cell of the first, first at row 7, key 2" in out
+
+
+def test_hidden_states_go_before_statistics(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ones = np.ones((1, 8), np.float32)
+    one, two = (
+        replace(healthy()[1], arrays=(ArrayRecord("hidden", ones * by, 0),)) for by in (1.0, 1.25)
+    )
+    a = write(tmp_path / "a.flextrace", healthy()[0], one)
+    b = write(tmp_path / "b.flextrace", healthy()[0], two)
+    (layer,) = json.loads(compared(capsys, a, b, "--json")[1])["generations"][0]["steps"][1][
+        "layers"
+    ]
+    assert (layer["difference"], layer["exact"]) == (0.25, True)
+
+
+def test_steps_that_hold_the_numbers_of_the_step_before_are_said_to_be_stale(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = healthy()
+    frozen = [replace(step, layer_stats=steps[1].layer_stats) for step in steps]
+    a = write(tmp_path / "a.flextrace", *steps)
+    out = compared(capsys, a, write(tmp_path / "b.flextrace", *frozen))[1]
+    assert "B: steps 1-3 hold the numbers of the step before (stale)" in out
+
+
+def test_what_cannot_be_compared_is_refused_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write(tmp_path / "a.flextrace", *healthy())
+    assert main(["compare", str(a), str(tmp_path / "none.flextrace")]) == 2
+    assert main(["compare", str(a), str(a), "--generation", "7"]) == 2
+    assert "has a generation 7" in capsys.readouterr().err
+
+
+def test_even_growth_is_no_jump() -> None:
+    even = [LayerDifference(n, 0.01 * (n + 1), 0.01) for n in range(8)]
+    assert jump_of(even, 0.001) is None
+    step = [LayerDifference(n, 0.5 if n >= 3 else 0.0, 0.5 if n == 3 else 0.0) for n in range(8)]
+    jump = jump_of(step, 0.001)
+    assert jump is not None
+    assert jump.layer == 3

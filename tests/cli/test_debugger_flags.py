@@ -1,0 +1,98 @@
+"""The flags that let a debugger come to a run: what is refused, and what is said."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from support.dap import DapClient
+from support.debugged import Debugged, configuration, eventually
+
+from flexinspect.commands import main
+from flexinspect.debugger import DebuggerOptions, is_loopback, read_address
+from flexinspect.job import Job, ScriptJob
+from flexinspect.trace.reader import open_trace
+
+Said = pytest.CaptureFixture[str]
+
+
+def refused(words: list[str], capsys: Said) -> str:
+    assert main(["run", "--no-ui", *words]) == 2
+    first, _, rest = capsys.readouterr().err.partition("\n")
+    assert "Traceback" not in rest
+    return first
+
+
+@pytest.mark.parametrize("words", [["--model", "demo"], ["program.py"]])
+def test_a_port_that_is_taken_is_one_sentence_and_starts_nothing(
+    words: list[str], capsys: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("program.py").write_text("print('ran')", "utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = refused(["--debugpy", str(port), *words], capsys)
+    assert said == (
+        f"flexinspect: --debugpy cannot listen on 127.0.0.1:{port}: Address already in use."
+    )
+    assert not list(tmp_path.glob("*.flextrace*"))
+
+
+def test_another_address_needs_to_be_insisted_on(capsys: Said) -> None:
+    said = refused(["--debugpy", "0.0.0.0:0"], capsys)
+    assert "would let others than this machine in" in said
+
+
+def test_a_wait_needs_a_port_and_pdb_a_terminal_of_its_own(capsys: Said) -> None:
+    assert "--debugpy is not given" in refused(["--wait-for-client"], capsys)
+    assert "exclude each other" in refused(["--pdb", "--debugpy", "0"], capsys)
+    assert "--pdb needs a terminal" in refused(["--pdb"], capsys)
+
+
+@pytest.mark.parametrize("text", ["", "host:", "70000", "5678x", "127.0.0.1"])
+def test_an_address_that_is_none_is_refused_with_the_usage(text: str, capsys: Said) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--debugpy", text])
+    assert end.value.code == 2
+    assert "is not [HOST:]PORT" in capsys.readouterr().err
+
+
+def test_addresses_are_read_as_they_are_written_elsewhere() -> None:
+    assert read_address("5678") == ("127.0.0.1", 5678)
+    assert read_address("localhost:0") == ("localhost", 0)
+    assert read_address("[::1]:80") == ("::1", 80)
+    assert [is_loopback(host) for host in ("localhost", "::1", "127.9.9.9")] == [True] * 3
+    assert not is_loopback("192.0.2.1")
+
+
+def test_a_job_takes_its_debugger_along() -> None:
+    options = DebuggerOptions("localhost", 5678, wait=True)
+    assert Job.from_json(Job(out="t", debugger=options).to_json()).debugger == options
+    script = ScriptJob(out="t", program="p", debugger=options)
+    assert ScriptJob.from_json(script.to_json()).debugger == options
+
+
+def test_our_own_generation_waits_for_a_client_and_stops_in_a_rule_of_the_users(
+    tmp_path: Path,
+) -> None:
+    rules = tmp_path / "my_rules.py"
+    rules.write_text("def window(b, h, q_idx, kv_idx):\n    return q_idx >= kv_idx\n", "utf-8")
+    words = ("--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
+    with Debugged(tmp_path, *words, flags=("--debugpy", "0", "--wait-for-client")) as run:
+        port = run.port()
+        assert "nothing runs before a client has attached" in run.said()
+        eventually(lambda: f"waiting for a debugger on 127.0.0.1:{port}" in run.said())
+        assert "importing torch" not in run.said()
+        where = {"host": "127.0.0.1", "port": port}
+        with DapClient(**where) as client:
+            client.begin(configuration("attach to a run", connect=where), {rules: [2]})
+            _, stack = client.stopped()
+            assert (stack[0]["name"], stack[0]["line"]) == ("window", 2)
+            client.request("disconnect", terminateDebuggee=False)
+        _, code = run.finish()
+        assert code == 0
+    with open_trace(run.trace) as reader:
+        texts = [row.event.text for row in reader.events() if row.event.kind == "debugger"]
+        assert reader.run()["state"] == "finished"
+    assert texts[-1] == "a client has attached"

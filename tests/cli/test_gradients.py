@@ -1,0 +1,377 @@
+"""`flexinspect run --grads`: the same answer, gradients beside it, and findings that are stored."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.differentiated import rule_source
+
+from flexinspect import maskedits, models
+from flexinspect.commands import build_parser
+from flexinspect.commands.run import checked_job
+from flexinspect.config import load_config
+from flexinspect.datasets import load as load_samples
+from flexinspect.errors import UsageError
+from flexinspect.job import Job, parse_steps
+from flexinspect.prompts import Prompt
+from flexinspect.review import review
+from flexinspect.rules.gradients import GradientsRule
+from flexinspect.trace.gradients import steps_with_gradients
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.ensemble import Ensemble
+from flexinspect_hooks.grads import after, backward
+from flexinspect_hooks.models import load
+from flexinspect_hooks.session import CaptureSession
+
+
+@pytest.fixture
+def demo() -> Any:
+    return load(models.resolve("demo", load_config()), device="cpu", dtype="auto")
+
+
+def run(loaded: Any, out: Path, **options: Any) -> TraceReader:
+    """Run two samples as the capture process does."""
+    job = Job(out=str(out), max_samples=2, max_new_tokens=12, **options)
+    ensemble = Ensemble(loaded, job, compiled=False)
+    with TraceWriter.create(out, {}) as writer:
+        with CaptureSession(loaded.model, writer, level="basic", copy_logits=False) as session:
+            for number, sample in enumerate(load_samples("demo", max_samples=2)):
+                ensemble.run(number, ensemble.plan(sample), session)
+    return open_trace(out)
+
+
+def said(reader: TraceReader, kind: str) -> list[str]:
+    return [row.event.text for row in reader.events() if row.event.kind == kind]
+
+
+def steps_of(path: Path) -> list[tuple[Any, ...]]:
+    """Return all that the steps of a trace say of logits and tokens, bit for bit."""
+    sql = (
+        "SELECT c.generation, c.step, c.rank, c.token_id, c.logit, c.logprob, s.entropy, s.margin, "
+        "s.histogram FROM candidates c JOIN steps s USING (generation, branch, step) "
+        "ORDER BY c.generation, c.step, c.rank"
+    )
+    with closing(sqlite3.connect(path)) as db:
+        return db.execute(sql).fetchall()
+
+
+def test_the_run_is_bit_for_bit_the_same_with_gradients(demo: Any, tmp_path: Path) -> None:
+    plain, with_grads = tmp_path / "plain.flextrace", tmp_path / "grads.flextrace"
+    run(demo, plain).close()
+    run(demo, with_grads, grads="logprob").close()
+    assert steps_of(plain) == steps_of(with_grads)
+    assert len(steps_of(plain)) > 40
+
+
+def test_every_token_of_the_demo_has_gradients_and_no_finding(demo: Any, tmp_path: Path) -> None:
+    with run(demo, tmp_path / "t.flextrace", grads="logprob", detect_anomaly=True) as reader:
+        for row in reader.generations():
+            n_steps = reader.n_steps(row.generation)
+            assert steps_with_gradients(reader, row.generation) == list(range(n_steps))
+            for step in range(n_steps):
+                found = reader.gradients(row.generation, step)
+                logits = reader.logits(row.generation, step)
+                assert found is not None
+                assert logits is not None
+                assert found.agrees
+                assert found.token_id == logits.chosen_id
+                assert found.value == pytest.approx(logits.chosen_logprob, abs=1e-5)
+                assert found.tokens is not None
+                assert found.layers is not None
+                n_before = len(reader.tokens(row.generation)) - n_steps + step
+                assert found.tokens.shape == (2, n_before)
+                assert found.layers.shape == (5,)
+                assert found.anomaly is None
+        assert review(reader).note == ""
+        assert reader.findings() == []
+        (words, _) = said(reader, after.COST)
+        assert words.startswith("Gradients of 3 of 3 tokens took ")
+        phases = dict.fromkeys(row.event.text for row in reader.events())
+        assert list(phases)[:2] == [after.PHASE, words]
+        assert words.endswith("by the dense reference; 3 of 3 forwards gave the recorded logits.")
+
+
+def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
+    with run(demo, tmp_path / "a.flextrace", grads="margin", grads_steps="1,9-12") as reader:
+        assert steps_with_gradients(reader, 0) == [1]
+        found = reader.gradients(0, 1)
+        assert found is not None
+        assert found.target == "margin"
+        assert found.rival == reader.candidates(0, 1)[1].token_id
+    with run(demo, tmp_path / "b.flextrace", grads="logprob", grads_steps="40-50") as reader:
+        assert steps_with_gradients(reader, 0) == []
+        assert said(reader, after.COST)[0] == "--grads-steps 40-50 names none of the 3 steps."
+
+
+def test_without_the_flag_there_are_none(demo: Any, tmp_path: Path) -> None:
+    with run(demo, tmp_path / "t.flextrace") as reader:
+        assert steps_with_gradients(reader, 0) == []
+        assert said(reader, after.COST) == []
+
+
+def test_a_sick_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
+    demo.model.model.layers[2].mlp.up_proj.weight.data.zero_()
+    with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
+        found = [f for f in reader.findings() if f.id == "gradient.dead"]
+        # Once per generation, and every token that shows it is counted.
+        assert [(f.generation, f.step, f.layer) for f in found] == [(0, 0, 2), (1, 0, 2)]
+        n_steps = [reader.n_steps(generation) for generation in range(2)]
+        assert [f.times for f in found] == n_steps
+        assert [f.last_step for f in found] == [n - 1 for n in n_steps]
+        assert "gate_proj" in found[0].sentence
+        query = found[0].query
+    with closing(sqlite3.connect(tmp_path / "t.flextrace")) as db:
+        rows = db.execute(query).fetchall()
+    assert {row[0] for row in rows if row[1] == "mlp" and row[3] == 0} == {2}
+
+
+def test_a_review_says_the_same_afterwards(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo.model.model.layers[2].mlp.up_proj.weight.data.zero_()
+    with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
+        live = [f for f in reader.findings() if f.id == "gradient.dead"]
+        monkeypatch.setattr(GradientsRule, "name", "one that has not looked yet")
+        done = review(reader, [GradientsRule()], store=False)
+        again = [finding for one in done.unstored for finding in one.findings]
+        assert again == live
+
+
+def test_a_failure_is_an_event_and_the_answer_stands(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no room for 12 GiB")
+
+    monkeypatch.setattr(after.Differentiator, "gradients", fail)
+    with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
+        assert [row.state for row in reader.generations()] == ["finished", "finished"]
+        assert reader.generation(0).answer == "Paris"
+        assert said(reader, "gradients-failed")[0] == (
+            "The gradients of step 0 and the steps after it were not taken: OutOfMemoryError: "
+            "no room for 12 GiB"
+        )
+        assert said(reader, after.COST)[0] == "Gradients of no token were taken."
+
+
+def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backward, "flex_has_backward", lambda device: True)
+    with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
+        records = [reader.gradients(0, step) for step in range(3)]
+        assert [record and record.path for record in records] == ["dense reference"] * 3
+        assert all(record and record.agrees for record in records)
+        (text,) = said(reader, "gradients-by-reference")
+        assert text.startswith(
+            "FlexAttention's own backward failed, so the dense reference takes its place: "
+            "AttentionCallError: FlexAttention failed in layer 0"
+        )
+
+
+class Changing:
+    """Isolates segments in the prompt, and shows rows that come after it nothing of that."""
+
+    name = "changing"
+
+    def __init__(self, prompt: Prompt) -> None:
+        self._of = [rule_source(prompt, mask) for mask in ("segment-isolation", "document")]
+
+    def block_mask(self, window: Any, overlay: Any) -> Any:
+        return self._of[window.q_len == 1].block_mask(window, overlay)
+
+
+def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Path) -> None:
+    out = tmp_path / "t.flextrace"
+    ensemble = Ensemble(demo, Job(out=str(out), max_new_tokens=3, grads="logprob"), compiled=False)
+    plan = ensemble.plan(load_samples("demo", max_samples=1)[0])
+    plan = replace(plan, source=Changing(plan.prompt))
+    with TraceWriter.create(out, {}) as writer:
+        with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
+            ensemble.run(0, plan, session)
+    with open_trace(out) as reader:
+        first, second = reader.gradients(0, 0), reader.gradients(0, 1)
+        assert first is not None
+        assert second is not None
+        assert (first.agrees, second.agrees) == (True, False)
+        assert (second.stats, second.tokens, second.layers) == ((), None, None)
+        (finding,) = (f for f in reader.findings() if f.id == "gradient.gate")
+        assert finding.step == 1
+        assert said(reader, after.COST)[0].split("; ")[1].startswith("1 of ")
+
+
+@pytest.mark.parametrize("options", [{"separators": "isolated"}, {"positions": "reset"}])
+def test_rows_without_keys_and_restarting_positions_agree(
+    demo: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    with run(demo, tmp_path / "t.flextrace", grads="logprob", grads_steps="0", **options) as reader:
+        found = reader.gradients(0, 0)
+        assert found is not None
+        assert found.agrees
+        assert found.tokens is not None
+        assert np.isfinite(found.tokens).all()
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+
+def job_of(*words: str) -> Job:
+    job = checked_job(build_parser().parse_args(["run", *words]))
+    assert isinstance(job, Job)
+    return job
+
+
+def test_the_flags_say_what_is_differentiated() -> None:
+    assert job_of().grads is None
+    assert job_of("--grads").grads == "logprob"
+    job = job_of("--grads", "margin", "--grads-steps", "0,5-7", "--detect-anomaly")
+    assert (job.grads, job.grads_steps, job.detect_anomaly) == ("margin", "0,5-7", True)
+    assert Job.from_json(job.to_json()).grads_steps == "0,5-7"
+    assert parse_steps("0,5-7") == {0, 5, 6, 7}
+    assert parse_steps("all") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--grads-steps", "1"), "--grads-steps is about gradients, and none are asked for."),
+        (("--detect-anomaly",), "--detect-anomaly is about gradients, and none are asked for."),
+        (
+            ("--grads", "--grads-steps", "1,x"),
+            "--grads-steps 1,x is not a list of steps: 'x' is no number or range.",
+        ),
+        (
+            ("--grads", "--grads-steps", "-1"),
+            "--grads-steps -1 is not a list of steps: '-1' is no number or range.",
+        ),
+        (("--grads", "--grads-steps", "7-5"), "--grads-steps 7-5 names no step."),
+    ],
+)
+def test_flags_that_cannot_be_are_refused_in_one_sentence(
+    words: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        job_of(*words)
+    assert refused.value.message == sentence
+
+
+def test_a_program_of_the_users_takes_no_gradient_flags(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print()")
+    with pytest.raises(UsageError, match="--grads"):
+        checked_job(build_parser().parse_args(["run", "--grads", "margin", str(script)]))
+
+
+# -- beside control --------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_told_to_stop_keeps_the_gradients_that_are_done(
+    demo: Any, tmp_path: Path
+) -> None:
+    out, done = tmp_path / "t.flextrace", []
+    with TraceWriter.create(out, {}) as writer:
+        with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
+            session.gate = Gate()
+            ensemble = Ensemble(demo, Job(out=str(out), grads="logprob"), compiled=False)
+            one = ensemble._gradients._one  # type: ignore[union-attr]
+
+            def then_stop(*words: Any) -> Any:
+                done.append(words)
+                session.gate.stop()  # type: ignore[union-attr]
+                return one(*words)
+
+            ensemble._gradients._one = then_stop  # type: ignore[method-assign, union-attr]
+            with pytest.raises(KeyboardInterrupt):
+                ensemble.run(0, ensemble.plan(load_samples("demo", max_samples=1)[0]), session)
+    with open_trace(out) as reader:
+        assert len(done) == 1
+        assert steps_with_gradients(reader, 0) == [0]
+        assert (reader.generation(0).state, reader.n_steps(0)) == ("finished", 3)
+
+
+def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
+    demo: Any, tmp_path: Path
+) -> None:
+    with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
+        assert reader.n_steps(0) == 3
+        assert len(reader.steps(0)) == 3
+        assert [row.q_len for row in reader.steps(0)][1:] == [1, 1]
+
+
+# -- as a user runs it -----------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_took_and_shows_the_panel(tmp_path: Path) -> None:
+    def flexinspect(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "flexinspect", *words],
+            cwd=tmp_path,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    words = ("--grads", "margin", "--grads-steps", "0", "--json", "--out", "t.flextrace")
+    found = json.loads(flexinspect("run", *words))
+    assert found["generations"][0]["answer"] == "Paris"
+    assert any(note.startswith("Gradients of 1 of 3 tokens took ") for note in found["notes"])
+    shown = flexinspect("show", "t.flextrace", "--panel", "gradients")
+    assert shown.startswith("Gradient of the margin ")
+    assert 'of " Par" to ' in shown
+
+
+# -- in branches -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edit", ["preset causal", ""])
+def test_a_branch_has_gradients_of_its_own_steps_under_its_own_mask(
+    demo: Any, tmp_path: Path, edit: str
+) -> None:
+    out = tmp_path / "t.flextrace"
+    job = Job(out=str(out), grads="logprob", max_new_tokens=5, stop="eos")
+    ensemble = Ensemble(demo, job, compiled=False)
+    plan = ensemble.plan(load_samples("demo", max_samples=1)[0])
+    with TraceWriter.create(out, {}) as writer:
+        with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
+            begun = ensemble.record_of(0, plan)
+            session.begin_generation(begun)
+            journey = ensemble._journey(plan, session, begun)
+            with journey.patch:
+                while not journey.is_over:
+                    journey.advance()
+                if edit:
+                    journey.edit(0, 1, [maskedits.parse(edit)])
+                else:
+                    journey.fork(0, 1, [journey.token_at(0, 0)])
+                while not journey.is_over:
+                    journey.advance()
+            journey.close("finished", "")
+    with open_trace(out) as reader:
+        assert steps_with_gradients(reader, 0, 0) == list(range(reader.n_steps(0)))
+        own = steps_with_gradients(reader, 0, 1)
+        assert own[0] == 1
+        assert own[-1] == reader.last_step(0, 1)
+        for step in own:
+            found, token = reader.gradients(0, step, 1), reader.step_tokens(0, step, 1)
+            assert found is not None
+            assert found.agrees, found.gate
+            assert found.token_id == token[0].token_id
+        assert review(reader).note == ""
+        assert [f for f in reader.findings(0, branch=1) if f.id.startswith("gradient.")] == []

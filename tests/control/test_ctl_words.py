@@ -1,0 +1,69 @@
+"""`flexinspect ctl`: how changes of the mask are written, and how answers are said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flexinspect.commands import build_parser, main
+from flexinspect.commands.ctlwords import lines
+from flexinspect.commands.maskflags import edits_of
+from flexinspect.control.choosing import address_of
+from flexinspect.control.messages import (
+    Answer,
+    BreakpointInfo,
+    Cost,
+    MaskEdit,
+    OrderState,
+    Place,
+    Status,
+)
+from flexinspect.errors import UsageError
+
+STATUS = Status("paused", Place(0, 1, 7), "paused after step 7 (branch 1)", "entropy > 3")
+
+
+def test_edits_are_read_in_the_order_they_are_given() -> None:
+    words = "--drop 3 --see 5:4 --unsee 4:5 --join 1,2,3 --open 9 --close 9:2 --preset causal"
+    args = build_parser().parse_args(["ctl", "edit", "4", *words.split()])
+    assert edits_of(args) == (
+        MaskEdit("drop", segments=(3,)),
+        MaskEdit("see", segments=(5, 4)),
+        MaskEdit("see", segments=(4, 5), is_open=False),
+        MaskEdit("join", segments=(1, 2, 3)),
+        MaskEdit("row", row=9),
+        MaskEdit("cell", row=9, key=2, is_open=False),
+        MaskEdit("preset", name="causal"),
+    )
+
+
+@pytest.mark.parametrize("words", ["--see 5", "--drop x", "--open 1:2:3", "--join 1,", "--unsee :"])
+def test_an_edit_that_cannot_be_read_says_its_form(words: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["ctl", "edit", "4", *words.split()])
+    assert end.value.code == 2
+    assert "is not" in capsys.readouterr().err
+
+
+def test_answers_are_said_in_words() -> None:
+    assert lines(Answer("going on", STATUS)) == ["going on"]
+    cost = Cost("40 rows in one forward", 0.2, 4096, True)
+    assert lines(Answer("x", STATUS, None, cost)) == ["cost: 40 rows in one forward (dear)"]
+    assert lines(STATUS)[0] == "paused after step 7 (branch 1) (entropy > 3)"
+    order = OrderState(2, "fork", "failed", "No such step.", Place(0, 0, 7), 0.0123)
+    said = lines(Status("paused", Place(0, 0, 7), "paused after step 7", order=order))
+    assert "fork 2  failed in 12 ms: No such step." in said
+    assert lines(()) == ["no breakpoints"]
+    one = BreakpointInfo(3, "prob < 0.1", False, 2, True, True, 1, "after each step")
+    assert lines(one) == [
+        "  3  prob < 0.1  [off; from hit 2 on; once; log only; 1 hit; after each step]"
+    ]
+
+
+def test_a_capture_is_named_in_one_way() -> None:
+    with pytest.raises(UsageError, match="--token goes with --url"):
+        address_of(None, "t", None, None)
+    with pytest.raises(UsageError, match="names the capture already"):
+        address_of("http://127.0.0.1:1", None, 7, None)
+    assert address_of("http://127.0.0.1:1", "t", None, None).token == "t"

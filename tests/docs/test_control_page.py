@@ -1,0 +1,26 @@
+"""docs/control.md lists what there is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+from flexinspect.control.messages import State
+from flexinspect_hooks.control.verbs import ROUTES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "control.md").read_text()
+
+
+def test_the_page_lists_every_route_with_its_body_and_answer() -> None:
+    rows = re.findall(r"^\| `(\w+) (/\S+)` \| (?:`(\w+)`)? ?\| `(\w+)` \|$", PAGE, re.MULTILINE)
+    there = {
+        (route.method, route.path, route.body.__name__ if route.body else "", route.answer.__name__)
+        for route in ROUTES
+    }
+    assert set(rows) == there
+
+
+def test_the_page_explains_every_state() -> None:
+    for state in get_args(State):
+        assert f"| `{state}` |" in PAGE

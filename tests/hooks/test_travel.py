@@ -1,0 +1,376 @@
+"""Going back in a live generation: equal bits, other tokens, other masks, bounded memory."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.journeys import (
+    Trip,
+    fresh_run,
+    own_source,
+    rule_source,
+    travelling,
+)
+from support.tiny import FAMILIES, make_model, make_pieces
+
+from flexinspect import maskedits
+from flexinspect.errors import MaskError, UsageError
+from flexinspect.job import SamplingOptions
+from flexinspect.prompts import Prompt, compose
+from flexinspect_hooks.travel.caches import KEPT
+
+N_PROMPT = 30
+
+
+def prompt_of(n_new: int) -> Prompt:
+    made = compose(make_pieces(), max_new_tokens=n_new)
+    assert len(made.ids) == N_PROMPT
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    """One thread instead: thousands of tiny steps would wait at barriers for busy neighbours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    """A model whose logits are small enough for 1e-5 to be a matter of rounding."""
+    return make_model("llama", initializer_range=0.1)
+
+
+@pytest.fixture
+def trip(small: Any) -> Iterator[Trip]:
+    """A sampled generation of 10 tokens at its end."""
+    with travelling(small, prompt_of(10)) as trip:
+        trip.go()
+        yield trip
+
+
+def other_token(trip: Trip, step: int) -> int:
+    return (trip.journey.lines[0].mark(step).token_id + 7) % 290 + 3
+
+
+# -- restore ---------------------------------------------------------------------------------------
+
+
+def test_sampling_goes_on_with_equal_bits_from_20_restored_steps(llama: Any) -> None:
+    with travelling(llama, prompt_of(32)) as trip:
+        tokens = trip.go()
+        assert len(set(tokens)) > 8  # it does sample
+        pick = random.Random(0)
+        for _ in range(20):
+            step = pick.randrange(31)
+            done = trip.journey.restore(0, step)
+            assert done.price.n_rows == 0
+            assert done.why == ()
+            trip.seen.clear()
+            assert trip.go(3) == tokens[: min(step + 4, 32)]
+            for number, logits in trip.seen.items():
+                assert torch.equal(logits, trip.notes.logits[0, number])
+        assert len(trip.journey.lines) == 1
+        assert len(trip.notes.logits) == 32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_restored_with_equal_bits(
+    family: str, family_model: Callable[[str], Any]
+) -> None:
+    with travelling(family_model(family), prompt_of(6)) as trip:
+        tokens = trip.go()
+        done = trip.journey.restore(0, 1)
+        slides = "sliding_window" in FAMILIES[family]
+        # What a sliding window has forgotten is computed again, as it was computed then.
+        assert (done.price.n_forwards, done.price.n_rows) == (
+            (2, N_PROMPT + 1) if slides else (0, 0)
+        )
+        assert done.why == ()
+        trip.seen.clear()
+        assert trip.go() == tokens
+        assert sorted(trip.seen) == [2, 3, 4, 5]
+        assert all(torch.equal(row, trip.notes.logits[0, n]) for n, row in trip.seen.items())
+
+
+def test_a_sliding_window_that_has_forgotten_nothing_is_cropped() -> None:
+    model = make_model("mistral", sliding_window=64)
+    with travelling(model, prompt_of(4)) as trip:
+        tokens = trip.go()
+        assert trip.journey.restore(0, 1).price.n_forwards == 0
+        assert trip.go() == tokens
+        assert trip.notes.n_dropped == 2
+
+
+def test_greedy_decoding_is_restored_too(small: Any) -> None:
+    with travelling(small, prompt_of(5), sampling=SamplingOptions()) as trip:
+        tokens = trip.go()
+        trip.journey.restore(0, 0)
+        assert trip.go() == tokens
+
+
+def test_a_generation_goes_on_past_what_is_recorded_after_a_restore(small: Any) -> None:
+    whole, _ = fresh_run(small, prompt_of(8), rule_source(prompt_of(8)), {})
+    with travelling(small, prompt_of(8)) as trip:
+        trip.go(5)
+        trip.journey.restore(0, 1)
+        assert trip.journey.is_replaying
+        assert trip.go() == whole
+        assert sorted(trip.notes.logits) == [(0, step) for step in range(8)]
+        assert trip.notes.n_dropped == 3
+        assert trip.notes.ends == [(0, "finished", "length")]
+
+
+def test_a_restored_generation_ends_once_in_the_trace(trip: Trip) -> None:
+    trip.journey.restore(0, 9)
+    assert trip.journey.is_over
+    trip.journey.restore(0, 4)
+    trip.go()
+    assert trip.notes.ends == [(0, "finished", "length")]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda model: model.lm_head.weight.mul_(1.01), "The weights of the model have changed."),
+        (lambda model: model.train(), "The model is in training mode now."),
+    ],
+)
+def test_what_comes_out_differently_is_a_branch_that_says_why(
+    spoil: Callable[[Any], object], why: str
+) -> None:
+    model = make_model("llama", attention_dropout=0.0)
+    with travelling(model, prompt_of(5)) as trip:
+        trip.go()
+        trip.journey.restore(0, 1)
+        spoil(model)
+        if why.startswith("The model is in"):
+            with torch.no_grad():
+                model.lm_head.weight.data = model.lm_head.weight.data * 1.01
+        trip.go()
+        assert [line.fork_step for line in trip.journey.lines] == [0, 2]
+        (change,) = trip.notes.begun
+        assert change["kind"] == "replay"
+        assert why in change["why"]
+        ((_, text),) = [told for told in trip.notes.told if told[0] == "replay-differs"]
+        assert "Step 2 did not come out as it was recorded." in text
+        assert (1, "finished", "length") in trip.notes.ends
+        assert {step for branch, step in trip.notes.logits if branch == 1} == {2, 3, 4}
+
+
+def test_a_replayed_prefix_says_that_the_threads_are_others() -> None:
+    model = make_model("mistral")
+    torch.set_num_threads(2)
+    with travelling(model, prompt_of(4)) as trip:
+        trip.go()
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.5)
+        why = trip.journey.restore(0, 2).why
+        assert why[0] == "Step 0 did not come out as it was recorded."
+        assert "torch ran on 2 threads, and now runs on 1." in why
+        assert "The weights of the model have changed." in why
+
+
+@pytest.mark.parametrize(
+    ("branch", "step", "sentence"),
+    [
+        (0, 10, "Branch 0 has no step 10; its steps go from 0 to 9."),
+        (0, -1, "Branch 0 has no step -1; its steps go from 0 to 9."),
+        (1, 0, "There is no branch 1; there are 1, numbered from 0."),
+    ],
+)
+def test_a_step_that_there_is_not_is_refused(
+    trip: Trip, branch: int, step: int, sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(sentence)):
+        trip.journey.restore(branch, step)
+
+
+# -- fork ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 1, 6])
+def test_a_fork_equals_a_fresh_run_made_with_its_token(trip: Trip, small: Any, step: int) -> None:
+    token = other_token(trip, step)
+    line = trip.journey.fork(0, step, [token])
+    tokens = trip.go()
+    fresh, logits = fresh_run(small, prompt_of(10), rule_source(prompt_of(10)), {step: token})
+    assert tokens == fresh
+    assert tokens[step] == token
+    for number in range(step, 10):
+        assert torch.equal(trip.notes.logits[line.branch, number], logits[number])
+
+
+def test_a_fork_may_take_several_tokens(trip: Trip, small: Any) -> None:
+    trip.journey.fork(0, 3, [11, 12, 13])
+    forced = {3: 11, 4: 12, 5: 13}
+    fresh, _ = fresh_run(small, prompt_of(10), rule_source(prompt_of(10)), forced)
+    assert trip.go() == fresh
+    assert fresh[3:6] == [11, 12, 13]
+
+
+def test_branches_of_branches_are_restored_with_equal_bits(trip: Trip) -> None:
+    trip.journey.fork(0, 3, [other_token(trip, 3)])
+    first = trip.go()
+    trip.journey.fork(1, 6, [other_token(trip, 6)])
+    second = trip.go()
+    assert first[:6] == second[:6]
+    assert first[6] != second[6]
+    for branch, tokens in ((1, first), (2, second), (0, None)):
+        trip.journey.restore(branch, 1)
+        trip.seen.clear()
+        assert tokens is None or trip.go() == tokens
+        line = trip.journey.lines[branch]
+        for step, row in trip.seen.items():
+            assert torch.equal(row, trip.notes.logits[line.owner(step).branch, step])
+    assert len(trip.journey.lines) == 3
+
+
+def test_a_fork_before_the_fork_belongs_to_the_parent(trip: Trip) -> None:
+    trip.journey.fork(0, 5, [other_token(trip, 5)])
+    trip.go()
+    line = trip.journey.fork(1, 2, [other_token(trip, 2)])
+    assert line.parent is trip.journey.lines[0]
+
+
+def test_the_token_that_was_chosen_is_no_fork(trip: Trip) -> None:
+    chosen = trip.journey.lines[0].mark(2).token_id
+    with pytest.raises(UsageError, match="Step 2 chose that token already"):
+        trip.journey.fork(0, 2, [chosen])
+
+
+def test_a_branch_that_is_left_is_interrupted_at_the_end_and_can_be_gone_on_with(
+    trip: Trip, small: Any
+) -> None:
+    token = other_token(trip, 4)
+    trip.journey.fork(0, 4, [token])
+    trip.go(2)
+    trip.journey.restore(0, 3)
+    trip.journey.restore(1, 5)
+    fresh, _ = fresh_run(small, prompt_of(10), rule_source(prompt_of(10)), {4: token})
+    trip.go(2)
+    assert trip.decoder.token_ids == fresh[:8]
+    trip.journey.restore(0, 3)
+    trip.journey.close("finished", "")
+    assert trip.notes.ends == [(0, "finished", "length"), (1, "interrupted", "left at step 7")]
+
+
+def test_memory_stays_bounded_over_50_forks(small: Any) -> None:
+    with travelling(small, prompt_of(8)) as trip:
+        trip.go()
+        one = trip.journey.held_bytes()
+        for number in range(50):
+            trip.journey.fork(0, 1 + number % 6, [3 + number])
+            trip.go(2)
+            assert trip.journey.held_bytes() <= (KEPT + 1) * one
+        assert len(trip.journey.lines) == 51
+        assert trip.journey.price(0, 5).n_rows == 0  # the base's is never let go of
+
+
+def test_the_price_of_a_step_is_known_before(family_model: Callable[[str], Any]) -> None:
+    with travelling(family_model("mistral"), prompt_of(5)) as trip:
+        trip.go()
+        price = trip.journey.price(0, 3)
+        assert (price.n_forwards, price.n_rows) == (4, N_PROMPT + 3)
+        marks = trip.journey.lines[0].marks[:4]
+        assert price.ms == pytest.approx(sum(mark.wall_ms for mark in marks))
+        assert price.n_bytes > 0
+        assert trip.journey.step == 4  # asking costs nothing
+
+
+# -- an edited mask --------------------------------------------------------------------------------
+
+EDITS = [
+    ("preset causal", True),
+    ("drop paraphrase 2", True),
+    ("join paraphrase 1 and paraphrase 3", True),
+    ("let paraphrase 3 see paraphrase 1", True),
+    ("let cue not see paraphrase 1", True),
+    ("cell 20 6", True),
+    ("cell 33 3", False),
+    ("row 20", True),
+    ("row 35", False),
+]
+
+
+@pytest.mark.parametrize(("text", "recomputes"), EDITS)
+def test_an_edit_equals_a_fresh_run_under_its_mask(
+    trip: Trip, small: Any, text: str, recomputes: bool
+) -> None:
+    step, before = 4, list(trip.decoder.token_ids[:4])
+    line = trip.journey.edit(0, step, [maskedits.parse(text)])
+    assert line.recomputed is recomputes
+    tokens = trip.go()
+    fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
+    assert tokens == fresh
+    for number in range(step, 10):
+        mine = trip.notes.logits[line.branch, number]
+        torch.testing.assert_close(mine, logits[number], atol=1e-5, rtol=0)
+    assert not torch.equal(logits[5 if "35" not in text else 6], trip.notes.logits[0, 6])
+
+
+@pytest.mark.parametrize("text", ["drop paraphrase 1", "cell 33 3 close"])
+def test_an_edit_of_an_own_rule_equals_a_fresh_run(small: Any, text: str) -> None:
+    prompt = prompt_of(6)
+    with travelling(small, prompt, own_source()) as trip:
+        before = trip.go()[:3]
+        line = trip.journey.edit(0, 3, [maskedits.parse(text)])
+        assert line.recomputed is text.startswith("drop")
+        tokens = trip.go()
+        fresh, logits = fresh_run(small, prompt, line.source, dict(enumerate(before)))
+        assert tokens == fresh
+        mine = trip.notes.logits[1, 5]
+        torch.testing.assert_close(mine, logits[5], atol=1e-5, rtol=0)
+
+
+def test_edits_of_a_sliding_model_equal_a_fresh_run(family_model: Callable[[str], Any]) -> None:
+    model, prompt = family_model("mistral"), prompt_of(6)
+    with travelling(model, prompt) as trip:
+        before = trip.go()[:3]
+        for text in ("preset causal", "cell 32 31 close"):
+            line = trip.journey.edit(0, 3, [maskedits.parse(text)])
+            tokens = trip.go()
+            fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
+            assert tokens == fresh
+            mine = trip.notes.logits[line.branch, 5]
+            torch.testing.assert_close(mine, logits[5], atol=1e-4, rtol=0)
+
+
+def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) -> None:
+    trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
+    tokens = trip.go()
+    trip.journey.restore(1, 2)  # before the edit, under the mask of the base
+    assert trip.go() == tokens
+    trip.journey.restore(1, 6)
+    assert trip.go() == tokens
+    trip.journey.fork(1, 4, [other_token(trip, 4)])
+    forked = trip.go()
+    assert forked[:4] == tokens[:4]
+    for branch in (0, 2):
+        trip.journey.restore(branch, 4)
+        trip.go()
+    assert len(trip.journey.lines) == 3
+    assert not [told for told in trip.notes.told if told[0] == "replay-differs"]
+
+
+def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(trip: Trip, small: Any) -> None:
+    line = trip.journey.edit(0, 0, [maskedits.parse("preset document")])
+    tokens = trip.go()
+    fresh, logits = fresh_run(small, prompt_of(10), rule_source(prompt_of(10), "document"), {})
+    assert tokens == fresh
+    assert torch.equal(trip.notes.logits[line.branch, 0], logits[0])
+
+
+def test_an_edit_that_cannot_be_leaves_everything_as_it_was(trip: Trip) -> None:
+    with pytest.raises(MaskError, match="changes nothing"):
+        trip.journey.edit(0, 4, [maskedits.parse("preset segment-isolation")])
+    assert len(trip.journey.lines) == 1
+    assert trip.journey.is_over

@@ -1,0 +1,154 @@
+"""Which head and which batch row a mask is for: what own code gets wrong, and what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from masked import causal, model_on, own_attention, registered
+from support.planting import of, one, planted, serious
+from support.tiny import ids
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flexinspect.findings import Severity
+from flexinspect.rules.heads import odd_heads
+
+Rule = Callable[[Any, Any, Any, Any], Any]
+DOCUMENTS = torch.tensor([[0] * 12, [0] * 4 + [1] * 8, [0] * 8 + [1] * 4])
+"""Of each of three sequences, where its documents lie."""
+
+
+def prompts(n: int = 3) -> Tensor:
+    return torch.tensor([ids(12, seed) for seed in range(n)])
+
+
+def kernel(rule: Rule, batch: int | None) -> Callable[..., Any]:
+    """Return an attention function that builds its block mask for so many sequences."""
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        made = create_block_mask(rule, batch, None, q.shape[2], k.shape[2], "cpu")
+        out = flex_attention(q, k, v, block_mask=made, scale=kw["scaling"], enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def by_document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx <= q_idx) & (DOCUMENTS[b, q_idx] == DOCUMENTS[b, kv_idx])
+
+
+def future_in_the_second(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx <= q_idx) | (b == 1)
+
+
+def test_a_mask_for_one_sequence_whose_rule_reads_the_batch(tmp_path: Path) -> None:
+    with registered(kernel(by_document, None)) as name:
+        model = model_on(name)
+        finding = one(planted(tmp_path, model, lambda: model(prompts())), "mask.ignores-batch")
+    assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
+    assert finding.evidence["differ"] == [1, 2]
+    assert finding.evidence["first"] == [1, 4, 0]
+    assert finding.positions == (4,)
+    assert "batch rows 1-2 are not as row 0, first at row 4, key 0 of batch row 1" in (
+        finding.sentence
+    )
+
+
+@pytest.mark.parametrize(("rule", "batch"), [(by_document, 3), (None, None)])
+def test_a_mask_that_is_made_for_its_batch_is_left_alone(
+    tmp_path: Path, rule: Rule | None, batch: int | None
+) -> None:
+    plain: Rule = rule or (lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
+    with registered(kernel(plain, batch)) as name:
+        model = model_on(name)
+        found = planted(tmp_path, model, lambda: model(prompts()))
+    assert [f.id for f in found if "batch" in f.id] == []
+    assert serious(found) == []
+
+
+def test_a_sequence_beyond_the_first_that_sees_the_future(tmp_path: Path) -> None:
+    with registered(kernel(future_in_the_second, 3)) as name:
+        model = model_on(name)
+        finding = one(planted(tmp_path, model, lambda: model(prompts())), "mask.batch-future")
+    assert finding.evidence["future"] == [0, 66, 0]
+    assert "batch row 1 of 3 sees the future (66 pairs" in finding.sentence
+
+
+def test_a_dense_mask_of_which_one_sequence_sees_the_future(tmp_path: Path) -> None:
+    model = model_on("sdpa")
+    mask = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
+    mask[2] = True
+    found = planted(tmp_path, model, lambda: model(prompts(), attention_mask=mask))
+    assert one(found, "mask.batch-future").evidence["differ"] == [2]
+    assert of(found, "mask.future") == []
+
+
+def test_a_padded_batch_is_left_alone(tmp_path: Path) -> None:
+    model, fed = model_on("sdpa"), prompts()
+    fed[1, :3] = 0
+    padding = (fed != 0).long()
+    found = planted(
+        tmp_path,
+        model,
+        lambda: model.generate(fed, attention_mask=padding, max_new_tokens=3, do_sample=False),
+    )
+    assert [f.id for f in found if "batch" in f.id] == []
+
+
+def test_keys_repeated_as_a_whole_are_an_error_and_head_by_head_are_not(tmp_path: Path) -> None:
+    found = {}
+    for way in ("repeat", "repeat_interleave"):
+
+        def attention(
+            module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, way: str = way, **kw: Any
+        ) -> Any:
+            groups = q.shape[1] // k.shape[1]
+            if way == "repeat":
+                k, v = (part.repeat(1, groups, 1, 1) for part in (k, v))
+            else:
+                k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+            is_causal = q.shape[2] > 1
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=kw["scaling"])
+            return out.transpose(1, 2).contiguous(), None
+
+        with registered(attention) as name:
+            model = model_on(name)
+            prompt = prompts(1)
+            run = lambda model=model, prompt=prompt: model.generate(  # noqa: E731
+                prompt, max_new_tokens=3, do_sample=False
+            )
+            found[way] = planted(tmp_path, model, run, name=way)
+    finding = one(found["repeat"], "attention.keys-tiled")
+    assert (finding.severity, finding.layers, finding.step) == (Severity.ERROR, (0, 1, 2), 0)
+    assert "the keys of 4 query heads were repeated as a whole" in finding.sentence
+    assert of(found["repeat_interleave"], "attention.keys-tiled") == []
+
+
+def test_the_head_with_a_mask_of_its_own_is_named_with_its_key_head(tmp_path: Path) -> None:
+    def first_key_alone(layer: int, h: Any, q: Any, kv: Any) -> Any:
+        return (kv <= q) & ((h != 2) | (kv == 0))
+
+    with own_attention(first_key_alone, heads=4) as name:
+        model = model_on(name)
+        finding = one(planted(tmp_path, model, lambda: model(prompts(1))), "mask.by-head")
+    assert (finding.severity, finding.head, finding.layers) == (Severity.NOTE, 2, (0, 1, 2))
+    assert "query head 2 -> kv head 1 has other cells than the remaining 3" in finding.sentence
+
+
+def test_a_mask_that_all_heads_share_has_no_odd_head(tmp_path: Path) -> None:
+    with own_attention(causal, heads=4) as name:
+        model = model_on(name)
+        assert of(planted(tmp_path, model, lambda: model(prompts(1))), "mask.by-head") == []
+
+
+def test_the_odd_heads_are_those_unlike_most() -> None:
+    cells = np.ones((4, 3, 3), np.bool_)
+    assert odd_heads(cells) == []
+    cells[1, 2, 2] = False
+    assert odd_heads(cells) == [1]

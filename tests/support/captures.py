@@ -1,0 +1,67 @@
+"""Captures a script in a forked child: what `flexinspect run SCRIPT` starts, without its imports.
+
+    python -m support.captures JOB.json
+
+is the capture process of one script, and the end of the socket that its parent would hold. In a
+`Forks` helper, which has torch and transformers loaded, that takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from flexinspect import protocol
+from flexinspect.declare import read_declaration
+from flexinspect.job import Declaration, ScriptJob
+from support.forks import Forks, Ran
+
+
+@functools.cache
+def _forks() -> Forks:
+    """Return the helper of this test process; it ends with it."""
+    forks = Forks().__enter__()
+    atexit.register(forks.__exit__, None, None, None)
+    return forks
+
+
+def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
+    """Run a script under capture in a child that is warm, with the text of a declaration file."""
+    said = Declaration()
+    if declare:
+        file = out.with_suffix(".toml")
+        file.write_text(declare, encoding="utf-8")
+        said = read_declaration(file)
+    job = ScriptJob(out=str(out), program=str(script), declaration=said)
+    file = out.with_suffix(".json")
+    file.write_text(job.to_json(), encoding="utf-8")
+    return _forks().run("-m", "support.captures", str(file))
+
+
+def _answer(parent: socket.socket) -> None:
+    """Hear what the capture process says, and say that all it printed was passed on."""
+    with parent.makefile("r", encoding="utf-8") as lines:
+        for line in lines:
+            facts = protocol.parse(line)
+            if facts is not None and facts["kind"] == protocol.DRAIN:
+                parent.sendall((protocol.line(protocol.DRAINED) + "\n").encode())
+
+
+def _main(file: str) -> None:
+    from flexinspect_hooks.script import main
+
+    parent, child = socket.socketpair()
+    parent.sendall((Path(file).read_text(encoding="utf-8") + "\n").encode())
+    threading.Thread(target=_answer, args=(parent,), daemon=True).start()
+    try:
+        sys.exit(main(child.detach()))
+    finally:
+        atexit._run_exitfuncs()  # a forked child of `Forks` ends without them
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,74 @@
+"""A generation with its kept logits, ready to be differentiated: what tests of gradients share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexinspect import masks
+from flexinspect.gradientrecords import GradientRecord, GradientStat
+from flexinspect.prompts import Prompt, compose
+from flexinspect_hooks.generate import Choice, generate
+from flexinspect_hooks.grads.backward import Before, Differentiator, Wish
+from flexinspect_hooks.grads.gate import KeptLogits, keep
+from flexinspect_hooks.layers import attention_layers, decoder_blocks
+from flexinspect_hooks.masksource import MaskSource, RuleMask
+from flexinspect_hooks.patching import FlexPatch
+from support.tiny import make_pieces
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a model generated from a prompt under a mask, and what is kept of its logits."""
+
+    model: Any
+    prompt: Prompt
+    source: MaskSource
+    token_ids: tuple[int, ...]
+    kept: dict[int, KeptLogits]
+
+    def before(self, step: int) -> Before:
+        own = [self.prompt.next_position(number) for number in range(step)]
+        ids = (*self.prompt.ids, *self.token_ids[:step])
+        return Before(0, 0, step, ids, (*self.prompt.position_ids, *own))
+
+    def gradients(self, step: int, wish: Wish | None = None, **changes: Any) -> GradientRecord:
+        blocks = decoder_blocks(self.model, attention_layers(self.model))
+        taker = Differentiator(self.model, blocks, compiled=False)
+        source = changes.get("source", self.source)
+        return taker.gradients(self.before(step), self.kept[step], source, wish or Wish())
+
+
+def rule_source(prompt: Prompt, mask: str) -> RuleMask:
+    """Return the mask of a preset for a prompt."""
+    rule = masks.preset(mask, prompt.segments)
+    return RuleMask(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
+
+
+def generated(
+    model: Any,
+    n_tokens: int = 3,
+    *,
+    source: MaskSource | None = None,
+    positions: str = "contiguous",
+) -> Run:
+    """Generate greedily, with isolated segments by default, and keep what gradients need."""
+    prompt = compose(make_pieces(), max_new_tokens=n_tokens, positions=positions)
+    source = source or rule_source(prompt, "segment-isolation")
+    kept: dict[int, KeptLogits] = {}
+
+    def chose(choice: Choice) -> None:
+        kept[choice.step] = keep(choice.logits, choice.token_id)
+
+    with FlexPatch(model, source):
+        out = generate(model, prompt, max_new_tokens=n_tokens, on_choice=chose)
+    return Run(model, prompt, source, out.token_ids, kept)
+
+
+def by_name(record: GradientRecord) -> dict[str, GradientStat]:
+    """Return the parameters' gradients by name."""
+    return {stat.name: stat for stat in record.stats}

@@ -1,0 +1,143 @@
+"""The panel of branches: the tree, a branch beside its base, and where a click leads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.traces import SEGMENTS, sample_step, sample_trace
+from support.tui import screen_text, settle
+
+from flexinspect.app import InspectorApp
+from flexinspect.panels.base import Go, NoOptions, Place, Request
+from flexinspect.panels.branches import BranchesData, BranchesPanel
+from flexinspect.panels.source import Source
+from flexinspect.records import GenerationEnd, StepRecord
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.writer import TraceWriter
+from flexinspect.widgets.look import Look
+
+TOKEN = {
+    "kind": "token",
+    "token_id": 77,
+    "text": " Emily",
+    "instead_id": 30,
+    "instead_text": " Aus",
+}
+MASK = {"kind": "mask", "edits": ["drop paraphrase 2"], "rule": "…", "recomputed": True}
+
+
+def moved(step: StepRecord, by: float) -> StepRecord:
+    """Return the step with its best candidate's probability lowered by a factor."""
+    assert step.logits is not None
+    best, *others = step.logits.candidates
+    lower = replace(best, logit=best.logit - by, logprob=best.logprob - by)
+    return replace(step, logits=replace(step.logits, candidates=(lower, *others)))
+
+
+def chosen(step: StepRecord, text: str) -> StepRecord:
+    """Return the step with another token chosen."""
+    assert step.logits is not None
+    tokens = tuple(replace(token, token_id=77, text=text) for token in step.tokens)
+    return replace(step, tokens=tokens, logits=replace(step.logits, chosen_id=77))
+
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Path:
+    """Branch 1 leaves branch 0 at step 2 with another token, branch 2 leaves branch 1 at 3."""
+    path = tmp_path / "forked.flextrace"
+    from support import traces
+
+    with TraceWriter.create(path, traces.RUN) as writer:
+        writer.begin_generation(traces.sample_generation(0))
+        for step in range(5):
+            writer.write_step(sample_step(step))
+        writer.end_generation(GenerationEnd(0, "finished", " Jane Austen", SEGMENTS, "eos"))
+        writer.begin_branch(0, 1, parent=0, fork_step=2, change=TOKEN, segments=SEGMENTS)
+        own = chosen(sample_step(2), " Emily")
+        writer.write_step(replace(own, branch=1, masks=()))
+        writer.write_step(replace(moved(sample_step(3), 0.5), branch=1, masks=()))
+        writer.begin_branch(0, 2, parent=1, fork_step=3, change=MASK, segments=SEGMENTS)
+        writer.write_step(replace(sample_step(3), branch=2, masks=()))
+    return path
+
+
+def loaded(path: Path, place: Place, height: int = 20) -> BranchesData:
+    request = Request(place, NoOptions(), 90, height)
+    return BranchesPanel().load(Source(TraceReader(path)), request)
+
+
+def test_the_tree_names_each_fork_and_what_it_changed(forked: Path) -> None:
+    lines = BranchesPanel().describe(loaded(forked, Place(branch=1, step=2)))
+    assert lines[0].startswith("  branch 0 · finished ·  Jane Austen".replace("·  ", "· "))
+    assert "▸ └ branch 1 from step 2: ' Emily' instead of ' Aus'" in lines[1]
+    assert "branch 2 from step 3: drop paraphrase 2, all keys computed again" in lines[2]
+
+
+def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
+    data = loaded(forked, Place(branch=1, step=3))
+    assert [pair.step for pair in data.pairs] == [2, 3, 4]
+    first, second, third = data.pairs
+    assert first.is_parted
+    assert first.own == " Emily"
+    assert data.parted is first
+    assert not second.is_parted
+    assert second.change is not None
+    assert second.change.kl > 0
+    assert second.change.largest == pytest.approx(0.5)
+    assert (third.base is None, third.own) == (False, None)  # the branch has no such step
+    lines = BranchesPanel().describe(data)
+    assert "step 3: " in lines[5]
+    assert "a logit moved by 0.5" in lines[5]
+    assert "The texts part at step 2." in lines
+    assert "the same in all" in lines[-1]
+
+
+def test_the_base_shows_the_last_branch_that_left_it(forked: Path) -> None:
+    shown = loaded(forked, Place(branch=0, step=4)).shown
+    assert shown is not None
+    assert shown.branch == 1
+
+
+def test_a_generation_without_forks_says_how_to_make_one(tmp_path: Path) -> None:
+    data = loaded(sample_trace(tmp_path / "one.flextrace"), Place())
+    assert data.shown is None
+    assert "F goes on" in BranchesPanel().describe(data)[-1]
+    picture = BranchesPanel().paint(data, Request(Place(), NoOptions(), 80, 6), Look("none"))
+    assert "Nothing was forked" in "\n".join(strip.text for strip in picture.strips)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 8), (20, 4), (200, 3)])
+def test_the_picture_is_as_large_as_it_may_be(forked: Path, width: int, height: int) -> None:
+    request = Request(Place(branch=1, step=3), NoOptions(), width, height)
+    panel = BranchesPanel()
+    data = panel.load(Source(TraceReader(forked)), request)
+    picture = panel.paint(data, request, Look("none"))
+    assert len(picture.strips) <= height
+    assert all(strip.cell_length == width for strip in picture.strips)
+
+
+def test_a_click_goes_to_the_branch_or_the_step(forked: Path) -> None:
+    place = Place(branch=1, step=2)
+    request, data = Request(place, NoOptions(), 90, 20), loaded(forked, place)
+    point = BranchesPanel().point
+    assert point(5, 2, data, request, click=True) == Go(branch=2)
+    assert point(5, 3, data, request, click=True) is None  # the heading
+    assert point(5, 5, data, request, click=True) == Go(step=3)
+    assert point(5, 5, data, request, click=False) is None
+
+
+async def test_the_interface_walks_a_branch_with_its_parents_tokens(forked: Path) -> None:
+    app = InspectorApp(forked, place=Place(branch=1, step=3))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        app.screen.slots.show_panel("branches")  # type: ignore[attr-defined]
+        await settle(pilot)
+        text = screen_text(app)
+        assert "branch 1 from step 2" in text
+        assert "branch 1" in text.splitlines()[0]
+        assert "Emily" in text.splitlines()[1]
+        await pilot.press("left", "left")
+        await settle(pilot)
+        assert app.screen.place.step == 1  # type: ignore[attr-defined]

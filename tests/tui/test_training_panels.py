@@ -1,0 +1,186 @@
+"""Training runs on the screen: curves, gradient strip, and panels of tokens that step aside."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tui import screen_text, settle
+
+from flexinspect import state
+from flexinspect.app import InspectorApp
+from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
+from flexinspect.panels.gradstrip import CELLS, GradientStripPanel, levels_of
+from flexinspect.panels.parts.curves import span_of
+from flexinspect.panels.parts.trainingrun import check_suits
+from flexinspect.panels.registry import load_panel, panel_names
+from flexinspect.panels.source import Source
+from flexinspect.panels.training import TrainingPanel, arrange
+from flexinspect.records import GenerationEnd, GenerationRecord, MemoryRecord, StepRecord
+from flexinspect.screens.slots import TRAINING
+from flexinspect.trace.reader import open_trace
+from flexinspect.trace.writer import TraceWriter
+from flexinspect.trainingfacts import GradientFacts, Producer, TrainingStepRecord
+from flexinspect.widgets.look import Look
+
+PANEL, STRIP = TrainingPanel(), GradientStripPanel()
+SIZES = [(120, 40), (84, 6), (60, 20), (38, 5), (20, 3), (5, 30), (2, 2), (1, 1)]
+N_STEPS, SICK = 40, 30
+
+
+def training_step(number: int) -> StepRecord:
+    is_sick = number >= SICK
+    norms = (math.nan, 0.5) if is_sick else (100.0 if number == 29 else 1e-7, 0.5)
+    training = TrainingStepRecord(
+        loss=math.nan if is_sick else 4.0 - number / 10,
+        loss_source="told",
+        learning_rates=(0.1 / (number + 1),),
+        total_norm=norms[0],
+        norm_before_clip=12.5,
+        max_norm=1.0,
+        n_parameters=2,
+        n_sick=int(is_sick),
+        n_exploding=int(number == 29),
+        group_norms=norms,
+        gradients=(GradientFacts("body.0.w", norms[0], n_nan=int(is_sick)),),
+        producer=Producer("module", "body.0\x1b", 2, "float32") if is_sick else None,
+        n_backward=1,
+        scale=1024.0,
+        is_skipped=is_sick,
+        device="cpu",
+        detail="basic",
+    )
+    memory = MemoryRecord(10**9, 10**6, 0)
+    return StepRecord(
+        0, number, "train", 0, 0, 0, 1000.0 + number, 50.0, 0.5, memory=memory, training=training
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.flextrace"
+    about = {"training": {"groups": ["body.0", "head"]}}
+    with TraceWriter.create(path, {"watch_training": True, "level": "basic"}) as writer:
+        writer.begin_generation(GenerationRecord(0, "training", "", "", (), (), declared=about))
+        writer.write_steps([training_step(number) for number in range(N_STEPS)])
+        writer.end_generation(GenerationEnd(0, "finished", "40 steps", ()))
+    return path
+
+
+@pytest.fixture
+def source(run: Path) -> Source:
+    return Source(open_trace(run))
+
+
+def request(step: int, width: int = 100, height: int = 30) -> Request[NoOptions]:
+    return Request(Place(step=step), NoOptions(), width, height)
+
+
+def test_a_healthy_step_is_told_in_words(source: Source) -> None:
+    lines = PANEL.describe(PANEL.load(source, request(4)))
+    assert "loss: 3.6 (told)" in lines
+    assert "learning rate: 0.02" in lines
+    assert "gradient norm: 1.0e-07, clipped from 12.5 to 1" in lines
+    assert "loss scale: 1024" in lines
+    assert "loss in steps 0-39: 1.1 to 4." in lines
+
+
+def test_a_sick_step_names_its_producer_first(source: Source) -> None:
+    data = PANEL.load(source, request(SICK))
+    first = PANEL.describe(data)[0]
+    assert first.startswith("Step 30: the output of body.0")
+    assert first.endswith("is the first that is not finite. 2 others carry it on.")
+    assert "\x1b" not in "".join(PANEL.describe(data))
+    assert PANEL.paint(data, request(SICK), Look()).alarm
+    assert "loss scale: 1024, step left out" in PANEL.describe(data)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("look", [Look(), Look("none")])
+def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], look: Look) -> None:
+    for panel in (PANEL, STRIP):
+        asked = request(31, *size)
+        picture = panel.paint(panel.load(source, asked), asked, look)
+        assert len(picture.strips) <= size[1]
+        assert all(strip.cell_length == size[0] for strip in picture.strips)
+
+
+def test_a_click_on_a_curve_goes_to_its_step(source: Source) -> None:
+    asked = request(3, 120, 30)
+    data = PANEL.load(source, asked)
+    area = arrange(data, 120, 30)["loss"]
+    assert PANEL.point(area.x + 10, area.y, data, asked, click=True) == Go(step=10)
+    assert PANEL.point(area.x + 10, area.y, data, asked, click=False) is None
+    assert PANEL.point(area.x - 1, area.y, data, asked, click=True) is None
+
+
+def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) -> None:
+    curve = source.reader.training_curve(0, 0, N_STEPS, 4)
+    assert [point.step for point in curve.values()] == [0, 10, 20, 30]
+    assert [point.loss for point in curve.values()] == [4.0, 3.0, 2.0, None]
+    assert [point.is_sick for point in curve.values()] == [False, False, False, True]
+    assert source.reader.group_curve(0, 0, N_STEPS, 4)[2, 0] == 100.0
+
+
+def test_a_column_leads_to_a_step_that_it_shows(source: Source) -> None:
+    for columns in (1, 3, 7, 40, 100, 160):
+        span = span_of(source.reader, Place(), columns)
+        for column in range(span.n_points * span.each):
+            step = span.step_at(column)
+            assert step is not None
+            assert step * span.n_points // span.n_steps == column // span.each
+        assert span.step_at(span.n_points * span.each) is None
+
+
+def test_the_strip_tells_vanishing_from_exploding_from_sick() -> None:
+    norms = np.array([[1e-9, 1e-6, 1e-3, 10.0, 1e9, np.nan, np.inf, -1.0]])
+    levels = levels_of(norms)[0].tolist()
+    assert levels[0] == levels[1] == 0
+    assert 0 < levels[2] < levels[3] == levels[4] == CELLS.size - 3
+    assert levels[5] == levels[6] == CELLS.size - 2
+    assert levels[7] == CELLS.size - 1
+
+
+def test_the_strip_is_told_in_words(source: Source) -> None:
+    lines = STRIP.describe(STRIP.load(source, request(2)))
+    assert lines[1] == "body.0   1.0e-07  1.0e-07 to 100  not finite in 10 of 40"
+    assert lines[2] == "head         0.5  0.5 to 0.5"
+
+
+def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Source) -> None:
+    named = [load_panel(name) for name in panel_names()]
+    apart = [panel for panel in named if panel.needs_tokens]
+    assert {panel.name for panel in apart} >= {"tokens", "mask", "attention", "logits", "path"}
+    for panel in apart:
+        with pytest.raises(Missing, match="and this is a training run"):
+            check_suits(panel, source, Place())
+    for panel in named:
+        if not panel.needs_tokens:
+            check_suits(panel, source, Place())
+
+
+def test_a_generation_of_tokens_has_no_training(trace: Path) -> None:
+    source = Source(open_trace(trace))
+    for panel in (PANEL, STRIP):
+        with pytest.raises(Missing, match="no training run"):
+            panel.load(source, request(0))
+
+
+async def test_the_screen_shows_the_panels_of_training_and_forgets_them_again(run: Path) -> None:
+    before = state.recall().panels
+    app = InspectorApp(run)
+    async with app.run_test(size=(140, 44)) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert [slot.panel_name for slot in app.screen.query("Slot")] == list(TRAINING)
+        assert "learning rate" in text
+        assert "body.0" in text
+        assert not app.screen.query_one("#strip").display
+        await pilot.press("end")
+        await settle(pilot)
+        assert "Step 39: the output of body.0" in screen_text(app)
+        await pilot.press("x")
+        await settle(pilot)
+    assert state.recall().panels == before
