@@ -386,21 +386,33 @@ def test_the_profiler_switch_names_operators_and_the_other_exports(
     assert [path.name.endswith(".pt.trace.json") for path in tmp_path.iterdir()] == [True]
 
 
-def test_profiling_rests_between_windows_of_ten_steps(lines: pytest.LogCaptureFixture) -> None:
+def test_profiling_rests_for_five_times_what_reading_a_window_takes(
+    lines: pytest.LogCaptureFixture,
+) -> None:
+    from flexinspect_hooks.doors.windows import ProfilerWindows
+
+    seconds = iter(range(1000))  # each look at the clock is a second later
+    board = SwitchBoard()
+    board.enable_debugging(["autograd_profiler"])
+    windows = ProfilerWindows(board, steps=3, clock=lambda: next(seconds))
+    said = []
+    for step in range(12):
+        windows.boundary(step)
+        said.append(len(lines.messages))
+    # Ended at second 2, after a second; step 7 is looked at in second 7, and begins the next.
+    assert said == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_a_window_ends_with_its_switch(lines: pytest.LogCaptureFixture) -> None:
     board = SwitchBoard()
     board.enable_debugging(["autograd_profiler"])
     debugger, model = TrainingDebugger(switches=board), nn.Linear(2, 2)
-    said = []
-    for step in range(106):
+    for step in range(4):
         debugger.monitor_training_step(model, 0.5, step)
-        said.append(len(lines.messages))
-    assert said == [0] * 10 + [1] * 96
-    board.disable_debugging()  # a window ends with its switch
-    debugger.monitor_training_step(model, 0.5, 106)
-    assert [line.split(":")[0] for line in lines.messages] == [
-        "Profiler - 10 steps",
-        "Profiler - 6 steps",
-    ]
+    assert lines.messages == []
+    board.disable_debugging()
+    debugger.monitor_training_step(model, 0.5, 4)
+    assert [line.split(":")[0] for line in lines.messages] == ["Profiler - 4 steps"]
 
 
 def test_anomaly_mode_names_the_operation_of_a_bad_step(lines: pytest.LogCaptureFixture) -> None:

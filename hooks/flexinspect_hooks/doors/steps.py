@@ -44,9 +44,9 @@ from flexinspect_hooks.doors.windows import ProfilerWindows
 
 PROFILED_STEPS = 10
 """Steps in one window of the profiler switches."""
-TURNS = 8
+TURNS = 16
 """At EXTREME every weight is looked at once in so many steps, or in fewer where they are few."""
-AT_LEAST = 8
+AT_LEAST = 4
 """Weights that are looked at in one step."""
 
 Metric = Callable[[nn.Module, float, int], float]
@@ -58,7 +58,7 @@ class TrainingDebugger(Debugger):
     `switches` are its own board, or the one that all debuggers share. `explosion` and `vanishing`
     are the norms of one parameter's gradient beyond which a step is an anomaly. At all levels:
     loss, norms, NaN and Inf. From ADVANCED on: the largest gradient, memory, the norms of each
-    parameter over time. EXTREME: figures of weights and gradients, an eighth of them at each step
+    parameter over time. EXTREME: figures of weights and gradients, a sixteenth of them at each step
     in turn and all of them at a step with an anomaly, and a line per step.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +16,30 @@ from flexinspect_hooks.doors.switches import SwitchBoard
 TABLE = "enable_autograd_profiler"
 EXPORT = "enable_tensorboard_profiler"
 OPERATORS_SAID = 5
-REST = 9
-"""After each window so many times its length is left alone, as a profiled step takes far longer."""
+REST = 5
+"""A window is followed by a rest of so many times what it took to end it and to read it."""
 
 
 class ProfilerWindows:
     """Profiles from step to step; each window of steps ends in a line of the log or an export.
 
-    Between two windows is a rest of nine times their length; the first begins at once.
+    torch takes long to read what it recorded (0.1 ms for each operator called), so that a rest of
+    five times that lies between two windows; the first begins at once. `clock` gives seconds.
     `boundary` is called once per step, in the thread that trains.
     """
 
-    def __init__(self, board: SwitchBoard, *, steps: int, folder: str | Path = FOLDER) -> None:
+    def __init__(
+        self,
+        board: SwitchBoard,
+        *,
+        steps: int,
+        folder: str | Path = FOLDER,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._board, self._steps, self._folder = board, steps, folder
         self._profiler: Any = None
-        self._seen = self._rests = 0
+        self._clock, self._rests_until = clock, 0.0
+        self._seen = 0
         self._exports = False
 
     def boundary(self, step: int) -> None:
@@ -39,28 +50,26 @@ class ProfilerWindows:
             if self._seen >= self._steps or not wanted:
                 self.close()
         if not wanted:
-            self._rests = 0
-        elif self._profiler is None and self._rests:
-            self._rests -= 1
-        elif self._profiler is None:
+            self._rests_until = 0.0
+        elif self._profiler is None and self._clock() >= self._rests_until:
             self._board.guarded(wanted[0], lambda: self._begin(EXPORT in wanted))
 
     def close(self) -> None:
         """End the window that is open, and say what it saw."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            self._rests = REST * self._steps
-            switch = EXPORT if self._exports else TABLE
+            switch, began = EXPORT if self._exports else TABLE, self._clock()
             self._board.guarded(switch, lambda: self._end(profiler))
+            ended = self._clock()
+            self._rests_until = ended + REST * (ended - began)
 
     def _begin(self, exports: bool) -> None:
         ready = exporter(self._folder) if exports else None
         profiler = profile(
             activities=activities(),
             on_trace_ready=ready,
-            record_shapes=True,
-            profile_memory=True,
-            with_flops=True,
+            record_shapes=exports,
+            profile_memory=exports,
         )
         profiler.start()
         self._profiler, self._seen, self._exports = profiler, 0, exports
