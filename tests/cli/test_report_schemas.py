@@ -48,7 +48,7 @@ ARTIFACT = closed([], uri={"type": "string", "pattern": r"^[a-z]+:\S*$"}, index=
 ROLE: Schema = {"enum": ["analysisTarget", "attachment", "resultFile", "standardStream"]}
 LOGICAL = closed(
     [],
-    **{name: TEXT for name in ("name", "fullyQualifiedName", "decoratedName", "kind")},
+    **dict.fromkeys(("name", "fullyQualifiedName", "decoratedName", "kind"), TEXT),
     index=whole(-1),
     parentIndex=whole(-1),
 )

@@ -50,13 +50,17 @@ def test_layers_that_return_none_are_passed_over(tmp_path: Path) -> None:
     [
         (
             lambda output, weights: output,
-            "as attention weights a tensor (2, 6, 48), whose rows do not sum to 1; weights "
-            "would be (2, 4, 6, 6).",
+            (
+                "as attention weights a tensor (2, 6, 48), whose rows do not sum to 1; weights "
+                "would be (2, 4, 6, 6)."
+            ),
         ),
         (
             lambda output, weights: weights[:, :, :, 1:],
-            "as attention weights a tensor (2, 4, 6, 5), whose rows do not sum to 1; weights "
-            "would be (2, 4, 6, 6).",
+            (
+                "as attention weights a tensor (2, 4, 6, 5), whose rows do not sum to 1; weights "
+                "would be (2, 4, 6, 6)."
+            ),
         ),
         (
             lambda output, weights: weights * 1.5,
