@@ -193,7 +193,7 @@ def _finding(
         positions=pads or (() if first is None else (first[0],)),
         evidence={
             "logits": at.logits,
-            "margins": list(at.margins or ()),
+            "margins": [None if math.isnan(one) else one for one in at.margins or ()],
             "layers": {str(one.layer): round(one.difference, 6) for one in at.layers},
         },
     )

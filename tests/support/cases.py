@@ -12,7 +12,7 @@ CASES = Path(__file__).parents[1] / "cases"
 
 
 def found_in_case(tmp_path: Path, name: str, declare: str = "") -> list[Finding]:
-    """Capture a case (or a path without its suffix) as `flexinspect run` does, declared or not."""
+    """Capture a case (or a path without its suffix) as `flexinspect run` does, as declared."""
     out = tmp_path / f"{Path(name).name}.flextrace"
     ran = capture(CASES / f"{name}.py", out, declare=declare)
     assert ran.code == 0, ran
