@@ -37,6 +37,7 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
     """The gradient of the step's token, at the words before it and at the model's parameters."""
 
     name: ClassVar[str] = "gradients"
+    needs_tokens: ClassVar[bool] = True
     title: ClassVar[str] = "Gradients"
     help: ClassVar[Help] = Help(
         "The gradient of this token's log-probability (or margin): at each word before it, summed "
