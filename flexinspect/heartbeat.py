@@ -35,9 +35,17 @@ class Held:
     def sentence(self, now: float | None = None) -> str:
         """Return "held by debugpy in attend (model.py:12) for 40 s: entropy > 3"."""
         seconds = max((now or time.time()) - self.since, 0)
-        where = f"{self.function} ({Path(self.file).name}:{self.line})"
-        why = f": {self.reason}" if self.reason else ""
-        return f"held by {self.by} in {where} for {seconds:.0f} s{why}"
+        return f"{self._where()} for {seconds:.0f} s{self._why()}"
+
+    def timeless(self) -> str:
+        """Return the same without how long it has been, so that it stays what it is."""
+        return self._where() + self._why()
+
+    def _where(self) -> str:
+        return f"held by {self.by} in {self.function} ({Path(self.file).name}:{self.line})"
+
+    def _why(self) -> str:
+        return f": {self.reason}" if self.reason else ""
 
 
 def held_path(trace: Path) -> Path:

@@ -84,7 +84,9 @@ class CommandingScreen(ReviewingScreen):
             going_on = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
             why = f": {visible(status.reason)}" if status.reason else ""
             self.notify(f"{visible(status.says)}{why}. {going_on}.", markup=False)
-        if new.is_silent and not old.is_silent:
+        if new.held and new.held != old.held:
+            self.notify(visible(new.held), severity="warning", markup=False)
+        elif new.is_silent and not old.is_silent:
             self.notify(
                 "The model's process does not answer; a debugger may hold it.",
                 severity="warning",

@@ -76,6 +76,8 @@ _HALTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held
 
 def _halted(standing: Standing) -> str:
     """Return why no step comes, in a few words; empty when the model runs."""
+    if standing.held:
+        return "held by a debugger"
     return "held by a debugger?" if standing.is_silent else _HALTS.get(standing.state, "")
 
 

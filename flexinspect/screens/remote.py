@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flexinspect.errors import ControlError
 from flexinspect.feed import Feed
+from flexinspect.heartbeat import held_now
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
@@ -19,10 +20,14 @@ LOOK_PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How the capture stands: `status` is None when there is none, or when it `is_silent`."""
+    """How the capture stands: `status` is None when there is none, or when it `is_silent`.
+
+    `held` says in a sentence where a debugger holds it, empty while none does.
+    """
 
     status: Status | None = None
     is_silent: bool = False
+    held: str = ""
 
     @property
     def state(self) -> str:
@@ -55,15 +60,20 @@ class Remote:
         """Return how the capture stands, without ever raising."""
         from flexinspect.control.client import ControlClient
 
+        held = self._held()
         try:
             client = self.client()
             quick = ControlClient(client.address, patience_s=LOOK_PATIENCE_S)
-            return Standing(quick.status())
+            return Standing(quick.status(), held=held)
         except ControlError as error:
             silent = isinstance(error.__cause__, TimeoutError)
             if not silent:
                 self._known = None
-            return Standing(is_silent=silent)
+            return Standing(is_silent=silent, held=held)
+
+    def _held(self) -> str:
+        held = held_now(self._feed.path) if self._feed.path is not None else None
+        return f"The model is {held.timeless()}." if held is not None else ""
 
     def _find(self) -> ControlClient | None:
         from flexinspect.control.client import ControlClient

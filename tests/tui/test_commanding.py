@@ -48,13 +48,16 @@ class FakeCapture:
         self.cost = Cost("nothing to speak of")
         self.outcome = OrderState(1, "fork", "done", "branch 1 goes on", Place(0, 0, 1), 0.01)
         self.is_silent = False
+        self.held = ""
         self._order: OrderState | None = None
 
     def client(self) -> FakeCapture:
         return self
 
     def look(self) -> Standing:
-        return Standing(is_silent=True) if self.is_silent else Standing(self.status())
+        if self.is_silent:
+            return Standing(is_silent=True)
+        return Standing(self.status(), held=self.held)
 
     def status(self) -> Status:
         place = Place(0, 0, 2)
@@ -184,6 +187,15 @@ async def test_a_process_that_is_held_does_not_hold_the_interface(path: Path) ->
         await here.until(lambda: "held by a debugger?" in screen_lines(app)[0])
         await pilot.press("home", "right")
         assert app.screen.place.step == 1  # type: ignore[attr-defined]
+
+
+async def test_where_a_debugger_holds_the_model_is_said(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.held = "A debugger holds it in my_mask.py, line 3."
+        await here.until(lambda: here.said("my_mask.py, line 3"))
+        await here.until(lambda: "held by a debugger" in screen_lines(app)[0])
 
 
 async def test_a_trace_that_nobody_writes_refuses_commands_in_a_sentence(tmp_path: Path) -> None:

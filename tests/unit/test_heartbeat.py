@@ -1,0 +1,46 @@
+"""A stop in a debugger is told beside the trace, and forgotten with its process."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from flexinspect.feed import Feed
+from flexinspect.heartbeat import Held, held_now, held_path, hold, let_go
+from flexinspect.screens.remote import Remote
+
+
+class FakeFeed(Feed):
+    def __init__(self, path: Path) -> None:
+        self.path, self.process = path, None
+
+
+def held(**changes: object) -> Held:
+    facts = {"by": "debugpy", "file": "/x/my_mask.py", "line": 3, "function": "rule"}
+    return Held(pid=os.getpid(), since=time.time() - 5, **{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_what_is_said_does_not_change_while_it_is_held(tmp_path: Path) -> None:
+    stop = held(reason="step == 3")
+    assert stop.timeless() == "held by debugpy in rule (my_mask.py:3): step == 3"
+    assert stop.sentence(stop.since + 40) == (
+        "held by debugpy in rule (my_mask.py:3) for 40 s: step == 3"
+    )
+
+
+def test_the_interface_looks_at_it_and_sees_it_go(tmp_path: Path) -> None:
+    trace = tmp_path / "run.flextrace"
+    remote = Remote(FakeFeed(trace))
+    hold(trace, held())
+    assert remote.look().held == "The model is held by debugpy in rule (my_mask.py:3)."
+    let_go(trace)
+    assert remote.look().held == ""
+
+
+def test_a_process_that_died_in_a_stop_holds_nothing(tmp_path: Path) -> None:
+    trace = tmp_path / "run.flextrace"
+    stop = held()
+    hold(trace, Held(2**22 + 1, "debugpy", "x.py", 1, "f", stop.since))
+    assert held_now(trace) is None
+    assert not held_path(trace).exists()
