@@ -10,8 +10,8 @@ Four sections exist:
     big = { path = "org/name", dtype = "bfloat16" }    # with the dtype it should run in
 
     [keys]                                             # actions of the interface: see keys.py
-    "step.next" = "space"
-    "step.previous" = ["b", "left"]
+    "step.next" = "w"
+    "step.previous" = ["e", "left"]
 
     [breakpoints]                                      # of every run: see docs/breakpoints.md
     leaks = "finding mask.* >= warning"
@@ -293,9 +293,7 @@ def _switches(file: Path, text: str, table: Mapping[str, object]) -> dict[str, b
 
 
 _SWITCHES_HINT = 'For instance, below [debugging]: "memory_usage = true".'
-_KEYS_HINT = (
-    'For instance "step.next" = "space"; the palette of the interface (p) names every action.'
-)
+_KEYS_HINT = 'For instance "step.next" = "w"; the palette of the interface (p) names every action.'
 
 
 def _model_alias(file: Path, text: str, alias: str, value: object) -> ModelAlias:

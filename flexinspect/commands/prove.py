@@ -84,6 +84,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--threads", default=None, type=run_.positive, help="CPU threads")
     group.add_argument("--json", default=False, action="store_true", help="print it as JSON")
     parser.set_defaults(run=run, out="", level="basic", layers=None, overwrite=False)
+    # A proof records nothing that could be stopped, and takes no commands.
+    nobody = {"breakpoints": None, "wait": False, "pdb": False, "debugpy": None}
+    parser.set_defaults(**nobody, hold=False, control=False, serve=None, insecure_bind=False)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -127,12 +127,13 @@ def test_outputs_are_bit_equal_with_and_without_capture(
 
 
 def test_nothing_is_left_behind(llama: Any, prompt: Prompt) -> None:
+    before = set(threading.enumerate())
     capture(llama, prompt)
     assert all(
         not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks) for m in llama.modules()
     )
     assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
-    assert not [t for t in threading.enumerate() if t.name.startswith("flexinspect")]
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("flexinspect")]
 
 
 def test_nothing_is_left_behind_after_an_exception(llama: Any, prompt: Prompt) -> None:

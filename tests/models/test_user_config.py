@@ -103,7 +103,7 @@ def test_a_file_that_is_not_text_is_refused(home: Path) -> None:
 
 def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
-        '[keys]\n"step.next" = "w"\n"step.previous" = ["b", "left"]\n'
+        '[keys]\n"step.next" = "w"\n"step.previous" = ["e", "left"]\n'
     )
     assert load_config().keys == {"step.next": "w", "step.previous": "b,left"}
 
@@ -140,12 +140,14 @@ def test_keys_may_be_written_as_they_stand_on_the_keyboard_or_in_the_help(home: 
     (home / "flexinspect.toml").write_text(
         '[keys]\n"step.next" = ["!", "Ctrl + A", "shift+w", "w"]\n'
         '"step.last" = ["pgdn", ",", "ctrl++"]\n"step.forward" = "SPACE"\n'
+        '"run.pause" = "a"\n'
         '"step.previous" = ["←", "shift+alt+left"]\n'
     )
     assert load_config().keys == {
         "step.next": "exclamation_mark,ctrl+a,W,w",
         "step.last": "pagedown,comma,ctrl+plus",
         "step.forward": "space",
+        "run.pause": "a",
         "step.previous": "left,alt+shift+left",
     }
 

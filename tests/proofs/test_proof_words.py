@@ -74,6 +74,6 @@ def test_sizes_are_short(value: float, said: str) -> None:
 
 
 def test_there_is_a_prover_for_every_kind() -> None:
-    from flexinspect_hooks.proofs import _prover
+    from flexinspect_hooks.proofs import prover_of
 
-    assert [_prover(kind).__name__ for kind in KINDS] == [f"prove_{kind}" for kind in KINDS]
+    assert [prover_of(kind).__name__ for kind in KINDS] == [f"prove_{kind}" for kind in KINDS]
