@@ -84,9 +84,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--threads", default=None, type=run_.positive, help="CPU threads")
     group.add_argument("--json", default=False, action="store_true", help="print it as JSON")
     parser.set_defaults(run=run, out="", level="basic", layers=None, overwrite=False)
-    # A proof records nothing that could be stopped, and takes no commands.
-    nobody = {"breakpoints": None, "wait": False, "pdb": False, "debugpy": None}
-    parser.set_defaults(**nobody, hold=False, control=False, serve=None, insecure_bind=False)
+    parser.set_defaults(**_OF_RUNS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -143,6 +141,20 @@ def _check_cache_flag(args: argparse.Namespace) -> None:
         raise UsageError(f"--cache-check goes with prove cache, not with prove {args.proof}.")
 
 
+_OF_RUNS = {
+    "breakpoints": None,
+    "wait": False,
+    "pdb": False,
+    "debugpy": None,
+    "wait_for_client": False,
+    "debugpy_expose": False,
+    "hold": False,
+    "control": False,
+    "serve": None,
+    "insecure_bind": False,
+}
+"""What a run may be told beside: a proof stops nowhere and takes no commands."""
+
 _OF_PROGRAMS = ("declare", "program", "module", "call", "cache_check", "add_to")
 _ALWAYS = ("command", "proof", "run", "out", "level", "layers", "overwrite", "threads", "json")
 
@@ -153,7 +165,7 @@ def _of_program(args: argparse.Namespace) -> Iterator[Any]:
     from flexinspect.commands.script import script_job
 
     _check_cache_flag(args)
-    given = [name for name in vars(args) if name not in (*_OF_PROGRAMS, *_ALWAYS)]
+    given = [name for name in vars(args) if name not in (*_OF_PROGRAMS, *_ALWAYS, *_OF_RUNS)]
     flags = [f"--{name.replace('_', '-')}" for name in given]
     nowhere = argparse.Namespace(**{**vars(args), "out": None})  # a proof records nothing
     job = replace(script_job(nowhere, flags), threads=args.threads)

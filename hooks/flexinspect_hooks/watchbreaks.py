@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pdb
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -45,6 +44,8 @@ def _pdb(hit: BreakpointHit, frame: FrameType) -> None:
 
     `Pdb.set_trace` would stop at whatever runs next, which is ours.
     """
+    import pdb  # here: it takes `code` and others by names that a user's own file may have
+
     _print(hit, frame)
     where, debugger = best_frame(frame), pdb.Pdb()
     debugger.reset()

@@ -105,7 +105,7 @@ def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
     (home / "flexinspect.toml").write_text(
         '[keys]\n"step.next" = "w"\n"step.previous" = ["e", "left"]\n'
     )
-    assert load_config().keys == {"step.next": "w", "step.previous": "b,left"}
+    assert load_config().keys == {"step.next": "w", "step.previous": "e,left"}
 
 
 @pytest.mark.parametrize(
