@@ -152,6 +152,8 @@ def test_layers_are_read_as_numbers_and_ranges() -> None:
     assert parse_layers("3,0-1", 4) == (0, 1, 3)
     for text, said in (
         ("4", "layer 4"),
+        ("1-9", "layer 4"),
+        ("0-99999999999999", "layer 4"),
         ("x", "no number"),
         ("1-", "no number"),
         ("2-1", "names no"),
