@@ -162,6 +162,9 @@ class ScriptJob:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
 
 
+_STEP_DIGITS = 6
+
+
 def parse_steps(text: str) -> frozenset[int] | None:
     """Return step numbers from "0,5-7", None for "all". Raises `UsageError` naming the flag."""
     if text == "all":
@@ -173,6 +176,11 @@ def parse_steps(text: str) -> frozenset[int] | None:
             raise UsageError(
                 f"--grads-steps {text} is not a list of steps: '{part}' is no number or range.",
                 hint="Write for instance --grads-steps 0,5-7, or all.",
+            )
+        if max(len(first), len(last)) > _STEP_DIGITS:
+            raise UsageError(
+                f"--grads-steps {text}: no generation has a step as late as in '{part}'.",
+                hint="Write all for every step.",
             )
         chosen.update(range(int(first), int(last if dash else first) + 1))
     if not chosen:
