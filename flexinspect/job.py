@@ -162,6 +162,9 @@ class ScriptJob:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
 
 
+_STEP_DIGITS = 6
+
+
 def parse_steps(text: str) -> frozenset[int] | None:
     """Return step numbers from "0,5-7", None for "all". Raises `UsageError` naming the flag."""
     if text == "all":
@@ -173,6 +176,11 @@ def parse_steps(text: str) -> frozenset[int] | None:
             raise UsageError(
                 f"--grads-steps {text} is not a list of steps: '{part}' is no number or range.",
                 hint="Write for instance --grads-steps 0,5-7, or all.",
+            )
+        if max(len(first), len(last)) > _STEP_DIGITS:
+            raise UsageError(
+                f"--grads-steps {text}: no generation has a step as late as in '{part}'.",
+                hint="Write all for every step.",
             )
         chosen.update(range(int(first), int(last if dash else first) + 1))
     if not chosen:
@@ -196,21 +204,21 @@ def parse_layers(text: str | None, n_layers: int) -> tuple[int, ...] | None:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            span = range(int(first), int(last if dash else first) + 1)
+            low, high = int(first), int(last if dash else first)
         except ValueError:
             raise UsageError(
                 f"--layers {text} is not a list of layers: '{part}' is no number or range.",
                 hint="Write for instance --layers 0,3,5-7.",
             ) from None
-        chosen.update(span)
+        if low <= high and not 0 <= low <= high < n_layers:  # before a range of any length is built
+            outside = low if low < 0 else max(low, n_layers)
+            raise UsageError(
+                f"--layers {text}: layer {outside} does not exist; "
+                f"this model has layers 0 to {n_layers - 1}."
+            )
+        chosen.update(range(low, high + 1))
     if not chosen:
         raise UsageError(
             f"--layers {text} names no layer.", hint="Write for instance --layers 0-3."
-        )
-    outside = [layer for layer in sorted(chosen) if not 0 <= layer < n_layers]
-    if outside:
-        raise UsageError(
-            f"--layers {text}: layer {outside[0]} does not exist; "
-            f"this model has layers 0 to {n_layers - 1}."
         )
     return tuple(sorted(chosen))

@@ -6,8 +6,8 @@ import re
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
-_PIECES = re.compile(r"\*\*|\*|\?|\[!?[^\[\]]+\]|.", re.DOTALL)
-_WILD = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
+_PIECES = re.compile(r"\*{2,}|\*|\?|\[!?[^\[\]]+\]|.", re.DOTALL)
+_WILD = {"*": r"[^.]*", "?": r"[^.]"}
 
 
 def is_module(pattern: str, name: str) -> bool:
@@ -17,6 +17,11 @@ def is_module(pattern: str, name: str) -> bool:
     `[0-3]` for one of these characters.
     """
     return _compiled(pattern).fullmatch(name) is not None
+
+
+def n_wildcards(pattern: str) -> int:
+    """Return how many pieces of a module's pattern stand for more than themselves."""
+    return sum(len(piece) > 1 or piece in _WILD for piece in _PIECES.findall(pattern))
 
 
 def is_finding(pattern: str, finding_id: str) -> bool:
@@ -34,6 +39,8 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _piece(piece: str) -> str:
+    if piece.startswith("**"):
+        return ".*"
     if piece in _WILD:
         return _WILD[piece]
     if len(piece) > 1:

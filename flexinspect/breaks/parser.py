@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
 
 from flexinspect.breaks.errors import ExpressionError
+from flexinspect.breaks.globs import n_wildcards
 from flexinspect.breaks.lexer import Token, tokens
 from flexinspect.breaks.tree import And, Compare, Expression, Found, Not, Operand, Or, Seen
 from flexinspect.breaks.typecheck import comparison, membership
@@ -23,6 +24,9 @@ from flexinspect.breaks.words import COMPARISONS, FINDING, NAMES, SEVERITIES, SI
 
 DEEPEST = 50
 """Parentheses and "not"s within each other."""
+
+MOST_WILDCARDS = 8
+"""In the name of a module: the ways to match it grow with the power of these."""
 
 
 def parse(text: str, *, finding_ids: Collection[str] | None = None) -> Expression:
@@ -115,6 +119,8 @@ class Parser:
                 "After @ comes the name of a module, in which * stands for one part.",
                 hint=f"For instance {token.value} @ layers.*.self_attn",
             )
+        if n_wildcards(self._here.value) > MOST_WILDCARDS:
+            raise self._error(f"A module's name takes at most {MOST_WILDCARDS} wildcards.")
         return Seen(token.value, self._take().value)
 
     def _found(self) -> Found:

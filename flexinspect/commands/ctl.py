@@ -179,8 +179,14 @@ def _fill_place(args: argparse.Namespace, client: ControlClient) -> None:
 
 def _waited(answer: Answer, client: ControlClient, *, as_json: bool) -> int:
     from flexinspect.control.waiting import wait_for_effect
+    from flexinspect.errors import ControlError
 
     status = wait_for_effect(client, answer)
+    if status is None and answer.order is not None:
+        raise ControlError(
+            f"The run ended before it said what became of order {answer.order}.",
+            hint="Its trace tells how far it came; --hold keeps a model for orders.",
+        )
     _print(status if status is not None else answer, as_json=as_json)
     order = status.order if status is not None and answer.order is not None else None
     return 1 if order is not None and order.state == "failed" else 0

@@ -17,14 +17,17 @@ LOOK_EVERY_S = 0.02
 def wait_for_effect(client: ControlClient, answer: Answer) -> Status | None:
     """Return the status once nothing is on its way any more, None when the run has ended by then.
 
-    An order counts when it is done or failed, and then the pause that it ends in.
+    An order counts when it is done or failed, and then the pause that it ends in. Raises
+    `ControlError` when the capture is there and does not answer.
     """
     status = answer.status
     while _is_on_its_way(status, answer):
         time.sleep(LOOK_EVERY_S)
         try:
             status = client.status()
-        except ControlError:
+        except ControlError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise  # it is there, and something holds it
             return None  # a run that ends does not say so any more
     return status
 

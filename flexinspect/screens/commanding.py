@@ -146,10 +146,11 @@ class CommandingScreen(ReviewingScreen):
 
         if self.reader is None:
             return
-        token = await ask_token(self.app, self.reader, self.place)
+        shown = self.place  # it may follow the model while the user chooses
+        token = await ask_token(self.app, self.reader, shown)
         if token is None:
             return
-        there = _live(self.place, LivePlace)
+        there = _live(shown, LivePlace)
         await self._travel(
             lambda client, dry: client.fork(
                 there, token_id=token.token_id, text=token.text, dry_run=dry
@@ -163,10 +164,11 @@ class CommandingScreen(ReviewingScreen):
 
         if self.reader is None:
             return
-        edit = await ask_edit(self.app, self.reader, self.place)
+        shown = self.place  # it may follow the model while the user chooses
+        edit = await ask_edit(self.app, self.reader, shown)
         if edit is None:
             return
-        there = _live(self.place, LivePlace)
+        there = _live(shown, LivePlace)
         await self._travel(lambda client, dry: client.edit_mask(there, (edit,), dry_run=dry))
 
     async def _travel(self, ask: Callable[[ControlClient, bool], Answer]) -> None:
@@ -238,9 +240,8 @@ class CommandingScreen(ReviewingScreen):
         options = [(str(row.branch), branch_words(row, place.branch)) for row in rows]
         answer = await self.app.push_screen_wait(Choose("Show a branch", options))
         if answer is not None:
-            step = place.step
-            self.go(Go(branch=int(answer)))
-            self.go(Go(step=step))
+            self.go(Go(generation=place.generation, branch=int(answer)))
+            self.go(Go(step=place.step))
 
     async def _read(self, read: Callable[[], T]) -> T | None:
         try:

@@ -304,7 +304,9 @@ class TraceScreen(SeekingScreen):
 
     def _stop(self) -> None:
         """Ask the run to end after this step; asked again, end it at once."""
-        if self._feed.process is None or not self.status.live:
+        if self._feed.process is None and self.status.live and self.standing.status is not None:
+            self._command(lambda client: client.stop())
+        elif self._feed.process is None or not self.status.live:
             self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.", markup=False)
         elif self._feed.stopping:
             self._feed.kill()

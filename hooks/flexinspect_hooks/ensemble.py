@@ -17,7 +17,7 @@ import torch
 from flexinspect import masks
 from flexinspect.control.messages import Order, Place
 from flexinspect.datasets import Sample
-from flexinspect.errors import DatasetError, FlexInspectError, MaskError
+from flexinspect.errors import ControlError, DatasetError, FlexInspectError, MaskError
 from flexinspect.job import Job
 from flexinspect.pieces import to_declared
 from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
@@ -161,6 +161,10 @@ class Ensemble:
             place, said = self.orders.obey(order)
         except FlexInspectError as error:
             gate.done(order, error)
+        except (RuntimeError, MemoryError) as error:  # too little memory, mostly
+            first = (str(error).strip().splitlines() or [""])[0]
+            why = f"The {order.kind} failed: {type(error).__name__}: {first}"
+            gate.done(order, ControlError(why))
         else:
             gate.done(order, place, said)
 

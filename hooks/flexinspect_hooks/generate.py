@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flexinspect.errors import UsageError
 from flexinspect.job import SamplingOptions
 from flexinspect.prompts import Prompt
 
@@ -189,6 +190,16 @@ def ended(
     if stops is not None and stops(token_ids):
         return "stop"
     return "length" if len(token_ids) >= max_new_tokens else ""
+
+
+def check_tokens(model: Any, token_ids: Sequence[int]) -> None:
+    """Refuse tokens that a model cannot be fed. Raises `UsageError` naming those that it has."""
+    n_tokens = model.get_input_embeddings().num_embeddings
+    outside = [token_id for token_id in token_ids if not 0 <= token_id < n_tokens]
+    if outside:
+        raise UsageError(
+            f"Token {outside[0]} does not exist; this model has tokens 0 to {n_tokens - 1}."
+        )
 
 
 def new_cache(model: nn.Module) -> Any:

@@ -133,6 +133,7 @@ class CaptureProcess:
         self._n_generations = 0
         self._unexpected = False
         self._breaks: RunBreaks | None = None
+        self._lost: TraceWriteError | None = None
 
     def run(self) -> int:
         """Run the job; whatever happens, leave a valid trace or none."""
@@ -177,8 +178,9 @@ class CaptureProcess:
             self._debugging.post_mortem(error)
 
     def _exit_code(self, otherwise: int) -> int:
-        """Return the exit code of a run that a breakpoint ended, and say so; or of any other."""
-        error = self._breaks.stopped() if self._breaks is not None else None
+        """Return the exit code of a run, and say why if a breakpoint ended it or records lack."""
+        stopped = self._breaks.stopped() if self._breaks is not None else None
+        error = stopped or self._lost
         if error is None:
             return otherwise
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
@@ -303,8 +305,15 @@ class CaptureProcess:
 
     def _conclude(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""
+        from flexinspect_hooks.lost import lost_records
+
         failure = session.recorder.failure
-        if failure is not None:
+        self._lost = lost_records(session.recorder, self.writer)
+        if self._lost is not None:
+            message = self._lost.message
+            self._event("error", message, hint=self._lost.hint)
+            self._quietly(lambda: self.writer.update_run(reason=message))
+        elif failure is not None:
             print(f"flexinspect: {failure.sentence()}", file=sys.stderr)
         self._quietly(lambda: self.writer.update_run(cost=session.cost()))
 
@@ -312,7 +321,7 @@ class CaptureProcess:
         crumbs.remove_crumbs()
         self._debugging.end()
         self._quietly(lambda: self.writer.update_run(ended_at=time.time()))
-        self._quietly(lambda: self.writer.close(state))
+        self._quietly(lambda: self.writer.close("failed" if self._lost is not None else state))
         kept: Path | None = self.writer.path
         if not self._n_generations and not self._unexpected:
             # Nothing ran, and the user knows why: the trace would only be litter.

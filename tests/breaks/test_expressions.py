@@ -98,6 +98,7 @@ REFUSED = {
     "step == 3 @ layers": ("@", "looked for @ modules", ""),
     "__import__('os')": ("__import__", "no name", ""),
     "step ** 2 > 3": ("*", "no meaning", ""),
+    "nan @ a.*.*.*.*.*.*.*.*.*": ("a.*.*.*.*.*.*.*.*.*", "at most 8 wildcards", ""),
     "prob < 1e999": ("1e999", "no number", ""),
 }
 

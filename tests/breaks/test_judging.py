@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -163,6 +164,14 @@ def test_modules_are_meant_by_the_last_parts_of_their_names() -> None:
         assert is_module(pattern, name)
     for pattern in ("layers.*", "model.*", "layers.?.self_attn", "elf_attn", "layers.[2-9].*"):
         assert not is_module(pattern, name)
+
+
+def test_many_stars_are_as_two() -> None:
+    name = "model.layers.11.self_attn"
+    started = time.perf_counter()
+    assert is_module("*" * 400 + "attn", name)
+    assert not is_module("*" * 400 + "mlp", name * 3)
+    assert time.perf_counter() - started < 1.0
 
 
 @given(st.text(max_size=20), st.text(max_size=20))

@@ -359,7 +359,7 @@ def test_a_branch_has_gradients_of_its_own_steps_under_its_own_mask(
                 if edit:
                     journey.edit(0, 1, [maskedits.parse(edit)])
                 else:
-                    journey.fork(0, 1, [journey.token_at(0, 0)])
+                    journey.fork(0, 1, [journey.lines[0].mark(0).token_id])
                 while not journey.is_over:
                     journey.advance()
             journey.close("finished", "")

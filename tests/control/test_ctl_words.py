@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from flexinspect.commands import build_parser, main
+from flexinspect.commands.ctl import _waited
 from flexinspect.commands.ctlwords import lines
 from flexinspect.commands.maskflags import edits_of
 from flexinspect.control.choosing import address_of
@@ -19,7 +21,8 @@ from flexinspect.control.messages import (
     Place,
     Status,
 )
-from flexinspect.errors import UsageError
+from flexinspect.control.waiting import wait_for_effect
+from flexinspect.errors import ControlError, UsageError
 
 STATUS = Status("paused", Place(0, 1, 7), "paused after step 7 (branch 1)", "entropy > 3")
 
@@ -44,6 +47,34 @@ def test_an_edit_that_cannot_be_read_says_its_form(words: str, capsys: Any) -> N
         main(["ctl", "edit", "4", *words.split()])
     assert end.value.code == 2
     assert "is not" in capsys.readouterr().err
+
+
+class Vanishing:
+    """A client whose capture answers no more."""
+
+    def __init__(self, error: ControlError) -> None:
+        self._error = error
+
+    def status(self) -> Status:
+        raise self._error
+
+
+def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
+    order = OrderState(2, "fork", "waiting")
+    going = Status("running", Place(0, 0, 7), "running", order=order)
+    gone: Any = Vanishing(ControlError("No capture answers."))
+    with pytest.raises(ControlError, match="ended before it said what became of order 2"):
+        _waited(Answer("the fork waits", going, 2), gone, as_json=False)
+    assert _waited(Answer("pausing", replace(going, until="x"), None), gone, as_json=False) == 0
+
+
+def test_a_capture_that_is_there_and_silent_has_not_ended() -> None:
+    silent = ControlError("It does not answer.")
+    silent.__cause__ = TimeoutError()
+    client: Any = Vanishing(silent)
+    going = Status("running", Place(0, 0, 7), "running", until="after step 9")
+    with pytest.raises(ControlError, match="does not answer"):
+        wait_for_effect(client, Answer("pausing", going))
 
 
 def test_answers_are_said_in_words() -> None:

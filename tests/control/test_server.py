@@ -93,6 +93,12 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: A
     assert served.client.status().state == "running"
 
 
+def test_a_path_that_is_too_long_is_refused(served: Any) -> None:
+    status, said = asked(served.url, "/breakpoints/" + "9" * 5000, method="DELETE")
+    assert (status, said["error"]) == (414, "The path is longer than 256 characters.")
+    assert asked(served.url, "/breakpoints/" + "9" * 200, method="DELETE")[0] < 500
+
+
 def test_a_taken_port_is_a_sentence(served: Any) -> None:
     port = urlsplit(served.url).port
     assert port is not None

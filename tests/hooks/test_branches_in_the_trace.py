@@ -279,6 +279,25 @@ def test_orders_that_cannot_be_obeyed_are_answered_and_change_nothing(
     assert len(reader.branches(0)) == 1
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("out of memory\nand more")])
+def test_an_order_that_the_model_fails_on_is_answered_and_the_run_goes_on(
+    new_run: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    run = new_run()
+
+    def fail(order: Order) -> None:
+        raise error
+
+    monkeypatch.setattr(run.ensemble.orders, "obey", fail)
+    gate = Script(Fork(at(2), token_id=300))
+    reader = run.go(gate)
+    ((_, result, _),) = gate.results
+    assert isinstance(result, FlexInspectError)
+    assert result.message.startswith(f"The fork failed: {type(error).__name__}: ")
+    assert "and more" not in result.message
+    assert reader.branches(0)[0].state == "finished"
+
+
 def test_the_cost_is_said_before(new_run: Callable[..., Run]) -> None:
     run, said = new_run(), []
 

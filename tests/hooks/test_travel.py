@@ -154,6 +154,10 @@ def test_what_comes_out_differently_is_a_branch_that_says_why(
         if why.startswith("The model is in"):
             with torch.no_grad():
                 model.lm_head.weight.data = model.lm_head.weight.data * 1.01
+        kept = trip.journey._shelf.items()[0][1]
+        while len(trip.journey.lines) == 1:
+            trip.journey.advance()
+        assert [cache for _, cache in trip.journey._shelf.items()] == [kept]  # as recorded
         trip.go()
         assert [line.fork_step for line in trip.journey.lines] == [0, 2]
         (change,) = trip.notes.begun
@@ -241,10 +245,38 @@ def test_a_fork_before_the_fork_belongs_to_the_parent(trip: Trip) -> None:
     assert line.parent is trip.journey.lines[0]
 
 
+def test_the_tokens_of_a_branch_are_its_parents_before_the_fork(trip: Trip) -> None:
+    base = trip.journey.lines[0].token_ids(10)
+    one = trip.journey.fork(0, 6, [other_token(trip, 6)])
+    trip.go()
+    two = trip.journey.fork(one.branch, 8, [(one.mark(8).token_id + 7) % 290 + 3])
+    trip.go()
+    for n_steps in (0, 3, 6, 8, 10):
+        assert two.token_ids(n_steps) == [two.mark(step).token_id for step in range(n_steps)]
+    assert two.token_ids(6) == base[:6]
+    with pytest.raises(IndexError):
+        two.token_ids(11)
+
+
 def test_the_token_that_was_chosen_is_no_fork(trip: Trip) -> None:
     chosen = trip.journey.lines[0].mark(2).token_id
     with pytest.raises(UsageError, match="Step 2 chose that token already"):
         trip.journey.fork(0, 2, [chosen])
+
+
+@pytest.mark.parametrize("token_id", [-1, "first outside", 10**20])
+def test_a_token_that_the_model_has_not_is_refused_before_anything_is_done(
+    trip: Trip, token_id: Any
+) -> None:
+    model: Any = trip.journey._model
+    n_tokens = model.get_input_embeddings().num_embeddings
+    token_id = n_tokens if token_id == "first outside" else token_id
+    stood = trip.journey.step
+    said = f"Token {token_id} does not exist; this model has tokens 0 to {n_tokens - 1}."
+    with pytest.raises(UsageError, match=re.escape(said)):
+        trip.journey.fork(0, 2, [5, token_id])
+    assert (len(trip.journey.lines), trip.journey.step) == (1, stood)
+    assert trip.notes.begun == []
 
 
 def test_a_branch_that_is_left_is_interrupted_at_the_end_and_can_be_gone_on_with(

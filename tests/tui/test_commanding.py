@@ -76,6 +76,10 @@ class FakeCapture:
         self.state = "running"
         return self._answer("going on")
 
+    def stop(self) -> Answer:
+        self.asked.append(("stop",))
+        return self._answer("stopping after this step")
+
     def step(self, n: int) -> Answer:
         self.asked.append(("step", n))
         return self._answer("pausing after 1 more step")
@@ -179,6 +183,16 @@ async def test_a_point_lets_the_model_make_one_token(path: Path) -> None:
         assert app.screen.following  # type: ignore[attr-defined]
 
 
+async def test_a_run_that_is_not_our_own_is_asked_to_stop(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await here.until(lambda: app.screen.standing.status)  # type: ignore[attr-defined]
+        await pilot.press("ctrl+c")
+        await here.until(lambda: here.said("stopping after this step"))
+        assert here.capture.asked == [("stop",)]
+
+
 async def test_a_process_that_is_held_does_not_hold_the_interface(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
@@ -265,6 +279,19 @@ async def test_a_candidate_is_chosen_for_a_fork(path: Path) -> None:
         assert token_id == others[0]
         await here.until(lambda: here.said("branch 1 goes on (10 ms)"))
         await here.until(lambda: app.screen.place.step == 1)  # type: ignore[attr-defined]
+
+
+async def test_a_fork_is_of_the_step_it_was_asked_on(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        screen: Any = app.screen
+        await pilot.press("home", "F")
+        await here.until(lambda: isinstance(app.screen, Choose))
+        screen.place = replace(screen.place, step=2)  # as following the model does
+        await pilot.press("enter")
+        await here.until(lambda: here.capture.asked)
+        assert here.capture.asked[0][:2] == ("fork", Place(0, 0, 0))
 
 
 async def test_a_typed_text_is_forced(path: Path) -> None:

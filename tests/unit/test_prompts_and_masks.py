@@ -11,7 +11,7 @@ from support.tiny import make_pieces
 from flexinspect import masks
 from flexinspect.answers import matches
 from flexinspect.errors import MaskError, UsageError
-from flexinspect.job import Job, SamplingOptions, Texts, parse_layers
+from flexinspect.job import Job, SamplingOptions, Texts, parse_layers, parse_steps
 from flexinspect.prompts import (
     Prompt,
     PromptPieces,
@@ -152,12 +152,21 @@ def test_layers_are_read_as_numbers_and_ranges() -> None:
     assert parse_layers("3,0-1", 4) == (0, 1, 3)
     for text, said in (
         ("4", "layer 4"),
+        ("1-9", "layer 4"),
+        ("0-99999999999999", "layer 4"),
         ("x", "no number"),
         ("1-", "no number"),
         ("2-1", "names no"),
     ):
         with pytest.raises(UsageError, match=said):
             parse_layers(text, 4)
+
+
+def test_steps_that_no_generation_has_are_refused_before_they_are_counted() -> None:
+    assert parse_steps("0,5-7") == {0, 5, 6, 7}
+    for text in ("0-99999999999999", "9" * 5000):
+        with pytest.raises(UsageError, match="no generation has a step as late"):
+            parse_steps(text)
 
 
 def test_answers_match_but_for_case_and_spaces() -> None:

@@ -18,6 +18,9 @@ from flexinspect.errors import ControlError
 LARGEST_BODY = 64 << 10
 """Bytes of a request's body."""
 
+LONGEST_PATH = 256
+"""Characters of a request's path."""
+
 
 class TooLargeError(ControlError):
     """A body that says nothing of its size has grown past the limit."""
@@ -27,9 +30,9 @@ class TooLargeError(ControlError):
 
 
 class SizeGuard:
-    """Refuses bodies above `LARGEST_BODY` that say how large they are.
+    """Refuses paths above `LONGEST_PATH`, and bodies above `LARGEST_BODY` that say how large.
 
-    Of others so much is read, and then the application gets a `TooLargeError`.
+    Of other bodies so much is read, and then the application gets a `TooLargeError`.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -40,7 +43,10 @@ class SizeGuard:
         if scope["type"] != "http":
             return
         size = _header(scope, b"content-length")
-        if size is not None and (not size.isdigit() or int(size) > LARGEST_BODY):
+        if len(scope["path"]) > LONGEST_PATH:  # a number of any length would be read
+            said = Refusal(f"The path is longer than {LONGEST_PATH} characters.")
+            await _refuse(414, said, scope, receive, send)
+        elif size is not None and (not size.isdecimal() or int(size) > LARGEST_BODY):
             said = Refusal(TooLargeError().message)
             await _refuse(413, said, scope, receive, send)
         else:

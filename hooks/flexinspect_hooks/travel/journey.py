@@ -21,7 +21,7 @@ from flexinspect import maskedits
 from flexinspect.errors import UsageError
 from flexinspect.maskedits import Edit, EditedRule
 from flexinspect.prompts import Segment
-from flexinspect_hooks.generate import Decoder, ended, new_cache
+from flexinspect_hooks.generate import Decoder, check_tokens, ended, new_cache
 from flexinspect_hooks.masksource import MaskSource
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.travel.caches import (
@@ -130,7 +130,7 @@ class Journey:
         new = self._new_line(parent, step, parent.source)
         new.change = {"kind": "replay", "why": why}
         self._scribe.begin(new)
-        self._put_aside(line)
+        # The live cache is the new line's from here on: its newest row is not the recorded one.
         return new
 
     def _reasons(self) -> list[str]:
@@ -274,7 +274,7 @@ class Journey:
         """Begin a branch that takes other tokens from a recorded step on, then goes on freely.
 
         `facts` goes into what the trace says of the change. Raises `UsageError` for a step that
-        there is not, and for the token that was chosen there.
+        there is not, for the token that was chosen there, and for one that the model has not.
         """
         line, parent = self._forkable(branch, step, token_ids)
         change = {"kind": "token", "token_id": token_ids[0], "instead_id": line.mark(step).token_id}
@@ -296,13 +296,14 @@ class Journey:
         line = self._line(branch, step)
         if not token_ids:
             raise UsageError("A fork needs a token to take.")
+        check_tokens(self._model, token_ids)
         if tuple(token_ids) == (line.mark(step).token_id,):
             raise UsageError(f"Step {step} chose that token already; a fork needs another one.")
         return line, line.owner(step)
 
-    def token_at(self, branch: int, step: int) -> int:
-        """Return the token that a step chose. Raises `UsageError` for a step that there is not."""
-        return self._line(branch, step).mark(step).token_id
+    def replaced(self, branch: int, step: int, token_ids: Sequence[int]) -> int:
+        """Return the token that a fork takes others for. Raises as `fork` does."""
+        return self._forkable(branch, step, token_ids)[0].mark(step).token_id
 
     def edit(self, branch: int, step: int, edits: Sequence[Edit]) -> Line:
         """Begin a branch whose first own step is `step`, under an edited mask.

@@ -73,8 +73,15 @@ class Line:
         return owner.marks[step - owner.fork_step]
 
     def token_ids(self, n_steps: int) -> list[int]:
-        """Return the tokens of the first `n_steps` steps."""
-        return [self.mark(step).token_id for step in range(n_steps)]
+        """Return the tokens of the first `n_steps` steps. Raises `IndexError` past the end."""
+        if n_steps > self.n_steps:
+            raise IndexError(f"Branch {self.branch} has {self.n_steps} steps, not {n_steps}.")
+        token_ids: list[int] = []
+        for line in self.family():
+            own = line.marks[: max(n_steps - line.fork_step, 0)]
+            token_ids[:0] = [mark.token_id for mark in own]
+            n_steps = min(n_steps, line.fork_step)
+        return token_ids
 
     def origin(self, step: int) -> Line:
         """Return the line whose forward over the whole sequence the cache at a step stems from."""

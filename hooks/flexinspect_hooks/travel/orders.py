@@ -67,7 +67,7 @@ class Orders:
     def _fork(self, journey: Journey, wish: Fork) -> str:
         branch, step = wish.place.branch, wish.place.step
         token_ids = self._tokens(wish)
-        instead = journey.token_at(branch, step)
+        instead = journey.replaced(branch, step, token_ids)
         facts = {"text": self._text_of(token_ids[0]), "instead_text": self._text_of(instead)}
         if len(token_ids) > 1:
             facts["text"] = "".join(map(self._text_of, token_ids))
