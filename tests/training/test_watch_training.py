@@ -398,3 +398,27 @@ def test_a_model_is_watched_once_at_a_time(tmp_path: Path) -> None:
             watch_training(model, out=tmp_path / "b.flextrace").__enter__()
     with pytest.raises(UsageError, match="This watch is over"):
         trace.__enter__()
+
+
+def test_a_loss_that_is_no_number_is_refused_in_one_sentence(path: Path) -> None:
+    model = Net()
+    with watch_training(model, adam(model), out=path, quiet=True) as watch:
+        with pytest.raises(UsageError, match=r"one number, and it has shape \(2,\)"):
+            watch.step(torch.ones(2))
+
+
+def test_everything_is_taken_out_when_the_last_step_cannot_be_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, scaler_step = Net(), torch.amp.GradScaler.step
+    optimizer = adam(model)
+
+    def fails(self: Any) -> None:
+        raise RuntimeError("no record")
+
+    with watch_training(model, optimizer, out=path, quiet=True):
+        model(X, Y).loss.backward()
+        optimizer.step()
+        monkeypatch.setattr(session.Gathered, "record", fails)
+    assert not model._forward_hooks
+    assert torch.amp.GradScaler.step is scaler_step

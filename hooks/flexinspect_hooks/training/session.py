@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flexinspect.errors import UsageError
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord
 from flexinspect.rules.base import RuleBook
 from flexinspect.trainingfacts import SummaryCount
@@ -89,13 +90,17 @@ class TrainingSession:
         self._removers += [seen.attach(self), hide_hooks(), self._memory.close]
 
     def leave(self, state: str, reason: str = "") -> None:
-        """Write what waits, end the generation, and take everything out."""
-        self._flush()
-        n_steps = self.summary.summary.total_steps
-        answer = f"{n_steps} steps"
-        self.recorder.put(GenerationEnd(0, state, answer, (), reason, time.time()))
-        self.recorder.stop()
-        self._uninstall()
+        """Write what waits, end the generation, and take everything out, whatever fails."""
+        try:
+            self._flush()
+        except Exception as error:
+            self._switch_off(error)
+        try:
+            answer = f"{self.summary.summary.total_steps} steps"
+            self.recorder.put(GenerationEnd(0, state, answer, (), reason, time.time()))
+            self.recorder.stop()
+        finally:
+            self._uninstall()
 
     def _uninstall(self) -> None:
         self._forwards.remove()
@@ -143,13 +148,17 @@ class TrainingSession:
     def tell(self, loss: Loss | None) -> None:
         """Take the loss of the step just done, or else of the one that is on; see `watch_training`.
 
-        Without an optimizer this is what ends a step.
+        Without an optimizer this is what ends a step. Raises `UsageError` for a loss that is not a
+        single number.
         """
         if isinstance(loss, Tensor):
-            loss = loss.detach()
+            if loss.numel() != 1:
+                shape = tuple(loss.shape)
+                raise UsageError(f"step needs the loss as one number, and it has shape {shape}.")
+            loss = loss.detach().clone()  # the program may go on to change its own
         if self._optimizer is None:
             self._told = loss
-            self._close_told()
+            self._guarded(self._close_told)()
         elif self._waiting is not None and self._waiting.told is None:
             self._waiting.told = loss
         else:
@@ -172,7 +181,7 @@ class TrainingSession:
             yield batch
 
     def _close_told(self) -> None:
-        if self._is_off or self._forwards.passes.n_forward == 0:
+        if self._forwards.passes.n_forward == 0:
             return
         started = time.perf_counter()
         self._flush()
