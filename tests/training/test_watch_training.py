@@ -422,3 +422,65 @@ def test_everything_is_taken_out_when_the_last_step_cannot_be_written(
         monkeypatch.setattr(session.Gathered, "record", fails)
     assert not model._forward_hooks
     assert torch.amp.GradScaler.step is scaler_step
+
+
+def test_a_batch_that_the_program_leaves_out_is_no_part_of_the_next_step(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        for number in range(3):
+            loss = model(X * math.nan if number == 1 else X, Y).loss
+            optimizer.zero_grad()
+            if torch.isfinite(loss):
+                loss.backward()
+                optimizer.step()
+    steps = steps_of(watch)
+    assert len(steps) == 2
+    assert all(math.isfinite(step.loss) and step.producer is None for step in steps.values())
+
+
+def test_a_loss_that_the_program_changes_in_place_is_kept_as_it_was(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        loss = model(X, Y).loss
+        was = loss.item()
+        loss /= 4
+        loss.backward()
+        optimizer.step()
+    assert steps_of(watch)[0].loss == was
+
+
+def test_a_forward_that_raises_is_let_go_of(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        with pytest.raises(RuntimeError):
+            model(X, torch.ones(3, 5))
+        assert watch._session is not None
+        assert not watch._session._forwards._kept
+        model(X, Y).loss.backward()
+        optimizer.step()
+    assert steps_of(watch)[0].n_backward == 1
+
+
+def test_a_model_compiled_in_place_is_watched_from_outside(path: Path) -> None:
+    model = Net()
+    model.compile(backend="eager")
+    was = model._compiled_call_impl
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        model(X, Y).loss.backward()
+        optimizer.step()
+        assert not model._forward_hooks
+    assert steps_of(watch)[0].n_backward == 1
+    assert model._compiled_call_impl is was
+
+
+def test_a_prediction_of_one_value_is_no_loss(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        (model(X[:1]) ** 2).mean().backward()
+        optimizer.step()
+    assert not steps_of(watch)[0].has_loss

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ from flexinspect.trainingfacts import Producer
 from flexinspect_hooks.training.analysis import tensor_facts
 
 Remove = Callable[[], None]
+
+UNSEEN = 64
+"""Forwards without a backward pass that are kept at most, until the step's end."""
 
 KEEP_S = 2e-6
 """What a hook that only keeps a reference takes; measured, because timing it would cost more."""
@@ -38,11 +42,26 @@ class _Norms:
     def producer(self) -> Producer | None:
         """Return where the first sick output came from, after a synchronisation."""
         sick = [not math.isfinite(value) for value in self.values.tolist()]
-        if not any(sick):
-            return None
+        if not sick[-1]:
+            return None  # what a mask sets to -inf within is no trouble
         first = sick.index(True)
         name, module, dtype = self.of[first]
         return _producer(name, module, str(dtype).removeprefix("torch."), sum(sick[:-1]) - 1)
+
+
+@dataclass(slots=True)
+class Forward:
+    """What one forward left: part of a step only when a backward pass follows it."""
+
+    seconds: float
+    is_share: bool
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[_Norms] = field(default_factory=list)
+    stats: list[LayerStatRecord] = field(default_factory=list)
+    producer: Producer | None = None
+    device: str = ""
+    autocast: str = ""
+    is_counted: bool = False
 
 
 @dataclass(slots=True)
@@ -62,6 +81,17 @@ class Passes:
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
     norms: list[_Norms] = field(default_factory=list)
+
+    def add(self, one: Forward) -> None:
+        """Count in a forward that the step learns from."""
+        self.n_forward += 1
+        self.forward_s += one.seconds
+        self.are_shares = one.is_share
+        self.losses += one.losses
+        self.norms += one.norms
+        self.stats = one.stats or self.stats
+        self.device, self.autocast = one.device or self.device, one.autocast or self.autocast
+        self.producer = self.producer or one.producer
 
     def settle(self) -> None:
         """Find the producer in what an accelerator was left to compute."""
@@ -93,7 +123,8 @@ class ForwardWatch:
         self._on_begin, self._guarded = on_begin, guarded
         self._kept: list[tuple[str, nn.Module, Any]] = []
         self._inputs: tuple[Any, ...] = ()
-        self._is_open = False
+        self._is_open = self._is_share = False
+        self._alone: deque[Forward] = deque(maxlen=UNSEEN)
         self._started = 0.0
         self._removers: list[Remove] = []
 
@@ -103,7 +134,8 @@ class ForwardWatch:
         blocks = {id(module): name for name, module in blocks_of(model)}
         leaves = {id(module): name for name, module in leaves_of(model)}
         # Within a compiled model a hook would be compiled too, or break its graph.
-        inside = () if is_compiled(model) else {id(m): m for m in model.modules()}.values()
+        is_closed = is_compiled(model) or is_compiled_in_place(model)
+        inside = () if is_closed else {id(m): m for m in model.modules()}.values()
         for module in inside:
             name = blocks.get(id(module), leaves.get(id(module)))
             if name is None or module is model:
@@ -111,20 +143,44 @@ class ForwardWatch:
             keep = self._keeper(name, id(module) in blocks, id(module) in leaves)
             self._removers.append(module.register_forward_hook(keep).remove)
         begin, end = self._guarded(self._begin), self._guarded(self._end)
+        if is_compiled_in_place(model):
+            self._removers.append(_wrap_compiled(model, begin, end))
+            return
         before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-        after = model.register_forward_hook(end)
+        # After a forward that raised too, or it would never be over.
+        after = model.register_forward_hook(end, always_call=True)
         self._removers += [before.remove, after.remove]
 
     def remove(self) -> None:
         """Take the hooks away."""
         while self._removers:
             self._removers.pop()()
+        self._alone.clear()
         self._let_go()
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether there was a forward since the last `take`."""
+        return bool(self._alone) or self.passes.n_forward > 0
+
+    def settle(self) -> None:
+        """Count in the forwards of a step whose backward pass was not seen; find the producer."""
+        if self.passes.n_backward == 0:
+            for one in self._alone:
+                self._count(one)
+        self._alone.clear()
+        self.passes.settle()
 
     def take(self) -> Passes:
         """Return what the passes left, and begin anew."""
+        self._alone.clear()
         taken, self.passes = self.passes, Passes()
         return taken
+
+    def _count(self, one: Forward) -> None:
+        if not one.is_counted:
+            one.is_counted = True
+            self.passes.add(one)
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -143,7 +199,7 @@ class ForwardWatch:
         self._let_go()
         self._inputs = (*args, *kwargs.values())
         # What `transformers.Trainer` hands on: then each loss is divided by the items of all.
-        self.passes.are_shares = kwargs.get("num_items_in_batch") is not None
+        self._is_share = kwargs.get("num_items_in_batch") is not None
         self._is_open = True
         self._started = time.perf_counter()
         self.own_s += self._started - started
@@ -154,37 +210,35 @@ class ForwardWatch:
         ended = time.perf_counter()
         self._is_open = False
         try:
-            with torch.no_grad():
-                self._read(output, ended)
+            if output is not None:
+                with torch.no_grad():
+                    self._read(output, ended)
         finally:
             self._let_go()
             self.own_s += time.perf_counter() - ended
 
     def _read(self, output: Any, ended: float) -> None:
-        passes, loss = self.passes, loss_of(output)
-        passes.n_forward += 1
-        passes.forward_s += ended - self._started
+        forward, loss = Forward(ended - self._started, self._is_share), loss_of(output)
+        self._alone.append(forward)
         main = loss if loss is not None else next(_floating(output), None)
         if main is None:
             return
-        passes.device = str(main.device)
+        forward.device = str(main.device)
         kind = main.device.type
         if torch.is_autocast_enabled(kind):
-            passes.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
-            passes.losses.append(loss.detach())
+            forward.losses.append(loss.detach().clone())  # the program may go on to change its own
         if main.requires_grad:
-            hook = self._backward_hook(is_loss=loss is not None)
+            hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += len(self._kept) * KEEP_S
         if self.keeps_stats:
-            passes.stats = _stats(self._kept)
-        if passes.producer is not None:
-            return
+            forward.stats = _stats(self._kept)
         if is_remote(main):
-            passes.norms.append(self._norms(main, is_loss=loss is not None))
+            forward.norms.append(self._norms(main, is_loss=loss is not None))
         elif not bool(torch.isfinite(_sample(main)).all()):
-            passes.producer = self._first_sick(is_loss=loss is not None)
+            forward.producer = self._first_sick(is_loss=loss is not None)
 
     def _norms(self, main: Tensor, *, is_loss: bool) -> _Norms:
         """Reduce what was kept without waiting for the device."""
@@ -212,10 +266,11 @@ class ForwardWatch:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def _backward_hook(self, *, is_loss: bool) -> Callable[[Tensor], None]:
+    def _backward_hook(self, forward: Forward, *, is_loss: bool) -> Callable[[Tensor], None]:
         def begun(grad: Tensor) -> None:
             started = time.perf_counter()
             passes = self.passes
+            self._count(forward)
             passes.n_backward += 1
             if not is_loss:
                 passes.arrived.append(torch.linalg.vector_norm(_sample(grad.detach())))
@@ -243,6 +298,34 @@ def _wide(tensor: Tensor) -> torch.dtype | None:
 def is_compiled(model: nn.Module) -> bool:
     """Tell whether a model is what `torch.compile` returned. Asks without loading the compiler."""
     return type(model).__name__ == "OptimizedModule"
+
+
+def is_compiled_in_place(model: nn.Module) -> bool:
+    """Tell whether `model.compile()` was called: then its hooks would be compiled with it."""
+    return getattr(model, "_compiled_call_impl", None) is not None
+
+
+def _wrap_compiled(
+    model: nn.Module, begin: Callable[..., None], end: Callable[..., None]
+) -> Remove:
+    """Call `begin` and `end` around what `model.compile()` made; returns what ends it."""
+    compiled: Any = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin(model, args, kwargs)
+        output = None
+        try:
+            output = compiled(*args, **kwargs)
+        finally:
+            end(model, args, output)
+        return output
+
+    def restore() -> None:
+        if model._compiled_call_impl is call:
+            model._compiled_call_impl = compiled
+
+    model._compiled_call_impl = call
+    return restore
 
 
 def is_remote(tensor: Tensor) -> bool:
@@ -280,7 +363,7 @@ def loss_of(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
         found = output.get("loss")
     elif isinstance(output, Tensor):
-        found = output
+        found = output if output.dim() == 0 else None  # a batch of one has one prediction
     else:
         found = getattr(output, "loss", None)
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():

@@ -181,7 +181,7 @@ class TrainingSession:
             yield batch
 
     def _close_told(self) -> None:
-        if self._forwards.passes.n_forward == 0:
+        if not self._forwards.has_forward:
             return
         started = time.perf_counter()
         self._flush()
@@ -246,7 +246,7 @@ class TrainingSession:
 
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._now, self._governor.detail
-        self._forwards.passes.settle()
+        self._forwards.settle()
         now.measured = self._meter.measure(now.number, detail, scale=scale)
 
     def _close(self, started: float) -> None:
