@@ -112,6 +112,22 @@ def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
     assert the(found, "training.loss-nan").evidence["name"] == "2.weight"
 
 
+class Masked(nn.Module):
+    """Sets values to -inf that softmax then turns into 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(torch.eye(*x.shape, dtype=torch.bool), -math.inf)
+
+
+def test_on_an_accelerator_a_mask_within_the_model_is_no_trouble(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "is_remote", lambda tensor: True)
+    model = nn.Sequential(nn.Linear(8, 8), Masked(), nn.Softmax(-1), nn.Linear(8, 1))
+    found, _ = trained(path, model, steps=2, level="advanced")
+    assert not found
+
+
 def test_weights_that_are_nan_from_the_start_are_the_producer(path: Path) -> None:
     model = mlp(8, 16, 16, 1)
     with torch.no_grad():

@@ -19,11 +19,21 @@ from torch import Tensor, nn
 from flexinspect.records import LayerStatRecord
 from flexinspect.trainingfacts import Producer
 from flexinspect_hooks.training.analysis import tensor_facts
+from flexinspect_hooks.training.modules import (
+    blocks_of,
+    is_compiled,
+    is_compiled_in_place,
+    leaves_of,
+    wrap_compiled,
+)
 
 Remove = Callable[[], None]
 
 UNSEEN = 64
 """Forwards without a backward pass that are kept at most, until the step's end."""
+
+MOST = 4096
+"""Micro-batches of a step that are kept at most: the optimizer may never step."""
 
 KEEP_S = 2e-6
 """What a hook that only keeps a reference takes; measured, because timing it would cost more."""
@@ -72,15 +82,15 @@ class Passes:
     n_backward: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
+    losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=MOST))
     are_shares: bool = False
     """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
     producer: Producer | None = None
-    arrived: list[Tensor] = field(default_factory=list)
+    arrived: deque[Tensor] = field(default_factory=lambda: deque(maxlen=MOST))
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    norms: list[_Norms] = field(default_factory=list)
+    norms: deque[_Norms] = field(default_factory=lambda: deque(maxlen=MOST))
 
     def add(self, one: Forward) -> None:
         """Count in a forward that the step learns from."""
@@ -144,7 +154,7 @@ class ForwardWatch:
             self._removers.append(module.register_forward_hook(keep).remove)
         begin, end = self._guarded(self._begin), self._guarded(self._end)
         if is_compiled_in_place(model):
-            self._removers.append(_wrap_compiled(model, begin, end))
+            self._removers.append(wrap_compiled(model, begin, end))
             return
         before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         # After a forward that raised too, or it would never be over.
@@ -295,67 +305,9 @@ def _wide(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype.itemsize < 4 else None
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a model is what `torch.compile` returned. Asks without loading the compiler."""
-    return type(model).__name__ == "OptimizedModule"
-
-
-def is_compiled_in_place(model: nn.Module) -> bool:
-    """Tell whether `model.compile()` was called: then its hooks would be compiled with it."""
-    return getattr(model, "_compiled_call_impl", None) is not None
-
-
-def _wrap_compiled(
-    model: nn.Module, begin: Callable[..., None], end: Callable[..., None]
-) -> Remove:
-    """Call `begin` and `end` around what `model.compile()` made; returns what ends it."""
-    compiled: Any = model._compiled_call_impl
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begin(model, args, kwargs)
-        output = None
-        try:
-            output = compiled(*args, **kwargs)
-        finally:
-            end(model, args, output)
-        return output
-
-    def restore() -> None:
-        if model._compiled_call_impl is call:
-            model._compiled_call_impl = compiled
-
-    model._compiled_call_impl = call
-    return restore
-
-
 def is_remote(tensor: Tensor) -> bool:
     """Tell whether looking at a tensor would wait for its device."""
     return tensor.device.type != "cpu"
-
-
-def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that hold no others, in the model's order."""
-    return [(name, one) for name, one in model.named_modules() if not any(one.children())]
-
-
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers: members of module lists, and whatever stands beside them.
-
-    Goes down where a module holds a list somewhere, and takes it whole where it does not.
-    """
-    return list(_blocks("", model))
-
-
-def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-        if isinstance(child, lists):
-            yield from ((f"{path}.{key}", one) for key, one in child.named_children())
-        elif any(isinstance(one, lists) for one in child.modules()):
-            yield from _blocks(path, child)
-        else:
-            yield path, child
 
 
 def loss_of(output: Any) -> Tensor | None:
