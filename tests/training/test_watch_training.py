@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_ as clip
 
 from flexinspect.errors import UsageError
 from flexinspect.trainingfacts import TrainingStepRecord
-from flexinspect_hooks.training import session
+from flexinspect_hooks.training import session, updates
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
 
@@ -484,3 +484,12 @@ def test_a_prediction_of_one_value_is_no_loss(path: Path) -> None:
         (model(X[:1]) ** 2).mean().backward()
         optimizer.step()
     assert not steps_of(watch)[0].has_loss
+
+
+@pytest.mark.parametrize("shape", [(8, 512, 512), (3, 1 << 17), (1 << 18,), (512, 3, 3, 64)])
+def test_the_sample_of_a_large_parameter_is_a_small_view_of_it(shape: tuple[int, ...]) -> None:
+    values = torch.empty(shape)
+    for one in (values, values.mT) if len(shape) > 1 else (values,):
+        sample = updates._rows(one)
+        assert updates.SAMPLE / 4 < sample.numel() <= updates.SAMPLE
+        assert sample.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
