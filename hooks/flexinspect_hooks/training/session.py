@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from operator import gt
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,6 +66,7 @@ class TrainingSession:
         self._now = Gathered(0, 0.0, 0.0)
         self._waiting: Gathered | None = None
         self._told: Loss | None = None
+        self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
         self._step_own_s = 0.0
         self._scaled_at: int | None = None
@@ -247,7 +249,10 @@ class TrainingSession:
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._now, self._governor.detail
         self._forwards.settle()
-        now.measured = self._meter.measure(now.number, detail, scale=scale)
+        is_warming = any(map(gt, now.rates, self._rates_before))
+        if not now.is_skipped:
+            self._rates_before = now.rates
+        now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_warming)
 
     def _close(self, started: float) -> None:
         """End the step that is on, at what was `started` then."""

@@ -65,6 +65,8 @@ class UpdateMeter:
 def _rows(parameter: Tensor) -> Tensor:
     """Return a view of evenly spread rows of a parameter, at most `SAMPLE` values together."""
     values = parameter.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
     if values.numel() <= SAMPLE:
         return values
     # In the order of the memory every dense parameter can be seen as rows.
