@@ -493,3 +493,14 @@ def test_the_sample_of_a_large_parameter_is_a_small_view_of_it(shape: tuple[int,
         sample = updates._rows(one)
         assert updates.SAMPLE / 4 < sample.numel() <= updates.SAMPLE
         assert sample.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
+
+
+def test_clipping_of_another_model_is_none_of_ours(path: Path) -> None:
+    model, other = Net(), Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        other(X, Y).loss.backward()
+        clip(other.parameters(), 0.5)
+        model(X, Y).loss.backward()
+        optimizer.step()
+    assert steps_of(watch)[0].max_norm is None

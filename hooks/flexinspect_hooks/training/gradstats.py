@@ -134,5 +134,5 @@ def _counted(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 @torch.no_grad()
 def _wide_norm(grad: Tensor) -> float:
     """Return the norm of values whose squares overflow float32, as they do from 1e19 on."""
-    parts = grad.reshape(-1).split(PART)
+    parts = torch.split(grad.reshape(-1), PART)
     return math.hypot(*(float(part.double().norm()) for part in parts))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import gt
 from typing import Any, TypeVar, cast
 
@@ -56,6 +56,7 @@ class TrainingSession:
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = Meter(model)
+        self._own = {id(one) for _, one in self._meter.named}
         self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
@@ -213,9 +214,10 @@ class TrainingSession:
         self._now.ratios = self._meter.after_update()
         self._close(started)
 
-    def clipped(self, before: Tensor, max_norm: float) -> None:
-        """Gradients were clipped."""
-        self._now.clipped_from, self._now.max_norm = before.detach(), max_norm
+    def clipped(self, parameters: Sequence[Tensor], before: Tensor, max_norm: float) -> None:
+        """Gradients were clipped; those of another model are none of ours."""
+        if any(id(one) in self._own for one in parameters):
+            self._now.clipped_from, self._now.max_norm = before.detach(), max_norm
 
     def scaling(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to step the optimizer."""
