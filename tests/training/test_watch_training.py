@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -493,6 +494,21 @@ def test_the_sample_of_a_large_parameter_is_a_small_view_of_it(shape: tuple[int,
         sample = updates._rows(one)
         assert updates.SAMPLE / 4 < sample.numel() <= updates.SAMPLE
         assert sample.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
+
+
+def test_waiting_for_the_device_is_no_cost_of_capture(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    optimizer = adam(model)
+    slow = 0.2
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(slow))
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        assert watch._session is not None
+        watch._session._device = torch.device("cuda")
+        model(X, Y).loss.backward()
+        optimizer.step()
+    assert 0 < watch.cost["capture_s"] < slow < watch.cost["total_s"]
 
 
 def test_clipping_of_another_model_is_none_of_ours(path: Path) -> None:

@@ -250,11 +250,20 @@ class TrainingSession:
 
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._now, self._governor.detail
+        self._step_own_s -= self._waited()
         self._forwards.settle()
         is_warming = any(map(gt, now.rates, self._rates_before))
         if not now.is_skipped:
             self._rates_before = now.rates
         now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_warming)
+
+    def _waited(self) -> float:
+        """Wait for the device and return how long: its work is the program's, and no cost."""
+        if self._device.type != "cuda":
+            return 0.0
+        started = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
 
     def _close(self, started: float) -> None:
         """End the step that is on, at what was `started` then."""
