@@ -167,18 +167,22 @@ class TrainingStepRecord:
 
     @property
     def is_explosion(self) -> bool:
-        """Whether a parameter's gradient explodes."""
-        return self.n_exploding > 0
+        """Whether a parameter's gradient explodes, in a step that was not left out."""
+        return self.n_exploding > 0 and not self.is_skipped
 
     @property
     def is_vanishing(self) -> bool:
-        """Whether a matrix's gradient vanishes."""
-        return self.n_vanishing > 0
+        """Whether a matrix's gradient vanishes, in a step that was not left out."""
+        return self.n_vanishing > 0 and not self.is_skipped
 
     @property
     def is_anomaly(self) -> bool:
-        """Whether anything of this step is wrong: loss, explosion, vanishing, NaN or Inf."""
-        return self.is_loss_anomaly or self.is_explosion or self.is_vanishing or self.n_sick > 0
+        """Whether anything of this step is wrong: loss, explosion, vanishing, NaN or Inf.
+
+        Gradients of a step that the scaler left out are none: it finds its scale that way.
+        """
+        is_sick = self.n_sick > 0 and not self.is_skipped
+        return self.is_loss_anomaly or self.is_explosion or self.is_vanishing or is_sick
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,7 +160,7 @@ class TrainingRule(Rule):
 
     def _explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         producer = training.producer
-        if producer is None or producer.kind != "explosion":
+        if producer is None or producer.kind != "explosion" or training.is_skipped:
             return None
         self._exploded = self._exploded or (step.step, producer.name)
         clipped = f" after clipping to {training.max_norm:g}" if training.max_norm else ""
@@ -174,6 +174,8 @@ class TrainingRule(Rule):
     def _vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         producer, total = training.producer, training.total_norm
         if producer is None or producer.kind != "vanishing" or total is None:
+            return None
+        if training.is_skipped:
             return None
         least = float(producer.detail)
         first = self._first_losses[0] if self._first_losses else math.nan

@@ -139,3 +139,33 @@ def test_what_cannot_be_is_one_sentence(classifier: nn.Module) -> None:
         loop_of(classifier, None, scheduler_each="week")
     with pytest.raises(UsageError, match="pair"):
         loop_of(classifier, nn.functional.mse_loss).train_epoch([torch.ones(1, 4)])
+
+
+def test_evaluation_leaves_each_module_in_its_own_mode() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    model.train()
+    model[1].eval()
+    loop = loop_of(model, nn.functional.mse_loss)
+    loop.evaluate_model([(torch.ones(4, 2), torch.ones(4, 2))])
+    assert model[0].training
+    assert not model[1].training
+
+
+def test_a_condition_that_raises_turns_its_switch_off_and_training_goes_on() -> None:
+    loop = loop_of(nn.Linear(2, 2), nn.functional.mse_loss)
+    loop.enable_debugging("forward_pass", when=lambda step: 1 // step > 0)
+    info = loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))])
+    assert info.batches == 1
+    assert not any(loop.get_debugging_status().values())
+
+
+def test_an_exception_ends_the_profile_that_a_switch_began() -> None:
+    def batches() -> Any:
+        yield torch.ones(4, 2), torch.ones(4, 2)
+        raise RuntimeError("bad batch")
+
+    loop = loop_of(nn.Linear(2, 2), nn.functional.mse_loss)
+    loop.enable_debugging("autograd_profiler")
+    with pytest.raises(RuntimeError, match="bad batch"):
+        loop.train_epoch(batches())
+    assert not torch.autograd._profiler_enabled()

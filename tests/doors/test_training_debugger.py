@@ -279,3 +279,16 @@ def test_a_debugger_that_fails_says_so_and_the_training_goes_on(
 def test_a_loss_that_is_not_one_number_is_refused_in_a_sentence() -> None:
     with pytest.raises(UsageError, match=r"single number, and has shape \(2,\)"):
         TrainingDebugger().monitor_training_step(nn.Linear(1, 1), torch.ones(2), 0)
+
+
+def test_gradients_of_a_step_that_the_scaler_will_leave_out_are_no_anomaly() -> None:
+    model = nn.Linear(2, 1)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    model.weight.grad[0, 0] = math.inf
+    debugger = TrainingDebugger()
+    scaler = torch.amp.GradScaler("cpu")
+    assert not debugger.monitor_training_step(model, 1.0, 0, scaler=scaler).anomalies
+    assert debugger.get_training_summary()["anomaly_steps"] == 0
+    assert debugger.monitor_training_step(model, 1.0, 1).anomalies
+    assert debugger.get_training_summary()["anomaly_steps"] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -165,3 +166,22 @@ def test_a_summary_of_nothing_has_rates_of_nothing() -> None:
 
 def test_a_loss_that_nobody_told_is_no_anomaly() -> None:
     assert not a_step(loss=math.nan, loss_source="").is_anomaly
+
+
+def test_a_step_that_the_scaler_left_out_is_no_anomaly() -> None:
+    step = TrainingStepRecord(1.0, "told", (), n_sick=3, n_exploding=1, n_vanishing=1)
+    assert step.is_anomaly
+    left_out = dataclasses.replace(step, is_skipped=True)
+    assert not any((left_out.is_anomaly, left_out.is_explosion, left_out.is_vanishing))
+    assert dataclasses.replace(left_out, loss=math.nan).is_anomaly
+
+
+def test_a_complex_parameter_has_the_facts_of_its_parts() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+    model.weight.grad = torch.tensor([3 + 4j, complex(0, math.nan)])
+    (found,) = model_gradients(model)
+    assert (found.n_nan, found.n_inf) == (1, 0)
+    model.weight.grad = torch.tensor([3 + 4j, 0])
+    (found,) = model_gradients(model)
+    assert (found.norm, found.max) == (5.0, 4.0)

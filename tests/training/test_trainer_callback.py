@@ -76,3 +76,21 @@ def test_training_is_bit_equal_with_the_callback(tmp_path: Path) -> None:
 def test_the_callback_is_a_public_name() -> None:
     assert flexinspect.TrainerCallback is TrainerCallback
     assert "watch_training" in flexinspect.__all__
+
+
+def test_a_training_that_was_interrupted_ends_as_failed_when_the_next_begins(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = (TrainerCallback(tmp_path / f"{name}.flextrace") for name in "ab")
+    first.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    second.on_train_begin(None, None, None, model=model, optimizer=optimizer)
+    second.on_train_end(None, None, None)
+    assert first.watch is not None
+    assert second.watch is not None
+    with first.watch.reader() as reader:
+        assert reader.state == "failed"
+    with second.watch.reader() as reader:
+        assert reader.state == "finished"
+    assert not model._forward_hooks

@@ -112,6 +112,22 @@ def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
     assert the(found, "training.loss-nan").evidence["name"] == "2.weight"
 
 
+class Masked(nn.Module):
+    """Sets values to -inf that softmax then turns into 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(torch.eye(*x.shape, dtype=torch.bool), -math.inf)
+
+
+def test_on_an_accelerator_a_mask_within_the_model_is_no_trouble(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "is_remote", lambda tensor: True)
+    model = nn.Sequential(nn.Linear(8, 8), Masked(), nn.Softmax(-1), nn.Linear(8, 1))
+    found, _ = trained(path, model, steps=2, level="advanced")
+    assert not found
+
+
 def test_weights_that_are_nan_from_the_start_are_the_producer(path: Path) -> None:
     model = mlp(8, 16, 16, 1)
     with torch.no_grad():
@@ -283,3 +299,34 @@ def test_waiting_for_the_loader_is_told(path: Path) -> None:
         waits = [step.data_ms for step in reader.training_steps(0).values()]
     assert len(waits) == 40
     assert all(wait is not None and wait >= 10 for wait in waits)
+
+
+class Adapter(nn.Module):
+    """A product of two small matrices, of which the second begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(2, 8) * 0.01)
+        self.up = nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_an_adapter_that_begins_at_zero_vanishes_only_once_the_rate_has_risen(
+    path: Path, rises: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Adapter()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: n / 100 if rises else 1e-3)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            warm_up.step()
+    found = [one.id for one in trace.findings()]
+    assert ("training.vanishing" in found) is not rises
+    assert (trace.summary.gradient_vanishing == 0) is rises

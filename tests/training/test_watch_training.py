@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_ as clip
 
 from flexinspect.errors import UsageError
 from flexinspect.trainingfacts import TrainingStepRecord
-from flexinspect_hooks.training import session
+from flexinspect_hooks.training import session, updates
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
 
@@ -398,3 +399,124 @@ def test_a_model_is_watched_once_at_a_time(tmp_path: Path) -> None:
             watch_training(model, out=tmp_path / "b.flextrace").__enter__()
     with pytest.raises(UsageError, match="This watch is over"):
         trace.__enter__()
+
+
+def test_a_loss_that_is_no_number_is_refused_in_one_sentence(path: Path) -> None:
+    model = Net()
+    with watch_training(model, adam(model), out=path, quiet=True) as watch:
+        with pytest.raises(UsageError, match=r"one number, and it has shape \(2,\)"):
+            watch.step(torch.ones(2))
+
+
+def test_everything_is_taken_out_when_the_last_step_cannot_be_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, scaler_step = Net(), torch.amp.GradScaler.step
+    optimizer = adam(model)
+
+    def fails(self: Any) -> None:
+        raise RuntimeError("no record")
+
+    with watch_training(model, optimizer, out=path, quiet=True):
+        model(X, Y).loss.backward()
+        optimizer.step()
+        monkeypatch.setattr(session.Gathered, "record", fails)
+    assert not model._forward_hooks
+    assert torch.amp.GradScaler.step is scaler_step
+
+
+def test_a_batch_that_the_program_leaves_out_is_no_part_of_the_next_step(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        for number in range(3):
+            loss = model(X * math.nan if number == 1 else X, Y).loss
+            optimizer.zero_grad()
+            if torch.isfinite(loss):
+                loss.backward()
+                optimizer.step()
+    steps = steps_of(watch)
+    assert len(steps) == 2
+    assert all(math.isfinite(step.loss) and step.producer is None for step in steps.values())
+
+
+def test_a_loss_that_the_program_changes_in_place_is_kept_as_it_was(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        loss = model(X, Y).loss
+        was = loss.item()
+        loss /= 4
+        loss.backward()
+        optimizer.step()
+    assert steps_of(watch)[0].loss == was
+
+
+def test_a_forward_that_raises_is_let_go_of(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        with pytest.raises(RuntimeError):
+            model(X, torch.ones(3, 5))
+        assert watch._session is not None
+        assert not watch._session._forwards._kept
+        model(X, Y).loss.backward()
+        optimizer.step()
+    assert steps_of(watch)[0].n_backward == 1
+
+
+def test_a_model_compiled_in_place_is_watched_from_outside(path: Path) -> None:
+    model = Net()
+    model.compile(backend="eager")
+    was = model._compiled_call_impl
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        model(X, Y).loss.backward()
+        optimizer.step()
+        assert not model._forward_hooks
+    assert steps_of(watch)[0].n_backward == 1
+    assert model._compiled_call_impl is was
+
+
+def test_a_prediction_of_one_value_is_no_loss(path: Path) -> None:
+    model = Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        (model(X[:1]) ** 2).mean().backward()
+        optimizer.step()
+    assert not steps_of(watch)[0].has_loss
+
+
+@pytest.mark.parametrize("shape", [(8, 512, 512), (3, 1 << 17), (1 << 18,), (512, 3, 3, 64)])
+def test_the_sample_of_a_large_parameter_is_a_small_view_of_it(shape: tuple[int, ...]) -> None:
+    values = torch.empty(shape)
+    for one in (values, values.mT) if len(shape) > 1 else (values,):
+        sample = updates._rows(one)
+        assert updates.SAMPLE / 4 < sample.numel() <= updates.SAMPLE
+        assert sample.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
+
+
+def test_waiting_for_the_device_is_no_cost_of_capture(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    optimizer = adam(model)
+    slow = 0.2
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(slow))
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        assert watch._session is not None
+        watch._session._device = torch.device("cuda")
+        model(X, Y).loss.backward()
+        optimizer.step()
+    assert 0 < watch.cost["capture_s"] < slow < watch.cost["total_s"]
+
+
+def test_clipping_of_another_model_is_none_of_ours(path: Path) -> None:
+    model, other = Net(), Net()
+    optimizer = adam(model)
+    with watch_training(model, optimizer, out=path, quiet=True) as watch:
+        other(X, Y).loss.backward()
+        clip(other.parameters(), 0.5)
+        model(X, Y).loss.backward()
+        optimizer.step()
+    assert steps_of(watch)[0].max_norm is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from enum import Enum
 from itertools import chain
 
 import psutil
@@ -74,14 +75,23 @@ def memory_of(model: nn.Module | None) -> dict[str, int]:
 
 def tensors_in(output: object) -> Iterator[Tensor]:
     """Return the tensors in what a forward returned: tuples, lists, dicts, model outputs."""
+    yield from _tensors_in(output, set())
+
+
+def _tensors_in(output: object, above: set[int]) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, dict):
-        yield from chain.from_iterable(map(tensors_in, output.values()))
+        return
+    parts: Iterable[object] = ()
+    if isinstance(output, dict):
+        parts = output.values()
     elif isinstance(output, (tuple, list)):
-        yield from chain.from_iterable(map(tensors_in, output))
-    elif hasattr(output, "__dict__") and not isinstance(output, nn.Module):
-        yield from chain.from_iterable(map(tensors_in, vars(output).values()))
+        parts = output
+    elif hasattr(output, "__dict__") and not isinstance(output, (nn.Module, Enum, type)):
+        parts = vars(output).values()
+    if id(output) not in above:
+        for part in parts:
+            yield from _tensors_in(part, above | {id(output)})
 
 
 def is_sick(tensors: Iterable[Tensor]) -> bool:
@@ -96,7 +106,11 @@ def _values(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _sick(values: list[Tensor]) -> tuple[bool, bool]:
-    values = [one for one in values if one.is_floating_point() and one.numel()]
+    values = [
+        one.float() if one.dtype.itemsize == 1 else one  # float8 has no norm of its own
+        for one in values
+        if one.is_floating_point() and one.numel() and not one.is_meta
+    ]
     norms = tensor_norms(values) if values else []
     bad = [one for one, norm in zip(values, norms, strict=True) if not math.isfinite(norm)]
     has_nan = any(bool(one.isnan().any()) for one in bad)

@@ -134,12 +134,14 @@ class TrainingLoop:
         before = self.debugger.get_training_summary().anomaly_steps
         batches = samples = 0
         loss = 0.0
-        for number, (batch, waited_ms) in enumerate(_timed(train_loader)):
-            self._says.loading(number, batch, waited_ms)
-            n_samples = samples_in(batch)
-            loss += self._train(batch, number) * n_samples
-            batches, samples = batches + 1, samples + n_samples
-        self.debugger.close()
+        try:
+            for number, (batch, waited_ms) in enumerate(_timed(train_loader)):
+                self._says.loading(number, batch, waited_ms)
+                n_samples = samples_in(batch)
+                loss += self._train(batch, number) * n_samples
+                batches, samples = batches + 1, samples + n_samples
+        finally:
+            self.debugger.close()
         self._schedule("epoch", batches)
         validation = None if val_loader is None else self.evaluate_model(val_loader)
         mean = loss / samples if samples else float("nan")
@@ -150,7 +152,7 @@ class TrainingLoop:
     @torch.no_grad()
     def evaluate_model(self, dataloader: Iterable[Any]) -> EvaluationInfo:
         """Return loss and accuracy over a loader; the model is left in the mode that it was in."""
-        was_training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         batches = samples = right = judged = 0
         loss = 0.0
@@ -164,7 +166,8 @@ class TrainingLoop:
                 n_right, n_judged = _right(output, labels_in(moved))
                 right, judged = right + n_right, judged + n_judged
         finally:
-            self.model.train(was_training)
+            for module, was_training in modes:
+                module.training = was_training
         mean = loss / samples if samples else float("nan")
         info = EvaluationInfo(batches, samples, mean, right / judged if judged else None)
         self._says.validation(info, self.model)

@@ -122,14 +122,15 @@ class TrainingDebugger(Debugger):
 
         With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
         `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
-        step is counted in `get_training_summary`, its anomalies are logged and kept.
+        step is counted in `get_training_summary`, its anomalies are logged and kept; gradients that
+        are not finite are none where an enabled scaler will leave the step out.
 
         Where the debugger itself fails, that is logged, and the training goes on. Raises
         `UsageError` for a loss that is not a single number.
         """
         value = _number(loss)
         try:
-            info = self._monitor(model, value, step)
+            info = self._monitor(model, value, step, has_scaler=_is_on(scaler))
             self.says.around(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
@@ -137,11 +138,13 @@ class TrainingDebugger(Debugger):
             return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 
-    def _monitor(self, model: nn.Module, value: float, step: int) -> StepInfo:
+    def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
         self._windows.boundary(step)
         gradients = gradients_of(model, self.level)
-        self._count.add(self._record(value, gradients))
-        info = self._info(model, value, step, gradients)
+        # The scaler leaves such a step out; it finds its scale that way.
+        is_skipped = has_scaler and any(one.is_sick for one in gradients)
+        self._count.add(replace(self._record(value, gradients), is_skipped=is_skipped))
+        info = self._info(model, value, step, gradients, is_skipped=is_skipped)
         self._remember(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._keep([info, *tensors], info.anomalies)
@@ -225,9 +228,15 @@ class TrainingDebugger(Debugger):
     # -- parts -----------------------------------------------------------------------------------
 
     def _info(
-        self, model: nn.Module, loss: float, step: int, gradients: Sequence[GradientFacts]
+        self,
+        model: nn.Module,
+        loss: float,
+        step: int,
+        gradients: Sequence[GradientFacts],
+        *,
+        is_skipped: bool,
     ) -> StepInfo:
-        anomalies = self._anomalies(loss, step, gradients)
+        anomalies = self._anomalies(loss, step, () if is_skipped else gradients)
         weights, grads = self._looked_at(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
@@ -305,6 +314,10 @@ class TrainingDebugger(Debugger):
             n_dead=sum(one.is_dead for one in gradients),
             n_sick=sum(one.is_sick for one in gradients),
         )
+
+
+def _is_on(scaler: Any) -> bool:
+    return scaler is not None and bool(scaler.is_enabled())
 
 
 def _number(loss: Tensor | float) -> float:

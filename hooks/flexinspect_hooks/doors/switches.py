@@ -61,11 +61,18 @@ class SwitchBoard:
         return self.now.status()
 
     def acts(self, switch: str, step: int) -> bool:
-        """Say whether a switch, by its full name, is on and acts in this step."""
+        """Say whether a switch, by its full name, is on and acts in this step.
+
+        A switch whose `when` fails is turned off.
+        """
         if not getattr(self.now, switch):
             return False
         when = self._when.get(switch)
-        return when is None or bool(when(step))
+        if when is None:
+            return True
+        said: list[bool] = []
+        self.guarded(switch, lambda: said.append(bool(when(step))))
+        return said == [True]
 
     def guarded(self, switch: str, work: Callable[[], Any]) -> None:
         """Do a switch's work; when that fails, say so and turn the switch off."""

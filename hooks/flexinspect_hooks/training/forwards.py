@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,21 @@ from torch import Tensor, nn
 from flexinspect.records import LayerStatRecord
 from flexinspect.trainingfacts import Producer
 from flexinspect_hooks.training.analysis import tensor_facts
+from flexinspect_hooks.training.modules import (
+    blocks_of,
+    is_compiled,
+    is_compiled_in_place,
+    leaves_of,
+    wrap_compiled,
+)
 
 Remove = Callable[[], None]
+
+UNSEEN = 64
+"""Forwards without a backward pass that are kept at most, until the step's end."""
+
+MOST = 4096
+"""Micro-batches of a step that are kept at most: the optimizer may never step."""
 
 KEEP_S = 2e-6
 """What a hook that only keeps a reference takes; measured, because timing it would cost more."""
@@ -38,11 +52,26 @@ class _Norms:
     def producer(self) -> Producer | None:
         """Return where the first sick output came from, after a synchronisation."""
         sick = [not math.isfinite(value) for value in self.values.tolist()]
-        if not any(sick):
-            return None
+        if not sick[-1]:
+            return None  # what a mask sets to -inf within is no trouble
         first = sick.index(True)
         name, module, dtype = self.of[first]
         return _producer(name, module, str(dtype).removeprefix("torch."), sum(sick[:-1]) - 1)
+
+
+@dataclass(slots=True)
+class Forward:
+    """What one forward left: part of a step only when a backward pass follows it."""
+
+    seconds: float
+    is_share: bool
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[_Norms] = field(default_factory=list)
+    stats: list[LayerStatRecord] = field(default_factory=list)
+    producer: Producer | None = None
+    device: str = ""
+    autocast: str = ""
+    is_counted: bool = False
 
 
 @dataclass(slots=True)
@@ -53,15 +82,26 @@ class Passes:
     n_backward: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
+    losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=MOST))
     are_shares: bool = False
     """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
     producer: Producer | None = None
-    arrived: list[Tensor] = field(default_factory=list)
+    arrived: deque[Tensor] = field(default_factory=lambda: deque(maxlen=MOST))
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    norms: list[_Norms] = field(default_factory=list)
+    norms: deque[_Norms] = field(default_factory=lambda: deque(maxlen=MOST))
+
+    def add(self, one: Forward) -> None:
+        """Count in a forward that the step learns from."""
+        self.n_forward += 1
+        self.forward_s += one.seconds
+        self.are_shares = one.is_share
+        self.losses += one.losses
+        self.norms += one.norms
+        self.stats = one.stats or self.stats
+        self.device, self.autocast = one.device or self.device, one.autocast or self.autocast
+        self.producer = self.producer or one.producer
 
     def settle(self) -> None:
         """Find the producer in what an accelerator was left to compute."""
@@ -93,7 +133,8 @@ class ForwardWatch:
         self._on_begin, self._guarded = on_begin, guarded
         self._kept: list[tuple[str, nn.Module, Any]] = []
         self._inputs: tuple[Any, ...] = ()
-        self._is_open = False
+        self._is_open = self._is_share = False
+        self._alone: deque[Forward] = deque(maxlen=UNSEEN)
         self._started = 0.0
         self._removers: list[Remove] = []
 
@@ -103,7 +144,8 @@ class ForwardWatch:
         blocks = {id(module): name for name, module in blocks_of(model)}
         leaves = {id(module): name for name, module in leaves_of(model)}
         # Within a compiled model a hook would be compiled too, or break its graph.
-        inside = () if is_compiled(model) else {id(m): m for m in model.modules()}.values()
+        is_closed = is_compiled(model) or is_compiled_in_place(model)
+        inside = () if is_closed else {id(m): m for m in model.modules()}.values()
         for module in inside:
             name = blocks.get(id(module), leaves.get(id(module)))
             if name is None or module is model:
@@ -111,20 +153,44 @@ class ForwardWatch:
             keep = self._keeper(name, id(module) in blocks, id(module) in leaves)
             self._removers.append(module.register_forward_hook(keep).remove)
         begin, end = self._guarded(self._begin), self._guarded(self._end)
+        if is_compiled_in_place(model):
+            self._removers.append(wrap_compiled(model, begin, end))
+            return
         before = model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-        after = model.register_forward_hook(end)
+        # After a forward that raised too, or it would never be over.
+        after = model.register_forward_hook(end, always_call=True)
         self._removers += [before.remove, after.remove]
 
     def remove(self) -> None:
         """Take the hooks away."""
         while self._removers:
             self._removers.pop()()
+        self._alone.clear()
         self._let_go()
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether there was a forward since the last `take`."""
+        return bool(self._alone) or self.passes.n_forward > 0
+
+    def settle(self) -> None:
+        """Count in the forwards of a step whose backward pass was not seen; find the producer."""
+        if self.passes.n_backward == 0:
+            for one in self._alone:
+                self._count(one)
+        self._alone.clear()
+        self.passes.settle()
 
     def take(self) -> Passes:
         """Return what the passes left, and begin anew."""
+        self._alone.clear()
         taken, self.passes = self.passes, Passes()
         return taken
+
+    def _count(self, one: Forward) -> None:
+        if not one.is_counted:
+            one.is_counted = True
+            self.passes.add(one)
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -143,7 +209,7 @@ class ForwardWatch:
         self._let_go()
         self._inputs = (*args, *kwargs.values())
         # What `transformers.Trainer` hands on: then each loss is divided by the items of all.
-        self.passes.are_shares = kwargs.get("num_items_in_batch") is not None
+        self._is_share = kwargs.get("num_items_in_batch") is not None
         self._is_open = True
         self._started = time.perf_counter()
         self.own_s += self._started - started
@@ -154,37 +220,35 @@ class ForwardWatch:
         ended = time.perf_counter()
         self._is_open = False
         try:
-            with torch.no_grad():
-                self._read(output, ended)
+            if output is not None:
+                with torch.no_grad():
+                    self._read(output, ended)
         finally:
             self._let_go()
             self.own_s += time.perf_counter() - ended
 
     def _read(self, output: Any, ended: float) -> None:
-        passes, loss = self.passes, loss_of(output)
-        passes.n_forward += 1
-        passes.forward_s += ended - self._started
+        forward, loss = Forward(ended - self._started, self._is_share), loss_of(output)
+        self._alone.append(forward)
         main = loss if loss is not None else next(_floating(output), None)
         if main is None:
             return
-        passes.device = str(main.device)
+        forward.device = str(main.device)
         kind = main.device.type
         if torch.is_autocast_enabled(kind):
-            passes.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+            forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
-            passes.losses.append(loss.detach())
+            forward.losses.append(loss.detach().clone())  # the program may go on to change its own
         if main.requires_grad:
-            hook = self._backward_hook(is_loss=loss is not None)
+            hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += len(self._kept) * KEEP_S
         if self.keeps_stats:
-            passes.stats = _stats(self._kept)
-        if passes.producer is not None:
-            return
+            forward.stats = _stats(self._kept)
         if is_remote(main):
-            passes.norms.append(self._norms(main, is_loss=loss is not None))
+            forward.norms.append(self._norms(main, is_loss=loss is not None))
         elif not bool(torch.isfinite(_sample(main)).all()):
-            passes.producer = self._first_sick(is_loss=loss is not None)
+            forward.producer = self._first_sick(is_loss=loss is not None)
 
     def _norms(self, main: Tensor, *, is_loss: bool) -> _Norms:
         """Reduce what was kept without waiting for the device."""
@@ -212,10 +276,11 @@ class ForwardWatch:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def _backward_hook(self, *, is_loss: bool) -> Callable[[Tensor], None]:
+    def _backward_hook(self, forward: Forward, *, is_loss: bool) -> Callable[[Tensor], None]:
         def begun(grad: Tensor) -> None:
             started = time.perf_counter()
             passes = self.passes
+            self._count(forward)
             passes.n_backward += 1
             if not is_loss:
                 passes.arrived.append(torch.linalg.vector_norm(_sample(grad.detach())))
@@ -240,39 +305,9 @@ def _wide(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype.itemsize < 4 else None
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Tell whether a model is what `torch.compile` returned. Asks without loading the compiler."""
-    return type(model).__name__ == "OptimizedModule"
-
-
 def is_remote(tensor: Tensor) -> bool:
     """Tell whether looking at a tensor would wait for its device."""
     return tensor.device.type != "cpu"
-
-
-def leaves_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules that hold no others, in the model's order."""
-    return [(name, one) for name, one in model.named_modules() if not any(one.children())]
-
-
-def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers: members of module lists, and whatever stands beside them.
-
-    Goes down where a module holds a list somewhere, and takes it whole where it does not.
-    """
-    return list(_blocks("", model))
-
-
-def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-        if isinstance(child, lists):
-            yield from ((f"{path}.{key}", one) for key, one in child.named_children())
-        elif any(isinstance(one, lists) for one in child.modules()):
-            yield from _blocks(path, child)
-        else:
-            yield path, child
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -280,7 +315,7 @@ def loss_of(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
         found = output.get("loss")
     elif isinstance(output, Tensor):
-        found = output
+        found = output if output.dim() == 0 else None  # a batch of one has one prediction
     else:
         found = getattr(output, "loss", None)
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +17,8 @@ from flexinspect.trainingfacts import EXPLOSION, VANISHING, GradientFacts, group
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """What the values of one tensor with a norm that is not finite hold."""
-
-    norm: float
-    n_nan: int
-    n_inf: int
+PART = 1 << 20
+"""Values that are widened to float64 at a time."""
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -39,13 +33,22 @@ def gradient_facts(named: Named, *, with_max: bool = True) -> list[GradientFacts
 
     `with_max` costs a second pass over the gradients.
     """
-    have = [(name, grad) for name, one in named if (grad := gradient_of(one)) is not None]
-    norms = tensor_norms([grad for _, grad in have])
-    largest = _maxima([grad for _, grad in have]) if with_max else [None] * len(have)
-    return [
-        _facts(name, grad, norm, high)
-        for (name, grad), norm, high in zip(have, norms, largest, strict=True)
+    have = [
+        (name, one.dim() > 1, grad) for name, one in named if (grad := gradient_of(one)) is not None
     ]
+    all_ = [grad for *_, grad in have]
+    norms = tensor_norms(all_)
+    largest = _maxima(all_) if with_max else [None] * len(have)
+    sick = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
+    counts = dict(zip(sick, _counted([all_[at] for at in sick]), strict=True))
+    found = []
+    for at, (name, is_matrix, grad) in enumerate(have):
+        norm, (n_nan, n_inf) = norms[at], counts.get(at, (0, 0))
+        if not math.isfinite(norm) and not n_nan and not n_inf:
+            norm = _wide_norm(grad)
+        about = (group_of(name), is_matrix)
+        found.append(GradientFacts(name, norm, largest[at], n_nan, n_inf, *about))
+    return found
 
 
 def model_gradients(model: nn.Module, *, with_max: bool = True) -> list[GradientFacts]:
@@ -64,14 +67,17 @@ def vanishing(gradients: Iterable[GradientFacts], threshold: float = VANISHING) 
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return the values of a parameter's gradient: of a sparse one those that it holds."""
+    """Return the values of a parameter's gradient, as real numbers.
+
+    Of a sparse one they are those that it holds.
+    """
     grad = parameter.grad
     if grad is None:
         return None
     grad = grad.detach()
     if grad.is_sparse:
         grad = grad.coalesce().values()
-    return grad
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
@@ -118,17 +124,15 @@ def _absolute_max(tensor: Tensor) -> Tensor:
     return torch.maximum(high, -low)
 
 
-def _facts(name: str, grad: Tensor, norm: float, largest: float | None) -> GradientFacts:
-    group, is_matrix = group_of(name), grad.dim() > 1
-    if math.isfinite(norm):
-        return GradientFacts(name, norm, largest, group=group, is_matrix=is_matrix)
-    counts = _count(grad)
-    sizes = (counts.norm, largest, counts.n_nan, counts.n_inf)
-    return GradientFacts(name, *sizes, group, is_matrix)
+def _counted(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return how many values of each tensor are NaN and Inf, with one transfer for each device."""
+    n_nan = _batched(tensors, lambda all_: [one.isnan().sum() for one in all_])
+    n_inf = _batched(tensors, lambda all_: [one.isinf().sum() for one in all_])
+    return [(int(nan), int(inf)) for nan, inf in zip(n_nan, n_inf, strict=True)]
 
 
 @torch.no_grad()
-def _count(grad: Tensor) -> _Counts:
-    n_nan, n_inf = (int(count) for count in (grad.isnan().sum(), grad.isinf().sum()))
-    # Squares of finite values overflow float32 from 1e19 on.
-    return _Counts(float(grad.double().norm()), n_nan, n_inf)
+def _wide_norm(grad: Tensor) -> float:
+    """Return the norm of values whose squares overflow float32, as they do from 1e19 on."""
+    parts = torch.split(grad.reshape(-1), PART)
+    return math.hypot(*(float(part.double().norm()) for part in parts))

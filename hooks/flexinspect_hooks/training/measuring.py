@@ -27,6 +27,7 @@ class Measured:
     total: float
     group_norms: tuple[float, ...]
     producer: Producer | None
+    is_warming: bool = False
 
     @property
     def n_exploding(self) -> int:
@@ -38,8 +39,13 @@ class Measured:
         """Matrices whose gradient vanishes.
 
         Of others it means nothing: that of a key bias is 0 but for rounding in any transformer.
+        None while the learning rate rises: behind a gate that begins at 0 gradients begin small.
         """
-        return sum(one.is_matrix and one.vanishes() for one in self.gradients)
+        return (
+            0
+            if self.is_warming
+            else sum(one.is_matrix and one.vanishes() for one in self.gradients)
+        )
 
 
 class Meter:
@@ -80,10 +86,13 @@ class Meter:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def measure(self, step: int, detail: Detail, *, scale: float = 1.0) -> Measured | None:
+    def measure(
+        self, step: int, detail: Detail, *, scale: float = 1.0, is_warming: bool = False
+    ) -> Measured | None:
         """Return the gradients as the optimizer gets them, None in a step that is passed over.
 
-        `scale` is what they are still multiplied with.
+        `scale` is what they are still multiplied with; `is_warming` says that the learning rate
+        rises.
         """
         if step % detail.gradients_every:
             return None
@@ -91,9 +100,12 @@ class Meter:
         if scale != 1.0:
             found = [_divided(one, scale) for one in found]
         producer = self._producer(found)
+        if is_warming and producer is not None and producer.kind == "vanishing":
+            producer = None
         rows = found if self._is_recorded(step, detail, producer) else []
         norms = self._group_norms(found)
-        return Measured(tuple(found), tuple(rows), total_norm(found), norms, producer)
+        total = total_norm(found)
+        return Measured(tuple(found), tuple(rows), total, norms, producer, is_warming)
 
     def _is_recorded(self, step: int, detail: Detail, producer: Producer | None) -> bool:
         if producer is not None:

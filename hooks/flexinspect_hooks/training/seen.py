@@ -7,7 +7,7 @@ replaced while somebody watches, for the whole process, by functions that do the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +18,8 @@ from torch.nn.utils import clip_grad
 class Watcher(Protocol):
     """Who wants to know; each call comes from the thread that trains."""
 
-    def clipped(self, before: Tensor, max_norm: float) -> None:
-        """Gradients were clipped: their total norm before, and the limit."""
+    def clipped(self, parameters: Sequence[Tensor], before: Tensor, max_norm: float) -> None:
+        """Gradients of `parameters` were clipped: their total norm before, and the limit."""
 
     def scaling(self, scaler: Any, optimizer: Any) -> None:
         """A `GradScaler` is about to step an optimizer."""
@@ -55,9 +55,10 @@ def _replace() -> None:
 
     @functools.wraps(clip_original)
     def clip_grads(parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any) -> None:
-        clip_original(parameters, max_norm, total_norm, *rest)
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clip_original(clipped, max_norm, total_norm, *rest)
         for watcher in tuple(_watchers):
-            watcher.clipped(total_norm, float(max_norm))
+            watcher.clipped(clipped, total_norm, float(max_norm))
 
     @functools.wraps(step_original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

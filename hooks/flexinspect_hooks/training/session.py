@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import gt
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flexinspect.errors import UsageError
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord
 from flexinspect.rules.base import RuleBook
 from flexinspect.trainingfacts import SummaryCount
@@ -54,6 +56,7 @@ class TrainingSession:
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = Meter(model)
+        self._own = {id(one) for _, one in self._meter.named}
         self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
@@ -64,6 +67,7 @@ class TrainingSession:
         self._now = Gathered(0, 0.0, 0.0)
         self._waiting: Gathered | None = None
         self._told: Loss | None = None
+        self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
         self._step_own_s = 0.0
         self._scaled_at: int | None = None
@@ -89,13 +93,17 @@ class TrainingSession:
         self._removers += [seen.attach(self), hide_hooks(), self._memory.close]
 
     def leave(self, state: str, reason: str = "") -> None:
-        """Write what waits, end the generation, and take everything out."""
-        self._flush()
-        n_steps = self.summary.summary.total_steps
-        answer = f"{n_steps} steps"
-        self.recorder.put(GenerationEnd(0, state, answer, (), reason, time.time()))
-        self.recorder.stop()
-        self._uninstall()
+        """Write what waits, end the generation, and take everything out, whatever fails."""
+        try:
+            self._flush()
+        except Exception as error:
+            self._switch_off(error)
+        try:
+            answer = f"{self.summary.summary.total_steps} steps"
+            self.recorder.put(GenerationEnd(0, state, answer, (), reason, time.time()))
+            self.recorder.stop()
+        finally:
+            self._uninstall()
 
     def _uninstall(self) -> None:
         self._forwards.remove()
@@ -143,13 +151,17 @@ class TrainingSession:
     def tell(self, loss: Loss | None) -> None:
         """Take the loss of the step just done, or else of the one that is on; see `watch_training`.
 
-        Without an optimizer this is what ends a step.
+        Without an optimizer this is what ends a step. Raises `UsageError` for a loss that is not a
+        single number.
         """
         if isinstance(loss, Tensor):
-            loss = loss.detach()
+            if loss.numel() != 1:
+                shape = tuple(loss.shape)
+                raise UsageError(f"step needs the loss as one number, and it has shape {shape}.")
+            loss = loss.detach().clone()  # the program may go on to change its own
         if self._optimizer is None:
             self._told = loss
-            self._close_told()
+            self._guarded(self._close_told)()
         elif self._waiting is not None and self._waiting.told is None:
             self._waiting.told = loss
         else:
@@ -172,7 +184,7 @@ class TrainingSession:
             yield batch
 
     def _close_told(self) -> None:
-        if self._is_off or self._forwards.passes.n_forward == 0:
+        if not self._forwards.has_forward:
             return
         started = time.perf_counter()
         self._flush()
@@ -202,9 +214,10 @@ class TrainingSession:
         self._now.ratios = self._meter.after_update()
         self._close(started)
 
-    def clipped(self, before: Tensor, max_norm: float) -> None:
-        """Gradients were clipped."""
-        self._now.clipped_from, self._now.max_norm = before.detach(), max_norm
+    def clipped(self, parameters: Sequence[Tensor], before: Tensor, max_norm: float) -> None:
+        """Gradients were clipped; those of another model are none of ours."""
+        if any(id(one) in self._own for one in parameters):
+            self._now.clipped_from, self._now.max_norm = before.detach(), max_norm
 
     def scaling(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to step the optimizer."""
@@ -237,8 +250,20 @@ class TrainingSession:
 
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._now, self._governor.detail
-        self._forwards.passes.settle()
-        now.measured = self._meter.measure(now.number, detail, scale=scale)
+        self._step_own_s -= self._waited()
+        self._forwards.settle()
+        is_warming = any(map(gt, now.rates, self._rates_before))
+        if not now.is_skipped:
+            self._rates_before = now.rates
+        now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_warming)
+
+    def _waited(self) -> float:
+        """Wait for the device and return how long: its work is the program's, and no cost."""
+        if self._device.type != "cuda":
+            return 0.0
+        started = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
 
     def _close(self, started: float) -> None:
         """End the step that is on, at what was `started` then."""

@@ -150,11 +150,10 @@ class StepMemory:
         self._rss, self.close = rss_reader()
 
     def read(self) -> MemoryRecord:
-        """Return the memory now; the peak is that since the last call."""
+        """Return the memory now; the peak is the allocator's, which only the program resets."""
         if self._device.type != "cuda":
             return MemoryRecord(self._rss(), self._model, 0)
         stats = torch.cuda.memory.memory_stats_as_nested_dict(self._device)
         allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-        torch.cuda.reset_peak_memory_stats(self._device)
         sizes = (allocated["current"], reserved["current"], allocated["peak"])
         return MemoryRecord(self._rss(), self._model, 0, *sizes)

@@ -10,6 +10,9 @@ import transformers
 
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
+_open: dict[int, TrainerCallback] = {}
+"""The callbacks whose training is on, by the id of its model."""
+
 
 class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Records each call of `Trainer.train` into a trace, as `flexinspect.watch_training` does.
@@ -24,17 +27,22 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.watch: TrainingWatch | None = None
         self._out, self._level, self._band = out, level, band
         self._is_open = False
+        self._model_id = 0
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
     ) -> None:
-        """Begin to record."""
-        self._end(None)
+        """Begin to record; a training of the same model that was interrupted ends as failed."""
+        self._abandon()
+        if id(model) in _open:
+            _open[id(model)]._abandon()
         self.watch = watch_training(
             model, optimizer, out=self._out, level=self._level, band=self._band
         )
         self.watch.__enter__()
         self._is_open = True
+        self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
+        _open[self._model_id] = self
         # A trainer tells no callback of an exception: the process ends the trace then.
         atexit.register(self._abandon)
 
@@ -49,5 +57,6 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if self.watch is None or not self._is_open:
             return
         self._is_open = False
+        _open.pop(self._model_id, None)
         atexit.unregister(self._abandon)
         self.watch.__exit__(type(error) if error else None, error, None)

@@ -63,11 +63,20 @@ class UpdateMeter:
 
 
 def _rows(parameter: Tensor) -> Tensor:
-    """Return a view of rows of a parameter that together hold at most `SAMPLE` values."""
+    """Return a view of evenly spread rows of a parameter, at most `SAMPLE` values together."""
     values = parameter.detach()
-    if values.numel() <= SAMPLE or not values.dim():
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.numel() <= SAMPLE:
         return values
-    return values[:: -(-values.numel() // SAMPLE)]
+    # In the order of the memory every dense parameter can be seen as rows.
+    strides = values.stride()
+    values = values.permute(sorted(range(values.dim()), key=lambda at: -strides[at]))
+    if not values.is_contiguous():
+        return values[:: -(-values.numel() // SAMPLE)]
+    width = values.shape[-1] if values.shape[-1] <= SAMPLE else 1
+    rows = values.view(-1, width)
+    return rows[:: -(-len(rows) // (SAMPLE // width))]
 
 
 def _by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:

@@ -139,6 +139,7 @@ class TrainingWatch:
         """Tell the loss of a step, once for each step of the optimizer, before or after it.
 
         Where no optimizer was given, this ends the step: call it before gradients are cleared.
+        Raises `UsageError` for a loss that is not a single number.
         """
         if self._session is not None:
             self._session.tell(loss)
