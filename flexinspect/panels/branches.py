@@ -17,7 +17,7 @@ from flexinspect.trace.rows import BranchRow
 from flexinspect.widgets.lines import Span, clipped, line, right
 from flexinspect.widgets.look import Look
 
-_STEP, _KL, _LOGIT = 5, 9, 8
+_STEP, _KL, _LOGIT = 5, 11, 8
 _COMPARISON = 4
 """Lines that the comparison keeps at least: its heading, two steps and the masks."""
 
