@@ -28,6 +28,7 @@ examples:
   flexinspect ctl restore 4 --cost        # only say what it would cost
   flexinspect ctl fork 4 --text " Lyon"
   flexinspect ctl edit 4 --drop 3 --see 5:4 --preset causal
+  flexinspect ctl continue --pid 4711
   flexinspect ctl --url http://127.0.0.1:8421 stop     # token in FLEXINSPECT_TOKEN
 
 A command is answered at once, with what will happen; "flexinspect ctl status" says when it has.
@@ -44,18 +45,27 @@ def add_parser(subparsers: Any) -> None:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--pid", type=int, metavar="N", help="the capture of this process")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="the capture that records this")
-    parser.add_argument("--url", help="the capture that --serve put there")
-    parser.add_argument("--token", help="of --url (default: FLEXINSPECT_TOKEN)")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    parser.add_argument("--wait", action="store_true", help="wait until the command has its effect")
+    _add_common(parser)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     _add_going(verbs)
     _add_recording(verbs)
     _add_travelling(verbs)
     _add_breakpoints(verbs)
+    for verb in verbs.choices.values():
+        _add_common(verb, default=argparse.SUPPRESS)  # they may stand behind the verb too
     parser.set_defaults(run=run)
+
+
+def _add_common(parser: argparse.ArgumentParser, **default: Any) -> None:
+    """Add the flags that every command has; `default` is for all of them."""
+    add, none = parser.add_argument, {"default": None, **default}
+    off: dict[str, Any] = {"action": "store_true", **({"default": False} | default)}
+    add("--pid", type=int, metavar="N", help="the capture of this process", **none)
+    add("--trace", type=Path, metavar="FILE", help="the capture that records this", **none)
+    add("--url", help="the capture that --serve put there", **none)
+    add("--token", help="of --url (default: FLEXINSPECT_TOKEN)", **none)
+    add("--json", help="print the answer as JSON", **off)
+    add("--wait", help="wait until the command has its effect", **off)
 
 
 def _add_going(verbs: Any) -> None:
@@ -136,6 +146,8 @@ def _add_breakpoints(verbs: Any) -> None:
         one = doing.add_parser(name, help=text)
         one.add_argument("number", metavar="NUMBER", type=int)
         one.set_defaults(do=do)
+    for one in doing.choices.values():
+        _add_common(one, default=argparse.SUPPRESS)
 
 
 _NUMBERED: tuple[tuple[str, str, Callable[[ControlClient, argparse.Namespace], Any]], ...] = (

@@ -98,3 +98,13 @@ def test_a_capture_is_named_in_one_way() -> None:
     with pytest.raises(UsageError, match="names the capture already"):
         address_of("http://127.0.0.1:1", None, 7, None)
     assert address_of("http://127.0.0.1:1", "t", None, None).token == "t"
+
+
+@pytest.mark.parametrize(
+    "words", ["--pid 5 stop", "stop --pid 5", "step 3 --pid 5", "break list --pid 5"]
+)
+def test_a_capture_is_named_before_or_behind_the_verb(words: str) -> None:
+    from flexinspect.commands import build_parser
+
+    args = build_parser().parse_args(["ctl", *words.split()])
+    assert (args.pid, args.json, args.wait, args.trace) == (5, False, False, None)
