@@ -155,7 +155,7 @@ MEMORY = table(
     kv_cache        int   keys and values held, bytes
     cuda_allocated  int?  allocated by the CUDA allocator, bytes, NULL without CUDA
     cuda_reserved   int?  reserved by the CUDA allocator, bytes
-    cuda_peak       int?  peak allocated, bytes
+    cuda_peak       int?  peak allocated, bytes: in this step, in training so far
     """,
 )
 

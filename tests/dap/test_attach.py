@@ -145,7 +145,7 @@ def test_a_second_client_beside_the_first_disturbs_nothing(
 ) -> None:
     client.begin(run.attach(), {})
     with DapClient("127.0.0.1", run.port()) as second:
-        monkeypatch.setattr("support.dap.TIMEOUT_S", 1.0)
+        monkeypatch.setattr("support.dap.TIMEOUT_S", 6.0)
         with pytest.raises(DapError) as refusal:
             second.begin(run.attach(), {})
     assert "debugpyWaitingForServer" in str(refusal.value)  # it waits for its turn
