@@ -29,7 +29,6 @@ examples:
   flexinspect run --grads --grads-steps 0-3             # which paraphrase made each token
   flexinspect run --break 'entropy > 3 and step > 2' --break 'finding mask.* [once]'
   flexinspect run --no-ui --hold --serve 127.0.0.1:8421      # then: flexinspect ctl --help
-
   flexinspect run train_or_generate.py                 # your own program, unchanged
   flexinspect run script.py -- --its-own flags         # what follows the script is for it
   flexinspect run --no-ui --out t.flextrace script.py < questions.txt > answers.txt
