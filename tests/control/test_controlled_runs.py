@@ -111,20 +111,24 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     code, said = ctl(capsys, "run-to", "3")
     assert code == 1
     assert "Step 3 of generation 0 is behind" in said
-    assert ctl(capsys, "break", "add", "step == 5", "--once")[0] == 0
+    assert ctl(capsys, "break", "add", "step == 5 and entropy > 0")[0] == 0
     ctl(capsys, "continue")
     stopped = json.loads(
         ctl(capsys, "--wait", "--json", "pause")[1]
     )  # nobody's terminal: it pauses
     assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
-    assert "step == 5" in stopped["reason"]
+    assert "step == 5 and entropy > 0" in stopped["reason"]
     status = json.loads(ctl(capsys, "--wait", "--json", "restore", "2")[1])
     assert (status["state"], status["place"]["step"]) == ("paused", 2)
     assert (status["order"]["kind"], status["order"]["state"]) == ("restore", "done")
-    ctl(capsys, "--wait", "run-to", "5")
+    client = run.client()
+    ctl(capsys, "continue")
+    wait_for(lambda: client.status().state == "paused", PATIENCE_S)
+    again = client.status()  # a step that runs once more is met once more
+    assert (again.place.step, again.reason) == (5, stopped["reason"])
+    assert [one.n_hits for one in client.breakpoints()] == [2]
     assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
     assert ctl(capsys, "continue")[0] == 0
-    client = run.client()
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
     with TraceReader(run.trace) as reader:
         recorded = [step.step for step in reader.steps(0)]
