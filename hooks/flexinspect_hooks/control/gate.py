@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from flexinspect.control.messages import Order, OrderState, Place, Restore, State, Wish
+from flexinspect.control.messages import ASKED, Order, OrderState, Place, Restore, State, Wish
 from flexinspect.errors import ControlError, FlexInspectError
-from flexinspect_hooks.control.standing import ASKED, STOPPING, GateView, Stop, Target, says
+from flexinspect_hooks.control.standing import STOPPING, GateView, Stop, Target, says
 
 Tell = Callable[[str, str, Place, Mapping[str, Any]], None]
 """Records an event of the trace: its kind, its text, the last finished step, facts."""

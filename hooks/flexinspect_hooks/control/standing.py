@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-from flexinspect.control.messages import OrderState, Place, State
+from flexinspect.control.messages import ASKED, OrderState, Place, State
 
-ASKED: Final = "it was asked to"
 STOPPING: Final = "stopping after this step"
 
 _SAYS: Mapping[State, str] = {
