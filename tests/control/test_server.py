@@ -228,7 +228,15 @@ def test_breakpoints_are_set_listed_switched_and_removed(served: Any) -> None:
 class _Counted:
     """The example of the mission: 1000 steps of training with 5 anomalies."""
 
-    counts_now = Counts(5, 1000, 1000, 5, 2, 1, 3)
+    counts_now = Counts(
+        total_anomalies=5,
+        debug_history_length=1000,
+        total_steps=1000,
+        anomaly_steps=5,
+        gradient_explosions=2,
+        gradient_vanishing=1,
+        loss_anomalies=3,
+    )
 
     def counts(self) -> Counts:
         return self.counts_now
