@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from textual import work
+from textual.app import App
 from textual.reactive import reactive
 
 from flexinspect.errors import FlexInspectError
@@ -164,34 +165,36 @@ class CommandingScreen(ReviewingScreen):
     @work(group="dialog")
     async def fork_step(self) -> None:
         """Choose another token for the step shown; the model goes on from there as a branch."""
-        from flexinspect.control.messages import Place as LivePlace
-
-        if self.reader is None:
-            return
-        shown = self.place  # it may follow the model while the user chooses
-        token = await ask_token(self.app, self.reader, shown)
-        if token is None:
-            return
-        there = _live(shown, LivePlace)
-        await self._travel(
-            lambda client, dry: client.fork(
+        await self._elsewhere(
+            ask_token,
+            lambda client, there, token, dry: client.fork(
                 there, token_id=token.token_id, text=token.text, dry_run=dry
-            )
+            ),
         )
 
     @work(group="dialog")
     async def edit_mask(self) -> None:
         """Change the mask; the model goes on from the step shown as a branch."""
+        await self._elsewhere(
+            ask_edit,
+            lambda client, there, edit, dry: client.edit_mask(there, (edit,), dry_run=dry),
+        )
+
+    async def _elsewhere(
+        self,
+        choose: Callable[[App[Any], TraceReader, Place], Awaitable[T | None]],
+        order: Callable[[ControlClient, LivePlace, T, bool], Answer],
+    ) -> None:
+        """Let the user choose what is to be otherwise at the step shown, and order that."""
         from flexinspect.control.messages import Place as LivePlace
 
         if self.reader is None:
             return
         shown = self.place  # it may follow the model while the user chooses
-        edit = await ask_edit(self.app, self.reader, shown)
-        if edit is None:
-            return
-        there = _live(shown, LivePlace)
-        await self._travel(lambda client, dry: client.edit_mask(there, (edit,), dry_run=dry))
+        chosen = await choose(self.app, self.reader, shown)
+        if chosen is not None:
+            there = _live(shown, LivePlace)
+            await self._travel(lambda client, dry: order(client, there, chosen, dry))
 
     async def _travel(self, ask: Callable[[ControlClient, bool], Answer]) -> None:
         """Say what an order costs if that is much, give it, and go where it led."""

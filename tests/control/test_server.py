@@ -203,7 +203,9 @@ def test_an_order_is_priced_accepted_and_its_result_told(served: Any) -> None:
     priced = client.restore(Place(0, 0, -1), dry_run=True)
     assert (priced.order, priced.said, priced.cost.bytes) == (None, "one forward", 4096)
     assert client.status().order is None
+    assert not served.model.gate.is_commanded  # nothing was, so far
     assert client.edit_mask(Place(0, 0, -1), [MaskEdit("drop", segments=(1,))]).order == 1
+    assert served.model.gate.is_commanded
     with pytest.raises(ControlError, match="not done yet"):
         client.fork(Place(0, 0, -1), text="Lyon")
     served.model.forward()
