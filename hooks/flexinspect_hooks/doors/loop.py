@@ -227,7 +227,12 @@ class TrainingLoop:
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         self.debugger.monitor_training_step(
-            self.model, loss, self._step, scaler=self._scaler, autocast=self._autocast
+            self.model,
+            loss,
+            self._step,
+            optimizer=self.optimizer,
+            scaler=self._scaler,
+            autocast=self._autocast,
         )
         self._update()
         self._schedule("batch", number)

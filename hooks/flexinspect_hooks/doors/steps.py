@@ -23,6 +23,7 @@ from flexinspect.trainingfacts import (
     GradientFacts,
     SummaryCount,
     TrainingStepRecord,
+    is_warming,
     total_norm,
 )
 from flexinspect_hooks.control.parts import Counts
@@ -37,7 +38,7 @@ from flexinspect_hooks.doors.results import (
     TensorInfo,
     TrainingFigures,
 )
-from flexinspect_hooks.doors.saying import SwitchLog
+from flexinspect_hooks.doors.saying import SwitchLog, rates_of
 from flexinspect_hooks.doors.switches import SwitchBoard, When, common_board
 from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
@@ -77,13 +78,14 @@ class TrainingDebugger(Debugger):
         profile_folder: str | Path = FOLDER,
     ) -> None:
         self.switches = switches or common_board()
-        self.says = SwitchLog(self.switches, explosion, vanishing)
+        self.says = SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
         self._explosion, self._vanishing = explosion, vanishing
         self._metrics: dict[str, Metric] = {}
         self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(maxlen=history)
         self._names: tuple[str, ...] = ()
         self._turn = 0
+        self._rates: tuple[float, ...] = ()
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     def _reset(self) -> None:
@@ -115,6 +117,7 @@ class TrainingDebugger(Debugger):
         loss: Tensor | float,
         step: int,
         *,
+        optimizer: Any = None,
         scaler: Any = None,
         autocast: torch.dtype | None = None,
     ) -> StepInfo:
@@ -123,14 +126,16 @@ class TrainingDebugger(Debugger):
         With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
         `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
         step is counted in `get_training_summary`, its anomalies are logged and kept; gradients that
-        are not finite are none where an enabled scaler will leave the step out.
+        are not finite are none where an enabled scaler will leave the step out, and with the
+        `optimizer` small ones are none while its learning rate rises.
 
         Where the debugger itself fails, that is logged, and the training goes on. Raises
         `UsageError` for a loss that is not a single number.
         """
         value = _number(loss)
         try:
-            info = self._monitor(model, value, step, has_scaler=_is_on(scaler))
+            limit = self._vanishing_now(optimizer)
+            info = self._monitor(model, value, step, limit, has_scaler=_is_on(scaler))
             self.says.around(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
@@ -138,17 +143,28 @@ class TrainingDebugger(Debugger):
             return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 
-    def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
+    def _vanishing_now(self, optimizer: Any) -> float:
+        """Return the norm below which a gradient vanishes in this step: 0 while a rate rises."""
+        if optimizer is None:
+            return self._vanishing
+        before, self._rates = self._rates, rates_of(optimizer)
+        return 0.0 if is_warming(before, self._rates) else self._vanishing
+
+    def _monitor(
+        self, model: nn.Module, value: float, step: int, vanishing: float, *, has_scaler: bool
+    ) -> StepInfo:
         self._windows.boundary(step)
         gradients = gradients_of(model, self.level)
         # The scaler leaves such a step out; it finds its scale that way.
         is_skipped = has_scaler and any(one.is_sick for one in gradients)
-        self._count.add(replace(self._record(value, gradients), is_skipped=is_skipped))
-        info = self._info(model, value, step, gradients, is_skipped=is_skipped)
+        record = self._record(value, gradients, vanishing)
+        self._count.add(replace(record, is_skipped=is_skipped))
+        anomalies = self._anomalies(value, step, () if is_skipped else gradients, vanishing)
+        info = self._info(model, value, step, gradients, anomalies)
         self._remember(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._keep([info, *tensors], info.anomalies)
-        self.says.gradients(step, model, gradients)
+        self.says.gradients(step, model, gradients, (self._explosion, vanishing))
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
@@ -233,10 +249,8 @@ class TrainingDebugger(Debugger):
         loss: float,
         step: int,
         gradients: Sequence[GradientFacts],
-        *,
-        is_skipped: bool,
+        anomalies: Sequence[Anomaly],
     ) -> StepInfo:
-        anomalies = self._anomalies(loss, step, () if is_skipped else gradients)
         weights, grads = self._looked_at(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
@@ -256,14 +270,14 @@ class TrainingDebugger(Debugger):
         )
 
     def _anomalies(
-        self, loss: float, step: int, gradients: Sequence[GradientFacts]
+        self, loss: float, step: int, gradients: Sequence[GradientFacts], vanishing: float
     ) -> list[Anomaly]:
         found = []
         if not math.isfinite(loss):
             said = f"The loss is {loss} at step {step}."
             found.append(self._anomaly("loss", "loss", said, step=step))
         for one in gradients:
-            for kind, said in gradient_troubles(one, self._explosion, self._vanishing):
+            for kind, said in gradient_troubles(one, self._explosion, vanishing):
                 found.append(self._anomaly(kind, one.name, said, step=step))
         return found
 
@@ -302,7 +316,9 @@ class TrainingDebugger(Debugger):
             self._names = names = self._names if names == self._names else names
         self._norms.append((step, names, norms))
 
-    def _record(self, loss: float, gradients: Sequence[GradientFacts]) -> TrainingStepRecord:
+    def _record(
+        self, loss: float, gradients: Sequence[GradientFacts], vanishing: float
+    ) -> TrainingStepRecord:
         """Return a step as the engine counts it."""
         return TrainingStepRecord(
             loss=loss,
@@ -310,7 +326,7 @@ class TrainingDebugger(Debugger):
             learning_rates=(),
             n_parameters=len(gradients),
             n_exploding=sum(one.explodes(self._explosion) for one in gradients),
-            n_vanishing=sum(one.is_matrix and one.vanishes(self._vanishing) for one in gradients),
+            n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in gradients),
             n_dead=sum(one.is_dead for one in gradients),
             n_sick=sum(one.is_sick for one in gradients),
         )
