@@ -109,7 +109,7 @@ class TrainingWatch:
             writer.discard()
             raise
         self._writer, self._session = writer, session
-        answer_from(session.summary)
+        answer_from(session.summary, self)
         _watched.add(id(self._model))
         if writer.note:
             self._say(writer.note)
