@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexinspect import DebugLevel, FlexInspectError, PyTorchDebugger, debug_context
+from flexinspect import DebugLevel, PyTorchDebugger, debug_context
 
 
 def with_gradients(model: nn.Module, scale: float = 1.0) -> nn.Module:
@@ -308,21 +308,10 @@ def test_a_high_rate_of_anomalies_is_said_once(lines: pytest.LogCaptureFixture) 
     assert sum("High anomaly rate" in line for line in lines.messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"level": "loud"}, "'loud' is unknown; the levels are basic, advanced, extreme"),
-        ({"history": 0}, "history must be 1 or more"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(FlexInspectError, match=words):
-        PyTorchDebugger(**options)
-
-
 # -- context managers -----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
 def test_anomaly_detection_names_the_operation_and_is_off_afterwards() -> None:
     debugger = PyTorchDebugger(DebugLevel.ADVANCED)
     bad = torch.tensor([0.0], requires_grad=True)

@@ -26,6 +26,7 @@ from flexinspect.trainingfacts import (
     is_warming,
     total_norm,
 )
+from flexinspect_hooks import given
 from flexinspect_hooks.control.parts import Counts
 from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log
 from flexinspect_hooks.doors.components import memory_of
@@ -39,7 +40,7 @@ from flexinspect_hooks.doors.results import (
     TrainingFigures,
 )
 from flexinspect_hooks.doors.saying import SwitchLog, rates_of
-from flexinspect_hooks.doors.switches import SwitchBoard, When, common_board
+from flexinspect_hooks.doors.switches import SwitchBoard, When, checked_board, common_board
 from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
 
@@ -77,12 +78,15 @@ class TrainingDebugger(Debugger):
         switches: SwitchBoard | None = None,
         profile_folder: str | Path = FOLDER,
     ) -> None:
-        self.switches = switches or common_board()
+        self.switches = checked_board(switches) or common_board()
         self.says = SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
-        self._explosion, self._vanishing = explosion, vanishing
+        self._explosion = given.limit(explosion, "explosion")
+        self._vanishing = given.limit(vanishing, "vanishing")
         self._metrics: dict[str, Metric] = {}
-        self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(maxlen=history)
+        self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(
+            maxlen=given.count(history, "history")
+        )
         self._names: tuple[str, ...] = ()
         self._turn = 0
         self._rates: tuple[float, ...] = ()
@@ -130,9 +134,14 @@ class TrainingDebugger(Debugger):
         `optimizer` small ones are none while its learning rate rises.
 
         Where the debugger itself fails, that is logged, and the training goes on. Raises
-        `UsageError` for a loss that is not a single number.
+        `UsageError` for what is no model, no optimizer, no step's number, and for a loss that is
+        not a single number.
         """
-        value = _number(loss)
+        value = given.number(loss, "The loss")
+        given.module(model, "monitor_training_step")
+        step = given.count(step, "step", 0)
+        if optimizer is not None:
+            given.optimizer(optimizer, "monitor_training_step")
         try:
             limit = self._vanishing_now(optimizer)
             info = self._monitor(model, value, step, limit, has_scaler=_is_on(scaler))
@@ -171,7 +180,7 @@ class TrainingDebugger(Debugger):
 
     def add_metric(self, name: str, measure: Metric) -> None:
         """Measure something of your own each step: `measure(model, loss, step)` gives a number."""
-        self._metrics[name] = measure
+        self._metrics[name] = given.function(measure, f"The metric {name}", "(model, loss, step)")
 
     def close(self) -> None:
         """End a profile that a switch began."""
@@ -217,8 +226,15 @@ class TrainingDebugger(Debugger):
         ]
 
     def save_baseline(self, path: str | Path) -> None:
-        """Write the summary to a JSON file, to compare a later run with."""
-        Path(path).write_text(json.dumps(self.get_training_summary(), indent=1) + "\n", "utf-8")
+        """Write the summary to a JSON file, to compare a later run with.
+
+        Raises `UsageError` where it cannot be written.
+        """
+        text = json.dumps(self.get_training_summary(), indent=1) + "\n"
+        try:
+            Path(path).write_text(text, "utf-8")
+        except OSError as error:
+            raise UsageError(f"The baseline {path} cannot be written: {error.strerror}.") from error
 
     def compare_with_baseline(self, path: str | Path, *, tolerance: float = 0.001) -> list[str]:
         """Return a sentence for each rate that is above the baseline's by more than `tolerance`.
@@ -334,10 +350,3 @@ class TrainingDebugger(Debugger):
 
 def _is_on(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
-
-
-def _number(loss: Tensor | float) -> float:
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        shape = tuple(loss.shape)
-        raise UsageError(f"The loss must be a single number, and has shape {shape}: reduce it.")
-    return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.errors import UsageError
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord
 from flexinspect.rules.base import RuleBook
 from flexinspect.trainingfacts import SummaryCount, is_warming
+from flexinspect_hooks import given
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import Hook
@@ -153,11 +153,10 @@ class TrainingSession:
         Without an optimizer this is what ends a step. Raises `UsageError` for a loss that is not a
         single number.
         """
-        if isinstance(loss, Tensor):
-            if loss.numel() != 1:
-                shape = tuple(loss.shape)
-                raise UsageError(f"step needs the loss as one number, and it has shape {shape}.")
+        if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().clone()  # the program may go on to change its own
+        elif loss is not None:
+            loss = given.number(loss, "The loss")
         if self._optimizer is None:
             self._told = loss
             self._guarded(self._close_told)()
