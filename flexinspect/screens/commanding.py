@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -92,6 +93,11 @@ class CommandingScreen(ReviewingScreen):
                 severity="warning",
                 markup=False,
             )
+
+    def tell_of_debugger(self, said: deque[str]) -> None:
+        """Say where a debugger may come to the run, and what it cannot do; takes what it says."""
+        while said:
+            self.notify(visible(said.popleft()), timeout=15, markup=False)
 
     # -- commands --------------------------------------------------------------------------------
 
