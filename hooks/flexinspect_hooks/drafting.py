@@ -1,0 +1,81 @@
+"""A finished step on its way to a record: its values, then what each hook makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flexinspect.records import EventRecord, StepRecord, TokenRecord
+from flexinspect_hooks.buffer import Values
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.hook import Hook, StepDraft
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.recorder import FinishedStep
+
+HookFailed = Callable[[Hook, Exception, StepContext], None]
+"""Told of a hook that failed at a step."""
+
+
+class Drafted:
+    """A step while it becomes a record; a hook that fails is not asked for more of it."""
+
+    def __init__(self, item: FinishedStep) -> None:
+        self._item, self._step, self._draft = item, item.context, StepDraft()
+        self._sick: list[Hook] = []
+        self._tokens = item.take_tokens()
+        self._values: Values = {}
+
+    def make_values(self, failed: HookFailed) -> None:
+        """Take what was sent."""
+
+        def unmade(hook: Hook, error: Exception) -> None:
+            self._sick.append(hook)
+            failed(hook, error, self._step)
+
+        self._values = self._item.buffer.values(unmade)
+
+    def ask_hooks(self, failed: HookFailed) -> None:
+        """Let each hook write its part."""
+        for hook, kept in self._item.kept:
+            if hook in self._sick:
+                continue
+            try:
+                hook.record(self._step, kept, self._values, self._draft)
+            except Exception as error:
+                failed(hook, error, self._step)
+        self._values = {}
+
+    def record(self) -> StepRecord:
+        """Return the record without what rules say of it."""
+        return _assemble(self._step, self._tokens, self._draft)
+
+
+def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDraft) -> StepRecord:
+    noted = [
+        EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
+        for kind, text, *facts in step.events
+    ]
+    return StepRecord(
+        generation=step.generation,
+        step=step.step,
+        phase=step.phase,
+        q_len=step.q_len,
+        kv_before=step.kv_before,
+        kv_after=step.kv_after,
+        started_at=step.started_at,
+        wall_ms=step.wall_ms,
+        capture_ms=step.capture_s * 1e3,
+        branch=step.branch,
+        logits=draft.logits,
+        tokens=tokens,
+        inputs=draft.inputs,
+        calls=tuple(draft.calls),
+        builds=tuple(draft.builds),
+        layer_stats=tuple(draft.layer_stats),
+        memory=draft.memory,
+        masks=tuple(draft.masks),
+        arrays=tuple(draft.arrays),
+        training=draft.training,
+        events=(*noted, *draft.events),
+    )
