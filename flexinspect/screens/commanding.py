@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -108,6 +109,11 @@ class CommandingScreen(ReviewingScreen):
         going_on = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
         why = f": {visible(status.reason)}" if status.reason and not is_asked else ""
         self.notify(f"{visible(status.says)}{why}. {going_on}.", markup=False)
+
+    def tell_of_debugger(self, said: deque[str]) -> None:
+        """Say where a debugger may come to the run, and what it cannot do; takes what it says."""
+        while said:
+            self.notify(visible(said.popleft()), timeout=15, markup=False)
 
     # -- commands --------------------------------------------------------------------------------
 
