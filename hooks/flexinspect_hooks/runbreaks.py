@@ -72,6 +72,8 @@ class RunBreaks:
     def _hint(self) -> str:
         if self._waits:
             return "It could not pause there: no commands are taken, so nobody could continue it."
+        if not self._is_served:
+            return "With --no-control nobody could continue it; [log] only records the hit."
         return (
             "To pause there instead, run it on a terminal or add --wait; "
             "[log] after the condition only records it."

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,10 @@ from flexinspect.control.registry import running
 from flexinspect.errors import UsageError
 from flexinspect.job import Job, ScriptJob
 from flexinspect.models import DEMO
+from flexinspect.records import StepRecord
 from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.runbreaks import RunBreaks
 
 PROGRAM = f"""
 import sys
@@ -148,3 +152,15 @@ def test_what_cannot_be_read_is_refused_before_anything_starts() -> None:
 def test_waiting_for_commands_that_are_not_taken_is_refused() -> None:
     with pytest.raises(UsageError, match="--wait pauses the run until a command comes"):
         job_of("--wait", "--no-control", "--break", "step == 1")
+
+
+def test_a_run_that_takes_no_commands_is_not_told_to_wait() -> None:
+    gate = Gate()
+    control: Any = SimpleNamespace(gate=gate, parts=SimpleNamespace(), note="")
+    breaks = RunBreaks(job_of("--no-control", "--break", "step == 1"), control, lambda text: None)
+    recorder: Any = SimpleNamespace(put=lambda item: None)
+    breaks.begin(recorder).judge(StepRecord(0, 1, "decode", 1, 9, 10, time.time(), 5.0, 0.1))
+    stopped = breaks.stopped()
+    assert stopped is not None
+    assert (stopped.exit_code, "--wait" in str(stopped.hint)) == (3, False)
+    assert "--no-control" in str(stopped.hint)
