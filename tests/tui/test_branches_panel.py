@@ -141,3 +141,17 @@ async def test_the_interface_walks_a_branch_with_its_parents_tokens(forked: Path
         await pilot.press("left", "left")
         await settle(pilot)
         assert app.screen.place.step == 1  # type: ignore[attr-defined]
+
+
+async def test_a_branch_is_shown_at_its_first_step_as_at_any_other(forked: Path) -> None:
+    app = InspectorApp(forked, place=Place(branch=0, step=0))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert "Jane" in screen_text(app).splitlines()[1]
+        await pilot.press("t")
+        await settle(pilot)
+        await pilot.press("down", "enter")
+        await settle(pilot)
+        lines = screen_text(app).splitlines()
+        assert "branch 1 · step 0/" in lines[0]
+        assert "Emily" in lines[1]
