@@ -74,7 +74,7 @@ def test_an_edit_equals_a_fresh_run_under_its_mask(
     assert tokens == fresh
     for number in range(step, 10):
         mine = trip.notes.logits[line.branch, number]
-        assert agree(mine, logits[number])
+        assert agree(mine, logits[number]) if recomputes else torch.equal(mine, logits[number])
     assert not torch.equal(logits[5 if "35" not in text else 6], trip.notes.logits[0, 6])
 
 
