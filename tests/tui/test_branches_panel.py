@@ -81,7 +81,7 @@ def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
     first, second, third = data.pairs
     assert first.is_parted
     assert first.own == " Emily"
-    assert data.parted is first
+    assert data.parting == 2
     assert not second.is_parted
     assert second.change is not None
     assert second.change.kl > 0
@@ -92,6 +92,20 @@ def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
     assert "a logit moved by 0.5" in lines[5]
     assert "The texts part at step 2." in lines
     assert "the same in all" in lines[-1]
+
+
+def test_the_step_at_which_texts_part_is_the_first_of_all_and_the_masks_are_said_whole(
+    forked: Path,
+) -> None:
+    request = Request(Place(branch=1, step=3), NoOptions(), 38, 16)
+    panel = BranchesPanel()
+    data = panel.load(Source(TraceReader(forked)), request)
+    narrow = replace(data, pairs=data.pairs[1:])  # step 2 is above the window
+    picture = panel.paint(narrow, request, Look("none"))
+    assert picture.note == "parts at step 2"
+    shown = " ".join(" ".join(strip.text for strip in picture.strips).split())
+    assert "Masks: the same in all" in shown
+    assert "rows that both computed (layer 0, head 0, up to this step)." in shown
 
 
 def test_the_base_shows_the_last_branch_that_left_it(forked: Path) -> None:
