@@ -120,7 +120,7 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         if data.shown is None:
             hint = "Nothing was forked. F goes on from a step with another token, E with another "
             hint += "mask, while the model is alive."
-            strips.append(line([(hint, look.style("muted"))], width, text))
+            strips += paragraph(hint, width, look.style("muted"))
             return Picture(strips[:height], "one branch")
         strips.append(_heading(data.shown, width, look))
         strips += [_pair_line(pair, data, width, look) for pair in data.pairs]
