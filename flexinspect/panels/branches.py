@@ -116,7 +116,6 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         strips = [
             _node_line(node, data, width, look) for node in data.nodes[: _tree_room(data, height)]
         ]
-        text = look.style("text")
         if data.shown is None:
             hint = "Nothing was forked. F goes on from a step with another token, E with another "
             hint += "mask, while the model is alive."

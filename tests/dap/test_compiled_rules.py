@@ -50,6 +50,7 @@ def test_a_breakpoint_in_a_compiled_rule_is_passed_by_and_the_run_says_so_at_onc
             thread, stack = client.stopped()
             assert stack[0]["line"] == line_of("# after it")
             eventually(lambda: f"flexinspect: {COMPILED}" in run.said())
+            eventually(lambda: "flexinspect: held by debugpy in <module> (compiled" in run.said())
             client.request("continue", threadId=thread)
             client.request("disconnect", terminateDebuggee=False)
         _, code = run.finish()
