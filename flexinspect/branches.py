@@ -20,7 +20,7 @@ import numpy.typing as npt
 from flexinspect.records import CallRecord, Candidate, MaskRecord, TokenRecord
 from flexinspect.trace.branchfacts import own_family
 from flexinspect.trace.callranges import lineage
-from flexinspect.trace.ranges import holder, step_bounds, step_range
+from flexinspect.trace.ranges import chosen_range, holder, step_bounds, step_range
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import BranchRow, StepRow
 from flexinspect.trace.sequences import tokens_of
@@ -131,10 +131,7 @@ def first_difference(reader: TraceReader, generation: int, one: int, other: int)
     lasts = [end[1] for end in ends if end is not None]
     if len(lasts) < 2 or start > max(lasts):
         return None
-    left, right = (
-        {row.step: row.chosen_id for row in step_range(reader, generation, start, 1 << 62, branch)}
-        for branch in (one, other)
-    )
+    left, right = (chosen_range(reader, generation, start, 1 << 62, each) for each in (one, other))
     steps = sorted(left.keys() | right.keys())
     return next((step for step in steps if left.get(step) != right.get(step)), None)
 

@@ -89,8 +89,8 @@ def check_debugger(options: DebuggerOptions, *, is_exposed: bool) -> bool:
     is_open = not is_loopback(options.host)
     if is_open and not is_exposed:
         raise UsageError(
-            f"--debugpy {options.host}:{options.port} would let others than this machine in, and "
-            "whoever attaches can run any code in the process.",
+            f"--debugpy {address(options.host, options.port)} would let others than this machine "
+            "in, and whoever attaches can run any code in the process.",
             hint="Keep to 127.0.0.1 (an SSH tunnel reaches it), or insist with --debugpy-expose.",
         )
     check_port(options.host, options.port)
@@ -109,7 +109,7 @@ def check_port(host: str, port: int) -> None:
             trial.bind((host, port))
         except OSError as error:
             raise UsageError(
-                f"--debugpy cannot listen on {host}:{port}: {error.strerror or error}.",
+                f"--debugpy cannot listen on {address(host, port)}: {error.strerror or error}.",
                 hint="Choose another port; --debugpy 0 takes any that is free.",
             ) from error
 
@@ -117,7 +117,12 @@ def check_port(host: str, port: int) -> None:
 def listening_sentence(host: str, port: int, *, waiting: bool) -> str:
     """Say where debugpy listens, and whether the run waits for a client."""
     wait = "; nothing runs before a client has attached" if waiting else ""
-    return f"debugpy listens on {host}:{port}{wait}"
+    return f"debugpy listens on {address(host, port)}{wait}"
+
+
+def address(host: str, port: int) -> str:
+    """Return an address as it is written, "[::1]:5678" for one of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def own_terminal() -> str | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +61,39 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
     },
 )
 """What is written: launches whose capture process is debugged too, and two ways to attach."""
+
+
+QUICK_SYMBOLS = ("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libdl,libltdl,libc,libfreebl3")
+"""Variable and value that spare gdb the symbols of all of torch's libraries."""
+
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def attach_lacks() -> list[str]:
+    """Return why no process can be attached to by its id here, a sentence each; Linux alone."""
+    if sys.platform != "linux":
+        return []
+    lacks = []
+    if shutil.which("gdb") is None:
+        lacks.append("Attaching by process id needs gdb, which is not here: install it.")
+    scope = _PTRACE_SCOPE.read_text("ascii").strip() if _PTRACE_SCOPE.exists() else "0"
+    if scope != "0" and os.geteuid() != 0:
+        lacks.append(
+            f"Attaching by process id needs {_PTRACE_SCOPE} to be 0, and it is {scope}: "
+            "an administrator may write 0 there."
+        )
+    return lacks
+
+
+def attach_notes() -> list[str]:
+    """Return what is to be known before attaching by process id here, a sentence each."""
+    name, value = QUICK_SYMBOLS
+    slow = (
+        "Attaching by process id is slow, and may run into debugpy's limit of 60 s, as gdb reads "
+        f"all of torch's symbols first: start VSCode with {name}={value} in its environment."
+    )
+    needs_it = sys.platform == "linux" and name not in os.environ
+    return attach_lacks() or ([slow] if needs_it else [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +228,9 @@ def _indent(text: str, at: int) -> str:
 def _dump(value: Any, unit: str) -> str:
     """Return our own JSON, with lists of words on one line, as people write them."""
     text = json.dumps(value, indent=unit, ensure_ascii=False)
-    return re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: f"[{_line(found[1])}]", text)
+    return re.sub(
+        r"\[\s+((?:\"[^\"]*\",?\s*)*?)\s*\]", lambda found: f"[{_line(found[1]).strip()}]", text
+    )
 
 
 def _line(text: str) -> str:

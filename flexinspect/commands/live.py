@@ -145,8 +145,11 @@ class LiveRun:
         """Say once that a debugger holds the run, and where: nothing comes before it lets go."""
         held = held_now(recording)
         if held is not None and held.by != "pdb" and held != self._held:
-            self._progress.say(held.sentence())
+            self._tell(held.sentence())
         self._held = held
+
+    def _tell(self, text: str) -> None:
+        self._progress.say(text)
 
     def _show(self, news: News, reader: TraceReader) -> None:
         for row in news.events:
@@ -228,7 +231,11 @@ class ScriptRun(LiveRun):
         """Say on stderr where to attach, and what no debugger can do: it cannot wait."""
         said = self._process.state.debugger
         while not said.empty():
-            self._progress.console.print(f"flexinspect: {visible(said.get())}", soft_wrap=True)
+            self._tell(said.get())
+
+    def _tell(self, text: str) -> None:
+        """Say it even though a program's run is quiet otherwise."""
+        self._progress.console.print(f"flexinspect: {visible(text)}", soft_wrap=True)
 
     def _stop(self) -> None:
         """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""

@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Write or print the file."""
-    from flexinspect.vscode import write_launch
+    from flexinspect.vscode import attach_notes, write_launch
 
     path, merged = write_launch(args.folder, dry_run=args.dry_run)
     if args.dry_run:
@@ -43,4 +43,6 @@ def run(args: argparse.Namespace) -> int:
     end = "nothing to add" if not merged.added else "not written" if args.dry_run else "written"
     out = sys.stderr if args.dry_run else sys.stdout
     print("\n".join([*lines, f"{path}: {end}"]), file=out)
+    for note in attach_notes() if merged.added else ():
+        print(f"flexinspect: {note}", file=sys.stderr)
     return 0

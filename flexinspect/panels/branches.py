@@ -7,14 +7,22 @@ from typing import ClassVar
 
 from textual.strip import Strip
 
-from flexinspect.branches import MaskChange, Node, StepChange, mask_change, step_change, tree
+from flexinspect.branches import (
+    MaskChange,
+    Node,
+    StepChange,
+    first_difference,
+    mask_change,
+    step_change,
+    tree,
+)
 from flexinspect.panels.base import Go, Help, Missing, NoOptions, Panel, Picture, Place, Request
 from flexinspect.panels.source import Source
 from flexinspect.text import visible
 from flexinspect.trace.ranges import holder, step_bounds
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import BranchRow
-from flexinspect.widgets.lines import Span, clipped, line, right
+from flexinspect.widgets.lines import Span, clipped, line, paragraph, right
 from flexinspect.widgets.look import Look
 
 _STEP, _KL, _LOGIT = 5, 11, 8
@@ -39,18 +47,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class BranchesData:
-    """The tree, the branch that is compared (None without forks), and its steps in the window."""
+    """The tree, the branch that is compared (None without forks), and its steps in the window.
+
+    `parting` is the first of all steps at which both chose different tokens, None where none did.
+    """
 
     nodes: tuple[Node, ...]
     place: Place
     shown: BranchRow | None = None
     pairs: tuple[Pair, ...] = ()
+    parting: int | None = None
     masks: MaskChange | None = None
-
-    @property
-    def parted(self) -> Pair | None:
-        """The first step in the window where both chose different tokens."""
-        return next((pair for pair in self.pairs if pair.is_parted), None)
 
 
 class BranchesPanel(Panel[BranchesData, NoOptions]):
@@ -89,7 +96,8 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
             both = (shown.parent, shown.branch)
             where = {"layer": place.layer, "head": place.head}
             masks = mask_change(reader, place.generation, place.step, *both, **where)
-        return BranchesData(nodes, place, shown, tuple(pairs), masks)
+        parting = _parting(reader, shown)
+        return BranchesData(nodes, place, shown, tuple(pairs), parting, masks)
 
     def describe(self, data: BranchesData) -> list[str]:
         """Return the tree, then the comparison, a line each."""
@@ -98,8 +106,8 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
             return [*lines, "Nothing was forked: F goes on from a step with another token."]
         lines.append(f"Branch {data.shown.branch} beside branch {data.shown.parent}:")
         lines += [_pair_words(pair) for pair in data.pairs]
-        if data.parted is not None:
-            lines.append(f"The texts part at step {data.parted.step}.")
+        if data.parting is not None:
+            lines.append(f"The texts part at step {data.parting}.")
         return [*lines, *([_mask_words(data)] if data.masks is not None else [])]
 
     def paint(self, data: BranchesData, request: Request[NoOptions], look: Look) -> Picture:
@@ -108,19 +116,17 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         strips = [
             _node_line(node, data, width, look) for node in data.nodes[: _tree_room(data, height)]
         ]
-        text = look.style("text")
         if data.shown is None:
             hint = "Nothing was forked. F goes on from a step with another token, E with another "
             hint += "mask, while the model is alive."
-            strips.append(line([(hint, look.style("muted"))], width, text))
+            strips += paragraph(hint, width, look.style("muted"))
             return Picture(strips[:height], "one branch")
         strips.append(_heading(data.shown, width, look))
         strips += [_pair_line(pair, data, width, look) for pair in data.pairs]
         if data.masks is not None:
             strips[height - 1 :] = []
-            strips.append(line([(_mask_words(data), look.style("muted"))], width, text))
-        parted = data.parted
-        note = f"parts at step {parted.step}" if parted else "same tokens in these steps"
+            strips += _mask_lines(_mask_words(data), width, height - len(strips), look)
+        note = "the same tokens" if data.parting is None else f"parts at step {data.parting}"
         return Picture(strips[:height], note)
 
     def point(
@@ -165,6 +171,16 @@ def _pair(reader: TraceReader, generation: int, both: tuple[int, int], step: int
     return Pair(step, base, own, change)
 
 
+def _parting(reader: TraceReader, shown: BranchRow) -> int | None:
+    """Return the first step at which both chose different tokens; that one has ended is none."""
+    generation, both = shown.generation, (shown.parent or 0, shown.branch)
+    step = first_difference(reader, generation, *both)
+    if step is None:
+        return None
+    texts = [_text(reader, generation, branch, step) for branch in both]
+    return step if None not in texts else None
+
+
 def _text(reader: TraceReader, generation: int, branch: int, step: int) -> str | None:
     where = holder(reader, generation, step, branch)
     if reader.step(generation, step, where) is None:
@@ -193,8 +209,11 @@ def _texts_width(width: int) -> int:
 
 def _heading(row: BranchRow, width: int, look: Look) -> Strip:
     each = _texts_width(width)
-    text = right("step", _STEP) + " " + clipped(f"branch {row.parent}", each) + " "
-    text += clipped(f"branch {row.branch}", each) + right("KL", _KL) + right("logit", _LOGIT)
+    both = (f"branch {row.parent}", f"branch {row.branch}")
+    if max(map(len, both)) > each:
+        both = (f"br {row.parent}", f"br {row.branch}")
+    text = right("step", _STEP) + " " + clipped(both[0], each) + " "
+    text += clipped(both[1], each) + right("KL", _KL) + right("logit", _LOGIT)
     return line([(text, look.style("muted"))], width, look.style("text"))
 
 
@@ -232,11 +251,18 @@ def _pair_line(pair: Pair, data: BranchesData, width: int, look: Look) -> Strip:
 def _mask_words(data: BranchesData) -> str:
     masks = data.masks
     assert masks is not None
-    where = f"Masks of layer {masks.layer}, head {data.place.head}, up to this step"
+    where = f"(layer {masks.layer}, head {data.place.head}, up to this step)"
     if not masks.n_opened and not masks.n_closed:
-        return f"{where}: the same in all {masks.n_rows} rows that both computed."
+        return f"Masks: the same in all {masks.n_rows} rows that both computed {where}."
     first = next(iter((*masks.opened, *masks.closed)))
     return (
-        f"{where}: {masks.n_opened} cells opened, {masks.n_closed} closed, "
-        f"the first at row {first[0]}, key {first[1]}."
+        f"Masks: {masks.n_opened} cells opened, {masks.n_closed} closed, "
+        f"the first at row {first[0]}, key {first[1]} {where}."
     )
+
+
+def _mask_lines(words: str, width: int, room: int, look: Look) -> list[Strip]:
+    """Return how the masks differ, wrapped where there is room for it."""
+    style = look.style("muted")
+    lines = paragraph(words, width, style)
+    return lines if len(lines) <= room else [line([(words, style)], width, style)]

@@ -13,7 +13,7 @@ def within(place: Place, status: Status) -> Place:
     model = status.run.get("model")
     model = model if isinstance(model, dict) else {}
     last = status.last_step
-    step = place.step if last is None else min(max(place.step, status.first_step), last)
+    step = max(place.step, 0) if last is None else min(max(place.step, status.first_step), last)
     return replace(
         place,
         step=step,

@@ -220,9 +220,11 @@ class TraceScreen(SeekingScreen):
             return
         self.following = False
         # The bounds of the step are those of the old branch until the new one was looked at.
-        self.set_reactive(TraceScreen.place, replace(place, generation=generation, branch=branch))
+        there = replace(place, generation=generation, branch=branch, pos=None)
+        self.set_reactive(TraceScreen.place, there)
         self.look()
-        self.place = replace(self.place, step=self.status.first_step, pos=None)
+        self.set_reactive(TraceScreen.place, place)  # else a same step would count as no change
+        self.place = replace(there, step=self.status.first_step)
 
     def action_do(self, name: str) -> None:
         """Do what a key (or the palette) names: an id of `flexinspect.keys`."""

@@ -6,9 +6,9 @@ function raises `TraceError` when the file is damaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flexinspect.records import LayerStatRecord, MemoryRecord
 from flexinspect.trace import decode, schema
@@ -97,6 +97,23 @@ def step_range(
     for number, low, high in _pieces(reader, generation, start, stop, branch):
         found += reader.steps(generation, number, low, high)
     return found
+
+
+def chosen_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[int, int | None]:
+    """Return the token that each step `start <= step < stop` chose, None where it is not known."""
+    sql = f"SELECT step, chosen_id FROM steps {_RANGE}"
+    found: dict[int, int | None] = {}
+    for number, low, high in _pieces(reader, generation, start, stop, branch):
+        for row in reader._query(sql, (generation, number, low, high)):
+            step, chosen = reader._guard(_step_and_token, row)
+            found[step] = chosen
+    return found
+
+
+def _step_and_token(row: Sequence[Any]) -> list[Any]:
+    return decode.clean_as(("int", "int?"), row, "steps")
 
 
 def decode_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexinspect.records import EventRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.debugging.unseen import unseen
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.ruleidentity import rule_name
 
@@ -104,7 +105,8 @@ def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Te
     over_b = torch.vmap(over_q, in_dims=(0, None, None, None))
     zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n_keys)
     batches = torch.arange(batch, device=device)
-    cells: Tensor = over_b(batches, zero, rows.to(device), keys.to(device))
+    with unseen():
+        cells: Tensor = over_b(batches, zero, rows.to(device), keys.to(device))
     return None if cells.stride(0) == 0 else cells
 
 

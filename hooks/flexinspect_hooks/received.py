@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexinspect import masks as algebra
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.debugging.unseen import unseen
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.maskmods import head_groups
 from flexinspect_hooks.maskrecords import (
@@ -316,13 +317,14 @@ def _rule_cells(
     if getattr(mask_mod, "flexinspect_broadcasts", False):
         return mask_mod(zero, zero, q_idx[:, None], kv_idx[None]).expand(1, q_len, kv_len)
     h_idx, rows = indices.upto(heads), []
-    for start, stop in algebra.row_chunks(q_len):
-        groups = []
-        for group in head_groups(mask_mod, zero, h_idx, q_idx[start:stop], kv_idx):
-            if len(group) > 1 and heads * q_len * kv_len > MAX_CELLS:
-                return None
-            groups.append(group)
-        rows.append(torch.cat(groups) if len(groups) > 1 else groups[0])
+    with unseen():
+        for start, stop in algebra.row_chunks(q_len):
+            groups = []
+            for group in head_groups(mask_mod, zero, h_idx, q_idx[start:stop], kv_idx):
+                if len(group) > 1 and heads * q_len * kv_len > MAX_CELLS:
+                    return None
+                groups.append(group)
+            rows.append(torch.cat(groups) if len(groups) > 1 else groups[0])
     return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from support.adapters import adapter, connected
 from support.dap import DapClient
 from support.debugged import (
     PROGRAM,
     WATCHER,
     breakpoints,
     configuration,
-    eventually,
     line_of,
 )
 
@@ -25,31 +21,7 @@ from flexinspect.trace.reader import open_trace
 RULE = "# in the mask rule"
 
 
-@pytest.fixture
-def adapter() -> Iterator[int]:
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
-    command = (sys.executable, "-m", "debugpy.adapter", "--host", "127.0.0.1", "--port", str(port))
-    process = subprocess.Popen(command)
-    yield port
-    process.terminate()
-    process.wait()
-
-
-def connected(port: int) -> DapClient:
-    def attempt() -> DapClient | None:
-        try:
-            return DapClient("127.0.0.1", port)
-        except ConnectionRefusedError:
-            return None
-
-    client = eventually(attempt)
-    assert isinstance(client, DapClient)
-    return client
-
-
-def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path, adapter: int) -> None:
+def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM, "utf-8")
     (tmp_path / "site-packages").mkdir()
@@ -65,7 +37,7 @@ def test_a_launched_run_is_debugged_in_its_capture_process(tmp_path: Path, adapt
         started.append(subprocess.Popen(asked["args"], cwd=asked["cwd"], stdout=out, stderr=err))
         return {}
 
-    with connected(adapter) as viewer:
+    with adapter() as port, connected(port) as viewer:
         viewer.on_request = in_terminal
         viewer.begin(launch, {})
         attach = viewer.event("debugpyAttach", timeout=60)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexinspect_hooks.debugging import rules
+from flexinspect_hooks.debugging.unseen import unseen
 from flexinspect_hooks.kernels import KernelCall, observe_kernels
 
 
@@ -91,3 +95,31 @@ def test_a_compiled_call_is_told_of_once(told: list[str]) -> None:
 def test_nothing_changes_while_nobody_debugs() -> None:
     assert rules.plainly(flex_attention, None) is flex_attention
     rules.saw_compiled()
+
+
+def test_no_debugger_stops_in_a_rule_that_is_evaluated_to_be_read() -> None:
+    hooked, seen = sys.breakpointhook, []
+
+    def rule() -> None:
+        breakpoint()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        seen.append(frame.f_code.co_name)
+        return trace
+
+    before = sys.gettrace()
+    sys.breakpointhook = lambda: seen.append("stopped")
+    sys.settrace(trace)
+    try:
+        with unseen():
+            with unseen():
+                rule()
+            rule()
+        within = "rule" in seen or "stopped" in seen
+        assert sys.gettrace() is trace
+        rule()
+    finally:
+        sys.settrace(before)
+        sys.breakpointhook = hooked
+    assert not within
+    assert {"rule", "stopped"} <= set(seen)

@@ -1,4 +1,4 @@
-"""Going back in a live generation: equal bits, other tokens, other masks, bounded memory."""
+"""Going back in a live generation: equal bits, other tokens, bounded memory."""
 
 from __future__ import annotations
 
@@ -10,42 +10,32 @@ from typing import Any
 import pytest
 import torch
 from support.journeys import (
+    N_PROMPT,
     Trip,
     fresh_run,
-    own_source,
+    one_thread,
+    other_token,
+    prompt_of,
     rule_source,
     travelling,
 )
-from support.tiny import FAMILIES, make_model, make_pieces
+from support.tiny import FAMILIES, make_model
 
-from flexinspect import maskedits
-from flexinspect.errors import MaskError, UsageError
+from flexinspect.errors import UsageError
 from flexinspect.job import SamplingOptions
-from flexinspect.prompts import Prompt, compose
 from flexinspect_hooks.travel.caches import KEPT
-
-N_PROMPT = 30
-
-
-def prompt_of(n_new: int) -> Prompt:
-    made = compose(make_pieces(), max_new_tokens=n_new)
-    assert len(made.ids) == N_PROMPT
-    return made
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """One thread instead: thousands of tiny steps would wait at barriers for busy neighbours."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _alone() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    """A model whose logits are small enough for 1e-5 to be a matter of rounding."""
-    return make_model("llama", initializer_range=0.1)
+    """A model whose logits are as large as those of trained ones: up to about 8."""
+    return make_model("llama", initializer_range=0.3)
 
 
 @pytest.fixture
@@ -54,10 +44,6 @@ def trip(small: Any) -> Iterator[Trip]:
     with travelling(small, prompt_of(10)) as trip:
         trip.go()
         yield trip
-
-
-def other_token(trip: Trip, step: int) -> int:
-    return (trip.journey.lines[0].mark(step).token_id + 7) % 290 + 3
 
 
 # -- restore ---------------------------------------------------------------------------------------
@@ -316,93 +302,3 @@ def test_the_price_of_a_step_is_known_before(family_model: Callable[[str], Any])
         assert price.ms == pytest.approx(sum(mark.wall_ms for mark in marks))
         assert price.n_bytes > 0
         assert trip.journey.step == 4  # asking costs nothing
-
-
-# -- an edited mask --------------------------------------------------------------------------------
-
-EDITS = [
-    ("preset causal", True),
-    ("drop paraphrase 2", True),
-    ("join paraphrase 1 and paraphrase 3", True),
-    ("let paraphrase 3 see paraphrase 1", True),
-    ("let cue not see paraphrase 1", True),
-    ("cell 20 6", True),
-    ("cell 33 3", False),
-    ("row 20", True),
-    ("row 35", False),
-]
-
-
-@pytest.mark.parametrize(("text", "recomputes"), EDITS)
-def test_an_edit_equals_a_fresh_run_under_its_mask(
-    trip: Trip, small: Any, text: str, recomputes: bool
-) -> None:
-    step, before = 4, list(trip.decoder.token_ids[:4])
-    line = trip.journey.edit(0, step, [maskedits.parse(text)])
-    assert line.recomputed is recomputes
-    tokens = trip.go()
-    fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
-    assert tokens == fresh
-    for number in range(step, 10):
-        mine = trip.notes.logits[line.branch, number]
-        torch.testing.assert_close(mine, logits[number], atol=1e-5, rtol=0)
-    assert not torch.equal(logits[5 if "35" not in text else 6], trip.notes.logits[0, 6])
-
-
-@pytest.mark.parametrize("text", ["drop paraphrase 1", "cell 33 3 close"])
-def test_an_edit_of_an_own_rule_equals_a_fresh_run(small: Any, text: str) -> None:
-    prompt = prompt_of(6)
-    with travelling(small, prompt, own_source()) as trip:
-        before = trip.go()[:3]
-        line = trip.journey.edit(0, 3, [maskedits.parse(text)])
-        assert line.recomputed is text.startswith("drop")
-        tokens = trip.go()
-        fresh, logits = fresh_run(small, prompt, line.source, dict(enumerate(before)))
-        assert tokens == fresh
-        mine = trip.notes.logits[1, 5]
-        torch.testing.assert_close(mine, logits[5], atol=1e-5, rtol=0)
-
-
-def test_edits_of_a_sliding_model_equal_a_fresh_run(family_model: Callable[[str], Any]) -> None:
-    model, prompt = family_model("mistral"), prompt_of(6)
-    with travelling(model, prompt) as trip:
-        before = trip.go()[:3]
-        for text in ("preset causal", "cell 32 31 close"):
-            line = trip.journey.edit(0, 3, [maskedits.parse(text)])
-            tokens = trip.go()
-            fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
-            assert tokens == fresh
-            mine = trip.notes.logits[line.branch, 5]
-            torch.testing.assert_close(mine, logits[5], atol=1e-4, rtol=0)
-
-
-def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) -> None:
-    trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
-    tokens = trip.go()
-    trip.journey.restore(1, 2)  # before the edit, under the mask of the base
-    assert trip.go() == tokens
-    trip.journey.restore(1, 6)
-    assert trip.go() == tokens
-    trip.journey.fork(1, 4, [other_token(trip, 4)])
-    forked = trip.go()
-    assert forked[:4] == tokens[:4]
-    for branch in (0, 2):
-        trip.journey.restore(branch, 4)
-        trip.go()
-    assert len(trip.journey.lines) == 3
-    assert not [told for told in trip.notes.told if told[0] == "replay-differs"]
-
-
-def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(trip: Trip, small: Any) -> None:
-    line = trip.journey.edit(0, 0, [maskedits.parse("preset document")])
-    tokens = trip.go()
-    fresh, logits = fresh_run(small, prompt_of(10), rule_source(prompt_of(10), "document"), {})
-    assert tokens == fresh
-    assert torch.equal(trip.notes.logits[line.branch, 0], logits[0])
-
-
-def test_an_edit_that_cannot_be_leaves_everything_as_it_was(trip: Trip) -> None:
-    with pytest.raises(MaskError, match="changes nothing"):
-        trip.journey.edit(0, 4, [maskedits.parse("preset segment-isolation")])
-    assert len(trip.journey.lines) == 1
-    assert trip.journey.is_over

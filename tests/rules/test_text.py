@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import flexinspect
 from flexinspect.findings import Finding, Severity
+from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
     CallRecord,
     Candidate,
@@ -231,6 +232,24 @@ def test_an_answer_that_ends_at_once_is_a_warning(tmp_path: Path) -> None:
 def test_an_end_that_was_as_good_as_another_token_is_a_note(tmp_path: Path) -> None:
     finding = one(generate(tmp_path, end(0.001)), "text.stopped-at-once")
     assert finding.severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(("n_given", "found"), [(0, ["text.stopped-at-once"]), (2, [])])
+def test_a_branch_that_began_with_part_of_an_answer_is_not_empty(
+    n_given: int, found: list[str]
+) -> None:
+    pos = 5 + n_given
+    token = TokenRecord(pos, EOS, "<eos>", "", pos, 1, step=n_given, special=True)
+    ends = StepRecord(0, n_given, "prefill", pos, 0, pos, 0.0, 1.0, 0.1, tokens=(token,))
+    segments = (
+        Segment(0, 5, "cue", SegmentKind.CUE, 0),
+        Segment(5, 20, "generated", SegmentKind.GENERATED, 1),
+    )
+    scene, rule = Scene(), TextRule()
+    scene.begin(GenerationRecord(0, "s", "m", "contiguous", segments, ()))
+    rule.begin(scene)
+    rule.look(ends)
+    assert [finding.id for finding in rule.end()] == found
 
 
 def test_an_answer_that_ends_later_is_no_finding(tmp_path: Path) -> None:

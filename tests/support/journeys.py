@@ -11,17 +11,19 @@ from torch import Tensor
 
 from flexinspect import masks
 from flexinspect.job import SamplingOptions
-from flexinspect.prompts import Prompt
+from flexinspect.prompts import Prompt, compose
 from flexinspect_hooks.generate import Choice, Decoder, generate
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.travel.journey import Journey
 from flexinspect_hooks.travel.lines import Line
 from flexinspect_hooks.travel.parts import Limits
+from support.tiny import make_pieces
 
 CPU = torch.device("cpu")
 WARM = SamplingOptions(do_sample=True, temperature=1.3, top_k=20)
 SEED = 5
+N_PROMPT = 30
 
 
 class Notes:
@@ -119,3 +121,24 @@ def fresh_run(
             on_choice=lambda choice: logits.append(choice.logits.clone()),
         )
     return list(out.token_ids), logits
+
+
+def prompt_of(n_new: int) -> Prompt:
+    """Return a prompt of `N_PROMPT` tokens, to be gone on with `n_new`."""
+    made = compose(make_pieces(), max_new_tokens=n_new)
+    assert len(made.ids) == N_PROMPT
+    return made
+
+
+def other_token(trip: Trip, step: int) -> int:
+    """Return a token that a step of the base did not choose."""
+    return (trip.journey.lines[0].mark(step).token_id + 7) % 290 + 3
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run on one thread: thousands of tiny steps would wait at barriers for busy neighbours."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -81,7 +81,7 @@ def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
     first, second, third = data.pairs
     assert first.is_parted
     assert first.own == " Emily"
-    assert data.parted is first
+    assert data.parting == 2
     assert not second.is_parted
     assert second.change is not None
     assert second.change.kl > 0
@@ -92,6 +92,20 @@ def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
     assert "a logit moved by 0.5" in lines[5]
     assert "The texts part at step 2." in lines
     assert "the same in all" in lines[-1]
+
+
+def test_the_step_at_which_texts_part_is_the_first_of_all_and_the_masks_are_said_whole(
+    forked: Path,
+) -> None:
+    request = Request(Place(branch=1, step=3), NoOptions(), 38, 16)
+    panel = BranchesPanel()
+    data = panel.load(Source(TraceReader(forked)), request)
+    narrow = replace(data, pairs=data.pairs[1:])  # step 2 is above the window
+    picture = panel.paint(narrow, request, Look("none"))
+    assert picture.note == "parts at step 2"
+    shown = " ".join(" ".join(strip.text for strip in picture.strips).split())
+    assert "Masks: the same in all" in shown
+    assert "rows that both computed (layer 0, head 0, up to this step)." in shown
 
 
 def test_the_base_shows_the_last_branch_that_left_it(forked: Path) -> None:
@@ -141,3 +155,17 @@ async def test_the_interface_walks_a_branch_with_its_parents_tokens(forked: Path
         await pilot.press("left", "left")
         await settle(pilot)
         assert app.screen.place.step == 1  # type: ignore[attr-defined]
+
+
+async def test_a_branch_is_shown_at_its_first_step_as_at_any_other(forked: Path) -> None:
+    app = InspectorApp(forked, place=Place(branch=0, step=0))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        assert "Jane" in screen_text(app).splitlines()[1]
+        await pilot.press("t")
+        await settle(pilot)
+        await pilot.press("down", "enter")
+        await settle(pilot)
+        lines = screen_text(app).splitlines()
+        assert "branch 1 · step 0/" in lines[0]
+        assert "Emily" in lines[1]

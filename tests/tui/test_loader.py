@@ -13,9 +13,10 @@ import pytest
 from support.tui import screen_lines, settle
 
 from flexinspect.app import InspectorApp
+from flexinspect.feed import Status
 from flexinspect.panels.base import Place
 from flexinspect.screens.loader import Loader
-from flexinspect.screens.places import onward
+from flexinspect.screens.places import onward, within
 
 
 class Desk:
@@ -150,3 +151,8 @@ async def test_what_is_ahead_is_forgotten_when_the_trace_grows(trace: Path) -> N
         screen.version += 1
         await settle(pilot)
         assert view.loader._expected is None
+
+
+def test_without_a_step_there_is_nowhere_before_the_first() -> None:
+    assert within(Place(step=-1), Status()).step == 0
+    assert within(Place(step=-1), Status(first_step=2, last_step=4)).step == 2

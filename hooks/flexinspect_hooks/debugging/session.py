@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexinspect import protocol
-from flexinspect.debugger import DebuggerOptions, listening_sentence
+from flexinspect.debugger import DebuggerOptions, address, listening_sentence
 from flexinspect_hooks.arrivals import Arrivals
 from flexinspect_hooks.debugging import rules
 
@@ -71,7 +71,7 @@ class Debugging:
         waiting = self.options.wait
         self._tell(listening_sentence(host, port, waiting=waiting), event)
         if waiting:
-            event("phase", f"waiting for a debugger on {host}:{port}")
+            event("phase", f"waiting for a debugger on {address(host, port)}")
             from flexinspect_hooks.debugging.listening import wait_for_client
 
             wait_for_client()

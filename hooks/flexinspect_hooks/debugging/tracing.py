@@ -32,13 +32,17 @@ def trace_no_more_without_client() -> bool:
     if not hasattr(PyDB.on_disconnect, "__wrapped__"):
         PyDB.on_configuration_done = _then(PyDB.on_configuration_done, _on)
         PyDB.on_disconnect = _then(PyDB.on_disconnect, _off)
+        # An editor that attached by process id may take its adapter with it, and says no word.
+        PyDB.dispose_and_kill_all_pydevd_threads = _then(
+            PyDB.dispose_and_kill_all_pydevd_threads, _off
+        )
     return True
 
 
-def _then(method: Callable[[Any], Any], call: Callable[[Any], None]) -> Callable[[Any], Any]:
+def _then(method: Callable[..., Any], call: Callable[[Any], None]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def both(debugger: Any) -> Any:
-        result = method(debugger)
+    def both(debugger: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(debugger, *args, **kwargs)
         call(debugger)
         return result
 

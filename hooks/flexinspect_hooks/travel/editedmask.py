@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexinspect.maskedits import EditedRule, Patch
 from flexinspect.masks import BoolArray, MaskRule
+from flexinspect_hooks.debugging.unseen import unseen
 from flexinspect_hooks.maskmods import MaskMod, Window, arithmetic_mask_mod
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask, mark
 from flexinspect_hooks.ruleidentity import rule_parameters
@@ -34,7 +35,8 @@ class OwnGround:
         over_kv = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
         over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
         q_idx = torch.arange(q_offset, q_offset + n_q, device=self._device)
-        cells: Tensor = over_q(zero, zero, q_idx, torch.arange(last, device=self._device))
+        with unseen():
+            cells: Tensor = over_q(zero, zero, q_idx, torch.arange(last, device=self._device))
         return np.asarray(cells.cpu())
 
 

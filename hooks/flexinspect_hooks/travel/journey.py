@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ from flexinspect_hooks.masksource import MaskSource
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.travel.caches import (
     CacheShelf,
-    can_crop,
-    cropped,
     held_bytes,
     n_rows_of,
     row_bytes,
@@ -36,16 +34,14 @@ from flexinspect_hooks.travel.conditions import Conditions, checksum
 from flexinspect_hooks.travel.editedmask import declared_of, rule_of, source_of
 from flexinspect_hooks.travel.lines import Line, StepMark
 from flexinspect_hooks.travel.parts import Limits, Price, Restored, Scribe
+from flexinspect_hooks.travel.prices import (
+    Nearest,
+    Sizes,
+    nearest,
+    restore_price,
+    whole_price,
+)
 from flexinspect_hooks.travel.words import restored_words
-
-
-@dataclass(frozen=True, slots=True)
-class _Nearest:
-    """A cache to begin from, cropped to the rows of the steps up to `step`; None: from nothing."""
-
-    cache: Any
-    step: int
-    branch: int = 0
 
 
 class Journey:
@@ -178,18 +174,18 @@ class Journey:
     def price(self, branch: int, step: int) -> Price:
         """Return what `restore` of a step costs. Raises `UsageError` where there is none."""
         line = self._line(branch, step)
-        near = self._nearest(line, step)
-        first = near.step + 1 if near.cache is not None else line.origin(step).fork_step
-        n_prompt = len(self._decoder.prompt.ids)
-        n_forwards = step + 1 - first
-        fed = n_prompt + step - (n_prompt + near.step if near.cache is not None else 0)
-        size = row_bytes(self._decoder.cache) * (n_prompt + step)
-        return Price(
-            n_rows=fed if n_forwards else 0,
-            n_forwards=n_forwards,
-            n_bytes=self.held_bytes() + size,
-            ms=sum(line.mark(number).wall_ms for number in range(first, step + 1)),
-        )
+        return restore_price(line, step, self._nearest(line, step), self._sizes())
+
+    def _sizes(self) -> Sizes:
+        """Return what prices are made of."""
+        decoder = self._decoder
+        return Sizes(len(decoder.prompt.ids), row_bytes(decoder.cache), self.held_bytes())
+
+    def _nearest(self, line: Line, step: int) -> Nearest:
+        """Return what is left of the rows of a step."""
+        caches = [(self.line.branch, self._decoder.cache), *self._shelf.items()]
+        holders = [(self.lines[branch], cache) for branch, cache in caches]
+        return nearest(line, step, holders, len(self._decoder.prompt.ids))
 
     def _line(self, branch: int, step: int) -> Line:
         line = self.lines[branch] if 0 <= branch < len(self.lines) else None
@@ -232,20 +228,7 @@ class Journey:
         if n_rows_of(decoder.cache):
             self._shelf.put(line.branch, decoder.cache)
 
-    def _nearest(self, line: Line, step: int) -> _Nearest:
-        """Return what is left of the rows of a step, as many as one cache has."""
-        n_prompt, best = len(self._decoder.prompt.ids), _Nearest(None, -1)
-        for branch, cache in [(self.line.branch, self._decoder.cache), *self._shelf.items()]:
-            other, last = self.lines[branch], n_rows_of(cache) - n_prompt
-            if last < 0 or other.origin(last) is not line.origin(step):
-                continue
-            shared = line.shared(other, min(step, last))
-            is_better = shared > best.step and shared >= line.origin(step).fork_step
-            if is_better and can_crop(cache, n_prompt + shared):
-                best = _Nearest(cropped(cache, n_prompt + shared), shared, branch)
-        return best
-
-    def _replay(self, line: Line, step: int, near: _Nearest) -> tuple[str, ...]:
+    def _replay(self, line: Line, step: int, near: Nearest) -> tuple[str, ...]:
         """Run the forwards again that lead from a cache to a step."""
         decoder, first = self._decoder, line.origin(step).fork_step
         if near.cache is not None:
@@ -351,20 +334,11 @@ class Journey:
 
     def _branch_price(self, line: Line, step: int, *, recomputed: bool) -> Price:
         """Return what going before a step costs, and the forward of that step."""
-        own = line.mark(step).wall_ms
-        if step and not recomputed:
-            before = self.price(line.branch, step - 1)
-            return replace(
-                before,
-                n_rows=before.n_rows + 1,
-                n_forwards=before.n_forwards + 1,
-                ms=before.ms + own,
-            )
-        n_prompt = len(self._decoder.prompt.ids)
-        first = line.origin(step)
-        ms = line.mark(first.fork_step).wall_ms * (n_prompt + step) / (n_prompt + first.fork_step)
-        n_bytes = self.held_bytes() + row_bytes(self._decoder.cache) * (n_prompt + step)
-        return Price(n_prompt + step, 1, n_bytes, ms)
+        if recomputed or not step:
+            return whole_price(line, step, self._sizes())
+        before, own = self.price(line.branch, step - 1), line.mark(step).wall_ms
+        n_rows, n_forwards = before.n_rows + 1, before.n_forwards + 1
+        return replace(before, n_rows=n_rows, n_forwards=n_forwards, ms=before.ms + own)
 
     def _new_line(self, parent: Line, step: int, source: MaskSource) -> Line:
         new = Line(len(self.lines), source, parent, step)
