@@ -85,7 +85,7 @@ class WindowsRule(Rule):
         lines = np.minimum(at, cells.shape[1] - 1)
         is_open: BoolArray = cells[:, lines, keys].any(axis=0)
         if mask.averaged is not None:
-            is_open = is_open & ~mask.averaged[:, lines].any(axis=0)
+            is_open &= ~mask.averaged[:, lines].any(axis=0)
         if not is_open.any():
             self._right.add(key)
             return []

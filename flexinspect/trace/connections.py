@@ -96,6 +96,9 @@ class Connections:
             version = self._ready(self._poll).execute("PRAGMA data_version").fetchone()
             moved = not fresh and version != self._poll_version
             self._poll_version = version
+            if moved and self._overlay:  # its copies are of what was said before
+                self._epoch += 1
+                self._poll.epoch = self._epoch
             if self._transient:
                 self._poll.close()
             return moved

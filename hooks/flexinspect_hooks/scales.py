@@ -86,7 +86,9 @@ def record_scales(
         return
     first = min(odd)
     layers = sorted({calls[number].layer for number in odd})
-    text = f"The scores of layers {layers} are scaled by {odd[first]:.4g} times what they asked for."
+    text = (
+        f"The scores of layers {layers} are scaled by {odd[first]:.4g} times what they asked for."
+    )
     data = {"layers": layers, "factor": odd[first], "scale": calls[first].scale}
     place = (step.started_at, step.generation, step.step, data)
     draft.events.append(EventRecord(RESCALED, text, *place))
