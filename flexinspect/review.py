@@ -108,8 +108,8 @@ def review(
     """Let the rules (those registered, unless given) look at what they have not seen yet.
 
     What they say is stored, a generation in one transaction; where that cannot be, or is not
-    wanted, or the trace is still recorded, `unstored` has it. Of a generation that is damaged `note` says so. Raises `TraceError`
-    for a trace that cannot be read at all.
+    wanted, or the trace is still recorded, `unstored` has it. Of a generation that is damaged
+    `note` says so. Raises `TraceError` for a trace that cannot be read at all.
     """
     todo = tasks(reader, catalogue().rules if rules is None else rules)
     meter = _Meter(progress, [reader.n_steps(task.generation.generation) for task in todo])
