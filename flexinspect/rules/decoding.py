@@ -170,7 +170,7 @@ class DecodingRule(Rule):
         if told is None or self._is_meant(told.positions[0], told.positions[0]):
             return []
         about: dict[str, Any] = {"layers": told.layers, "positions": told.positions}
-        severity = Severity.WARNING
+        severity = Severity.NOTE if told.may_be_meant else Severity.WARNING
         said = self.finding(
             step, SELF_UNSEEN, told.sentence, severity=severity, series="strict", **about
         )

@@ -22,11 +22,15 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class StrictRows:
-    """What to say of such rows, at `positions`."""
+    """What to say of such rows, at `positions`.
+
+    It `may_be_meant` when no row sees itself but the first, which would see nothing otherwise.
+    """
 
     sentence: str
     layers: tuple[int, ...]
     positions: tuple[int, ...]
+    may_be_meant: bool
 
 
 def strict_rows(
@@ -46,12 +50,16 @@ def strict_rows(
     rows = max(blind, key=len)
     layers = tuple(sorted({layer for view in blind[rows] for layer in view.layers}))
     where = in_layers(layers, len({call.layer for call in step.calls}))
-    return StrictRows(_sentence(scene, rows, where, blind[rows][0]), layers, rows[:_MOST])
+    view = blind[rows][0]
+    is_whole = len(rows) + 1 >= view.cells.shape[1]
+    first_sees = bool(view.cells[:, 0, 0].any())
+    said = _sentence(scene, rows, where, is_whole=is_whole)
+    return StrictRows(said, layers, rows[:_MOST], is_whole and first_sees)
 
 
-def _sentence(scene: Scene, rows: tuple[int, ...], where: str, view: View) -> str:
-    n_rows, first = view.cells.shape[1], rows[0]
-    if len(rows) + 1 >= n_rows:
+def _sentence(scene: Scene, rows: tuple[int, ...], where: str, *, is_whole: bool) -> str:
+    first = rows[0]
+    if is_whole:
         return (
             f"No row of the prompt sees itself in {where}, though rows see keys before theirs: "
             f"first {scene.position(first)}, as if the rule took `<` for `<=`, or an offset that "
@@ -79,4 +87,6 @@ def _blind_rows(view: View, find_real: Callable[[], BoolArray]) -> tuple[int, ..
     if blind.any():
         real = find_real()
         blind &= real if len(real) == n else True
+    if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
+        return ()  # no off-by-one: a layer that looks at some keys alone
     return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first)
