@@ -289,8 +289,8 @@ class AttentionHook:
                 array = np.asarray(rows[name], np.float32)
                 draft.arrays.append(ArrayRecord(f"attention.{name}", array))
         record_slots(values, len(kept.calls), draft)
-        for stream in ("q", "k", "v"):
-            record_activations(values, stream, draft)
+        if step.level == "extreme":
+            record_activations(values, ("q", "k", "v"), draft)
 
 
 def _mask_functions(backends: Iterable[str]) -> list[tuple[str, str]]:
