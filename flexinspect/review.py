@@ -60,13 +60,14 @@ class Task:
 
 
 def tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[Task]:
-    """Return what is still to be looked at, nothing of a trace that is being recorded."""
+    """Return what is still to be looked at; while it is recorded, of generations that are over."""
     run = reader.run()
-    if run.get("state") == "recording" and recorder_lives(run):
-        return []
+    is_recorded = _is_recorded(run)
     live, done = looked_live(run, rules), set(reader.reviews())
     found = []
     for about in reader.generations():
+        if is_recorded and about.state != "finished":
+            continue
         left = [rule for rule in rules if (rule.name, about.generation) not in done]
         if is_loose(about):
             left = [rule for rule in left if rule.loose]
@@ -89,6 +90,10 @@ def looked_live(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]
     return frozenset(rule.name for rule in rules if not rule.dear)
 
 
+def _is_recorded(run: Mapping[str, Any]) -> bool:
+    return run.get("state") == "recording" and recorder_lives(run)
+
+
 def _speaks_at_end(rule: Rule) -> bool:
     return type(rule).end is not Rule.end
 
@@ -103,13 +108,14 @@ def review(
     """Let the rules (those registered, unless given) look at what they have not seen yet.
 
     What they say is stored, a generation in one transaction; where that cannot be, or is not
-    wanted, `unstored` has it. Of a generation that is damaged `note` says so. Raises `TraceError`
-    for a trace that cannot be read at all.
+    wanted, or the trace is still recorded, `unstored` has it. Of a generation that is damaged
+    `note` says so. Raises `TraceError` for a trace that cannot be read at all.
     """
     todo = tasks(reader, catalogue().rules if rules is None else rules)
     meter = _Meter(progress, [reader.n_steps(task.generation.generation) for task in todo])
     unstored: list[Reviewed] = []
     notes: dict[str, None] = {}
+    store = store and not _is_recorded(reader.run())
     shared: dict[str, Any] = {}
     for task in todo:
         try:

@@ -115,7 +115,8 @@ def _state_notes(reader: TraceReader) -> list[str]:
     if reader.state != "recording":
         return []
     if recorder_lives(reader.run()):
-        return ["The trace is still being recorded: rules that look afterwards have not looked."]
+        told = "rules that look afterwards have looked at generations that are over alone"
+        return [f"The trace is still being recorded: {told}."]
     return ["The process that recorded it is gone without having ended it."]
 
 

@@ -245,10 +245,11 @@ class RuleBook:
         return news, tuple({(r.id, r.series): r for r in repeats}.values())
 
     def _repeat(self, finding: Finding) -> Repeat:
+        here = self._scene.generation.generation
+        within = None if finding.generation == here else finding.generation
         if finding.id not in self._growing:
-            return Repeat(finding.id, finding.series, finding.generation)
-        place = (finding.id, finding.series, finding.generation)
-        return Repeat(*place, finding.sentence, finding.evidence)
+            return Repeat(finding.id, finding.series, within)
+        return Repeat(finding.id, finding.series, within, finding.sentence, finding.evidence)
 
     def _switch_off(
         self, rule: Rule, error: Exception, where: str, step: StepRecord | None

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray
+from flexinspect.pieces import declared_words
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.rules.loosedecoding import NO_OFFSET, of_loose_call
@@ -79,6 +81,7 @@ class DecodingRule(Rule):
     """
 
     name: ClassVar[str] = "decoding"
+    streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
     loose: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         NO_OFFSET: FindingKind(
@@ -163,11 +166,11 @@ class DecodingRule(Rule):
             self._prompt.update(dict.fromkeys(view.layers, sees))
 
     def _strict(self, step: StepRecord, views: Sequence[View]) -> list[Finding]:
-        told = strict_rows(self.scene, step, views)
-        if told is None or self._is_meant(told.last, told.last):
+        told = strict_rows(self.scene, step, views, partial(_real_rows, self.scene, step))
+        if told is None or self._is_meant(told.positions[0], told.positions[0]):
             return []
         about: dict[str, Any] = {"layers": told.layers, "positions": told.positions}
-        severity = Severity.WARNING
+        severity = Severity.NOTE if told.may_be_meant else Severity.WARNING
         said = self.finding(
             step, SELF_UNSEEN, told.sentence, severity=severity, series="strict", **about
         )
@@ -363,6 +366,16 @@ class DecodingRule(Rule):
 
 
 RULE: type[Rule] = DecodingRule
+
+
+def _real_rows(scene: Scene, step: StepRecord) -> BoolArray:
+    """Return which rows of a prompt are no padding: by the mask that was fed, else by their ids."""
+    for one in step.arrays:
+        if one.stream == "inputs.mask" and len(one.array):
+            return np.asarray(one.array[0], np.bool_)
+    pad = declared_words(scene.generation.declared).pad
+    tokens = [scene.token(pos) for pos in range(step.kv_after)]
+    return np.array([one is None or one.token_id != pad for one in tokens])
 
 
 def _in_any(sees: BoolArray, heads: Positions) -> bool:

@@ -134,8 +134,9 @@ class MasksRule(Rule):
             found = self._against(step, group, frame, intent.rule, "the declared mask")
         else:
             found = self._future(step, group, frame)
-            if not found and self._apart is not None and intent is not None:
-                found = self._assumed(step, group, frame, intent.rule)
+            is_mild = all(case.severity is Severity.NOTE for case in found)
+            if is_mild and self._apart is not None and intent is not None:
+                found = self._assumed(step, group, frame, intent.rule) or found
         if not found and self._real is not None and group.mask.cells is not None:
             found = self._padding(step, group, frame)
         return found

@@ -29,6 +29,8 @@ from flexinspect.rules.words import counted
 JUMP = "positions.jump"
 RESTART = "positions.restart"
 PADDING = "positions.padding"
+LEARNT = "learnt-positions"
+"""The event that a model looks positions up in a table, so that each id counts by itself."""
 DUPLICATE = "positions.duplicate"
 
 _FED = (
@@ -118,6 +120,8 @@ class PositionsRule(Rule):
         self._length = 0
         self._real: npt.NDArray[np.bool_] | None = None
         self._told: _Told | None = None
+        self._of_counted_pads = Severity.NOTE
+        """How bad it is that ids count padding: rotary embeddings do not see it."""
         self._pairs: Sequence[Pair] = ()
         """Isolated segments at ids that run on, until a row is met that sees both."""
 
@@ -142,6 +146,8 @@ class PositionsRule(Rule):
     def _judge(self, step: StepRecord, ids: Ids) -> list[Finding]:
         real = _array(step, "inputs.mask")
         if not step.kv_before:
+            is_learnt = any(event.kind == LEARNT for event in step.events)
+            self._of_counted_pads = Severity.WARNING if is_learnt else Severity.NOTE
             self._real = real if real is not None and real.shape == ids.shape else None
         found = self._decode(step, ids) if step.kv_before else self._whole(step, ids)
         self._last, self._length = self._ends(step, ids), step.kv_after
@@ -200,7 +206,8 @@ class PositionsRule(Rule):
                 f"{counted(n_pads, 'padding token')} before it {'is' if n_pads == 1 else 'are'} "
                 "counted; rotary embeddings do not see that, learnt positions do"
             )
-            return _Trouble(PADDING, Severity.NOTE, words, n_pads, {"id": n_pads, "pads": n_pads})
+            told = {"id": n_pads, "pads": n_pads}
+            return _Trouble(PADDING, self._of_counted_pads, words, n_pads, told)
         return None
 
     def _inside(self, ids: Ids) -> _Trouble | None:

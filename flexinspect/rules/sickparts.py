@@ -16,6 +16,8 @@ from flexinspect.rules.newestrow import Numbers, newest_row, open_keys
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import counted
 
+LARGEST = 65504
+
 
 class Part(NamedTuple):
     """A part of a layer, by a name for evidence, and what is said of it."""
@@ -84,7 +86,12 @@ def _of_scores(
     step: StepRecord, call: CallRecord, lse: Numbers, layer: int | None, scene: Scene
 ) -> Part | None:
     """Say that the scores are sick already, or that there are none as the row sees nothing."""
-    if call.gate is None or np.isfinite(lse).all():
+    if call.gate is None:
+        return None
+    if call.dtype == "float16" and call.gate != call.gate and np.nanmax(np.abs(lse)) > LARGEST:
+        words = f"its scores lie beyond the largest float16 ({LARGEST}), in which softmax sees Inf"
+        return Part("scores", words)
+    if np.isfinite(lse).all():
         return None
     if np.isneginf(lse).any():
         words = "its newest row sees no key, and a softmax over nothing is NaN"

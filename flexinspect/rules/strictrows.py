@@ -1,12 +1,17 @@
-"""Prompts whose rows see the key before their own and never their own: `<` where `<=` is meant."""
+"""Rows of a prompt that see keys before their own and not their own: `<` where `<=` is meant.
+
+Every row of a causal model sees itself, but for padding and for rows that see nothing at all, which
+are told of elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from flexinspect.masks import BoolArray
 from flexinspect.records import StepRecord
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.views import View
@@ -17,34 +22,71 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True)
 class StrictRows:
-    """What to say of such a prompt; `last` is the position of its last row."""
+    """What to say of such rows, at `positions`.
+
+    It `may_be_meant` when no row sees itself but the first, which would see nothing otherwise.
+    """
 
     sentence: str
     layers: tuple[int, ...]
     positions: tuple[int, ...]
-    last: int
+    may_be_meant: bool
 
 
-def strict_rows(scene: Scene, step: StepRecord, views: Sequence[View]) -> StrictRows | None:
-    """Return what to say of the layers in which no row of a prompt sees itself, None if none."""
-    blind = [view for view in views if _is_strict(view)]
+def strict_rows(
+    scene: Scene, step: StepRecord, views: Sequence[View], find_real: Callable[[], BoolArray]
+) -> StrictRows | None:
+    """Return what to say of the layers in which rows of a prompt do not see themselves.
+
+    `find_real` finds out which rows are no padding; it is asked only where some are blind.
+    """
+    blind: dict[tuple[int, ...], list[View]] = {}
+    for view in views:
+        rows = _blind_rows(view, find_real)
+        if rows:
+            blind.setdefault(rows, []).append(view)
     if not blind:
         return None
-    first, last = blind[0].first, blind[0].last
-    layers = tuple(sorted({layer for view in blind for layer in view.layers}))
+    rows = max(blind, key=len)
+    layers = tuple(sorted({layer for view in blind[rows] for layer in view.layers}))
     where = in_layers(layers, len({call.layer for call in step.calls}))
-    sentence = (
-        f"No row of the prompt sees itself in {where}, though rows see the key before theirs: "
-        f"{scene.position(first + 1)} sees {scene.position(first)} and not itself, as if the rule "
-        "took `<` for `<=`, or an offset that is one too small."
+    view = blind[rows][0]
+    is_whole = len(rows) + 1 >= view.cells.shape[1]
+    first_sees = bool(view.cells[:, 0, 0].any())
+    said = _sentence(scene, rows, where, is_whole=is_whole)
+    return StrictRows(said, layers, rows[:_MOST], is_whole and first_sees)
+
+
+def _sentence(scene: Scene, rows: tuple[int, ...], where: str, *, is_whole: bool) -> str:
+    first = rows[0]
+    if is_whole:
+        return (
+            f"No row of the prompt sees itself in {where}, though rows see keys before theirs: "
+            f"first {scene.position(first)}, as if the rule took `<` for `<=`, or an offset that "
+            "is one too small."
+        )
+    one = len(rows) == 1
+    return (
+        f"{scene.rows(np.array(rows))} {'does not see itself' if one else 'do not see themselves'} "
+        f"in {where}, and {'sees' if one else 'see'} keys before "
+        f"{'it' if one else 'them'}, where the other rows see themselves; "
+        f"{scene.first(np.array(rows))}."
     )
-    return StrictRows(sentence, layers, tuple(range(first, last + 1))[:_MOST], last)
 
 
-def _is_strict(view: View) -> bool:
-    """Say whether rows of a whole sequence see the key before theirs, and none its own."""
+def _blind_rows(view: View, find_real: Callable[[], BoolArray]) -> tuple[int, ...]:
+    """Return the positions of rows of a whole sequence that see keys, and never their own."""
     n = view.cells.shape[1]
-    if n < 3 or view.at + 1 != n:
-        return False
-    row = np.arange(1, n)
-    return not view.cells[:, row, row].any() and bool(view.cells[:, row, row - 1].any(axis=0).all())
+    if n < 3 or view.at + 1 != n or view.cells.shape[2] < n:
+        return ()
+    row = np.arange(n)
+    own = view.cells[:, row, row].any(axis=0)
+    if own.all():
+        return ()
+    blind = ~own & view.cells.any(axis=(0, 2))
+    if blind.any():
+        real = find_real()
+        blind &= real if len(real) == n else True
+    if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
+        return ()  # no off-by-one: a layer that looks at some keys alone
+    return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first)

@@ -83,9 +83,10 @@ class WindowsRule(Rule):
         at, keys = at[keys >= 0], keys[keys >= 0]
         at, keys = at[keys < cells.shape[2]], keys[keys < cells.shape[2]]
         lines = np.minimum(at, cells.shape[1] - 1)
-        is_open: BoolArray = cells[:, lines, keys].any(axis=0)
+        is_open: BoolArray = np.asarray(cells[:, lines, keys].any(axis=0))
         if mask.averaged is not None:
-            is_open = is_open & ~mask.averaged[:, lines].any(axis=0)
+            averaged: BoolArray = np.asarray(mask.averaged[:, lines].any(axis=0))
+            is_open = is_open & ~averaged
         if not is_open.any():
             self._right.add(key)
             return []

@@ -24,16 +24,19 @@ from flexinspect.trace.reader import TraceReader
 class ReviewingScreen(Screen[None]):
     """A screen on a trace that lets rules look at it, and looks again when they have."""
 
-    _reviewed: Path | None = None
+    _reviewed: tuple[Path | None, int] | None = None
 
     def look(self) -> None:
         """Take in what has changed in the trace."""
         raise NotImplementedError
 
-    def review_once(self, feed: Feed, pool: Executor) -> None:
-        """Let rules look that have not yet, beside all else; of one file once."""
-        if self._reviewed != feed.path:
-            self._reviewed = feed.path
+    def review_once(self, feed: Feed, pool: Executor, held: int = 0) -> None:
+        """Let rules look that have not yet, beside all else; of one file once.
+
+        While the model is held after `held` generations, once for each number of them.
+        """
+        if self._reviewed != (feed.path, held):
+            self._reviewed = (feed.path, held)
             self._review(feed, pool)
 
     @work(exclusive=True, group="review")

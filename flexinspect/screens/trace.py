@@ -101,6 +101,8 @@ class TraceScreen(SeekingScreen):
         """Show in the header how the capture stands."""
         super().watch_standing(old, new)
         self.query_one(FactLines).standing = new
+        if new.state == "holding" and self.status.live:
+            self.review_once(self._feed, self._pool, self.status.generations)
 
     @property
     def slots(self) -> Slots:
@@ -150,6 +152,8 @@ class TraceScreen(SeekingScreen):
         self.version += 1
         if not status.live:
             self.review_once(self._feed, self._pool)
+        elif self.standing.state == "holding":
+            self.review_once(self._feed, self._pool, status.generations)
 
     def _begin_at(self, place: Place) -> None:
         """Stand at a place that was asked for, or at the nearest one that there is."""

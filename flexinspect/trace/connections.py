@@ -96,6 +96,8 @@ class Connections:
             version = self._ready(self._poll).execute("PRAGMA data_version").fetchone()
             moved = not fresh and version != self._poll_version
             self._poll_version = version
+            if moved and self._overlay:  # its copies are of what was said before
+                self._renew()
             if self._transient:
                 self._poll.close()
             return moved
@@ -103,7 +105,13 @@ class Connections:
     def overlay(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> None:
         """Run these in copies that all connections have from now on of what is said of a run."""
         self._overlay += statements
-        self.close()
+        self._renew()
+
+    def _renew(self) -> None:
+        """Let every thread open its connection anew, but for the one that looks for changes."""
+        with self._guard:
+            self._epoch += 1
+            self._poll.epoch = self._epoch
 
     def let_go(self) -> None:
         """Close all idle connections, so that a writer that ends can fold its file.

@@ -23,6 +23,7 @@ from flexinspect_hooks.fedrows import batch_of, fed_ids
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 
 CACHE_OFF = "no-cache"
+LEARNT = "learnt-positions"
 
 _Lengths = list[int | None]
 """Keys per layer, None for one whose length is a tensor, which goes through the buffer."""
@@ -56,7 +57,7 @@ class InputsHook:
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a hook on the model's first decoder layer."""
         first = next((block for _, block in context.blocks.values()), None)
-        self._fed = _Fed()
+        self._fed, self._learnt = _Fed(), _table_of_positions(context.model)
 
         # A function, since a copy of the model copies bound methods, and this hook with them; and
         # a number, since a function that lies in a model must not keep it alive.
@@ -85,6 +86,8 @@ class InputsHook:
         mask = arguments.get("attention_mask")
         if not step.kv_before and isinstance(mask, Tensor) and mask.dim() == 2:
             fed.tables["inputs.mask"] = mask != 0
+            if self._learnt and step.step == 0:
+                step.events.append((LEARNT, f"Position ids are looked up in {self._learnt}."))
 
     def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept:
         """Put tables and lengths that are tensors; nothing waits for the device."""
@@ -114,6 +117,15 @@ class InputsHook:
             table = values.get(name)
             if table is not None and (name != "inputs.positions" or len(table) > 1):
                 draft.arrays.append(ArrayRecord(name, table))
+
+
+def _table_of_positions(model: nn.Module) -> str:
+    """Return the name of the module with the vectors of learnt positions, empty without one."""
+    for name, module in model.named_modules():
+        last = str(name).rpartition(".")[2]
+        if isinstance(module, nn.Embedding) and ("position" in last or last == "wpe"):
+            return str(name)
+    return ""
 
 
 def _reference(cache: Any) -> weakref.ref[Any] | None:

@@ -153,5 +153,5 @@ def _over_a_tensor(offset: int) -> Rule:
 def test_five_graphs_in_five_calls_outside_of_a_model(tmp_path: Path) -> None:
     found = one(case(tmp_path, "p02_graph_every_step"), "graphs.every-step")
     assert found.generation == 3
-    assert "4 new graphs in 4 calls in a row (generations 0 to 3, " in found.sentence
+    assert "5 new graphs in 5 calls in a row (generations 0 to 4, " in found.sentence
     assert 'guard: mask_mod code object, and the rule "rule" (<string>:1) is new' in found.sentence

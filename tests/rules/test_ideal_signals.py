@@ -67,7 +67,7 @@ DECLARED: dict[str, str] = {
     "w01_bos_shift": TWO,
     "w02_orphan_tokens": TWO,
     "w04_missing_eos": segments((0, 4), (4, 7), (7, 11), label="document"),
-    "a01_placeholder_mask": segments((0, 12), mask="causal"),
+    "a01_placeholder_mask": segments((0, 12)),
     "a02_silent_fallback": TWO,
     "a05_patch_needs_a_tensor": segments((0, 4), (4, 8)),
     "s01_leak_through_separators": segments((1, 7), (9, 16)),
@@ -118,8 +118,8 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     ),
     "a01_placeholder_mask": (
         Signal(
-            *("mask.not-applied", "error"),
-            ("144 of 144 cells open", "opens 78", "rows 0-10 see the future"),
+            *("mask.future", "warning"),
+            ("144 of 144 cells open", "a causal mask opens 78", "rows 0-10 see the future"),
             layers=(0, 1),
             positions=tuple(range(11)),
         ),
@@ -134,7 +134,10 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "a05_patch_needs_a_tensor": (
         Signal(
             *("mask.not-applied", "warning"),
-            ("All 2 layers ran causal SDPA without a mask", "paraphrase 2 sees paraphrase 1"),
+            (
+                "All 2 layers ran causal SDPA without a mask (received: None, backend sdpa)",
+                "was applied in 0 of 2 layers: paraphrase 2 sees paraphrase 1",
+            ),
             layers=(0, 1),
             positions=(4, 5, 6, 7),
         ),
@@ -241,7 +244,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "p02_graph_every_step": (
         Signal(
             *("graphs.every-step", "warning"),
-            ("guard: mask_mod code object", "is new code each time"),
+            ("5 new graphs in 5 calls", "guard: mask_mod code object", "is new code each time"),
         ),
     ),
     "p03_square_of_the_length": (

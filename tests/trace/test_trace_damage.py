@@ -93,6 +93,21 @@ def test_a_database_of_another_program(tmp_path: Path) -> None:
     assert_refused(tmp_path / "a.db", "of another program")
 
 
+def test_a_trace_of_an_earlier_build_is_read_without_what_it_lacks(copy: Path) -> None:
+    for column in ("branches DROP COLUMN change", "findings DROP COLUMN layers"):
+        change(copy, f"ALTER TABLE {column}")
+    for table in ("training_steps", "gradients", "reviews", "inputs"):
+        change(copy, f"DROP TABLE {table}")
+    assert read_all(copy)
+    with open_trace(copy) as reader:
+        assert [row.change for row in reader.branches(0)] == [{}]
+        assert {finding.layers for finding in reader.findings()} <= {()}
+        record = reader.record(0, 0)
+        assert record is not None
+        assert record.inputs is None
+        assert reader.reviews() == []
+
+
 def test_a_future_version(copy: Path) -> None:
     change(copy, "PRAGMA user_version = 2")
     assert_refused(copy, "is a trace of version 2; this program reads up to 1")

@@ -130,7 +130,9 @@ def test_a_killed_run_hears_at_its_end_what_live_rules_had_to_say(tmp_path: Path
         assert review(reader, [Late(), Slow()]).n_rules == 0
 
 
-def test_a_trace_that_is_being_recorded_is_left_alone(tmp_path: Path) -> None:
+def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_at(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "live.flextrace"
     mine = {**RUN, "pid": os.getpid(), "started_at": time.time()}
     with TraceWriter.create(path, mine) as writer:
@@ -140,6 +142,19 @@ def test_a_trace_that_is_being_recorded_is_left_alone(tmp_path: Path) -> None:
             assert review(reader, [Slow()]).n_rules == 0
         with pytest.raises(TraceWriteError, match="is recording it"):
             append.append(path, [])
+        writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS))
+        with open_trace(path) as reader:  # the model is held, say
+            done = review(reader, [Slow()])
+            assert (done.n_rules, done.note) == (1, "")
+            reader.add(append.statements(done.unstored))
+            assert review(reader, [Slow()]).n_rules == 0
+            found = [one.id for one in reader.findings()]
+            assert "slow.long-token" in found
+            writer.begin_generation(GenerationRecord(1, "t", "", "", SEGMENTS, ()))
+            writer.write_step(sample_step(0, 1, nan_at=(0, 0)))
+            assert reader.changed()
+            assert [one.id for one in reader.findings()] != found, "what comes later is seen, too"
+    assert said(path, "slow.long-token") == []
 
 
 def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> None:
