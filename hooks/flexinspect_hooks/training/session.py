@@ -43,6 +43,9 @@ T = TypeVar("T")
 NAME = "training"
 """The `sample_id` of the generation that a training run is."""
 
+LINGER_S = 0.5
+"""How long a step may wait to be written: a training step takes longer than one that decodes."""
+
 
 class TrainingSession:
     """While entered, records the steps of `optimizer`, or without one those that are told."""
@@ -50,13 +53,13 @@ class TrainingSession:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, sink: Sink, governor: Governor
     ) -> None:
-        self.recorder = Recorder(sink)
+        self.recorder = Recorder(sink, linger_s=LINGER_S)
         self.summary = SummaryCount()
         self.own_s = self.total_s = 0.0
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = Meter(model)
-        self._own = {id(one) for _, one in self._meter.named}
+        self._own = {id(one.parameter) for one in self._meter.named}
         self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
@@ -138,7 +141,7 @@ class TrainingSession:
         about = {
             "groups": list(self._meter.groups),
             "parameters": len(self._meter.named),
-            "values": sum(one.numel() for _, one in self._meter.named),
+            "values": sum(one.parameter.numel() for one in self._meter.named),
             "optimizer": "" if self._optimizer is None else type(self._optimizer).__name__,
             "placement": _placement(self._model),
         }
