@@ -133,58 +133,48 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
 
 
 @torch.no_grad()
-def _batched(
-    tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], list[Tensor]]
-) -> list[float]:
+def _batched(tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], Tensor]) -> list[float]:
     """Reduce each tensor to a number, those of a device and dtype together, with one transfer."""
     if not tensors:
         return []
     dtype, device = tensors[0].dtype, tensors[0].device
     if all(one.dtype is dtype and one.device == device for one in tensors):
-        return _listed(reduce([*tensors]))
+        return list(reduce([*tensors]).tolist())
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, one in enumerate(tensors):
         kinds.setdefault((one.device, one.dtype), []).append(index)
     found = [0.0] * len(tensors)
     for where in kinds.values():
-        values = _listed(reduce([tensors[index] for index in where]))
+        values = reduce([tensors[index] for index in where]).tolist()
         for index, value in zip(where, values, strict=True):
             found[index] = value
     return found
 
 
-def _listed(numbers: list[Tensor]) -> list[float]:
-    values: list[float] = torch.stack(numbers).tolist()
-    return values
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
+def _norms(tensors: list[Tensor]) -> Tensor:
     is_small = tensors[0].dtype.itemsize < 4  # the norm of float16 values need not fit in float16
-    return list(torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None))
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None)
+    return torch.stack(list(norms))
 
 
 def _maxima(tensors: Sequence[Tensor]) -> list[float]:
     return _batched(tensors, _largest)
 
 
-def _largest(tensors: list[Tensor]) -> list[Tensor]:
+def _largest(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type == "cuda":
-        return list(torch._foreach_norm(tensors, math.inf))
+        return torch.stack(list(torch._foreach_norm(tensors, math.inf)))
     # On CPU the norm of order infinity was measured at a hundred times the price of this.
-    return [_absolute_max(one) for one in tensors]
-
-
-def _absolute_max(tensor: Tensor) -> Tensor:
-    if not tensor.numel():
-        return tensor.new_zeros(())
-    low, high = torch.aminmax(tensor)
-    return torch.maximum(high, -low)
+    zero = tensors[0].new_zeros(1)
+    ends = [torch.aminmax(one if one.numel() else zero) for one in tensors]
+    lows, highs = (torch.stack(side) for side in zip(*ends, strict=True))
+    return torch.maximum(highs, -lows)
 
 
 def _counted(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return how many values of each tensor are NaN and Inf, with one transfer for each device."""
-    n_nan = _batched(tensors, lambda all_: [one.isnan().sum() for one in all_])
-    n_inf = _batched(tensors, lambda all_: [one.isinf().sum() for one in all_])
+    n_nan = _batched(tensors, lambda all_: torch.stack([one.isnan().sum() for one in all_]))
+    n_inf = _batched(tensors, lambda all_: torch.stack([one.isinf().sum() for one in all_]))
     return [(int(nan), int(inf)) for nan, inf in zip(n_nan, n_inf, strict=True)]
 
 
