@@ -34,6 +34,17 @@ def test_above_the_band_detail_goes_step_by_step_and_says_what_was_dropped() -> 
     assert fed(governor, 0.05, 4 * WINDOW) == []
 
 
+def test_the_summary_says_how_often_and_what_was_dropped() -> None:
+    governor = Governor("extreme", 1.02)
+    assert governor.summary() == ""
+    fed(governor, 0.05, 2 * WINDOW)
+    fed(governor, 0.001, WINDOW + CALM)
+    assert governor.summary() == (
+        "It was above the band of 2.0% 2 times; the least that was measured is gradients by group "
+        "and the layers' outputs, now gradients of every parameter and every module's output."
+    )
+
+
 def test_detail_comes_back_after_calm_steps_and_less_often_where_it_was_too_dear() -> None:
     governor = Governor("advanced", 1.02)
     fed(governor, 0.05, WINDOW)

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_ as clip
 from flexinspect.errors import UsageError
 from flexinspect.trainingfacts import TrainingStepRecord
 from flexinspect_hooks.training import session, updates
+from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
 
@@ -288,12 +289,14 @@ def test_the_level_changes_while_running(path: Path) -> None:
     assert [step.detail for step in steps_of(trace).values()] == ["basic", "advanced"]
 
 
-def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(path: Path) -> None:
+def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Governor.judge
+    monkeypatch.setattr(Governor, "judge", lambda self, own_s, wall_s: judge(self, 0.5, 1.0))
     model = Net()
     optimizer = adam(model)
-    with watch_training(
-        model, optimizer, out=path, level="extreme", band=1.0001, quiet=True
-    ) as trace:
+    with watch_training(model, optimizer, out=path, level="extreme", band=1.5) as trace:
         loop(model, optimizer, 60, lambda: None)
     steps = steps_of(trace)
     with trace.reader() as reader:
@@ -304,6 +307,9 @@ def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(path: Path
     assert all(math.isfinite(step.loss) for step in steps.values())
     measured = [number for number, step in steps.items() if step.total_norm is not None]
     assert measured[-2:] == [36, 48]
+    said = capsys.readouterr().err
+    assert "It was above the band of 50.0% 4 times" in said
+    assert "the least that was measured is gradients of every 16th step" in said
 
 
 def test_a_compiled_model_is_watched_from_outside(path: Path) -> None:

@@ -83,19 +83,25 @@ def _counted(values: Tensor) -> tuple[tuple[int, int], tuple[float, float, float
 def _spread(values: Tensor) -> tuple[float, float, float, float]:
     if values.dtype.itemsize < 4:
         values = values.float()
-    low, high = torch.aminmax(values)
-    middle, deviation = _moments(values)
-    least, most, mean, std = torch.stack([low, high, middle, deviation]).tolist()
-    return least, most, mean, std
+    ends = torch.aminmax(values)
+    found = torch.stack([*ends, *_moments(values)]).tolist()
+    low, high, mean, deviation = found
+    if low < high and not 0.0 < deviation < math.inf:  # the squares left the range of float32
+        mean, deviation = torch.stack(_exact_moments(values)).tolist()
+    return low, high, mean, deviation
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation."""
     if values.device.type != "cpu":
-        deviation, mean = torch.std_mean(values, correction=0)
-        return mean, deviation
+        return _exact_moments(values)
     # On CPU torch's own deviation was measured at twenty times the price of these passes.
     mean = values.mean()
     parts = torch.split(values.reshape(-1), PART)
     norms = torch.stack([torch.linalg.vector_norm(part - mean) for part in parts])
     return mean, torch.linalg.vector_norm(norms) / math.sqrt(values.numel())
+
+
+def _exact_moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    deviation, mean = torch.std_mean(values, correction=0)
+    return mean, deviation

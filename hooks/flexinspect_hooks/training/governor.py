@@ -71,12 +71,23 @@ class Governor:
         self._known: dict[int, float] = {}
         self._calm = 0
         self._patience = CALM
+        self._n_thinned = self._lowest = 0
         self.set_level(level)
 
     @property
     def detail(self) -> Detail:
         """What is measured of the next step."""
         return LADDER[self._at]
+
+    def summary(self) -> str:
+        """Return in a sentence what was dropped so far; nothing where nothing was."""
+        if self._band is None or not self._n_thinned:
+            return ""
+        times = "once" if self._n_thinned == 1 else f"{self._n_thinned} times"
+        return (
+            f"It was above the band of {self._band - 1.0:.1%} {times}; the least that was measured "
+            f"is {LADDER[self._lowest].says()}, now {self.detail.says()}."
+        )
 
     def set_level(self, level: str) -> None:
         """Begin anew at a level."""
@@ -103,6 +114,7 @@ class Governor:
     def _thin(self, cost: float, limit: float) -> Change:
         dropped = self.detail.says()
         self._move(self._at + 1)
+        self._n_thinned, self._lowest = self._n_thinned + 1, max(self._lowest, self._at)
         return Change(
             "thinned",
             f"Capture took {cost:.1%} of the last {WINDOW} steps, above the band of {limit:.1%}: "

@@ -24,7 +24,7 @@ from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.pickling import hide_hooks
-from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.recorder import PROMPT_STEPS, FinishedStep, Recorder, Sink
 from flexinspect_hooks.registered import built_in_rules
 from flexinspect_hooks.training import seen
 from flexinspect_hooks.training.forwards import ForwardWatch
@@ -72,7 +72,7 @@ class TrainingSession:
         self._told: Loss | None = None
         self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
-        self._step_own_s = 0.0
+        self._step_own_s = self._writer_s = 0.0
         self._scaled_at: int | None = None
         self._is_off = False
 
@@ -288,10 +288,16 @@ class TrainingSession:
         self._waiting, self._now = now, Gathered(now.number + 1, 0.0, 0.0)
 
     def _govern(self, now: Gathered) -> None:
-        change = self._governor.judge(now.own_s, now.wall_s)
+        change = self._governor.judge(now.own_s + self._written(now.number), now.wall_s)
         if change is not None:
             now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
             self._apply_detail()
+
+    def _written(self, number: int) -> float:
+        """Return what the writer took since the last step, where it takes it from the model."""
+        before, self._writer_s = self._writer_s, self.recorder.writer_s
+        is_beginning = number < PROMPT_STEPS  # what it does once is no matter of detail
+        return 0.0 if self.recorder.has_core or is_beginning else self._writer_s - before
 
     def _apply_detail(self) -> None:
         detail = self._governor.detail
