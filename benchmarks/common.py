@@ -125,7 +125,7 @@ def interleave(
     """Run the cases in turn, `rounds` times, after `warm` rounds that do not count."""
     timings: dict[str, list[Timing]] = {name: [] for name in cases}
     for number in range(warm + rounds):
-        order = list(cases) if number % 2 == 0 else list(reversed(cases))
+        order = list(cases) if number % 2 == 0 else list(cases)[::-1]
         for name in order:
             timing = cases[name]()
             if number >= warm:
@@ -182,13 +182,13 @@ def sandwiched(
     The order is turned round each time. One round before that does not count.
     """
     found: dict[str, list[Sandwich]] = {name: [] for name in cases}
-    before = plain()
-    for case in cases.values():
-        case()
+    plain()
+    for run in cases.values():
+        run()
     until, rounds = time.monotonic() + seconds, 0
     while time.monotonic() < until or rounds < FEWEST:
         before = plain()
-        for name in list(cases) if rounds % 2 else list(reversed(cases)):
+        for name in list(cases) if rounds % 2 else list(cases)[::-1]:
             case, after = cases[name](), plain()
             found[name].append(Sandwich(case, before, after))
             before = after
@@ -198,14 +198,15 @@ def sandwiched(
 
 def clocks(blocks: Sequence[Sandwich]) -> dict[str, Any]:
     """Return the ratios of a case by wall clock and by CPU, and the median of what it told."""
-    ratios = {
+    ratios: dict[str, Any] = {
         clock: ratio(
             [float(getattr(one.case, clock)) for one in blocks],
             [one.bottom(clock) for one in blocks],
         )
         for clock in ("wall", "cpu")
     }
-    return {**ratios, "told": round(1 + statistics.median(one.case.told for one in blocks), 4)}
+    told = statistics.median(one.case.told for one in blocks)
+    return {**ratios, "told": round(1 + told, 4)} if told else ratios
 
 
 def cell(found: Mapping[str, float]) -> str:

@@ -166,24 +166,23 @@ def _switches(bench: Bench, folder: Path) -> dict[str, Callable[[], Block]]:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """Return the figures as a table in Markdown."""
-    head = ["model, its step", "", "wall clock", "CPU of the process", "the calls alone", "wanted"]
-    rows = []
-    for size in SIZES:
-        found = facts[size]
-        model = f"{found['parameters'] / 1e6:.1f} million weights, {found['step_ms']:.0f} ms"
-        for kind in ("levels", "switches"):
-            rows += [_row(model, name, each) for name, each in found[kind].items()]
-    return markdown(head, rows)
-
-
-def _row(model: str, name: str, found: dict[str, Any]) -> list[str]:
-    is_level = name in WANTED
-    last = [f"{found['told']:.3f}", f"{WANTED[name]:.2f}"] if is_level else ["", ""]
-    return [
-        model,
-        name if is_level else f"`{name}`",
-        cell(found["wall"]),
-        cell(found["cpu"]),
-        *last,
+    """Return the figures as a table in Markdown: the larger model's first."""
+    sizes = [facts[size] for size in SIZES]
+    head = [""]
+    for found in sizes:
+        step = f"{found['parameters'] / 1e6:.1f} million weights, {found['step_ms']:.0f} ms"
+        head += [f"{step}: wall clock", "CPU of the process", "the calls alone"]
+    rows = [
+        _row(name, [found[kind][name] for found in sizes])
+        for kind in ("levels", "switches")
+        for name in sizes[0][kind]
     ]
+    return markdown([*head, "wanted"], rows)
+
+
+def _row(name: str, of_sizes: list[dict[str, Any]]) -> list[str]:
+    row = [name if name in WANTED else f"`{name}`"]
+    for found in of_sizes:
+        told = f"{found['told']:.3f}" if "told" in found else ""
+        row += [cell(found["wall"]), cell(found["cpu"]), told]
+    return [*row, f"{WANTED[name]:.2f}" if name in WANTED else ""]
