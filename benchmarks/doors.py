@@ -31,6 +31,7 @@ STEPS = {"large": 4, "small": 20}
 SHARES = {("large", "levels"): 0.3, ("large", "switches"): 0.45}
 """Parts of the time; the others share the rest."""
 WANTED = {"basic": 1.02, "advanced": 1.10, "extreme": 1.25}
+"""Of steps of 50 ms and more."""
 
 
 class Encoder(nn.Module):

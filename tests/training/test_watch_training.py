@@ -302,14 +302,16 @@ def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(
     with trace.reader() as reader:
         told = [row.event for row in reader.events() if row.event.kind == "thinned"]
     assert [event.data["detail"] for event in told] == ["advanced", "basic", "sparse", "sparse"]
-    assert [event.step for event in told] == [9, 19, 29, 39]
+    assert [event.step for event in told] == [11, 21, 31, 41]
     assert "instead of everything" in told[0].text
     assert all(math.isfinite(step.loss) for step in steps.values())
     measured = [number for number, step in steps.items() if step.total_norm is not None]
-    assert measured[-2:] == [36, 48]
+    assert measured[-2:] == [40, 48]
     said = capsys.readouterr().err
-    assert "It was above the band of 50.0% 4 times" in said
-    assert "the least that was measured is gradients of every 16th step" in said
+    assert (
+        "Above the band of 50.0% detail was dropped 4 times, down to gradients of every 16th step "
+        "from then on." in said
+    )
 
 
 def test_a_compiled_model_is_watched_from_outside(path: Path) -> None:

@@ -286,16 +286,15 @@ class TrainingSession:
         self._waiting, self._now = now, Gathered(now.number + 1, 0.0, 0.0)
 
     def _govern(self, now: Gathered) -> None:
-        change = self._governor.judge(now.own_s + self._written(now.number), now.wall_s)
+        writer_s = self._writer_s
+        self._writer_s = self.recorder.writer_s
+        if now.number < PROMPT_STEPS:
+            return  # what is done once is no matter of detail
+        written = 0.0 if self.recorder.has_core else self._writer_s - writer_s
+        change = self._governor.judge(now.own_s + written, now.wall_s)
         if change is not None:
             now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
             self._apply_detail()
-
-    def _written(self, number: int) -> float:
-        """Return what the writer took since the last step, where it takes it from the model."""
-        before, self._writer_s = self._writer_s, self.recorder.writer_s
-        is_beginning = number < PROMPT_STEPS  # what it does once is no matter of detail
-        return 0.0 if self.recorder.has_core or is_beginning else self._writer_s - before
 
     def _apply_detail(self) -> None:
         detail = self._governor.detail
