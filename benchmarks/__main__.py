@@ -26,18 +26,27 @@ CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
 WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "tui": tui.measure,
     "control": control.measure,
-    "doors": doors.measure,
     "travel": travel.measure,
 }
-TRAINING = "training"
+TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
+    "training": (
+        lambda args: training.measure(device=args.device, seconds=args.seconds),
+        training.table,
+    ),
+    "doors": (lambda args: doors.measure(seconds=args.seconds), doors.table),
+}
+"""Cases that measure for as long as they are told, and how their tables are made."""
 
 
 def main() -> None:
     """Run the named cases on a quiet machine and save each as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    known = [*CASES, TRAINING, *WITHOUT_MODEL]
+    known = [*CASES, *TIMED, *WITHOUT_MODEL]
     parser.add_argument("cases", nargs="*", default=known, metavar="CASE")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="of training and of doors (default: %(default)s)"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -57,6 +66,7 @@ def main() -> None:
 
 def _flags(args: argparse.Namespace) -> list[str]:
     flags = [f"--rounds={args.rounds}", f"--threads={args.threads}", f"--device={args.device}"]
+    flags.append(f"--seconds={args.seconds}")
     return flags + ([f"--model={args.model}"] if args.model else [])
 
 
@@ -65,15 +75,17 @@ def measure(name: str, args: argparse.Namespace) -> None:
     if name in WITHOUT_MODEL:
         save(name, {"case": name, "machine": machine("cpu"), **WITHOUT_MODEL[name]()})
         return
-    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     torch.set_num_threads(args.threads)
-    if name == TRAINING:
-        facts = training.measure(rounds=args.rounds, device=args.device)
-        save(name, {"case": name, "machine": machine(args.device), **facts})
+    file = name if args.threads == 2 else f"{name}-{args.threads}-threads"
+    if name in TIMED:
+        measured, table = TIMED[name]
+        facts = measured(args)
+        save(file, {"case": name, "machine": machine(args.device), **facts})
+        print(table(facts), flush=True)
         return
+    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     model = real_model(args.model, args.device) if args.model else bench_model(args.device)
     facts = CASES[name](model, args.rounds)
-    file = name if args.threads == 2 else f"{name}-{args.threads}-threads"
     save(file, {"case": name, "model": args.model, "machine": machine(args.device), **facts})
 
 

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def interleave(
     """Run the cases in turn, `rounds` times, after `warm` rounds that do not count."""
     timings: dict[str, list[Timing]] = {name: [] for name in cases}
     for number in range(warm + rounds):
-        order = list(cases) if number % 2 == 0 else list(reversed(cases))
+        order = list(cases) if number % 2 == 0 else list(cases)[::-1]
         for name in order:
             timing = cases[name]()
             if number >= warm:
@@ -143,6 +143,81 @@ def ratio(top: Sequence[float], bottom: Sequence[float]) -> dict[str, float]:
         "high": round(quartiles[2], 4),
         "rounds": len(each),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some steps in a row: wall clock and CPU of the whole process, in seconds.
+
+    `told` is what the code that is measured says, or is seen, to take: a share of the rest.
+    """
+
+    wall: float
+    cpu: float
+    told: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sandwich:
+    """A block of a case, and the plain ones right before and after it."""
+
+    case: Block
+    before: Block
+    after: Block
+
+    def bottom(self, clock: str) -> float:
+        """Return the mean of the plain ones by a clock: drift between the two cancels out."""
+        return (float(getattr(self.before, clock)) + float(getattr(self.after, clock))) / 2
+
+
+FEWEST = 3
+"""Rounds that are run even where the time is over."""
+
+
+def sandwiched(
+    plain: Callable[[], Block], cases: Mapping[str, Callable[[], Block]], *, seconds: float
+) -> dict[str, list[Sandwich]]:
+    """Run the cases in turn, a plain block between any two, until `seconds` are over.
+
+    The order is turned round each time. One round before that does not count.
+    """
+    found: dict[str, list[Sandwich]] = {name: [] for name in cases}
+    plain()
+    for run in cases.values():
+        run()
+    until, rounds = time.monotonic() + seconds, 0
+    while time.monotonic() < until or rounds < FEWEST:
+        before = plain()
+        for name in list(cases) if rounds % 2 else list(cases)[::-1]:
+            case, after = cases[name](), plain()
+            found[name].append(Sandwich(case, before, after))
+            before = after
+        rounds += 1
+    return found
+
+
+def clocks(blocks: Sequence[Sandwich]) -> dict[str, Any]:
+    """Return the ratios of a case by wall clock and by CPU, and the median of what it told."""
+    ratios: dict[str, Any] = {
+        clock: ratio(
+            [float(getattr(one.case, clock)) for one in blocks],
+            [one.bottom(clock) for one in blocks],
+        )
+        for clock in ("wall", "cpu")
+    }
+    told = statistics.median(one.case.told for one in blocks)
+    return {**ratios, "told": round(1 + told, 4)} if told else ratios
+
+
+def cell(found: Mapping[str, float]) -> str:
+    """Return a ratio with its quartiles, as the tables have it."""
+    return f"{found['median']:.3f} ({found['low']:.2f}–{found['high']:.2f})"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def milliseconds(values: Sequence[float]) -> float:

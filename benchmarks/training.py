@@ -1,85 +1,90 @@
-"""What watching a training run costs: AdamW steps of a small Llama with and without, in turn."""
+"""What watching a training run costs: AdamW steps of two Llamas with and without, in turn.
+
+Each block of watched steps lies between two plain ones. The wide model has few tokens for many
+weights, which is the hard case: reading every gradient once costs the same, however long a step is.
+"""
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import milliseconds, ratio
+from benchmarks.common import Block, Sandwich, cell, clocks, markdown, sandwiched
 from flexinspect.records import LEVELS
-from flexinspect_hooks.training.watching import watch_training
+from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
-BATCH, LENGTH, VOCABULARY = 2, 96, 4096
-STEPS, SETTLING = 8, 2
-"""Steps of a block, and how many of its first ones are left out: the first learns the order."""
+WANTED = {"basic": 1.02, "advanced": 1.10, "extreme": 1.25}
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Seconds of each step of a block, and CPU seconds of the whole process for all of them."""
+class Size:
+    """A Llama, its batch, and the steps of a block, of which the first is not timed."""
 
-    steps: tuple[float, ...]
-    cpu: float
-    stated: float = 0.0
+    hidden: int
+    layers: int
+    vocabulary: int
+    batch: int
+    length: int
+    steps: int
 
-    @property
-    def wall(self) -> float:
-        """Seconds of all steps."""
-        return sum(self.steps)
+
+SIZES = {
+    "wide": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96, steps=6),
+    "usual": Size(hidden=256, layers=6, vocabulary=2048, batch=4, length=128, steps=11),
+}
 
 
 class Training:
     """A model in training, one block of steps after the other."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, size: Size) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=512,
-            intermediate_size=1376,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
+            vocab_size=size.vocabulary,
+            hidden_size=size.hidden,
+            intermediate_size=size.hidden * 43 // 16,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.hidden // 64,
+            num_key_value_heads=size.hidden // 128,
             attn_implementation="sdpa",
         )
         self.model = LlamaForCausalLM(config).to(device).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self._ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), device=device)
-        self._device = device
+        self._ids = torch.randint(0, size.vocabulary, (size.batch, size.length), device=device)
+        self._device, self._steps = device, size.steps
 
     def plain(self) -> Block:
         """Train without anybody watching."""
-        return self._block()
+        return self._block(None)
 
-    def watched(self, level: str, band: float | None = None) -> Block:
+    def watched(self, level: str) -> Block:
         """Train while it is recorded; opening and closing the trace is not timed."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "training.flextrace"
             with watch_training(
-                self.model, self._optimizer, out=path, level=level, band=band, quiet=True
+                self.model, self._optimizer, out=path, level=level, quiet=True
             ) as trace:
-                block = self._block()
-            return Block(block.steps, block.cpu, float(trace.cost["ratio"]))
+                return self._block(trace)
 
-    def _block(self) -> Block:
-        seconds: list[float] = []
-        cpu = 0.0
-        for number in range(STEPS):
-            if number == SETTLING:
-                cpu = time.process_time()
-            started = time.perf_counter()
+    def _block(self, trace: TrainingWatch | None) -> Block:
+        self._step()  # the first one learns the order, and warms up
+        spent, total = _stated(trace)
+        wall, cpu = time.perf_counter(), time.process_time()
+        for _ in range(self._steps - 1):
             self._step()
-            seconds.append(time.perf_counter() - started)
-        return Block(tuple(seconds[SETTLING:]), time.process_time() - cpu)
+        wall = time.perf_counter() - wall
+        after, total_after = _stated(trace)  # all is written then: the writer counts as CPU too
+        cpu = time.process_time() - cpu
+        return Block(wall, cpu, (after - spent) / max(total_after - total - after + spent, 1e-9))
 
     def _step(self) -> None:
         self._optimizer.zero_grad()
@@ -90,33 +95,52 @@ class Training:
             torch.cuda.synchronize()
 
 
-def measure(*, rounds: int, device: str = "cpu") -> dict[str, Any]:
-    """Return the ratio of watched to plain steps per level: wall clock, CPU, and as stated."""
-    training = Training(device)
-    cases: dict[str, Callable[[], Block]] = {"without": training.plain}
-    for level in LEVELS:
-        cases[level] = lambda level=level: training.watched(level)  # type: ignore[misc]
-    blocks: dict[str, list[Block]] = {name: [] for name in cases}
-    for number in range(rounds + 1):
-        order = list(cases) if number % 2 == 0 else list(reversed(cases))
-        for name in order:
-            block = cases[name]()
-            if number:  # the first round warms up
-                blocks[name].append(block)
-    plain = blocks["without"]
-    facts: dict[str, Any] = {
-        "parameters": sum(one.numel() for one in training.model.parameters()),
-        "tokens_per_step": BATCH * LENGTH,
-        "step_ms_without": milliseconds([s for block in plain for s in block.steps]),
+def _stated(trace: TrainingWatch | None) -> tuple[float, float]:
+    """Return the seconds that a run says it took so far, and those of its steps together."""
+    if trace is None:
+        return 0.0, 0.0
+    trace.reader().close()  # waits for the writer
+    cost = trace.cost
+    ratio, total = float(cost["ratio"]), float(cost["total_s"])
+    return total * ratio / (1 + ratio), total
+
+
+def measure(*, device: str = "cpu", seconds: float) -> dict[str, Any]:
+    """Return the ratio of watched to plain steps: wall clock, CPU, and as the run states it."""
+    return {name: _measure(size, device, seconds / len(SIZES)) for name, size in SIZES.items()}
+
+
+def _measure(size: Size, device: str, seconds: float) -> dict[str, Any]:
+    training = Training(device, size)
+    cases: dict[str, Callable[[], Block]] = {
+        level: partial(training.watched, level) for level in LEVELS
     }
-    for level in LEVELS:
-        facts[level] = _compared(blocks[level], plain)
-    return facts
-
-
-def _compared(watched: list[Block], plain: list[Block]) -> dict[str, Any]:
+    blocks = sandwiched(training.plain, cases, seconds=seconds)
     return {
-        "wall": ratio([block.wall for block in watched], [block.wall for block in plain]),
-        "cpu": ratio([block.cpu for block in watched], [block.cpu for block in plain]),
-        "stated": round(1 + statistics.median(block.stated for block in watched), 4),
+        "parameters": sum(one.numel() for one in training.model.parameters()),
+        "tokens_per_step": size.batch * size.length,
+        "step_ms_without": _step_ms(blocks, size.steps - 1),
+        "levels": {level: clocks(blocks[level]) for level in LEVELS},
     }
+
+
+def _step_ms(blocks: dict[str, list[Sandwich]], steps: int) -> float:
+    plain = sorted(one.bottom("wall") for found in blocks.values() for one in found)
+    return round(plain[len(plain) // 2] / steps * 1e3, 1)
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return the figures as a table in Markdown."""
+    head = ["model", "level", "wall clock", "CPU of the process", "stated by the run", "wanted"]
+    rows = [_row(facts[size], level) for size in SIZES for level in LEVELS]
+    return markdown(head, rows)
+
+
+def _row(size: dict[str, Any], level: str) -> list[str]:
+    found = size["levels"][level]
+    model = (
+        f"{size['parameters'] / 1e6:.0f} million weights, {size['tokens_per_step']} tokens, "
+        f"{size['step_ms_without']:.0f} ms"
+    )
+    figures = [cell(found["wall"]), cell(found["cpu"]), f"{found['told']:.3f}"]
+    return [model, level, *figures, f"{WANTED[level]:.2f}"]

@@ -291,7 +291,11 @@ def groups_of(gradients: Iterable[GradientFacts]) -> list[GroupFacts]:
 
 def total_norm(gradients: Iterable[GradientFacts]) -> float:
     """Return the norm of all of them together; NaN or Inf when one is not finite."""
-    norms = [facts.norm for facts in gradients]
+    return joint_norm([facts.norm for facts in gradients])
+
+
+def joint_norm(norms: Sequence[float]) -> float:
+    """Return the norm of the parts' norms; NaN or Inf when one is not finite."""
     if all(map(math.isfinite, norms)):
         return math.hypot(*norms)
     return math.nan if any(map(math.isnan, norms)) else math.inf

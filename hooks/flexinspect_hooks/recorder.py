@@ -135,12 +135,12 @@ class _Told(NamedTuple):
 class Recorder:
     """Owns the writer thread. A full disk stops the recording; it never stops the model.
 
-    Several sessions may share one. Each function in `hook_errors` is told of every hook that failed
-    while a step was written, and knows its own.
+    A step waits for company for up to `linger_s`. Several sessions may share one. Each function in
+    `hook_errors` is told of every hook that failed while a step was written, and knows its own.
     """
 
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
+    def __init__(self, sink: Sink, *, linger_s: float = LINGER_S) -> None:
+        self._sink, self._linger_s = sink, linger_s
         self._rules: dict[tuple[int, int], RuleBook] = {}
         self._rule_names: set[str] = set()
         self._shared: dict[str, Any] = {}
@@ -225,7 +225,7 @@ class Recorder:
 
     def _run(self) -> None:
         while True:
-            self._wake.wait(LINGER_S)
+            self._wake.wait(self._linger_s)
             self._wake.clear()
             stopping = self._stopping
             if self._waiting:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from flexinspect.trainingfacts import (
 )
 from flexinspect_hooks.training.analysis import model_bytes, parameter_facts, tensor_facts
 from flexinspect_hooks.training.gradstats import exploding, model_gradients, vanishing
+from flexinspect_hooks.training.parameters import ParameterList
 
 
 def with_gradients(*grads: torch.Tensor | None) -> nn.ParameterDict:
@@ -72,6 +75,42 @@ def test_sparse_gradients_are_read_by_what_they_hold() -> None:
     assert model_gradients(embedding)[0].norm == pytest.approx(math.sqrt(8))
 
 
+def test_odd_gradients_are_the_sick_the_dead_and_those_beyond_a_threshold() -> None:
+    values = [1.0, 0.0, 20.0, 1e-9, math.nan, math.inf]
+    found = model_gradients(with_gradients(*(torch.full((1,), value) for value in values)))
+    assert [one.name for one in found.odd()] == ["p1", "p2", "p3", "p4", "p5"]
+    assert [one.name for one in found.odd(math.inf, 0.0)] == ["p1", "p4", "p5"]
+    assert found.odd(30.0, 1e-10) == [found[1], found[4], found[5]]
+    assert found.is_sick
+
+
+def test_a_parameter_list_sees_what_is_added_replaced_frozen_and_taken_away() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    known = ParameterList()
+
+    def names() -> list[str]:
+        return [one.name for one in known.of(model)]
+
+    assert names() == names() == ["0.weight", "0.bias", "1.weight"]
+    model[0].weight = nn.Parameter(torch.ones(3, 2))
+    assert known.of(model)[0].parameter is model[0].weight
+    model[1] = nn.PReLU()
+    model.append(nn.Linear(2, 1))
+    assert names() == ["0.weight", "0.bias", "1.weight", "2.weight", "2.bias"]
+    model[0].requires_grad_(False)
+    del model[2]
+    assert names() == ["1.weight"]
+    assert [one.name for one in known.of(nn.Linear(1, 1))] == ["weight", "bias"]
+
+
+def test_a_parameter_list_keeps_no_model_alive() -> None:
+    model, known = nn.Linear(2, 2), ParameterList()
+    weight = weakref.ref(known.of(model)[0].parameter)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
 def test_thresholds_name_the_parameters() -> None:
     model = with_gradients(torch.full((1,), 10.1), torch.full((1,), 9.9), torch.full((1,), 9e-7))
     found = model_gradients(model)
@@ -111,6 +150,14 @@ def test_facts_of_a_tensor_are_of_its_finite_values() -> None:
     assert (facts.name, facts.has_nan, facts.has_inf) == ("loss", True, True)
     assert (facts.min_value, facts.max_value, facts.mean_value, facts.std_value) == (1, 3, 2, 1)
     assert (facts.shape, facts.dtype, facts.n_bytes) == ((4,), "float32", 16)
+
+
+@pytest.mark.parametrize("size", [1e25, 1.0, 1e-25])
+def test_the_deviation_is_right_at_any_size(size: float) -> None:
+    facts = tensor_facts(torch.tensor([1.0, 3.0]).repeat(600_000).view(2, -1) * size)
+    assert facts.mean_value == pytest.approx(2 * size, rel=1e-5)
+    assert facts.std_value == pytest.approx(size, rel=1e-5)
+    assert not facts.is_sick
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.full((2,), math.nan)])

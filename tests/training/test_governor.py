@@ -27,11 +27,35 @@ def test_above_the_band_detail_goes_step_by_step_and_says_what_was_dropped() -> 
     governor = Governor("extreme", 1.02)
     changes = fed(governor, 0.05, WINDOW)
     assert [change.kind for change in changes] == ["thinned"]
-    assert "took 5.0% of the last 10 steps, above the band of 2.0%" in changes[0].text
+    assert (
+        "took 5.0% of what the last 10 steps took without it, above the band of 2.0%"
+        in changes[0].text
+    )
     assert "instead of everything" in changes[0].text
     fed(governor, 0.05, 4 * WINDOW)
     assert governor.detail.gradients_every == 16
     assert fed(governor, 0.05, 4 * WINDOW) == []
+
+
+def test_one_dear_step_among_long_ones_changes_nothing() -> None:
+    governor = Governor("advanced", 1.02)
+    assert governor.judge(0.001, 0.002) is None
+    assert fed(governor, 0.01, 100) == []
+
+
+def test_the_summary_says_how_often_and_what_was_dropped() -> None:
+    governor = Governor("extreme", 1.02)
+    assert governor.summary() == ""
+    fed(governor, 0.05, 2 * WINDOW)
+    assert governor.summary() == (
+        "Above the band of 2.0% detail was dropped 2 times, down to gradients by group and the "
+        "layers' outputs from then on."
+    )
+    fed(governor, 0.001, WINDOW + CALM)
+    assert governor.summary().endswith(
+        "the layers' outputs for a time, now gradients of every parameter and every module's "
+        "output."
+    )
 
 
 def test_detail_comes_back_after_calm_steps_and_less_often_where_it_was_too_dear() -> None:

@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad_norm_ as clip
 from flexinspect.errors import UsageError
 from flexinspect.trainingfacts import TrainingStepRecord
 from flexinspect_hooks.training import session, updates
+from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
 
@@ -288,22 +289,29 @@ def test_the_level_changes_while_running(path: Path) -> None:
     assert [step.detail for step in steps_of(trace).values()] == ["basic", "advanced"]
 
 
-def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(path: Path) -> None:
+def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = Governor.judge
+    monkeypatch.setattr(Governor, "judge", lambda self, own_s, wall_s: judge(self, 0.5, 1.0))
     model = Net()
     optimizer = adam(model)
-    with watch_training(
-        model, optimizer, out=path, level="extreme", band=1.0001, quiet=True
-    ) as trace:
+    with watch_training(model, optimizer, out=path, level="extreme", band=1.5) as trace:
         loop(model, optimizer, 60, lambda: None)
     steps = steps_of(trace)
     with trace.reader() as reader:
         told = [row.event for row in reader.events() if row.event.kind == "thinned"]
     assert [event.data["detail"] for event in told] == ["advanced", "basic", "sparse", "sparse"]
-    assert [event.step for event in told] == [9, 19, 29, 39]
+    assert [event.step for event in told] == [11, 21, 31, 41]
     assert "instead of everything" in told[0].text
     assert all(math.isfinite(step.loss) for step in steps.values())
     measured = [number for number, step in steps.items() if step.total_norm is not None]
-    assert measured[-2:] == [36, 48]
+    assert measured[-2:] == [40, 48]
+    said = capsys.readouterr().err
+    assert (
+        "Above the band of 50.0% detail was dropped 4 times, down to gradients of every 16th step "
+        "from then on." in said
+    )
 
 
 def test_a_compiled_model_is_watched_from_outside(path: Path) -> None:

@@ -28,6 +28,7 @@ from flexinspect_hooks.doors.tensors import (
     tensor_infos,
 )
 from flexinspect_hooks.training import gradstats
+from flexinspect_hooks.training.parameters import trainable
 
 
 class PyTorchDebugger(Debugger):
@@ -81,11 +82,11 @@ class PyTorchDebugger(Debugger):
         """Return each parameter's gradient by name; those that have none are left out."""
         level, limits = self.level, (self._explosion, self._vanishing)
         given.module(model, "analyze_gradients")
-        facts = gradients_of(model, level)
+        facts = gradients_of(trainable(model), level)
         found = gradient_analysis(model, facts, level, *limits)
         anomalies = [
             self._anomaly(kind, one.name, said, tensor=found[one.name].tensor)
-            for one in facts
+            for one in facts.odd(*limits)
             for kind, said in gradient_troubles(one, *limits)
         ]
         self._keep(self._kept(found), anomalies)

@@ -24,7 +24,6 @@ from flexinspect.trainingfacts import (
     SummaryCount,
     TrainingStepRecord,
     is_warming,
-    total_norm,
 )
 from flexinspect_hooks import given
 from flexinspect_hooks.control.parts import Counts
@@ -43,6 +42,8 @@ from flexinspect_hooks.doors.saying import SwitchLog, rates_of
 from flexinspect_hooks.doors.switches import SwitchBoard, When, checked_board, common_board
 from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
+from flexinspect_hooks.training.gradstats import Gradients
+from flexinspect_hooks.training.parameters import ParameterList
 
 PROFILED_STEPS = 10
 """Steps in one window of the profiler switches."""
@@ -89,6 +90,7 @@ class TrainingDebugger(Debugger):
         )
         self._names: tuple[str, ...] = ()
         self._turn = 0
+        self._parameters = ParameterList()
         self._rates: tuple[float, ...] = ()
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
@@ -163,13 +165,13 @@ class TrainingDebugger(Debugger):
         self, model: nn.Module, value: float, step: int, vanishing: float, *, has_scaler: bool
     ) -> StepInfo:
         self._windows.boundary(step)
-        gradients = gradients_of(model, self.level)
+        gradients = gradients_of(self._parameters.of(model), self.level)
+        odd = gradients.odd(self._explosion, vanishing)
         # The scaler leaves such a step out; it finds its scale that way.
-        is_skipped = has_scaler and any(one.is_sick for one in gradients)
-        record = self._record(value, gradients, vanishing)
-        self._count.add(replace(record, is_skipped=is_skipped))
-        anomalies = self._anomalies(value, step, () if is_skipped else gradients, vanishing)
-        info = self._info(model, value, step, gradients, anomalies)
+        is_skipped = has_scaler and gradients.is_sick
+        self._count.add(self._record(value, len(gradients), odd, vanishing, is_skipped=is_skipped))
+        anomalies = self._anomalies(value, step, () if is_skipped else odd, vanishing)
+        info = self._info(model, value, step, gradients, odd, anomalies)
         self._remember(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._keep([info, *tensors], info.anomalies)
@@ -264,7 +266,8 @@ class TrainingDebugger(Debugger):
         model: nn.Module,
         loss: float,
         step: int,
-        gradients: Sequence[GradientFacts],
+        gradients: Gradients,
+        odd: Sequence[GradientFacts],
         anomalies: Sequence[Anomaly],
     ) -> StepInfo:
         weights, grads = self._looked_at(model, is_full=bool(anomalies))
@@ -273,9 +276,9 @@ class TrainingDebugger(Debugger):
             loss=loss,
             has_nan=math.isnan(loss),
             has_inf=math.isinf(loss),
-            gradient_norm=total_norm(gradients) if gradients else None,
-            params_with_nan_grad=tuple(one.name for one in gradients if one.n_nan),
-            params_with_inf_grad=tuple(one.name for one in gradients if one.n_inf),
+            gradient_norm=gradients.total if gradients else None,
+            params_with_nan_grad=tuple(one.name for one in odd if one.n_nan),
+            params_with_inf_grad=tuple(one.name for one in odd if one.n_inf),
             exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
             vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
             anomalies=tuple(anomalies),
@@ -322,29 +325,36 @@ class TrainingDebugger(Debugger):
                 log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
         return found
 
-    def _remember(self, step: int, gradients: Sequence[GradientFacts]) -> None:
-        norms = array("d", [total_norm(gradients)])
+    def _remember(self, step: int, gradients: Gradients) -> None:
+        norms = array("d", [gradients.total])
         names: tuple[str, ...] = ()
         if self.level.includes(DebugLevel.ADVANCED):
-            norms.extend(one.norm for one in gradients)
-            names = tuple(one.name for one in gradients)
+            norms.extend(gradients.norms)
+            names = tuple(one.name for one in gradients.of)
             # One tuple for all steps that have the same parameters.
             self._names = names = self._names if names == self._names else names
         self._norms.append((step, names, norms))
 
     def _record(
-        self, loss: float, gradients: Sequence[GradientFacts], vanishing: float
+        self,
+        loss: float,
+        n_parameters: int,
+        odd: Sequence[GradientFacts],
+        vanishing: float,
+        *,
+        is_skipped: bool,
     ) -> TrainingStepRecord:
         """Return a step as the engine counts it."""
         return TrainingStepRecord(
             loss=loss,
             loss_source=LOSS_TOLD,
             learning_rates=(),
-            n_parameters=len(gradients),
-            n_exploding=sum(one.explodes(self._explosion) for one in gradients),
-            n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in gradients),
-            n_dead=sum(one.is_dead for one in gradients),
-            n_sick=sum(one.is_sick for one in gradients),
+            n_parameters=n_parameters,
+            n_exploding=sum(one.explodes(self._explosion) for one in odd),
+            n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in odd),
+            n_dead=sum(one.is_dead for one in odd),
+            n_sick=sum(one.is_sick for one in odd),
+            is_skipped=is_skipped,
         )
 
 

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel
-from flexinspect.trainingfacts import GradientFacts, TensorFacts, total_norm
+from flexinspect.trainingfacts import GradientFacts, TensorFacts
 from flexinspect_hooks.doors.results import GradientAnalysis, GradientInfo, TensorInfo
 from flexinspect_hooks.training.analysis import tensor_facts
-from flexinspect_hooks.training.gradstats import gradient_of, model_gradients, tensor_norms
+from flexinspect_hooks.training.gradstats import (
+    Gradients,
+    gradient_facts,
+    gradient_of,
+    tensor_norms,
+)
+from flexinspect_hooks.training.parameters import Named
 
 
 def tensor_info(tensor: Tensor, name: str, level: DebugLevel) -> TensorInfo:
@@ -104,9 +110,9 @@ def _first_bad(tensor: Tensor) -> tuple[int, ...] | None:
     return tuple(int(index) for index in (~tensor.detach().isfinite()).nonzero()[0].tolist())
 
 
-def gradients_of(model: nn.Module, level: DebugLevel) -> list[GradientFacts]:
+def gradients_of(named: Named, level: DebugLevel) -> Gradients:
     """Return the engine's facts of every gradient; the largest values from ADVANCED on."""
-    return model_gradients(model, with_max=level.includes(DebugLevel.ADVANCED))
+    return gradient_facts(named, with_max=level.includes(DebugLevel.ADVANCED))
 
 
 def gradient_infos(named: Mapping[str, nn.Parameter], level: DebugLevel) -> dict[str, TensorInfo]:
@@ -117,7 +123,7 @@ def gradient_infos(named: Mapping[str, nn.Parameter], level: DebugLevel) -> dict
 
 def gradient_analysis(
     model: nn.Module,
-    facts: Sequence[GradientFacts],
+    facts: Gradients,
     level: DebugLevel,
     explosion: float,
     vanishing: float,
@@ -126,7 +132,7 @@ def gradient_analysis(
     is_extreme = level is DebugLevel.EXTREME
     tensors = gradient_infos(dict(model.named_parameters()), level) if is_extreme else {}
     found = {one.name: _gradient(one, explosion, vanishing, tensors) for one in facts}
-    return GradientAnalysis(found, total_norm(facts))
+    return GradientAnalysis(found, facts.total)
 
 
 def _gradient(

@@ -65,7 +65,7 @@ class Forward:
 
     seconds: float
     is_share: bool
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor | float] = field(default_factory=list)
     norms: list[_Norms] = field(default_factory=list)
     stats: list[LayerStatRecord] = field(default_factory=list)
     producer: Producer | None = None
@@ -82,7 +82,7 @@ class Passes:
     n_backward: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    losses: deque[Tensor] = field(default_factory=lambda: deque(maxlen=MOST))
+    losses: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MOST))
     are_shares: bool = False
     """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
     producer: Producer | None = None
@@ -238,7 +238,7 @@ class ForwardWatch:
         if torch.is_autocast_enabled(kind):
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
-            forward.losses.append(loss.detach().clone())  # the program may go on to change its own
+            forward.losses.append(_kept_number(loss))
         if main.requires_grad:
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -247,7 +247,7 @@ class ForwardWatch:
             forward.stats = _stats(self._kept)
         if is_remote(main):
             forward.norms.append(self._norms(main, is_loss=loss is not None))
-        elif not bool(torch.isfinite(_sample(main)).all()):
+        elif not _is_finite(main):
             forward.producer = self._first_sick(is_loss=loss is not None)
 
     def _norms(self, main: Tensor, *, is_loss: bool) -> _Norms:
@@ -303,6 +303,17 @@ def _producer(name: str, module: nn.Module, dtype: str, n_carriers: int) -> Prod
 
 def _wide(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype.itemsize < 4 else None
+
+
+def _kept_number(loss: Tensor) -> Tensor | float:
+    """Return a loss as it is now, for the program may go on to change its own."""
+    return loss.detach().clone() if is_remote(loss) else loss.item()
+
+
+def _is_finite(main: Tensor) -> bool:
+    if main.numel() == 1:
+        return math.isfinite(main.item())
+    return bool(torch.isfinite(_sample(main)).all())
 
 
 def is_remote(tensor: Tensor) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import fmean
 
 from flexinspect.errors import UsageError
 
@@ -67,16 +66,29 @@ class Governor:
         if band is not None and not (isinstance(band, (int, float)) and 1.0 < band < 10.0):
             raise UsageError(f"band is {band}, and must be a ratio above 1, such as 1.02 for 2 %.")
         self._band = band
-        self._costs: deque[float] = deque(maxlen=WINDOW)
+        self._costs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._known: dict[int, float] = {}
         self._calm = 0
         self._patience = CALM
+        self._n_thinned = self._lowest = 0
         self.set_level(level)
 
     @property
     def detail(self) -> Detail:
         """What is measured of the next step."""
         return LADDER[self._at]
+
+    def summary(self) -> str:
+        """Return in a sentence what was dropped so far; nothing where nothing was."""
+        if self._band is None or not self._n_thinned:
+            return ""
+        times = "once" if self._n_thinned == 1 else f"{self._n_thinned} times"
+        least, now = LADDER[self._lowest].says(), self.detail.says()
+        back = f" for a time, now {now}" if self._at < self._lowest else " from then on"
+        return (
+            f"Above the band of {self._band - 1.0:.1%} detail was dropped {times}, down to "
+            f"{least}{back}."
+        )
 
     def set_level(self, level: str) -> None:
         """Begin anew at a level."""
@@ -87,11 +99,12 @@ class Governor:
         """Take the cost of a step; returns the change that follows from it."""
         if self._band is None:
             return None
-        # A step of microseconds may take less than what is estimated of us.
-        self._costs.append(own_s / max(wall_s - own_s, own_s / 100, 1e-9))
+        self._costs.append((own_s, wall_s))
         if len(self._costs) < WINDOW:
             return None
-        cost, limit = fmean(self._costs), self._band - 1.0
+        own, all_ = (sum(column) for column in zip(*self._costs, strict=True))
+        # Steps of microseconds may take less than what is estimated of us.
+        cost, limit = own / max(all_ - own, own / 100, 1e-9), self._band - 1.0
         self._known[self._at] = cost
         if cost > limit and self._at < len(LADDER) - 1:
             return self._thin(cost, limit)
@@ -103,10 +116,11 @@ class Governor:
     def _thin(self, cost: float, limit: float) -> Change:
         dropped = self.detail.says()
         self._move(self._at + 1)
+        self._n_thinned, self._lowest = self._n_thinned + 1, max(self._lowest, self._at)
         return Change(
             "thinned",
-            f"Capture took {cost:.1%} of the last {WINDOW} steps, above the band of {limit:.1%}: "
-            f"from now on {self.detail.says()}, instead of {dropped}.",
+            f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above the "
+            f"band of {limit:.1%}: from now on {self.detail.says()}, instead of {dropped}.",
         )
 
     def _restore(self, cost: float, limit: float) -> Change:
@@ -115,8 +129,8 @@ class Governor:
             self._patience *= 2  # it was too dear before: ask less often
         return Change(
             "restored",
-            f"Capture took {cost:.1%} of the last steps, within the band of {limit:.1%}: "
-            f"again {self.detail.says()}.",
+            f"Capture took {cost:.1%} of what the last steps took without it, within the band of "
+            f"{limit:.1%}: again {self.detail.says()}.",
         )
 
     def _move(self, at: int) -> None:

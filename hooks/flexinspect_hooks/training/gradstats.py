@@ -7,51 +7,98 @@ for those whose norm is not finite, because a finite norm rules them out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 
-from flexinspect.trainingfacts import EXPLOSION, VANISHING, GradientFacts, group_of
-
-Named = Sequence[tuple[str, nn.Parameter]]
-
+from flexinspect.trainingfacts import EXPLOSION, VANISHING, GradientFacts, joint_norm
+from flexinspect_hooks.training.parameters import Named, trainable
 
 PART = 1 << 20
 """Values that are widened to float64 at a time."""
 
 
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that gradients are wanted for, by name, in the model's order."""
-    named = model.named_parameters()
-    # `torch.compile` puts a name of its own in front of all others.
-    return [(name.removeprefix("_orig_mod."), one) for name, one in named if one.requires_grad]
+class Gradients(Sequence[GradientFacts]):
+    """The facts of all gradients of a step, made when they are asked for.
+
+    `of` are the parameters that have one; `norms` and `maxima` (None: not measured) are in their
+    order, `counts` the (NaN, Inf) of the sick ones by index.
+    """
+
+    def __init__(
+        self,
+        of: Named,
+        norms: list[float],
+        maxima: list[float] | None,
+        counts: Mapping[int, tuple[int, int]],
+    ) -> None:
+        self.of, self.norms = of, norms
+        self._maxima, self._counts = maxima, counts
+
+    @overload
+    def __getitem__(self, at: int) -> GradientFacts: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[GradientFacts]: ...
+    def __getitem__(self, at: int | slice) -> GradientFacts | list[GradientFacts]:
+        return self._facts[at]
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    @cached_property
+    def total(self) -> float:
+        """The norm of all of them together; NaN or Inf when one is not finite."""
+        return joint_norm(self.norms)
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether a value of any of them is not finite."""
+        return bool(self._counts)
+
+    def odd(
+        self, explosion: float = EXPLOSION, vanishing: float = VANISHING
+    ) -> list[GradientFacts]:
+        """Return those that are sick, dead or beyond a threshold; a healthy step has none."""
+        norms = enumerate(self.norms)
+        beyond = {at for at, norm in norms if not (norm and vanishing <= norm <= explosion)}
+        return [self._fact(at) for at in sorted(beyond.union(self._counts))]
+
+    def divided(self, scale: float) -> Gradients:
+        """Return what they are without a factor that they are multiplied with."""
+        maxima = None if self._maxima is None else [one / scale for one in self._maxima]
+        return Gradients(self.of, [one / scale for one in self.norms], maxima, self._counts)
+
+    @cached_property
+    def _facts(self) -> list[GradientFacts]:
+        return [self._fact(at) for at in range(len(self.of))]
+
+    def _fact(self, at: int) -> GradientFacts:
+        name, _, group, is_matrix = self.of[at]
+        largest = None if self._maxima is None else self._maxima[at]
+        counts = self._counts.get(at, (0, 0))
+        return GradientFacts(name, self.norms[at], largest, *counts, group, is_matrix)
 
 
-def gradient_facts(named: Named, *, with_max: bool = True) -> list[GradientFacts]:
+def gradient_facts(named: Named, *, with_max: bool = True) -> Gradients:
     """Return the facts of every parameter that has a gradient, in the order given.
 
     `with_max` costs a second pass over the gradients.
     """
-    have = [
-        (name, one.dim() > 1, grad) for name, one in named if (grad := gradient_of(one)) is not None
-    ]
-    all_ = [grad for *_, grad in have]
-    norms = tensor_norms(all_)
-    largest = _maxima(all_) if with_max else [None] * len(have)
+    have = [one for one in named if one.parameter.grad is not None]
+    grads = [values_of(one.parameter.grad) for one in have if one.parameter.grad is not None]
+    norms = tensor_norms(grads)
     sick = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
-    counts = dict(zip(sick, _counted([all_[at] for at in sick]), strict=True))
-    found = []
-    for at, (name, is_matrix, grad) in enumerate(have):
-        norm, (n_nan, n_inf) = norms[at], counts.get(at, (0, 0))
-        if not math.isfinite(norm) and not n_nan and not n_inf:
-            norm = _wide_norm(grad)
-        about = (group_of(name), is_matrix)
-        found.append(GradientFacts(name, norm, largest[at], n_nan, n_inf, *about))
-    return found
+    counts = dict(zip(sick, _counted([grads[at] for at in sick]), strict=True)) if sick else {}
+    for at in [at for at, found in counts.items() if found == (0, 0)]:
+        norms[at] = _wide_norm(grads[at])
+        del counts[at]
+    return Gradients(have, norms, _maxima(grads) if with_max else None, counts)
 
 
-def model_gradients(model: nn.Module, *, with_max: bool = True) -> list[GradientFacts]:
+def model_gradients(model: nn.Module, *, with_max: bool = True) -> Gradients:
     """Return the facts of every parameter of a model that has a gradient."""
     return gradient_facts(trainable(model), with_max=with_max)
 
@@ -67,14 +114,14 @@ def vanishing(gradients: Iterable[GradientFacts], threshold: float = VANISHING) 
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """Return the values of a parameter's gradient, as real numbers.
+    """Return the values of a parameter's gradient, as `values_of` does."""
+    return None if parameter.grad is None else values_of(parameter.grad)
 
-    Of a sparse one they are those that it holds.
-    """
-    grad = parameter.grad
-    if grad is None:
-        return None
-    grad = grad.detach()
+
+def values_of(grad: Tensor) -> Tensor:
+    """Return the values of a gradient as real numbers; of a sparse one those that it holds."""
+    if grad.requires_grad:
+        grad = grad.detach()
     if grad.is_sparse:
         grad = grad.coalesce().values()
     return torch.view_as_real(grad) if grad.is_complex() else grad
@@ -86,48 +133,48 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
 
 
 @torch.no_grad()
-def _batched(
-    tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], list[Tensor]]
-) -> list[float]:
+def _batched(tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], Tensor]) -> list[float]:
     """Reduce each tensor to a number, those of a device and dtype together, with one transfer."""
+    if not tensors:
+        return []
+    dtype, device = tensors[0].dtype, tensors[0].device
+    if all(one.dtype is dtype and one.device == device for one in tensors):
+        return list(reduce([*tensors]).tolist())
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, one in enumerate(tensors):
         kinds.setdefault((one.device, one.dtype), []).append(index)
     found = [0.0] * len(tensors)
     for where in kinds.values():
-        values = torch.stack(reduce([tensors[index] for index in where])).tolist()
+        values = reduce([tensors[index] for index in where]).tolist()
         for index, value in zip(where, values, strict=True):
             found[index] = value
     return found
 
 
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
+def _norms(tensors: list[Tensor]) -> Tensor:
     is_small = tensors[0].dtype.itemsize < 4  # the norm of float16 values need not fit in float16
-    return list(torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None))
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None)
+    return torch.stack(list(norms))
 
 
 def _maxima(tensors: Sequence[Tensor]) -> list[float]:
     return _batched(tensors, _largest)
 
 
-def _largest(tensors: list[Tensor]) -> list[Tensor]:
+def _largest(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type == "cuda":
-        return list(torch._foreach_norm(tensors, math.inf))
+        return torch.stack(list(torch._foreach_norm(tensors, math.inf)))
     # On CPU the norm of order infinity was measured at a hundred times the price of this.
-    return [_absolute_max(one) for one in tensors]
-
-
-def _absolute_max(tensor: Tensor) -> Tensor:
-    if not tensor.numel():
-        return tensor.new_zeros(())
-    low, high = torch.aminmax(tensor)
-    return torch.maximum(high, -low)
+    zero = tensors[0].new_zeros(1)
+    ends = [torch.aminmax(one if one.numel() else zero) for one in tensors]
+    lows, highs = (torch.stack(side) for side in zip(*ends, strict=True))
+    return torch.maximum(highs, -lows)
 
 
 def _counted(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return how many values of each tensor are NaN and Inf, with one transfer for each device."""
-    n_nan = _batched(tensors, lambda all_: [one.isnan().sum() for one in all_])
-    n_inf = _batched(tensors, lambda all_: [one.isinf().sum() for one in all_])
+    n_nan = _batched(tensors, lambda all_: torch.stack([one.isnan().sum() for one in all_]))
+    n_inf = _batched(tensors, lambda all_: torch.stack([one.isinf().sum() for one in all_]))
     return [(int(nan), int(inf)) for nan, inf in zip(n_nan, n_inf, strict=True)]
 
 

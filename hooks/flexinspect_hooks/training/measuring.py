@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from flexinspect.trainingfacts import GradientFacts, Producer, group_of, total_norm
+from flexinspect.trainingfacts import GradientFacts, Producer
 from flexinspect_hooks.training.governor import Detail
-from flexinspect_hooks.training.gradstats import gradient_facts, trainable
+from flexinspect_hooks.training.gradstats import Gradients, gradient_facts
+from flexinspect_hooks.training.parameters import trainable
 from flexinspect_hooks.training.updates import UpdateMeter
 
 MOST_ROWS = 10
@@ -20,9 +21,13 @@ MOST_ROWS = 10
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The gradients of one step, and what follows from them; `rows` are those to be recorded."""
+    """The gradients of one step, and what follows from them.
 
-    gradients: tuple[GradientFacts, ...]
+    `rows` are those to be recorded; `odd` all that may be wrong: sick, dead, too large, too small.
+    """
+
+    n_parameters: int
+    odd: Sequence[GradientFacts]
     rows: tuple[GradientFacts, ...]
     total: float
     group_norms: tuple[float, ...]
@@ -32,7 +37,7 @@ class Measured:
     @property
     def n_exploding(self) -> int:
         """Parameters whose gradient explodes."""
-        return sum(one.explodes() for one in self.gradients)
+        return sum(one.explodes() for one in self.odd)
 
     @property
     def n_vanishing(self) -> int:
@@ -41,11 +46,19 @@ class Measured:
         Of others it means nothing: that of a key bias is 0 but for rounding in any transformer.
         None while the learning rate rises: behind a gate that begins at 0 gradients begin small.
         """
-        return (
-            0
-            if self.is_warming
-            else sum(one.is_matrix and one.vanishes() for one in self.gradients)
-        )
+        if self.is_warming:
+            return 0
+        return sum(one.is_matrix and one.vanishes() for one in self.odd)
+
+    @property
+    def n_dead(self) -> int:
+        """Parameters whose gradient is exactly 0."""
+        return sum(one.is_dead for one in self.odd)
+
+    @property
+    def n_sick(self) -> int:
+        """Parameters whose gradient has a NaN or Inf."""
+        return sum(one.is_sick for one in self.odd)
 
 
 class Meter:
@@ -53,11 +66,12 @@ class Meter:
 
     def __init__(self, model: nn.Module) -> None:
         self.named = trainable(model)
-        names = [group_of(name) for name, _ in self.named]
+        names = [one.group for one in self.named]
         self.groups = tuple(dict.fromkeys(names))
-        index = {group: at for at, group in enumerate(self.groups)}
-        self._group_of = {name: index[group_of(name)] for name, _ in self.named}
-        self._updates = UpdateMeter(self.named, self.groups, [index[name] for name in names])
+        self._group_at = {group: at for at, group in enumerate(self.groups)}
+        self._updates = UpdateMeter(
+            self.named, self.groups, [self._group_at[name] for name in names]
+        )
         self._order: dict[str, int] = {}
         self._n_sick_steps = 0
 
@@ -70,7 +84,7 @@ class Meter:
             self._order.setdefault(name, len(self._order))
 
         handles: list[object] = []
-        for name, parameter in self.named:
+        for name, parameter, *_ in self.named:
             add: Any = parameter.register_post_accumulate_grad_hook
             handles.append(add(lambda _, name=name: arrived(name)))
         return handles
@@ -82,7 +96,7 @@ class Meter:
 
     def unreached(self) -> list[str]:
         """Return the parameters that got no gradient in the backward pass that was watched."""
-        return [name for name, _ in self.named if name not in self._order]
+        return [one.name for one in self.named if one.name not in self._order]
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -98,14 +112,14 @@ class Meter:
             return None
         found = gradient_facts(self.named, with_max=detail.maxima)
         if scale != 1.0:
-            found = [_divided(one, scale) for one in found]
-        producer = self._producer(found)
+            found = found.divided(scale)
+        odd = found.odd()
+        producer = self._producer(odd)
         if is_warming and producer is not None and producer.kind == "vanishing":
             producer = None
-        rows = found if self._is_recorded(step, detail, producer) else []
+        rows = tuple(found) if self._is_recorded(step, detail, producer) else ()
         norms = self._group_norms(found)
-        total = total_norm(found)
-        return Measured(tuple(found), tuple(rows), total, norms, producer, is_warming)
+        return Measured(len(found), odd, rows, found.total, norms, producer, is_warming)
 
     def _is_recorded(self, step: int, detail: Detail, producer: Producer | None) -> bool:
         if producer is not None:
@@ -114,10 +128,10 @@ class Meter:
                 return True
         return step % detail.rows_every == 0
 
-    def _group_norms(self, found: Sequence[GradientFacts]) -> tuple[float, ...]:
+    def _group_norms(self, found: Gradients) -> tuple[float, ...]:
         squares = [0.0] * len(self.groups)
-        for one in found:
-            squares[self._group_of[one.name]] += one.norm * one.norm
+        for one, norm in zip(found.of, found.norms, strict=True):
+            squares[self._group_at[one.group]] += norm * norm
         return tuple(math.sqrt(value) if value >= 0 else value for value in squares)
 
     def _producer(self, found: Sequence[GradientFacts]) -> Producer | None:
@@ -152,8 +166,3 @@ class Meter:
     def forget(self) -> None:
         """Let go of all copies."""
         self._updates.forget()
-
-
-def _divided(facts: GradientFacts, scale: float) -> GradientFacts:
-    largest = None if facts.max is None else facts.max / scale
-    return replace(facts, norm=facts.norm / scale, max=largest)

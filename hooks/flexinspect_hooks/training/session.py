@@ -23,7 +23,7 @@ from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.pickling import hide_hooks
-from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.recorder import PROMPT_STEPS, FinishedStep, Recorder, Sink
 from flexinspect_hooks.registered import built_in_rules
 from flexinspect_hooks.training import seen
 from flexinspect_hooks.training.forwards import ForwardWatch
@@ -42,6 +42,9 @@ T = TypeVar("T")
 NAME = "training"
 """The `sample_id` of the generation that a training run is."""
 
+LINGER_S = 0.5
+"""How long a step may wait to be written: a training step takes longer than one that decodes."""
+
 
 class TrainingSession:
     """While entered, records the steps of `optimizer`, or without one those that are told."""
@@ -49,13 +52,13 @@ class TrainingSession:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, sink: Sink, governor: Governor
     ) -> None:
-        self.recorder = Recorder(sink)
+        self.recorder = Recorder(sink, linger_s=LINGER_S)
         self.summary = SummaryCount()
         self.own_s = self.total_s = 0.0
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = Meter(model)
-        self._own = {id(one) for _, one in self._meter.named}
+        self._own = {id(one.parameter) for one in self._meter.named}
         self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
@@ -68,7 +71,7 @@ class TrainingSession:
         self._told: Loss | None = None
         self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
-        self._step_own_s = 0.0
+        self._step_own_s = self._writer_s = 0.0
         self._scaled_at: int | None = None
         self._is_off = False
 
@@ -137,7 +140,7 @@ class TrainingSession:
         about = {
             "groups": list(self._meter.groups),
             "parameters": len(self._meter.named),
-            "values": sum(one.numel() for _, one in self._meter.named),
+            "values": sum(one.parameter.numel() for one in self._meter.named),
             "optimizer": "" if self._optimizer is None else type(self._optimizer).__name__,
             "placement": _placement(self._model),
         }
@@ -283,7 +286,12 @@ class TrainingSession:
         self._waiting, self._now = now, Gathered(now.number + 1, 0.0, 0.0)
 
     def _govern(self, now: Gathered) -> None:
-        change = self._governor.judge(now.own_s, now.wall_s)
+        writer_s = self._writer_s
+        self._writer_s = self.recorder.writer_s
+        if now.number < PROMPT_STEPS:
+            return  # what is done once is no matter of detail
+        written = 0.0 if self.recorder.has_core else self._writer_s - writer_s
+        change = self._governor.judge(now.own_s + written, now.wall_s)
         if change is not None:
             now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
             self._apply_detail()

@@ -66,7 +66,6 @@ class Gathered:
         passes, measured = self.passes, self.measured
         spent = passes.forward_s + passes.backward_s + self.optimizer_s
         spent += (self.data_s or 0.0) + self.own_s
-        found = () if measured is None else measured.gradients
         return TrainingStepRecord(
             loss=loss,
             loss_source=source,
@@ -74,11 +73,11 @@ class Gathered:
             total_norm=None if measured is None else measured.total,
             norm_before_clip=None if self.clipped_from is None else float(self.clipped_from),
             max_norm=self.max_norm,
-            n_parameters=len(found),
+            n_parameters=0 if measured is None else measured.n_parameters,
             n_exploding=0 if measured is None else measured.n_exploding,
             n_vanishing=0 if measured is None else measured.n_vanishing,
-            n_dead=sum(one.is_dead for one in found),
-            n_sick=sum(one.is_sick for one in found),
+            n_dead=0 if measured is None else measured.n_dead,
+            n_sick=0 if measured is None else measured.n_sick,
             group_norms=() if measured is None else measured.group_norms,
             group_ratios=self.ratios,
             gradients=() if measured is None else measured.rows,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.training.gradstats import Named, tensor_norms
+from flexinspect_hooks.training.gradstats import tensor_norms
+from flexinspect_hooks.training.parameters import Named
 
 SAMPLE = 1 << 16
 """Values of a parameter that are copied at most: rows, evenly spread."""
@@ -21,10 +22,10 @@ class UpdateMeter:
     """
 
     def __init__(self, named: Named, groups: Sequence[str], group_of: Sequence[int]) -> None:
-        self._samples = [_rows(parameter) for _, parameter in named]
+        self._samples = [_rows(one.parameter) for one in named]
         self._sizes = [
-            parameter.numel() / max(s.numel(), 1)
-            for (_, parameter), s in zip(named, self._samples, strict=True)
+            one.parameter.numel() / max(sample.numel(), 1)
+            for one, sample in zip(named, self._samples, strict=True)
         ]
         self._n_groups, self._group_of = len(groups), group_of
         self._copies: list[Tensor] | None = None

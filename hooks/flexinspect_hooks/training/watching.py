@@ -195,10 +195,12 @@ class TrainingWatch:
         if not summary.total_steps:
             return f"No step is recorded yet; the trace will be {visible(str(self.path))}."
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
+        dropped = f"{said} " if (said := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
         return (
             f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
-            f"capture took {share} ({each:.2f} ms a step). Trace: {visible(str(self.path))}"
+            f"capture took {share} ({each:.2f} ms a step). {dropped}"
+            f"Trace: {visible(str(self.path))}"
         )
 
     # -- the end ---------------------------------------------------------------------------------

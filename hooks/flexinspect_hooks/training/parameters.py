@@ -1,0 +1,73 @@
+"""The parameters of a model whose gradients are looked at, and how they are found again cheaply."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from flexinspect.trainingfacts import group_of
+
+
+class Watched(NamedTuple):
+    """A parameter, and what is counted of it: its group, and whether it can vanish as a matrix."""
+
+    name: str
+    parameter: nn.Parameter
+    group: str
+    is_matrix: bool
+
+
+Named = Sequence[Watched]
+
+
+def parameters_of(model: nn.Module) -> list[Watched]:
+    """Return all parameters of a model, in its order."""
+    # `torch.compile` puts a name of its own in front of all others.
+    named = ((name.removeprefix("_orig_mod."), one) for name, one in model.named_parameters())
+    return [Watched(name, one, group_of(name), one.dim() > 1) for name, one in named]
+
+
+def trainable(model: nn.Module) -> list[Watched]:
+    """Return the parameters that gradients are wanted for, by name, in the model's order."""
+    return [one for one in parameters_of(model) if one.parameter.requires_grad]
+
+
+class ParameterList:
+    """The trainable parameters of the model asked about last.
+
+    Walking through a model takes ten times as long as seeing that none of its parts is another one.
+    The model itself is not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._all: list[Watched] = []
+        self._tables: list[Mapping[str, Any]] = []
+        self._parts: list[tuple[Mapping[str, Any], str, Any]] = []
+
+    def of(self, model: nn.Module) -> list[Watched]:
+        """Return the parameters that gradients are wanted for now."""
+        if self._model is None or self._model() is not model or self._has_changed():
+            self._walk(model)
+        return [one for one in self._all if one.parameter.requires_grad]
+
+    def _walk(self, model: nn.Module) -> None:
+        every, tables = parameters_of(model), list[Mapping[str, Any]]()
+        for module in model.modules():
+            tables += (module._modules, module._parameters)
+        parts = [(one, name, part) for one in tables for name, part in one.items()]
+
+        def forget(_: object) -> None:
+            for held in (every, tables, parts):
+                held.clear()
+
+        self._all, self._tables, self._parts = every, tables, parts
+        self._model = weakref.ref(model, forget)
+
+    def _has_changed(self) -> bool:
+        if sum(map(len, self._tables)) != len(self._parts):
+            return True
+        return any(table.get(name) is not part for table, name, part in self._parts)
