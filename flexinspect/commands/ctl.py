@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.commands.numbers import positive
 from flexinspect.text import visible
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _add_going(verbs: Any) -> None:
         do=lambda c, a: c.continue_()
     )
     step = verbs.add_parser("step", help="go on for N steps, then pause")
-    step.add_argument("n", metavar="N", type=int, nargs="?", default=1)
+    step.add_argument("n", metavar="N", type=positive, nargs="?", default=1)
     step.set_defaults(do=lambda c, a: c.step(a.n))
     run_to = verbs.add_parser("run-to", help="go on until step N has finished")
     run_to.add_argument("step", metavar="N", type=int)

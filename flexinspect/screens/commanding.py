@@ -100,7 +100,7 @@ class CommandingScreen(ReviewingScreen):
         try:
             return await asyncio.to_thread(lambda: ask(self.remote.client()))
         except FlexInspectError as error:
-            self.notify(visible(error.sentence()), severity="error", markup=False, timeout=10)
+            self.notify(_lines(error), severity="error", markup=False, timeout=10)
             return None
 
     @work(group="command")
@@ -247,7 +247,7 @@ class CommandingScreen(ReviewingScreen):
         try:
             return await asyncio.to_thread(read)
         except FlexInspectError as error:
-            self.notify(visible(error.sentence()), severity="error", markup=False)
+            self.notify(_lines(error), severity="error", markup=False)
             return None
 
     def commands(self) -> dict[str, Callable[[], object]]:
@@ -273,6 +273,11 @@ def branch_words(row: Any, current: int) -> str:
     answer = visible(row.answer).strip()
     said = f" · {answer[:40]}" if answer else ""
     return f"{mark} {row.branch}  {origin} · {row.state}{said}"
+
+
+def _lines(error: FlexInspectError) -> str:
+    """Return what an error says, its lines kept and everything else that is not text escaped."""
+    return "\n".join(visible(line) for line in error.sentence().splitlines())
 
 
 def _live(place: Place, kind: type[LivePlace]) -> LivePlace:

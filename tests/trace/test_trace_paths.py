@@ -74,6 +74,11 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     assert_refused(tmp_path / "file" / "a.flextrace", "there is no folder")
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
+def test_a_folder_that_takes_no_files_is_not_said_to_be_missing() -> None:
+    assert_refused(Path("/proc/a.flextrace"), "permission denied")
+
+
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     assert_refused(tmp_path / ("x" * 300), "cannot be written to")
 
