@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -131,6 +132,11 @@ def _refusal(path: Path, error: OSError) -> TraceWriteError:
         case PermissionError() | FileNotFoundError():  # /proc says the latter
             return TraceWriteError(
                 f"{where}: permission denied.",
+                hint="Choose a folder that you may write to.",
+            )
+        case OSError(errno=errno.EROFS):
+            return TraceWriteError(
+                f"{where}: the file system is read-only.",
                 hint="Choose a folder that you may write to.",
             )
         case _:

@@ -31,8 +31,7 @@ class Arrivals:
 
     The import that brought the module goes on when the function returns. `coming` is called with a
     name when its import begins. What they raise is given to `failed` and stops nothing. What one of
-    our own modules brings, since the program calls `flexinspect.watch`, has arrived when that module
-    is whole: the functions import our modules, too.
+    our own modules brings has arrived when that module is whole: the functions import them, too.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Arrivals:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module that is waited for as all others would, and watch its body run."""
-        if name not in self._calls and not name.startswith(_OURS) or self._here.asking:
+        if (name not in self._calls and not name.startswith(_OURS)) or self._here.asking:
             return None
         self._here.asking = True
         try:
