@@ -181,9 +181,8 @@ class ControlClient:
                 f"The capture at {where} does not answer.",
                 hint="A debugger may hold its process: let that go on.",
             )
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
         return ControlError(
-            f"No capture answers at {where}: {why}.",
+            f"No capture answers at {where}: {getattr(error, 'strerror', None) or error}.",
             hint="It may have ended; flexinspect attach --list shows those that run.",
         )
 

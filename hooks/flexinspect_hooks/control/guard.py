@@ -104,8 +104,8 @@ class NetworkGuard:
 
 _HOST_HINT = "Ask for it by the address that it listens on."
 _TOKEN_HINT = (
-    "Send the header 'Authorization: Bearer TOKEN', or set FLEXINSPECT_TOKEN for flexinspect ctl; "
-    "the token was printed by --serve."
+    "Send the header 'Authorization: Bearer TOKEN' (flexinspect ctl takes it from "
+    "FLEXINSPECT_TOKEN); the token was printed by --serve."
 )
 
 
