@@ -251,8 +251,13 @@ class Feed:
         return self._interrupted
 
     def interrupt(self) -> None:
-        """Ask our process to end its generation and its trace; once is enough."""
-        if self.process is not None and not self._interrupted:
+        """Ask our process to end its generation and its trace; once is enough.
+
+        One that has ended its trace ends by itself, with an exit code of its own.
+        """
+        if self.process is None or self.process.state.over:
+            return
+        if not self._interrupted:
             self._interrupted = True
             self.process.interrupt()
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.commands.numbers import positive
 from flexinspect.commands.open import whole_number
-from flexinspect.commands.run import positive
 from flexinspect.text import visible
 
 if TYPE_CHECKING:

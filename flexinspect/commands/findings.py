@@ -156,8 +156,7 @@ def _print(args: argparse.Namespace, report: Report, bar: Severity | None) -> No
 
         sys.stdout.write(as_junit(report, bar))
     else:
-        from rich.console import Console
-
+        from flexinspect.commands.output import Output
         from flexinspect.reports.text import print_report
 
-        print_report(report, Console(highlight=False, markup=False))
+        print_report(report, Output())

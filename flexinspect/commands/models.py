@@ -103,9 +103,9 @@ def _row(alias: str, config: Config) -> _Row:
 
 
 def _print(rows: list[_Row], config: Config) -> None:
-    from rich.console import Console
+    from flexinspect.commands.output import Output
 
-    console = Console(highlight=False)
+    console = Output()
     console.print(_table(rows, full_names=console.width >= 100))
     for row in rows:
         if row.problem:

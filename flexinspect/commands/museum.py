@@ -86,9 +86,9 @@ def _list(*, as_json: bool) -> int:
 
 
 def _console() -> Console:
-    from rich.console import Console
+    from flexinspect.commands.output import Output
 
-    return Console(highlight=False, markup=False)
+    return Output()
 
 
 def _open(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
+from flexinspect.commands.numbers import n_threads, positive
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job
 
@@ -63,25 +64,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     tokens = ", ".join(f"{kind} {n}" for kind, n in _NEW_TOKENS.items())
     group.add_argument(
         "--max-new-tokens",
-        type=run_.positive,
+        type=positive,
         help=f"decode steps after the prompt (default: {tokens})",
     )
     group.add_argument(
         "--cache-check",
-        type=run_.positive,
+        type=positive,
         metavar="N",
         help="cache: a full recompute every N steps, and at the last one (default: 1)",
     )
     group.add_argument(
         "--call",
-        type=run_.positive,
+        type=positive,
         metavar="N",
         help="of a program: the N-th call that feeds a whole prompt (default: 1)",
     )
     group.add_argument(
         "--add-to", metavar="TRACE", help="store what was found in this finished trace"
     )
-    group.add_argument("--threads", default=None, type=run_.positive, help="CPU threads")
+    group.add_argument("--threads", default=None, type=n_threads, help="CPU threads")
     group.add_argument("--json", default=False, action="store_true", help="print it as JSON")
     parser.set_defaults(run=run, out="", level="basic", layers=None, overwrite=False)
     parser.set_defaults(**_OF_RUNS)
@@ -99,9 +100,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from rich.console import Console
+    from flexinspect.commands.output import Output
 
-    console = Console(highlight=False, markup=False)
+    console = Output()
     done = []
     is_program = hasattr(args, "program") or hasattr(args, "module")
     for proof in _of_program(args) if is_program else _proofs(args, _job(args)):

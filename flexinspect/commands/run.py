@@ -14,6 +14,7 @@ from typing import Any
 
 from flexinspect.commands.breakflags import add_break_flags, breakpoints_of, on_break
 from flexinspect.commands.debugflags import DEBUG_FLAGS, add_debugger_flags, debugger_of
+from flexinspect.commands.numbers import n_threads, positive
 from flexinspect.commands.serving import add_control_flags, serving_of, tell_serving
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts, parse_steps
@@ -193,7 +194,7 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads",
         default=None,
-        type=positive,
+        type=n_threads,
         help="CPU threads (default: cores less one; of your own program: as it sets them)",
     )
     switches = {
@@ -204,17 +205,6 @@ def _add_capture_flags(parser: argparse.ArgumentParser) -> None:
     }
     for name, text in switches.items():
         group.add_argument(name, default=False, action="store_true", help=text)
-
-
-def positive(text: str) -> int:
-    """Read a whole number above 0 from a flag."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from flexinspect.answers import matches
+from flexinspect.commands.output import Output
 from flexinspect.commands.progress import question_of
 from flexinspect.findings import Finding, Severity, worst_first
 from flexinspect.sizes import human_bytes
@@ -125,7 +126,7 @@ def print_summary(
 
     On stdout, unless another `console` is given; of more than `most` answers only the last.
     """
-    console = console or Console(highlight=False, markup=False)
+    console = console or Output()
     spoken = [answer for answer in summary.answers if answer.question or answer.answer]
     n_more = len(spoken) - most if most is not None else 0
     if n_more > 0:
@@ -174,11 +175,11 @@ def _answer_text(answer: Answer) -> Text:
 def _cost_line(summary: Summary) -> str:
     tokens = sum(answer.tokens for answer in summary.answers)
     rates = [a.tokens_per_s for a in summary.answers if a.tokens_per_s]
-    parts = [f"{tokens} tokens"]
+    parts = [f"{tokens} token{'s' * (tokens != 1)}"]
     if rates:
         parts.append(f"{sum(rates) / len(rates):.1f} tokens/s")
     cost = summary.run.get("cost")
-    if isinstance(cost, Mapping):
+    if isinstance(cost, Mapping) and cost.get("steps"):
         ratio = 100 * float(cost["ratio"])
         took = f"{ratio:.1f} %" if ratio < 1000 else "longer than the model"
         parts.append(f"capture at level {summary.run.get('level')} took {took}")

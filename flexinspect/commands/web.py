@@ -5,13 +5,17 @@ from __future__ import annotations
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from flexinspect.errors import UsageError
 from flexinspect.text import visible
 
 HOST = "127.0.0.1"
+
+_NAMES = (HOST, "localhost")
 
 
 def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
@@ -41,13 +45,41 @@ def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
 
 def _server_class() -> type:
     try:
+        from aiohttp import web
         from textual_serve.server import Server
     except ImportError:
         raise UsageError(
             "--web needs the package textual-serve, which is not installed.",
             hint="Install it: pip install 'flexinspect[web]'",
         ) from None
-    return Server
+
+    class LocalServer(Server):  # type: ignore[misc,unused-ignore]
+        """Answers pages of this machine only: browsers let any page speak to any web socket."""
+
+        async def _make_app(self) -> web.Application:
+            app: web.Application = await super()._make_app()
+            app.middlewares.append(_only_from_here)
+            return app
+
+    @web.middleware
+    async def _only_from_here(request: web.Request, handler: Any) -> web.StreamResponse:
+        if not is_from_here(request.headers):
+            raise web.HTTPForbidden(text="Only pages of this machine are answered.")
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    return LocalServer
+
+
+def is_from_here(headers: Mapping[str, str]) -> bool:
+    """Tell whether a request was sent to this machine by its name, from a page of this machine.
+
+    A page of another site may send requests here, by a name of its own (DNS rebinding), too.
+    """
+    names = [urlsplit(f"//{headers.get('Host', '')}").hostname]
+    if "Origin" in headers:
+        names.append(urlsplit(headers["Origin"]).hostname)
+    return all(name in _NAMES for name in names)
 
 
 def _check_port(port: int) -> None:

@@ -116,7 +116,27 @@ def running() -> Sequence[Entry]:
             unregister(file)
         else:
             found.append(entry)
+    _remove_orphans()
     return sorted(found, key=lambda entry: -entry.started_at)
+
+
+def _remove_orphans() -> None:
+    """Remove sockets of processes that ended after they made one and before they could be found."""
+    for socket in runtime_folder().glob("*-*.sock"):
+        pid = socket.name.partition("-")[0]
+        if pid.isdecimal() and not socket.with_suffix(".json").exists() and not _exists(int(pid)):
+            with suppress(OSError):
+                socket.unlink()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _read(file: Path) -> Entry | None:

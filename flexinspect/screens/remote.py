@@ -53,11 +53,22 @@ class Remote:
         if self._known is None:
             self._known = self._find()
         if self._known is None:
-            raise ControlError(
+            raise self._why_none()
+        return self._known
+
+    def _why_none(self) -> ControlError:
+        feed = self._feed
+        if feed.process is None or feed.exit_code is not None:
+            return ControlError(
                 "No capture runs behind this trace, so there is no model to command.",
                 hint="A run of the interface keeps its model until q; without it, add --hold.",
             )
-        return self._known
+        if feed.waiting:
+            return ControlError(
+                "The run takes no commands yet: it is still loading.",
+                hint="A generation takes them once its process is up, a program once a model runs.",
+            )
+        return ControlError("This run takes no commands: it was begun with --no-control.")
 
     def ask(self, ask: Callable[[ControlClient], T]) -> T:
         """Ask the capture something. Raises `ControlError`; of one that has ended, saying so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -123,14 +124,19 @@ def _refusal(path: Path, error: OSError) -> TraceWriteError:
                 f"{where}: the file exists already.",
                 hint="Choose another name, or ask to overwrite it.",
             )
-        case FileNotFoundError() | NotADirectoryError():
+        case FileNotFoundError() | NotADirectoryError() if not path.parent.is_dir():
             return TraceWriteError(
                 f"{where}: there is no folder {path.parent}.",
                 hint="Create the folder first, or choose another one.",
             )
-        case PermissionError():
+        case PermissionError() | FileNotFoundError():  # /proc says the latter
             return TraceWriteError(
                 f"{where}: permission denied.",
+                hint="Choose a folder that you may write to.",
+            )
+        case OSError(errno=errno.EROFS):
+            return TraceWriteError(
+                f"{where}: the file system is read-only.",
                 hint="Choose a folder that you may write to.",
             )
         case _:

@@ -98,6 +98,8 @@ def what_is_left(path: Path) -> list[str]:
         size = path.stat().st_size
     except OSError:
         return []
+    if path.is_dir():
+        return []
     counts, late = _counts(path)
     lines = [f"The file has {size} bytes."]
     if counts:

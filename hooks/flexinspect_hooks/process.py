@@ -308,11 +308,10 @@ class CaptureProcess:
         from flexinspect_hooks.lost import lost_records
 
         failure = session.recorder.failure
-        self._lost = lost_records(session.recorder, self.writer)
-        if self._lost is not None:
-            message = self._lost.message
-            self._event("error", message, hint=self._lost.hint)
-            self._quietly(lambda: self.writer.update_run(reason=message))
+        lost = self._lost = lost_records(session.recorder, self.writer)
+        if lost is not None:
+            self._event("error", lost.message, hint=lost.hint)
+            self._quietly(lambda: self.writer.update_run(reason=lost.message))
         elif failure is not None:
             print(f"flexinspect: {failure.sentence()}", file=sys.stderr)
         self._quietly(lambda: self.writer.update_run(cost=session.cost()))
@@ -330,8 +329,10 @@ class CaptureProcess:
         _say(protocol.KEPT, path=str(kept) if kept else None, note=self.writer.note)
 
     def _quietly(self, write: Any) -> None:
-        with suppress(TraceWriteError):
+        try:
             write()
+        except TraceWriteError as error:  # raised once, then nothing is written any more
+            print(f"flexinspect: {error.sentence()}", file=sys.stderr)
 
     # -- what the run says of itself --------------------------------------------------------------
 
@@ -363,9 +364,8 @@ class CaptureProcess:
         self._event("phase", phase, **data)
 
     def _event(self, kind: str, text: str, /, **data: Any) -> None:
-        self._quietly(
-            lambda: self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
-        )
+        record = EventRecord(kind, text, time.time(), data=data)
+        self._quietly(lambda: self.writer.write_event(record))
 
 
 def samples_of(job: Job) -> list[Sample]:

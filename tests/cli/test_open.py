@@ -93,6 +93,7 @@ def test_only_a_trace_that_is_cut_short_is_mended(tmp_path: Path) -> None:
     other = tmp_path / "b.flextrace"
     other.write_bytes(b"something else " * 100)
     assert mended(other) is None
+    assert what_is_left(tmp_path) == []  # a folder
     assert what_is_left(other) == [
         "The file has 1500 bytes.",
         "Nothing in it can be read as a trace.",

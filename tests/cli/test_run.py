@@ -443,6 +443,15 @@ def test_a_full_output_is_a_sentence(
     assert "No space left" in done.stderr
 
 
+def test_a_reader_that_has_gone_ends_a_command_quietly() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    words = [*FLEXINSPECT, "models"]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 BAD = {
@@ -466,6 +475,7 @@ BAD = {
     "zero temperature": (["--temperature", "0"], "--temperature must be above 0"),
     "top-p": (["--top-p", "1.5"], "--top-p"),
     "zero tokens": (["--max-new-tokens", "0"], "whole number above 0"),
+    "too many threads": (["--threads", "100000"], "100000 threads are more than 1024"),
     "too long": (["--max-new-tokens", "5000"], "the model has 1024"),
     "missing folder": (["--out", "no/such/folder/x.flextrace"], "no/such/folder"),
     "empty prompt": (["--prompt", ""], "prompt"),

@@ -306,10 +306,14 @@ def test_what_a_dead_capture_left_is_removed(served: Any, runtime_folder: Path) 
     }.items():
         (runtime_folder / f"{name}.json").write_text(text)
         (runtime_folder / f"{name}.sock").touch()
+    (runtime_folder / "4194303-0.sock").touch()  # ended before it could be found
+    begins = runtime_folder / f"{os.getppid()}-0.sock"
+    begins.touch()
     assert [entry.pid for entry in registry.running()] == [os.getpid()]
     assert {path.name for path in runtime_folder.iterdir()} == {
         socket.name,
         socket.with_suffix(".json").name,
+        begins.name,
     }
 
 

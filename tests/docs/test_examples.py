@@ -238,7 +238,7 @@ def test_the_notebook_reads_tokens_masks_arrays_and_a_frame(
     assert "step 0: ' Pra', entropy " in of_cell(outputs, "step.entropy")["stdout"]
     rows = of_cell(outputs, "seen = np.array")["stdout"].splitlines()
     assert rows[3].startswith("What follows the final …")
-    assert rows[3].split()[-7:-3] == ["1.00", "1.00", "1.00", "0.52"]
-    assert of_cell(outputs, "np.stack")["text/plain"].startswith("((3, 4, 8, 8),")
+    assert rows[3].split()[-8:-4] == ["1.00", "1.00", "1.00", "0.52"]
+    assert of_cell(outputs, "np.stack")["text/plain"].startswith("((3, 4, 8, 9),")
     assert "<table" in of_cell(outputs, "reader.frame")["text/html"]
     assert of_cell(outputs, "reader.frame")["text/plain"].count("sdpa") == 4

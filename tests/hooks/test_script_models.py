@@ -219,6 +219,24 @@ def test_modules_may_come_in_any_order(tmp_path: Path) -> None:
         assert [reader.n_steps(row.generation) for row in reader.generations()] == [4]
 
 
+def test_flex_attention_that_comes_with_our_own_modules_is_seen(tmp_path: Path) -> None:
+    script = """
+    import sys, torch, flexinspect
+    assert "torch.nn.attention.flex_attention" not in sys.modules
+    flexinspect.watch_training
+    from torch.nn.attention.flex_attention import flex_attention
+    q = torch.zeros(1, 2, 4, 8)
+    flex_attention(q, q, q)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script), "utf-8")
+    words = [sys.executable, "-m", "flexinspect", "run", "--no-ui", "--out", "t.flextrace"]
+    mine = done(begun(tmp_path, *words, "script.py"))
+    assert mine.returncode == 0, mine.stderr
+    assert "is not seen" not in mine.stderr
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert reader.n_steps(0) == 1
+
+
 def test_a_program_that_only_tokenizes_loads_no_torch(tmp_path: Path) -> None:
     script = f"""
     import sys

@@ -102,10 +102,10 @@ def test_a_file_that_is_not_text_is_refused(home: Path) -> None:
 
 
 def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
-    (home / "flexinspect.toml").write_text(
-        '[keys]\n"step.next" = "w"\n"step.previous" = ["e", "left"]\n'
-    )
-    assert load_config().keys == {"step.next": "w", "step.previous": "e,left"}
+    page = (Path(__file__).parents[2] / "docs" / "interface.md").read_text()
+    example = page.split("```toml\n")[1].split("```")[0]
+    (home / "flexinspect.toml").write_text(example)
+    assert load_config().keys == {"step.next": "w", "step.previous": "a,left"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from trace_samples import generation, small_step, write
@@ -72,6 +74,17 @@ def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert_refused(tmp_path / "file" / "a.flextrace", "there is no folder")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
+def test_a_folder_that_takes_no_files_is_not_said_to_be_missing() -> None:
+    assert_refused(Path("/proc/a.flextrace"), "permission denied")
+
+
+def test_a_file_system_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = OSError(errno.EROFS, "Read-only file system")
+    monkeypatch.setattr(Path, "open", Mock(side_effect=refused))
+    assert_refused(tmp_path / "a.flextrace", "the file system is read-only")
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:

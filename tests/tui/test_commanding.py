@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from textual.widgets import Input
 
 from flexinspect.app import InspectorApp
 from flexinspect.breaks.parser import parse
+from flexinspect.capture import CaptureState
 from flexinspect.control.messages import (
     ASKED,
     Answer,
@@ -30,11 +32,12 @@ from flexinspect.control.messages import (
     Status,
 )
 from flexinspect.errors import ControlError
+from flexinspect.feed import Feed
 from flexinspect.screens.ask import Ask, Choose
 from flexinspect.screens.breakpoints import BreakpointsScreen, breakpoint_words
 from flexinspect.screens.commanding import SLOW_S, refusal_words
 from flexinspect.screens.forking import Token, token_of
-from flexinspect.screens.remote import Standing
+from flexinspect.screens.remote import Remote, Standing
 
 SIZE = (100, 30)
 
@@ -258,6 +261,29 @@ async def test_a_trace_that_nobody_writes_refuses_commands_in_a_sentence(tmp_pat
         here = Driven(app, pilot, FakeCapture())
         await pilot.press("space")
         await here.until(lambda: here.said("No capture runs behind this trace"))
+        assert here.said("no model to command.\nA run of the interface")
+
+
+def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> None:
+    asked: list[str] = []
+    state = CaptureState(over=True)
+    process: Any = SimpleNamespace(state=state, interrupt=lambda: asked.append("interrupt"))
+    feed = Feed(process=process)
+    feed.interrupt()
+    assert not asked
+    state.over = False
+    feed.interrupt()
+    assert asked
+
+
+def test_a_run_that_loads_is_told_from_one_that_takes_no_commands() -> None:
+    capture = SimpleNamespace(pid=-1)
+    feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, waiting=True)
+    with pytest.raises(ControlError, match="still loading"):
+        Remote(feed).client()
+    feed.waiting = False
+    with pytest.raises(ControlError, match="--no-control"):
+        Remote(feed).client()
 
 
 async def test_breakpoints_are_set_switched_and_removed(path: Path) -> None:

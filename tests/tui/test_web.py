@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from flexinspect.commands.web import is_from_here
+
 aiohttp = pytest.importorskip("aiohttp", reason="textual-serve is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (
@@ -26,6 +28,21 @@ FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
     *("--remote-debugging-port=0", "--window-size=1000,700"),
 )
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_let_in"),
+    [
+        ({"Host": "127.0.0.1:8422"}, True),
+        ({"Host": "localhost:8422", "Origin": "http://127.0.0.1:8422"}, True),
+        ({"Host": "rebound.example:8422"}, False),
+        ({"Host": "127.0.0.1:8422", "Origin": "https://any.example"}, False),
+        ({"Host": "127.0.0.1:8422", "Origin": "null"}, False),
+        ({}, False),
+    ],
+)
+def test_pages_of_other_sites_are_not_answered(headers: dict[str, str], is_let_in: bool) -> None:
+    assert is_from_here(headers) is is_let_in
 
 
 def free_port() -> int:
