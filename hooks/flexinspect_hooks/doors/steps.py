@@ -88,8 +88,9 @@ class TrainingDebugger(Debugger):
             maxlen=given.count(history, "history")
         )
         self._names: tuple[str, ...] = ()
-        self._turn = 0
         self._rates: tuple[float, ...] = ()
+        self._low = 0.0  # below which a gradient vanishes in the step that is looked at
+        self._turn = 0
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     def _reset(self) -> None:
@@ -143,8 +144,8 @@ class TrainingDebugger(Debugger):
         if optimizer is not None:
             given.optimizer(optimizer, "monitor_training_step")
         try:
-            limit = self._vanishing_now(optimizer)
-            info = self._monitor(model, value, step, limit, has_scaler=_is_on(scaler))
+            self._low = self._vanishing_now(optimizer)
+            info = self._monitor(model, value, step, has_scaler=_is_on(scaler))
             self.says.around(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
@@ -159,21 +160,17 @@ class TrainingDebugger(Debugger):
         before, self._rates = self._rates, rates_of(optimizer)
         return 0.0 if is_warming(before, self._rates) else self._vanishing
 
-    def _monitor(
-        self, model: nn.Module, value: float, step: int, vanishing: float, *, has_scaler: bool
-    ) -> StepInfo:
+    def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
         self._windows.boundary(step)
         gradients = gradients_of(model, self.level)
         # The scaler leaves such a step out; it finds its scale that way.
         is_skipped = has_scaler and any(one.is_sick for one in gradients)
-        record = self._record(value, gradients, vanishing)
-        self._count.add(replace(record, is_skipped=is_skipped))
-        anomalies = self._anomalies(value, step, () if is_skipped else gradients, vanishing)
-        info = self._info(model, value, step, gradients, anomalies)
+        self._count.add(replace(self._record(value, gradients), is_skipped=is_skipped))
+        info = self._info(model, value, step, gradients, is_skipped=is_skipped)
         self._remember(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._keep([info, *tensors], info.anomalies)
-        self.says.gradients(step, model, gradients, (self._explosion, vanishing))
+        self.says.gradients(step, model, gradients, (self._explosion, self._low))
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
@@ -265,8 +262,10 @@ class TrainingDebugger(Debugger):
         loss: float,
         step: int,
         gradients: Sequence[GradientFacts],
-        anomalies: Sequence[Anomaly],
+        *,
+        is_skipped: bool,
     ) -> StepInfo:
+        anomalies = self._anomalies(loss, step, () if is_skipped else gradients)
         weights, grads = self._looked_at(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
@@ -286,14 +285,14 @@ class TrainingDebugger(Debugger):
         )
 
     def _anomalies(
-        self, loss: float, step: int, gradients: Sequence[GradientFacts], vanishing: float
+        self, loss: float, step: int, gradients: Sequence[GradientFacts]
     ) -> list[Anomaly]:
         found = []
         if not math.isfinite(loss):
             said = f"The loss is {loss} at step {step}."
             found.append(self._anomaly("loss", "loss", said, step=step))
         for one in gradients:
-            for kind, said in gradient_troubles(one, self._explosion, vanishing):
+            for kind, said in gradient_troubles(one, self._explosion, self._low):
                 found.append(self._anomaly(kind, one.name, said, step=step))
         return found
 
@@ -332,9 +331,7 @@ class TrainingDebugger(Debugger):
             self._names = names = self._names if names == self._names else names
         self._norms.append((step, names, norms))
 
-    def _record(
-        self, loss: float, gradients: Sequence[GradientFacts], vanishing: float
-    ) -> TrainingStepRecord:
+    def _record(self, loss: float, gradients: Sequence[GradientFacts]) -> TrainingStepRecord:
         """Return a step as the engine counts it."""
         return TrainingStepRecord(
             loss=loss,
@@ -342,7 +339,7 @@ class TrainingDebugger(Debugger):
             learning_rates=(),
             n_parameters=len(gradients),
             n_exploding=sum(one.explodes(self._explosion) for one in gradients),
-            n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in gradients),
+            n_vanishing=sum(one.is_matrix and one.vanishes(self._low) for one in gradients),
             n_dead=sum(one.is_dead for one in gradients),
             n_sick=sum(one.is_sick for one in gradients),
         )
