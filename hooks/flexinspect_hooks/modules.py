@@ -87,7 +87,8 @@ class ModuleHook:
             if step.level == "basic" and row[6] == 0:
                 continue
             draft.layer_stats.append(_record(layer, self._names[layer], row))
-        record_activations(values, "hidden", draft)
+        if step.level == "extreme":
+            record_activations(values, ("hidden",), draft)
 
 
 def _looks_healthy(step: StepContext) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,13 +22,16 @@ def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
     buffer.put(f"{_PREFIX}{mark}{name}", tensor.detach().clone())
 
 
-def record_activations(values: Values, stream: str, draft: StepDraft) -> None:
-    """Move the stored tensors of a stream into the draft."""
+def record_activations(values: Values, streams: Sequence[str], draft: StepDraft) -> None:
+    """Move the stored tensors of these streams into the draft, stream by stream."""
+    found: dict[str, list[ArrayRecord]] = {stream: [] for stream in streams}
     for key, array in values.items():
         if not key.startswith(_PREFIX):
             continue
         name = key.removeprefix(_PREFIX)
         dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
-        name, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
-        if name == stream:
-            draft.arrays.append(ArrayRecord(stream, np.ascontiguousarray(array), int(layer), dtype))
+        stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
+        if stream in found:
+            found[stream].append(ArrayRecord(stream, array, int(layer), dtype))
+    for records in found.values():
+        draft.arrays += records

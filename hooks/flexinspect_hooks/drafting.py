@@ -1,0 +1,51 @@
+"""A finished step on its way to a record: its values, then what each hook makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flexinspect.records import StepRecord
+from flexinspect_hooks.buffer import Values
+from flexinspect_hooks.clock import StepContext
+from flexinspect_hooks.hook import Hook, StepDraft
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.recorder import FinishedStep
+
+HookFailed = Callable[[Hook, Exception, StepContext], None]
+"""Told of a hook that failed at a step."""
+
+
+class Drafted:
+    """A step while it becomes a record; a hook that fails is not asked for more of it."""
+
+    def __init__(self, item: FinishedStep) -> None:
+        self._item, self._step, self._draft = item, item.context, StepDraft()
+        self._sick: list[Hook] = []
+        self._tokens = item.take_tokens()
+        self._values: Values = {}
+
+    def make_values(self, failed: HookFailed) -> None:
+        """Take what was sent."""
+
+        def unmade(hook: Hook, error: Exception) -> None:
+            self._sick.append(hook)
+            failed(hook, error, self._step)
+
+        self._values = self._item.buffer.values(unmade)
+
+    def ask_hooks(self, failed: HookFailed) -> None:
+        """Let each hook write its part."""
+        for hook, kept in self._item.kept:
+            if hook in self._sick:
+                continue
+            try:
+                hook.record(self._step, kept, self._values, self._draft)
+            except Exception as error:
+                failed(hook, error, self._step)
+        self._values = {}
+
+    def record(self) -> StepRecord:
+        """Return the record without what rules say of it."""
+        return self._draft.assembled(self._step, self._tokens)
