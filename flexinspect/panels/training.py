@@ -207,9 +207,9 @@ def said_of(producer: Producer) -> str:
 def _value(name: str, point: CurvePoint) -> float | None:
     if name == "learning rate":
         return point.rate
-    if point.is_sick:
-        return math.nan
-    return point.loss if name == "loss" else point.norm
+    if name == "loss":
+        return math.nan if point.has_sick_loss else point.loss
+    return math.nan if point.has_sick_gradient else point.norm
 
 
 def data_words(data: TrainingData) -> Any:
