@@ -135,6 +135,30 @@ def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) ->
     assert "loss in steps 0-39: 0.5 to 0.5." in PANEL.describe(data)
 
 
+def test_a_run_is_shown_as_the_way_of_a_training(source: Source) -> None:
+    run = load_panel("run")
+    data = run.load(source, Request(Place(step=3), run.options(), 80, 30))
+    about = {
+        "optimizer": "AdamW",
+        "groups": ["body", "head"],
+        "parameters": 4,
+        "values": 400,
+        "placement": {"cpu": 100, "cuda:0": 300},
+    }
+    generation = replace(data.generation, declared={"training": about})
+    facts = {"level": "basic", "training": {"anomaly_steps": 1}}
+    assert run.describe(replace(data, run=facts, generation=generation))[:5] == [
+        "model: 400 weights are trained; 4 parameters in 2 groups; on cpu (25%), cuda:0 (75%).",
+        "optimizer: AdamW.",
+        "training loop: 40 steps; level basic.",
+        "outcome: finished; 1 wrong step.",
+        "Manifest:",
+    ]
+    training = replace(PANEL.load(source, request(3)), about=about)
+    assert "device: cpu, weights on cpu (25%), cuda:0 (75%)" in PANEL.describe(training)
+    assert run.describe(replace(data, generation=replace(generation, declared={"training": {}})))
+
+
 def test_a_column_leads_to_a_step_that_it_shows(source: Source) -> None:
     for columns in (1, 3, 7, 40, 100, 160):
         span = span_of(source.reader, Place(), columns)
