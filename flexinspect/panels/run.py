@@ -14,7 +14,8 @@ import numpy as np
 from textual.strip import Strip
 
 from flexinspect.panels.base import Help, Panel, Picture, Place, Request
-from flexinspect.panels.parts.pipeline import RunFacts, boxes, diagram, facts_table
+from flexinspect.panels.parts.pipeline import RunFacts, diagram, facts_table
+from flexinspect.panels.parts.trainingboxes import stages
 from flexinspect.panels.parts.verdict import is_right
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
@@ -82,8 +83,8 @@ class RunPanel(Panel[RunFacts, RunOptions]):
 
     def describe(self, data: RunFacts) -> list[str]:
         """Return the stages in order, then the manifest."""
-        stages = [f"{box.title.rstrip(' ↻')}: {'; '.join(box.lines)}." for box in boxes(data)]
-        return [*stages, "Manifest:", *(f"{name}: {value}" for name, value in manifest(data))]
+        said = [f"{box.title.rstrip(' ↻')}: {'; '.join(box.lines)}." for box in stages(data)]
+        return [*said, "Manifest:", *(f"{name}: {value}" for name, value in manifest(data))]
 
     def paint(self, data: RunFacts, request: Request[RunOptions], look: Look) -> Picture:
         """Draw the diagram and the manifest, scrolled by the offset."""
@@ -108,7 +109,7 @@ class RunPanel(Panel[RunFacts, RunOptions]):
 
 def _strips(data: RunFacts, width: int, look: Look) -> list[Strip]:
     return [
-        *diagram(boxes(data), width, look),
+        *diagram(stages(data), width, look),
         line([], width, look.style("text")),
         *facts_table(manifest(data), width, look),
     ]

@@ -12,6 +12,7 @@ from textual.strip import Strip
 from flexinspect.panels.base import Go, Help, Missing, NoOptions, Panel, Picture, Request
 from flexinspect.panels.parts import curves
 from flexinspect.panels.parts.curves import draw_curve, span_of
+from flexinspect.panels.parts.trainingboxes import placed
 from flexinspect.panels.parts.trainingrun import run_of
 from flexinspect.panels.parts.windows import (
     BESIDE,
@@ -148,8 +149,10 @@ def facts_of(data: TrainingData) -> list[tuple[str, str]]:
     if step.scale is not None:
         left_out = ", step left out" if step.is_skipped else ""
         facts.append(("loss scale", f"{step.scale:g}{left_out}"))
-    where = f"{visible(step.device)} {visible(step.autocast)}".strip()
-    return [*facts, ("device", where or "-"), ("measured", visible(step.detail) or "-")]
+    where, weights = f"{step.device} {step.autocast}".strip(), placed(data.about)
+    if weights not in ("", step.device):
+        where = f"{where or '-'}, weights on {weights}"
+    return [*facts, ("device", visible(where) or "-"), ("measured", visible(step.detail) or "-")]
 
 
 def _norm_words(step: TrainingStepRecord) -> str:
@@ -207,9 +210,9 @@ def said_of(producer: Producer) -> str:
 def _value(name: str, point: CurvePoint) -> float | None:
     if name == "learning rate":
         return point.rate
-    if point.is_sick:
-        return math.nan
-    return point.loss if name == "loss" else point.norm
+    if name == "loss":
+        return math.nan if point.has_sick_loss else point.loss
+    return math.nan if point.has_sick_gradient else point.norm
 
 
 def data_words(data: TrainingData) -> Any:

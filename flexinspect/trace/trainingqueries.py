@@ -17,7 +17,7 @@ _MANY = 1 << 62
 _CURVE = (
     "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
     "max(json_extract(learning_rates, '$[0]')), "
-    "sum((loss IS NULL AND loss_source <> '') OR n_sick > 0) "
+    "max(loss IS NULL AND loss_source <> ''), max(n_sick > 0) "
     f"FROM training_steps {BRANCH} GROUP BY bucket ORDER BY bucket"
 )
 _GROUPS = (
@@ -33,14 +33,16 @@ MOST_READ = 4096
 class CurvePoint:
     """The highest values of some steps that follow each other, the first of which is `step`.
 
-    None where nothing was recorded; `is_sick` where a loss or a gradient was not finite.
+    None where nothing was recorded. The gradients of a step that a loss scaler left out are not
+    finite, and its loss is.
     """
 
     step: int
     loss: float | None
     norm: float | None
     rate: float | None
-    is_sick: bool
+    has_sick_loss: bool
+    has_sick_gradient: bool
 
 
 class TrainingQueries(SaidQueries):
@@ -94,8 +96,8 @@ class TrainingQueries(SaidQueries):
 
 
 def _point(row: Sequence[Any]) -> CurvePoint:
-    _, step, loss, norm, rate, n_sick = row
-    return CurvePoint(step, _number(loss), _number(norm), _number(rate), bool(n_sick))
+    _, step, loss, norm, rate, *sick = row
+    return CurvePoint(step, _number(loss), _number(norm), _number(rate), *map(bool, sick))
 
 
 def _number(value: Any) -> float | None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -15,28 +11,26 @@ from typing import Any
 
 from torch import nn
 
-from flexinspect import __version__, masks
+from flexinspect import masks
 from flexinspect.breaks import BreakpointBook
-from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
-from flexinspect.findings import Finding
+from flexinspect.errors import TraceWriteError, UsageError
 from flexinspect.glance import Glance, glance
 from flexinspect.masks import MaskRule
-from flexinspect.provenance import git_state
 from flexinspect.text import visible
-from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks.breaking import Breaking, Stopper
 from flexinspect_hooks.control.levels import SessionLevels
 from flexinspect_hooks.control.running import Running
 from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.layers import attention_layers
-from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.program import state_of
+from flexinspect_hooks.recorder import Recorder
 from flexinspect_hooks.session import check_level
 from flexinspect_hooks.spans import Wish, read_wishes
 from flexinspect_hooks.stoppers import CallingStopper, GateStopper
 from flexinspect_hooks.story import IdWords, TokenizerWords, Wishes, Words
 from flexinspect_hooks.watchbreaks import Call, OnBreak, say_on_stderr, who_stops
+from flexinspect_hooks.watched import WatchedTrace, free_path, manifest_of, new_writer, quietly, say
 from flexinspect_hooks.watchsession import WatchSession
 
 _watched: set[int] = set()
@@ -81,9 +75,7 @@ def watch(
         masks.check_preset(mask)
     elif mask is not None and not isinstance(mask, MaskRule):
         raise UsageError("mask must be the name of a preset or a flexinspect.masks.MaskRule.")
-    path = _free_path() if out is None else Path(out)
-    if path.exists():
-        raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
+    path = free_path(out, "watch")
     wishes = Wishes(_words(tokenizer), read_wishes(segments), mask)
     stops = None if control and on_break is None else who_stops(on_break)
     chosen = _checked(layers, model)
@@ -93,7 +85,7 @@ def watch(
     return watched
 
 
-class Watch:
+class Watch(WatchedTrace):
     """The handle of a watched model: a context manager, and what is known of its trace."""
 
     def __init__(
@@ -107,16 +99,15 @@ class Watch:
         control: bool,
         stops: Call | None,
     ) -> None:
+        super().__init__(path)
         self._is_controlled = control
         self._running: Running | None = None
         self.breakpoints = BreakpointBook()
         """Those that are set; more may be added at any time."""
         self._stops = stops
-        self.path = path.absolute()
         self._model, self._wishes = model, wishes
         self._level, self._layers = level, layers
         self._session: WatchSession | None = None
-        self._writer: TraceWriter | None = None
 
     # -- while watching --------------------------------------------------------------------------
 
@@ -125,10 +116,7 @@ class Watch:
             raise UsageError("This watch is over.", hint="Call flexinspect.watch again.")
         if id(self._model) in _watched:
             raise UsageError("This model is being watched already: one watch at a time.")
-        try:
-            writer = TraceWriter.create(self.path, _manifest(self._model, self._level))
-        except TraceWriteError as error:
-            raise UsageError(error.message, hint=error.hint) from error
+        writer = new_writer(self.path, _manifest(self._model, self._level))
         try:
             session = WatchSession(
                 self._model, writer, self._wishes, level=self._level, layers=self._layers
@@ -145,7 +133,7 @@ class Watch:
         self._writer, self._session = writer, session
         _watched.add(id(self._model))
         if writer.note:
-            print(f"flexinspect: {writer.note}", file=sys.stderr)
+            say(writer.note)
         return self
 
     def __exit__(
@@ -159,16 +147,14 @@ class Watch:
         assert writer is not None
         _watched.discard(id(self._model))
         self._session, state = None, state_of(error)
-        # Whatever fails here must not take the place of the user's own exception.
         if self._running is not None:
             self._running.close()
-        for step in (
+        quietly(
             lambda: session.close(state, error),
             lambda: session.__exit__(kind, error, trace),
             lambda: self._conclude(session, writer),
             lambda: writer.close(state),
-        ):
-            _quietly(step)
+        )
         if error is None:
             session.pass_breakpoints()
 
@@ -187,7 +173,7 @@ class Watch:
     def _conclude(self, session: WatchSession, writer: TraceWriter) -> None:
         failure = session.recorder.failure
         if failure is not None:
-            print(f"flexinspect: {failure.sentence()}", file=sys.stderr)
+            say(failure.sentence())
         with suppress(TraceWriteError):
             writer.update_run(cost=session.cost())
 
@@ -204,20 +190,9 @@ class Watch:
 
     # -- what is known ---------------------------------------------------------------------------
 
-    def reader(self) -> TraceReader:
-        """Open the trace for reading; close it when done. Raises `TraceError` before the block."""
-        if self._session is not None:
-            self._session.recorder.drain()
-        writer = self._writer
-        is_elsewhere = writer is not None and self._session is not None
-        return open_trace(writer.recording_path if writer and is_elsewhere else self.path)
-
-    def findings(self) -> list[Finding]:
-        """Return what the rules have found so far, all but in the newest step of an open loop."""
-        if self._writer is None:
-            return []
-        with self.reader() as reader:
-            return reader.findings()
+    @property
+    def _recorder(self) -> Recorder | None:
+        return None if self._session is None else self._session.recorder
 
     def __str__(self) -> str:
         seen = self._glance()
@@ -247,24 +222,12 @@ def _controlled(session: WatchSession, writer: TraceWriter) -> Running:
     levels = SessionLevels(session.level, stored)
     title = type(session.context.model).__name__
     about = About("watch", title, str(writer.recording_path))
-    running = Running(about, levels, is_served=True, serving=None, tell=_say)
+    running = Running(about, levels, is_served=True, serving=None, tell=say)
     levels.attach(session)
     session.gate = running.gate
     running.record_with(session.recorder)
     running.start()
     return running
-
-
-def _say(text: str) -> None:
-    print(f"flexinspect: {text}", file=sys.stderr)
-
-
-def _quietly(call: Callable[[], object]) -> None:
-    try:
-        call()
-    except Exception as error:
-        what = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
-        print(f"flexinspect: the trace could not be ended properly: {what}", file=sys.stderr)
 
 
 def _words(tokenizer: Any) -> Words:
@@ -291,35 +254,9 @@ def _checked(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, ...] 
     return tuple(layers)
 
 
-def _free_path() -> Path:
-    name = time.strftime("watch-%Y%m%d-%H%M%S")
-    path, number = Path(f"{name}.flextrace"), 2
-    while path.exists():
-        path, number = Path(f"{name}-{number}.flextrace"), number + 1
-    return path
-
-
 def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
-    import torch
     import transformers
 
-    return {
-        "flexinspect": __version__,
-        "argv": list(sys.argv),
-        "cwd": str(Path.cwd()),
-        "pid": os.getpid(),
-        "started_at": time.time(),
-        "watch": True,
-        "graphs_counted": True,
-        "model": model_facts(model),
-        "level": level,
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "flexinspect": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
-        "git": git_state(Path.cwd()),
-    }
+    found = manifest_of(model, level, watch=True, graphs_counted=True)
+    found["versions"]["transformers"] = transformers.__version__
+    return found

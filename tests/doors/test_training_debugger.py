@@ -137,7 +137,7 @@ def test_a_step_says_what_each_level_measures() -> None:
     )
     norm = torch.nn.utils.get_total_norm([p.grad for p in training.model.parameters()])  # type: ignore[misc]
     for info in (basic, advanced, extreme):
-        assert (info.step, info.loss) == (7, pytest.approx(float(loss)))
+        assert (info.step, info.loss) == (7, pytest.approx(loss.item()))
         assert info.gradient_norm == pytest.approx(float(norm))
         assert not info.is_anomaly
     assert (basic.memory, basic.parameters) == (None, None)

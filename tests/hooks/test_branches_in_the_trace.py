@@ -358,9 +358,17 @@ def test_branches_of_level_extreme_are_compared_by_all_logits(
         assert (masks.n_opened, masks.n_closed) == (seen + separators, 0)
 
 
-def test_the_python_of_the_page_runs(new_run: Callable[..., Run]) -> None:
+def test_the_python_of_the_page_says_where_the_branches_part(
+    new_run: Callable[..., Run], capsys: pytest.CaptureFixture[str]
+) -> None:
     run = new_run()
     run.go(Script(Fork(at(2), token_id=300))).close()
     page = (Path(__file__).parents[2] / "docs" / "branches.md").read_text("utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(block.replace('"run.flextrace"', repr(str(run.path))), {})
+    parent, fork, first, step, mask = capsys.readouterr().out.splitlines()
+    assert parent.startswith(" 0  'Paris")
+    assert fork.startswith("   1 ' l' instead of '<eos>' 'Paris l")
+    assert first == "2"
+    assert step.startswith("StepChange(step=1, basis='candidates', kl=0.0, ")
+    assert mask.startswith("MaskChange(step=1, layer=0, n_rows=41, n_opened=0, n_closed=0, ")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trace_samples import generation, small_step, step
@@ -62,12 +63,23 @@ def test_the_queries_of_the_page_run(client: sqlite3.Connection) -> None:
         assert client.execute(block).fetchall() is not None
 
 
-def test_the_python_of_the_page_runs(finished: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.flextrace").write_bytes(finished.read_bytes())
+def test_the_python_of_the_page_reads_what_the_trace_holds(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run.flextrace"
+    copy.write_bytes(finished.read_bytes())
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert len(blocks) >= 2
-    for block in blocks:
-        exec(block.replace('"run.flextrace"', repr(str(tmp_path / "run.flextrace"))), {})
+    by_reader, by_sqlite = [dict[str, Any]() for _ in blocks]
+    for block, names in zip(blocks, (by_reader, by_sqlite), strict=True):
+        exec(block.replace('"run.flextrace"', repr(str(copy))), names)
+    assert by_sqlite["mass"].shape == by_reader["mass"].shape
+    assert (by_sqlite["mass"] == by_reader["mass"]).all()
+    with open_trace(copy) as reader:
+        steps = [step for one in reader.generations() for step in reader.steps(one.generation)]
+    said = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert said == [f"{step.step} {step.chosen_id} {step.entropy}" for step in steps]
+    assert len(said) == 6
+    assert len(by_reader["calls"]) > 0
 
 
 class Spy:

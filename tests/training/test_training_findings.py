@@ -262,6 +262,27 @@ def test_a_healthy_run_of_500_steps_has_no_finding(path: Path, level: str) -> No
     assert not any(step.is_anomaly for step in steps.values())
 
 
+def test_small_batches_with_momentum_and_warm_up_have_no_finding(path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(800, 2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9, nesterov=True)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 20, 1.0))
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        for _ in range(150):
+            labels = torch.randint(0, 2, (8,))
+            images = torch.randn(8, 1, 12, 12) + labels.view(-1, 1, 1, 1) / 2
+            loss = nn.functional.cross_entropy(model(images), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            warm_up.step()
+            trace.step(loss=loss)
+    assert trace.findings() == []
+
+
 def test_a_scaler_that_never_steps_is_told(path: Path) -> None:
     model = mlp(8, 16, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

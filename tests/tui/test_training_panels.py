@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from flexinspect.panels.training import TrainingPanel, arrange
 from flexinspect.records import GenerationEnd, GenerationRecord, MemoryRecord, StepRecord
 from flexinspect.screens.slots import TRAINING
 from flexinspect.trace.reader import open_trace
+from flexinspect.trace.trainingqueries import CurvePoint
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.trainingfacts import GradientFacts, Producer, TrainingStepRecord
 from flexinspect.widgets.look import Look
@@ -120,8 +122,41 @@ def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) 
     curve = source.reader.training_curve(0, 0, N_STEPS, 4)
     assert [point.step for point in curve.values()] == [0, 10, 20, 30]
     assert [point.loss for point in curve.values()] == [4.0, 3.0, 2.0, None]
-    assert [point.is_sick for point in curve.values()] == [False, False, False, True]
+    assert [point.has_sick_loss for point in curve.values()] == [False, False, False, True]
+    assert [point.has_sick_gradient for point in curve.values()] == [False, False, False, True]
     assert source.reader.group_curve(0, 0, N_STEPS, 4)[2, 0] == 100.0
+
+
+def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) -> None:
+    point = CurvePoint(0, 0.5, None, 0.1, has_sick_loss=False, has_sick_gradient=True)
+    data = replace(PANEL.load(source, request(0, 80, 20)), points={0: point})
+    assert data.values("loss") == {0: 0.5}
+    assert math.isnan(data.values("gradient norm")[0] or 0.0)
+    assert "loss in steps 0-39: 0.5 to 0.5." in PANEL.describe(data)
+
+
+def test_a_run_is_shown_as_the_way_of_a_training(source: Source) -> None:
+    run = load_panel("run")
+    data = run.load(source, Request(Place(step=3), run.options(), 80, 30))
+    about = {
+        "optimizer": "AdamW",
+        "groups": ["body", "head"],
+        "parameters": 4,
+        "values": 400,
+        "placement": {"cpu": 100, "cuda:0": 300},
+    }
+    generation = replace(data.generation, declared={"training": about})
+    facts = {"level": "basic", "training": {"anomaly_steps": 1}}
+    assert run.describe(replace(data, run=facts, generation=generation))[:5] == [
+        "model: 400 weights are trained; 4 parameters in 2 groups; on cpu (25%), cuda:0 (75%).",
+        "optimizer: AdamW.",
+        "training loop: 40 steps; level basic.",
+        "outcome: finished; 1 wrong step.",
+        "Manifest:",
+    ]
+    training = replace(PANEL.load(source, request(3)), about=about)
+    assert "device: cpu, weights on cpu (25%), cuda:0 (75%)" in PANEL.describe(training)
+    assert run.describe(replace(data, generation=replace(generation, declared={"training": {}})))
 
 
 def test_a_column_leads_to_a_step_that_it_shows(source: Source) -> None:

@@ -87,9 +87,13 @@ def boxes(facts: RunFacts) -> list[Box]:
         ("prefill", _prefill(facts)),
         ("decode loop ↻", _decode(facts)),
     )
-    made = [Box(title, _clean(lines)) for title, lines in stages]
     lines, style = _text(facts)
-    return [*made, Box("text", _clean(lines), style)]
+    return [*(box(title, said) for title, said in stages), box("text", lines, style)]
+
+
+def box(title: str, lines: Iterable[str], style: str = "title") -> Box:
+    """Return a stage whose lines may be drawn; empty ones are left out."""
+    return Box(title, _clean(lines), style)
 
 
 def _clean(lines: Iterable[str]) -> tuple[str, ...]:
@@ -226,13 +230,13 @@ def diagram(stages: Sequence[Box], width: int, look: Look) -> list[Strip]:
     per_row = max(1, min(len(stages), (width + _GAP) // (_NARROWEST + _GAP)))
     n_rows = -(-len(stages) // per_row)
     per_row = -(-len(stages) // n_rows)  # rows of equal length
-    box = max((width - _GAP * (per_row - 1)) // per_row, 1)
+    each = max((width - _GAP * (per_row - 1)) // per_row, 1)
     strips: list[Strip] = []
     for start in range(0, len(stages), per_row):
         row = stages[start : start + per_row]
-        strips += _row(row, box, width, look)
+        strips += _row(row, each, width, look)
         if start + per_row < len(stages):
-            strips.append(_turn(len(row), box, width, look))
+            strips.append(_turn(len(row), each, width, look))
     return strips
 
 

@@ -89,9 +89,10 @@ class TrainingDebugger(Debugger):
             maxlen=given.count(history, "history")
         )
         self._names: tuple[str, ...] = ()
-        self._turn = 0
         self._parameters = ParameterList()
         self._rates: tuple[float, ...] = ()
+        self._low = 0.0  # below which a gradient vanishes in the step that is looked at
+        self._turn = 0
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     def _reset(self) -> None:
@@ -145,8 +146,8 @@ class TrainingDebugger(Debugger):
         if optimizer is not None:
             given.optimizer(optimizer, "monitor_training_step")
         try:
-            limit = self._vanishing_now(optimizer)
-            info = self._monitor(model, value, step, limit, has_scaler=_is_on(scaler))
+            self._low = self._vanishing_now(optimizer)
+            info = self._monitor(model, value, step, has_scaler=_is_on(scaler))
             self.says.around(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
@@ -161,21 +162,18 @@ class TrainingDebugger(Debugger):
         before, self._rates = self._rates, rates_of(optimizer)
         return 0.0 if is_warming(before, self._rates) else self._vanishing
 
-    def _monitor(
-        self, model: nn.Module, value: float, step: int, vanishing: float, *, has_scaler: bool
-    ) -> StepInfo:
+    def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
         self._windows.boundary(step)
         gradients = gradients_of(self._parameters.of(model), self.level)
-        odd = gradients.odd(self._explosion, vanishing)
+        odd = gradients.odd(self._explosion, self._low)
         # The scaler leaves such a step out; it finds its scale that way.
         is_skipped = has_scaler and gradients.is_sick
-        self._count.add(self._record(value, len(gradients), odd, vanishing, is_skipped=is_skipped))
-        anomalies = self._anomalies(value, step, () if is_skipped else odd, vanishing)
-        info = self._info(model, value, step, gradients, odd, anomalies)
+        self._count.add(self._record(value, len(gradients), odd, is_skipped=is_skipped))
+        info = self._info(model, value, step, gradients, odd, is_skipped=is_skipped)
         self._remember(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._keep([info, *tensors], info.anomalies)
-        self.says.gradients(step, model, gradients, (self._explosion, vanishing))
+        self.says.gradients(step, model, gradients, (self._explosion, self._low))
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
@@ -268,8 +266,10 @@ class TrainingDebugger(Debugger):
         step: int,
         gradients: Gradients,
         odd: Sequence[GradientFacts],
-        anomalies: Sequence[Anomaly],
+        *,
+        is_skipped: bool,
     ) -> StepInfo:
+        anomalies = self._anomalies(loss, step, () if is_skipped else odd)
         weights, grads = self._looked_at(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
@@ -289,14 +289,14 @@ class TrainingDebugger(Debugger):
         )
 
     def _anomalies(
-        self, loss: float, step: int, gradients: Sequence[GradientFacts], vanishing: float
+        self, loss: float, step: int, gradients: Sequence[GradientFacts]
     ) -> list[Anomaly]:
         found = []
         if not math.isfinite(loss):
             said = f"The loss is {loss} at step {step}."
             found.append(self._anomaly("loss", "loss", said, step=step))
         for one in gradients:
-            for kind, said in gradient_troubles(one, self._explosion, vanishing):
+            for kind, said in gradient_troubles(one, self._explosion, self._low):
                 found.append(self._anomaly(kind, one.name, said, step=step))
         return found
 
@@ -336,13 +336,7 @@ class TrainingDebugger(Debugger):
         self._norms.append((step, names, norms))
 
     def _record(
-        self,
-        loss: float,
-        n_parameters: int,
-        odd: Sequence[GradientFacts],
-        vanishing: float,
-        *,
-        is_skipped: bool,
+        self, loss: float, n_parameters: int, odd: Sequence[GradientFacts], *, is_skipped: bool
     ) -> TrainingStepRecord:
         """Return a step as the engine counts it."""
         return TrainingStepRecord(
@@ -351,7 +345,7 @@ class TrainingDebugger(Debugger):
             learning_rates=(),
             n_parameters=n_parameters,
             n_exploding=sum(one.explodes(self._explosion) for one in odd),
-            n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in odd),
+            n_vanishing=sum(one.is_matrix and one.vanishes(self._low) for one in odd),
             n_dead=sum(one.is_dead for one in odd),
             n_sick=sum(one.is_sick for one in odd),
             is_skipped=is_skipped,

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect import __version__
-from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
-from flexinspect.findings import Finding
-from flexinspect.provenance import git_state
+from flexinspect.errors import TraceWriteError, UsageError
 from flexinspect.text import visible
-from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.trainingfacts import TrainingSummary
 from flexinspect_hooks import given
-from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.program import state_of
+from flexinspect_hooks.recorder import Recorder
 from flexinspect_hooks.session import check_level
 from flexinspect_hooks.training.counting import answer_from
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.session import TrainingSession
+from flexinspect_hooks.watched import WatchedTrace, free_path, manifest_of, new_writer, quietly, say
 
 T = TypeVar("T")
 
@@ -61,14 +53,12 @@ def watch_training(
     given.module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that gradients are wanted for.")
-    path = _free_path() if out is None else Path(out)
-    if path.exists():
-        raise UsageError(f"{path} exists already.", hint="Choose another out, or remove it.")
+    path = free_path(out, "training")
     governor = Governor(check_level(level), band)
     return TrainingWatch(model, _bare(optimizer), path, governor, level=level, quiet=quiet)
 
 
-class TrainingWatch:
+class TrainingWatch(WatchedTrace):
     """The handle of a watched training run: a context manager, and what is known so far."""
 
     def __init__(
@@ -81,11 +71,10 @@ class TrainingWatch:
         level: str,
         quiet: bool,
     ) -> None:
-        self.path = path.absolute()
+        super().__init__(path)
         self._model, self._optimizer = model, optimizer
         self._governor, self._level, self._quiet = governor, level, quiet
         self._session: TrainingSession | None = None
-        self._writer: TraceWriter | None = None
         self._last_cost: dict[str, float | int] = {}
         self._last_summary = TrainingSummary()
 
@@ -96,10 +85,8 @@ class TrainingWatch:
             raise UsageError("This watch is over.", hint="Call flexinspect.watch_training again.")
         if id(self._model) in _watched:
             raise UsageError("The training of this model is being watched already.")
-        try:
-            writer = TraceWriter.create(self.path, _manifest(self._model, self._level))
-        except TraceWriteError as error:
-            raise UsageError(error.message, hint=error.hint) from error
+        about = manifest_of(self._model, self._level, watch_training=True)
+        writer = new_writer(self.path, about)
         session = TrainingSession(self._model, self._optimizer, writer, self._governor)
         try:
             session.enter()
@@ -112,7 +99,7 @@ class TrainingWatch:
         answer_from(session.summary, self)
         _watched.add(id(self._model))
         if writer.note:
-            self._say(writer.note)
+            say(writer.note)
         return self
 
     def __exit__(
@@ -127,13 +114,11 @@ class TrainingWatch:
         _watched.discard(id(self._model))
         self._session, state = None, state_of(error)
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        # Whatever fails here must not take the place of the user's own exception.
-        for step in (
+        quietly(
             lambda: session.leave(state, reason),
             lambda: self._conclude(session, writer),
             lambda: writer.close(state),
-        ):
-            self._quietly(step)
+        )
 
     def step(self, loss: float | Tensor | None = None) -> None:
         """Tell the loss of a step, once for each step of the optimizer, before or after it.
@@ -175,20 +160,9 @@ class TrainingWatch:
         """How many steps were wrong so far, all but the newest."""
         return self._last_summary if self._session is None else self._session.summary.summary
 
-    def reader(self) -> TraceReader:
-        """Open the trace for reading; close it when done. Raises `TraceError` before the block."""
-        if self._session is not None:
-            self._session.recorder.drain()
-        writer = self._writer
-        is_elsewhere = writer is not None and self._session is not None
-        return open_trace(writer.recording_path if writer and is_elsewhere else self.path)
-
-    def findings(self) -> list[Finding]:
-        """Return what the rules have found so far, all but in the newest step."""
-        if self._writer is None:
-            return []
-        with self.reader() as reader:
-            return reader.findings()
+    @property
+    def _recorder(self) -> Recorder | None:
+        return None if self._session is None else self._session.recorder
 
     def __str__(self) -> str:
         summary, cost = self.summary, self.cost
@@ -208,21 +182,11 @@ class TrainingWatch:
     def _conclude(self, session: TrainingSession, writer: TraceWriter) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary
         if session.recorder.failure is not None:
-            self._say(session.recorder.failure.sentence())
+            say(session.recorder.failure.sentence())
         with suppress(TraceWriteError):
             writer.update_run(cost=self._last_cost, training=self._last_summary.as_dict())
         if not self._quiet:
-            self._say(str(self))
-
-    def _quietly(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:
-            what = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
-            self._say(f"the trace could not be ended properly: {what}")
-
-    def _say(self, text: str) -> None:
-        print(f"flexinspect: {text}", file=sys.stderr)
+            say(str(self))
 
 
 def _bare(optimizer: Any) -> Optimizer | None:
@@ -241,32 +205,3 @@ def _bare(optimizer: Any) -> Optimizer | None:
             hint="Without one, call step(loss=...) once for each step.",
         )
     return optimizer
-
-
-def _free_path() -> Path:
-    name = time.strftime("training-%Y%m%d-%H%M%S")
-    path, number = Path(f"{name}.flextrace"), 2
-    while path.exists():
-        path, number = Path(f"{name}-{number}.flextrace"), number + 1
-    return path
-
-
-def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
-    return {
-        "flexinspect": __version__,
-        "argv": list(sys.argv),
-        "cwd": str(Path.cwd()),
-        "pid": os.getpid(),
-        "started_at": time.time(),
-        "watch_training": True,
-        "model": model_facts(model),
-        "level": level,
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "flexinspect": __version__,
-            "torch": torch.__version__,
-        },
-        "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
-        "git": git_state(Path.cwd()),
-    }
