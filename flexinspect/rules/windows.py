@@ -16,7 +16,6 @@ from flexinspect.masks import BoolArray
 from flexinspect.records import CallRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.rules.maskplaces import frame_of
-from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import counted
 from flexinspect.rules.words import layers as in_layers
 
@@ -48,37 +47,34 @@ class WindowsRule(Rule):
         ),
     }
 
-    def begin(self, scene: Scene) -> None:
-        """Begin with no mask judged."""
-        super().begin(scene)
-        self._right: set[tuple[Any, ...]] = set()
-
     def look(self, step: StepRecord) -> Sequence[Finding]:
         """Return the layers whose rows see the key that has just left their window."""
         wide: dict[int, list[CallRecord]] = {}
+        judged: dict[tuple[Any, ...], list[int]] = {}
         rows: dict[int, list[int]] = {}
         for call in step.calls:
-            if call.window is None or call.causal is False or call.q_len != step.q_len:
+            window = call.window
+            if window is None or call.causal is False or step.kv_after <= window:
                 continue
-            if step.kv_after <= call.window:
-                continue
-            found = self._beyond(step, call)
-            if found:
-                wide.setdefault(call.window, []).append(call)
-                rows.setdefault(call.window, found)
+            key = (call.mask, window, call.kv_len, call.q_len)
+            if key not in judged:
+                judged[key] = self._beyond(step, call)
+            if judged[key]:
+                wide.setdefault(window, []).append(call)
+                rows.setdefault(window, judged[key])
         return [self._finding(step, window, wide[window], rows[window]) for window in wide]
 
     def _beyond(self, step: StepRecord, call: CallRecord) -> list[int]:
         """Return the positions whose rows see the first key that lies outside of the window."""
         mask, window, frame = self.scene.mask(call.mask), call.window, frame_of(step, call)
-        if mask is None or mask.cells is None or window is None:
-            return []
-        key = (call.mask, window, frame.q_offset, frame.kv_offset)
-        if key in self._right:
+        if mask is None or mask.cells is None or window is None or call.q_len != step.q_len:
             return []
         cells = mask.cells
-        n_rows = max(call.q_len, 1)
-        at = np.arange(n_rows)
+        if call.q_len == 1:  # this is what a healthy decode step costs
+            gone = frame.q_offset - window - frame.kv_offset
+            is_inside = 0 <= gone < cells.shape[2] and mask.averaged is None
+            return [frame.q_offset] if is_inside and cells[:, -1, gone].any() else []
+        at = np.arange(call.q_len)
         keys = frame.q_offset + at - window - frame.kv_offset
         at, keys = at[keys >= 0], keys[keys >= 0]
         at, keys = at[keys < cells.shape[2]], keys[keys < cells.shape[2]]
@@ -87,9 +83,6 @@ class WindowsRule(Rule):
         if mask.averaged is not None:
             averaged: BoolArray = np.asarray(mask.averaged[:, lines].any(axis=0))
             is_open = is_open & ~averaged
-        if not is_open.any():
-            self._right.add(key)
-            return []
         return [int(row) for row in frame.q_offset + at[is_open]]
 
     def _finding(
