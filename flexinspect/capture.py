@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from flexinspect import protocol
-from flexinspect.debugger import listening_sentence
 from flexinspect.job import Job, ScriptJob
 
 LAST_WORDS = 40
@@ -32,10 +31,10 @@ class CaptureState:
     error: str | None = None
     hint: str | None = None
     over: bool = False
-    debugger: str | None = None
     wants_terminal: bool = False
     terminal_wishes: int = 0
     stops: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    debugger: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
 
@@ -119,7 +118,7 @@ class Capture:
             self.state.note = facts["note"] or self.state.note
             self.state.over = True
         elif facts["kind"] == protocol.DEBUGGER:
-            self.state.debugger = listening_sentence(**{k: facts[k] for k in _LISTENING})
+            self.state.debugger.put(facts["text"])
         elif facts["kind"] == protocol.TERMINAL:
             self.state.wants_terminal = facts["wanted"]
             self.state.terminal_wishes += facts["wanted"]
@@ -129,9 +128,6 @@ class Capture:
     def lend_terminal(self) -> None:
         """Let pdb in the process have the terminal, until `state.wants_terminal` is over."""
         raise NotImplementedError
-
-
-_LISTENING = ("host", "port", "waiting")
 
 
 def debuggable(job: Job | ScriptJob) -> list[str]:

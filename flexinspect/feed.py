@@ -80,6 +80,9 @@ class Feed:
         self._interrupted = self.detached = self.ending = False
         self._next_check = 0.0
         self.prints: deque[str] = deque(maxlen=MOST_PRINTS)
+        self.debugger: deque[str] = deque(maxlen=MOST_PRINTS)
+        """What a debugger's user has to know of a run that goes on; whoever shows it takes it."""
+        self._last_told = 0
         if path is not None:
             self._attach(path)
 
@@ -172,6 +175,8 @@ class Feed:
             state = reader.state
             first, last = step_bounds(reader, generation, branch) or (0, None)
             phase, fraction, detail = self._phase(reader)
+            if state == "recording":
+                self._hear_debugger(reader)
             status = Status(
                 state=state,
                 phase=phase,
@@ -196,6 +201,11 @@ class Feed:
             if fraction is not None and not math.isfinite(fraction):
                 fraction = None
         return phase, fraction, detail
+
+    def _hear_debugger(self, reader: TraceReader) -> None:
+        for row in newest_events(reader, "debugger", self._last_told, MOST_EVENTS):
+            self._last_told = row.id
+            self.debugger.append(row.event.text)
 
     def _with_words(self, status: Status) -> Status:
         from dataclasses import replace

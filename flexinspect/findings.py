@@ -24,7 +24,8 @@ class Finding:
     positions of the sequence; `layers` are all layers it is about where they are several (`layer`
     is then the first of them). Findings of one generation and branch with the same `id` and
     `series` (unless it is empty) are one: the first is kept, and counts in `times` and `last_step`
-    how often and until when the trouble was met again. `why` says why it matters, `confirm` how
+    how often and until when the trouble was met again. Of a kind that grows, sentence and evidence
+    are those of the last. `why` says why it matters, `confirm` how
     to see for oneself, `fix` what usually mends it, and `query` is the SQL that finds the
     evidence in the trace; all four are empty where nothing was said.
     """
@@ -51,10 +52,17 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A finding of a series that was met again, in this step."""
+    """A finding of a series that was met again, in this step.
+
+    It lies in `generation` (None: in that of the step). `sentence` and `evidence` take the place
+    of its own, where they are given.
+    """
 
     id: str
     series: str
+    generation: int | None = None
+    sentence: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -38,8 +38,7 @@ TERMINAL = "terminal"
 """pdb wants the user's terminal, or has done with it (`wanted`); the other way: it may have it."""
 
 DEBUGGER = "debugger"
-"""debugpy listens on `host` and `port`; `waiting` says that nothing runs before a client comes."""
-
+"""What whoever debugs has to know at once is `text`: where debugpy listens, what it cannot do."""
 
 GRANT = b"."
 """The other way, on standard input: pdb may have the terminal."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexinspect.errors import TraceError
-from flexinspect.records import EventRecord, GenerationRecord
+from flexinspect.records import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.base import RuleBook
 from flexinspect.trace.branchfacts import in_branch
 from flexinspect.trace.callranges import lineage
@@ -26,6 +26,15 @@ def recall(path: Path, generation: int, branch: int, book: RuleBook) -> list[Eve
             return list(recalled(reader, generation, branch, book))
     except TraceError:
         return []
+
+
+def recorded(path: Path, generation: int, step: int, branch: int) -> StepRecord | None:
+    """Return a step as it was written, None where it cannot be read."""
+    try:
+        with TraceReader(path) as reader:
+            return reader.record(generation, step, branch)
+    except TraceError:
+        return None
 
 
 def recalled(

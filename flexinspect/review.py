@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.errors import FlexInspectError, TraceError, TraceWriteError
-from flexinspect.findings import Finding, Severity
+from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.recall import branch_beginning, recalled
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
@@ -268,19 +268,23 @@ class _Looker:
             return
         self._say(seen.findings, seen.events[len(step.events) :], counts=self.told is None)
         for repeat in seen.repeats:
-            self._count(step, (repeat.id, repeat.series))
+            self._count(step, repeat)
 
     def _differentiate(self, gradients: GradientRecord) -> None:
         found, repeats, events = self._book.differentiate(gradients)
         self._say(found, events, counts=self.told is None)
         for repeat in repeats:
-            self._count(gradients, (repeat.id, repeat.series))
+            self._count(gradients, repeat)
 
-    def _count(self, step: StepRecord | GradientRecord, series: tuple[str, str]) -> None:
+    def _count(self, step: StepRecord | GradientRecord, again: Repeat) -> None:
         """Count a finding of an earlier step again, as the trace does."""
+        series = (again.id, again.series, step.branch)
         for at, finding in enumerate(self.found):
-            if (finding.id, finding.series, finding.branch) == (*series, step.branch):
-                self.found[at] = replace(finding, times=finding.times + 1, last_step=step.step)
+            if (finding.id, finding.series, finding.branch) == series:
+                news: dict[str, Any] = {"times": finding.times + 1, "last_step": step.step}
+                if again.sentence:
+                    news |= {"sentence": again.sentence, "evidence": again.evidence}
+                self.found[at] = replace(finding, **news)
 
     def end(self) -> None:
         """Let the rule speak of the generation as a whole."""

@@ -7,8 +7,9 @@ a number that is NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 
 EXPLOSION = 10.0
 """A parameter whose gradient norm is above this explodes."""
@@ -257,6 +258,11 @@ def summarise(steps: Iterable[TrainingStepRecord]) -> TrainingSummary:
     for step in steps:
         count.add(step)
     return count.summary
+
+
+def is_warming(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Say whether a learning rate rises: behind a gate that begins at 0 gradients begin small."""
+    return any(map(gt, now, before))
 
 
 def group_of(name: str) -> str:

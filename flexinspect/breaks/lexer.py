@@ -31,7 +31,7 @@ _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[^\W\d]\w*(?:-[^\W\d]\w*)*")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:_\d+)*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
 _OPERATOR = re.compile(r"==|!=|<=|>=|<|>|@|\(|\)|\[|\]|,")
-_GLOB = re.compile(r"[^\s()\"',@<>=]+")
+_GLOB = re.compile(r"(?:(?!!=)[^\s()\"',@<>=])+")
 _INSTEAD = {
     "=": ("A comparison is written with two signs: ==", "="),
     "&": ("Conditions are joined with the word and", "&"),

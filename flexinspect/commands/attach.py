@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     which = args.which
     is_pid = which is not None and which.isdecimal()
     trace = Path(which) if which is not None and not is_pid else None
-    entry = choose(int(which) if is_pid else None, trace)
+    hint = "Name one: flexinspect attach PID, or attach TRACE."
+    entry = choose(int(which) if is_pid else None, trace, hint=hint)
     return open_trace_file(Path(entry.trace))
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexinspect.commands.open import whole_number
+from flexinspect.commands.run import positive
 from flexinspect.text import visible
 
 if TYPE_CHECKING:
@@ -75,11 +77,13 @@ def _add_going(verbs: Any) -> None:
         do=lambda c, a: c.continue_()
     )
     step = verbs.add_parser("step", help="go on for N steps, then pause")
-    step.add_argument("n", metavar="N", type=int, nargs="?", default=1)
+    step.add_argument("n", metavar="N", type=positive, nargs="?", default=1)
     step.set_defaults(do=lambda c, a: c.step(a.n))
     run_to = verbs.add_parser("run-to", help="go on until step N has finished")
-    run_to.add_argument("step", metavar="N", type=int)
-    run_to.add_argument("--generation", type=int, metavar="N", help="default: the current one")
+    run_to.add_argument("step", metavar="N", type=whole_number)
+    run_to.add_argument(
+        "--generation", type=whole_number, metavar="N", help="default: the current one"
+    )
     run_to.set_defaults(do=lambda c, a: c.run_to(a.step, a.generation))
     verbs.add_parser("stop", help="end the run after this step").set_defaults(
         do=lambda c, a: c.stop()
@@ -100,7 +104,7 @@ def _add_travelling(verbs: Any) -> None:
     restore.set_defaults(do=lambda c, a: c.restore(_place(a), dry_run=a.cost))
     fork = _place_parser(verbs, "fork", "go on from a step with another token")
     token = fork.add_mutually_exclusive_group(required=True)
-    token.add_argument("--token-id", type=int, metavar="ID")
+    token.add_argument("--token-id", type=whole_number, metavar="ID")
     token.add_argument("--text", help="what it is to say instead")
     fork.add_argument("--stay", action="store_true", help="pause at the new branch")
     fork.set_defaults(
@@ -120,11 +124,11 @@ def _add_travelling(verbs: Any) -> None:
 
 def _place_parser(verbs: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = verbs.add_parser(name, help=text)
-    parser.add_argument("step", metavar="STEP", type=int)
+    parser.add_argument("step", metavar="STEP", type=whole_number)
     parser.add_argument(
-        "--generation", type=int, default=None, metavar="N", help="default: current"
+        "--generation", type=whole_number, default=None, metavar="N", help="default: current"
     )
-    parser.add_argument("--branch", type=int, metavar="N", help="default: current")
+    parser.add_argument("--branch", type=whole_number, metavar="N", help="default: current")
     parser.add_argument("--cost", action="store_true", help="only say what it would cost")
     parser.set_defaults(needs_place=True)
     return parser
@@ -135,8 +139,10 @@ def _add_breakpoints(verbs: Any) -> None:
     doing = parser.add_subparsers(dest="doing", metavar="WHAT", required=True)
     add = doing.add_parser("add", help="set one")
     add.add_argument("condition", metavar="CONDITION")
-    add.add_argument("--hits", type=int, default=0, metavar="N", help="stop from the N-th hit on")
-    add.add_argument("--once", action="store_true", help="remove it at its first stop")
+    add.add_argument(
+        "--hits", type=whole_number, default=0, metavar="N", help="stop from the N-th hit on"
+    )
+    add.add_argument("--once", action="store_true", help="switch it off at its first stop")
     add.add_argument("--log-only", action="store_true", help="leave an event, and do not stop")
     add.set_defaults(
         do=lambda c, a: c.add_breakpoint(a.condition, hits=a.hits, once=a.once, log_only=a.log_only)
@@ -144,7 +150,7 @@ def _add_breakpoints(verbs: Any) -> None:
     doing.add_parser("list", help="list them").set_defaults(do=lambda c, a: c.breakpoints())
     for name, text, do in _NUMBERED:
         one = doing.add_parser(name, help=text)
-        one.add_argument("number", metavar="NUMBER", type=int)
+        one.add_argument("number", metavar="NUMBER", type=whole_number)
         one.set_defaults(do=do)
     for one in doing.choices.values():
         _add_common(one, default=argparse.SUPPRESS)

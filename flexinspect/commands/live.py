@@ -221,12 +221,14 @@ class ScriptRun(LiveRun):
         self._tell_of_debugger()
         if self._progress.verbose:
             super()._look()
+        elif self._process.state.recording is not None:
+            self._tell_of_stop(self._process.state.recording)
 
     def _tell_of_debugger(self) -> None:
-        """Say on stderr where to attach: nothing else that we say comes before the end."""
-        said, self._process.state.debugger = self._process.state.debugger, None
-        if said is not None:
-            self._progress.console.print(f"flexinspect: {said}", soft_wrap=True)
+        """Say on stderr where to attach, and what no debugger can do: it cannot wait."""
+        said = self._process.state.debugger
+        while not said.empty():
+            self._progress.console.print(f"flexinspect: {visible(said.get())}", soft_wrap=True)
 
     def _stop(self) -> None:
         """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""

@@ -36,18 +36,21 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
-    parser.add_argument("--generation", metavar="N", type=_number, help="begin in this generation")
-    parser.add_argument("--step", metavar="N", type=_number, help="begin at this step")
-    parser.add_argument("--layer", metavar="N", type=_number, default=0)
-    parser.add_argument("--head", metavar="N", type=_number, default=0)
+    parser.add_argument(
+        "--generation", metavar="N", type=whole_number, help="begin in this generation"
+    )
+    parser.add_argument("--step", metavar="N", type=whole_number, help="begin at this step")
+    parser.add_argument("--layer", metavar="N", type=whole_number, default=0)
+    parser.add_argument("--head", metavar="N", type=whole_number, default=0)
     parser.add_argument(
         "--web", action="store_true", help="serve the interface to a browser on this machine"
     )
-    parser.add_argument("--port", type=_number, default=8422, help="of --web (default: 8422)")
+    parser.add_argument("--port", type=whole_number, default=8422, help="of --web (default: 8422)")
     parser.set_defaults(run=run)
 
 
-def _number(text: str) -> int:
+def whole_number(text: str) -> int:
+    """Read a whole number from 0 on from a flag."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
@@ -139,7 +142,7 @@ def _finish(app: InspectorApp) -> int:
     if process is None:
         return code
     if feed is not None and feed.detached:
-        print(f"The run goes on; see it again with: flexinspect attach --pid {process.pid}")
+        print(f"The run goes on; see it again with: flexinspect attach {process.pid}")
         return 0
     for text in app.feed.prints if app.feed is not None else ():
         print(visible(text), file=sys.stderr)  # what the user's own code printed meanwhile

@@ -65,7 +65,7 @@ def tell_serving(serving: tuple[str, int, str] | None) -> None:
     name = f"[{host}]" if ":" in host else host
     where = f"http://{name}:{port}" if port else "a port that flexinspect attach --list shows"
     given = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
-    print(f"flexinspect: commands are taken at {where}{given}", file=sys.stderr)
+    print(f"flexinspect: commands will be taken at {where}{given}", file=sys.stderr)
     if not is_loopback(host):
         text = "other machines can reach it; what is sent, the token too, is not encrypted"
         print(f"flexinspect: {text}", file=sys.stderr)

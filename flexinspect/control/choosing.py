@@ -11,10 +11,15 @@ from flexinspect.control.registry import Address, Entry
 from flexinspect.errors import UsageError
 
 
-def choose(pid: int | None = None, trace: Path | None = None) -> Entry:
+def choose(
+    pid: int | None = None,
+    trace: Path | None = None,
+    *,
+    hint: str = "Name one with --pid or --trace.",
+) -> Entry:
     """Return the capture of a process or a trace, or the only one there is.
 
-    Raises `UsageError` when there is none or several, naming them.
+    Raises `UsageError` when there is none or several, naming them; `hint` says how one is named.
     """
     found = registry.running()
     if pid is not None:
@@ -26,12 +31,13 @@ def choose(pid: int | None = None, trace: Path | None = None) -> Entry:
     if found:
         raise UsageError(
             f"{len(found)} captures run: {'; '.join(map(words, found))}.",
-            hint="Name one with --pid or --trace.",
+            hint=hint,
         )
     named = f" of process {pid}" if pid is not None else ""
     named += f" that records {trace}" if trace is not None else ""
     raise UsageError(
-        f"No capture{named} is running.", hint="flexinspect run begins one; --list shows them."
+        f"No capture{named} is running.",
+        hint="flexinspect run begins one; flexinspect attach --list shows them.",
     )
 
 

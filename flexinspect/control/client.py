@@ -182,7 +182,7 @@ class ControlClient:
                 hint="A debugger may hold its process: let that go on.",
             )
         return ControlError(
-            f"No capture answers at {where}: {error}.",
+            f"No capture answers at {where}: {getattr(error, 'strerror', None) or error}.",
             hint="It may have ended; flexinspect attach --list shows those that run.",
         )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 BEFORE_FIRST = -1
 """The step of a place before any step has finished."""
 
 MOST = 2**31 - 1
 """The largest number that anything may be numbered with."""
+
+ASKED: Final = "it was asked to"
+"""Why it has paused, where a command alone is the reason."""
 
 State = Literal["loading", "running", "pausing", "paused", "holding", "finished"]
 """loading: no forward yet. pausing: it will pause after this step. holding: the generation is over
@@ -170,9 +173,9 @@ class BreakpointInfo:
     """A breakpoint as its owner lists it.
 
     `text` is its condition as written. It stops from the hit number `hits` on (0 and 1: the first),
-    goes after its first stop when `once`, and only leaves an event when `log_only`. `n_hits` is how
-    often it was met so far; `note` says what there is to know of it, for instance where it is
-    judged.
+    is switched off by its first stop when `once`, and only leaves an event when `log_only`;
+    `n_hits` is how often it was met so far; `note` says what there is to know of it, for instance
+    where it is judged.
     """
 
     id: int

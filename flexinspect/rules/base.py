@@ -29,6 +29,7 @@ class FindingKind:
     `why` says why it matters, `confirm` how to see for oneself, `fix` what usually mends it: a
     sentence or two each, for findings that bring none of their own. `query` is the SQL that finds
     the evidence in the trace; {generation}, {branch}, {step} and {layer} stand for the finding's.
+    Of one that `grows`, the words and numbers of the last time count, not those of the first.
     """
 
     severity: Severity
@@ -37,6 +38,7 @@ class FindingKind:
     confirm: str = ""
     fix: str = ""
     query: str = ""
+    grows: bool = False
 
 
 class Rule:
@@ -131,6 +133,8 @@ class RuleBook:
         for rule in self._rules:  # an event may come before the first generation
             rule.scene = self._scene
         self._told: set[tuple[int, int, str, str]] = set()
+        kinds = [pair for rule in self._rules for pair in rule.findings.items()]
+        self._growing = frozenset(id_ for id_, kind in kinds if kind.grows)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,7 +164,8 @@ class RuleBook:
     def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
         self._scene.begin(generation, is_loose=self._is_loose)
-        self._told.clear()
+        if not self._is_loose:  # a call outside of a model may go on with what is said of another
+            self._told.clear()
         where = f"the beginning of generation {generation.generation}"
 
         def begin(rule: Rule) -> Sequence[Finding]:
@@ -233,11 +238,17 @@ class RuleBook:
         for finding in found:
             key = (finding.generation, finding.branch, finding.id, finding.series)
             if finding.series and key in self._told:
-                repeats.append(Repeat(finding.id, finding.series))
+                repeats.append(self._repeat(finding))
                 continue
             self._told.add(key)
             news.append(finding)
-        return news, tuple(dict.fromkeys(repeats))
+        return news, tuple({(r.id, r.series): r for r in repeats}.values())
+
+    def _repeat(self, finding: Finding) -> Repeat:
+        if finding.id not in self._growing:
+            return Repeat(finding.id, finding.series, finding.generation)
+        place = (finding.id, finding.series, finding.generation)
+        return Repeat(*place, finding.sentence, finding.evidence)
 
     def _switch_off(
         self, rule: Rule, error: Exception, where: str, step: StepRecord | None

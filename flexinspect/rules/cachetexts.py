@@ -33,8 +33,16 @@ class _Last(NamedTuple):
     kv_after: int
     is_alone: bool
     """Whether it was a single token without a cached key, as the first step of a generation."""
+    is_single: bool
+    """Whether it fed a single token."""
     position_id: int | None
     logits: LogitsRecord | None
+
+    @property
+    def best(self) -> int | None:
+        """The best candidate that it gave for the next token."""
+        best = self.logits.candidates if self.logits is not None else ()
+        return best[0].token_id if best else None
 
     def expects(self, token_id: int) -> bool:
         """Say whether a token is one of the candidates that it gave for the next."""
@@ -82,7 +90,8 @@ class CacheTexts:
             self._chain = 0
         is_alone = step.q_len == 1 and not step.kv_before
         last_id = _last_id(step)
-        self._last = _Last(step.generation, step.kv_after, is_alone, last_id, step.logits)
+        place = (step.generation, step.kv_after, is_alone, step.q_len == 1)
+        self._last = _Last(*place, last_id, step.logits)
         self._length = step.kv_after
         return found
 
@@ -128,16 +137,21 @@ class CacheTexts:
         return [self._of_tokens(step, SHARED, Severity.ERROR, sentence, wrong, len(wrong))]
 
     def _cut(self, step: StepRecord) -> list[Finding]:
-        """Say when the text goes on with the next token while most of its keys are gone.
+        """Say when the text goes on with the next token while keys of it are gone.
 
         Drafts and turns are cut, too, but not by more than half with the next token after that.
+        Of less it is sure where the last step fed one row, and its best token comes now. A cache
+        that forgets one key for each that comes does so on purpose.
         """
         last, token = self._last, self.scene.token(step.kv_before)
         if last is None or token is None or step.q_len != 1 or self._is_lost_told:
             return []
         ended, fed_id = last.position_id, _last_id(step)
         goes_on = ended is not None and fed_id == ended + 1
-        if 2 * step.kv_before >= last.kv_after or not (goes_on or last.expects(token.token_id)):
+        gone = last.kv_after - step.kv_before
+        is_much = 2 * step.kv_before < last.kv_after
+        is_next = is_much and (goes_on or last.expects(token.token_id))
+        if not is_next and not (gone > 1 and last.is_single and last.best == token.token_id):
             return []
         self._is_lost_told = True
         sentence = (
@@ -146,7 +160,6 @@ class CacheTexts:
             f"({self.scene.position(step.kv_before)})"
         )
         places = (step.kv_before,)
-        gone = last.kv_after - step.kv_before
         return [self._of_tokens(step, LOST, Severity.WARNING, sentence, places, gone)]
 
     def _last_token_again(self, step: StepRecord) -> list[Finding]:
@@ -234,7 +247,7 @@ class CacheTexts:
         candidates of the step before them.
         """
         last, token = self._last, self.scene.token(0)
-        if last is None or step.q_len != 1 or token is None:
+        if last is None or step.q_len != 1 or token is None or not _has_keys(step):
             self._chain = 0
             return []
         self._behind = last.kv_after + (self._behind if last.is_alone else 0)
@@ -326,6 +339,11 @@ def _alike(some: Sequence[int], others: Sequence[int]) -> int:
             break
         n += 1
     return n
+
+
+def _has_keys(step: StepRecord) -> bool:
+    """Say whether a model has keys at all: one of recurrent layers alone keeps a state."""
+    return bool(step.calls) or (step.inputs is not None and bool(step.inputs.cached_after))
 
 
 def _last_id(step: StepRecord) -> int | None:

@@ -22,6 +22,9 @@ SCALE = "attention.scale"
 SOFTCAP = "attention.softcap-differs"
 DTYPE = "attention.dtype-differs"
 
+RESCALED = "scores-rescaled"
+"""The event that an attention function of the user's did not keep the scale that it was given."""
+
 _facts = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
 
 
@@ -81,7 +84,7 @@ class CallFactsRule(Rule):
     name: ClassVar[str] = "call facts"
     findings: ClassVar[Mapping[str, FindingKind]] = {
         SCALE: _kind_of(
-            "the scale of the scores differs in one layer or from one step to the next",
+            "the scale of the scores differs in one layer or step, or from the one asked for",
             "A wrong scale makes attention too sharp or too flat, and no error says so.",
             "Pass the scale that the layer was given (scaling=) on to the kernel, in each branch "
             "of the patched code; do not divide the queries by sqrt(head_dim) as well.",
@@ -116,12 +119,27 @@ class CallFactsRule(Rule):
         if known is not None and known[0] == facts:
             return ()
         self._before[step.branch] = (facts, step.calls)
-        found = []
+        found: list[Finding] = []
         for kind in _KINDS:
             odd = self._odd(step, kind)
             changed = [] if known is None or odd else _changed(step, kind, known[1])
             found += odd or changed
+        if all(one.id != SCALE for one in found):
+            found += [self._rescaled(step, e.data) for e in step.events if e.kind == RESCALED]
         return found
+
+    def _rescaled(self, step: StepRecord, told: Mapping[str, Any]) -> Finding:
+        """Say that own code made another scale of the one that the layers asked for."""
+        layers, factor = list(map(int, told["layers"])), float(told["factor"])
+        where = in_layers(layers, len({call.layer for call in step.calls}))
+        kernel = "its default" if told["scale"] is None else f"{float(told['scale']):.4g}"
+        sentence = (
+            f"In {where} scores are scaled by {factor:.4g} times what the layer asked for in step "
+            f"{step.step}: the attention function was given `scaling`, and its kernel uses "
+            f"{kernel} on queries and keys that may have been scaled before."
+        )
+        about: dict[str, Any] = {"layers": layers, "evidence": told, "series": "asked"}
+        return self.finding(step, SCALE, sentence, **about)
 
     def _odd(self, step: StepRecord, kind: _Kind) -> list[Finding]:
         """Return the layers that differ from most of the others."""

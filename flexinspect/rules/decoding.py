@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.rules.loosedecoding import NO_OFFSET, of_loose_call
 from flexinspect.rules.scene import Scene
+from flexinspect.rules.strictrows import strict_rows
 from flexinspect.rules.views import View, slides, views_of
 from flexinspect.rules.words import Positions, counted
 from flexinspect.rules.words import layers as layer_words
@@ -142,6 +143,7 @@ class DecodingRule(Rule):
                 found += self._judge(step, view)
         else:
             self._learn(views)
+            found += self._strict(step, views)
         if self._held:
             found += self._let_go(step)
         self._before[step.branch] = step, views
@@ -159,6 +161,17 @@ class DecodingRule(Rule):
             is_window = slides(keys, view.last, int(n_before))
             sees = _Sees(row[:, at], row[:, max(at - 1, 0)], len(keys), at + 1, is_window)
             self._prompt.update(dict.fromkeys(view.layers, sees))
+
+    def _strict(self, step: StepRecord, views: Sequence[View]) -> list[Finding]:
+        told = strict_rows(self.scene, step, views)
+        if told is None or self._is_meant(told.last, told.last):
+            return []
+        about: dict[str, Any] = {"layers": told.layers, "positions": told.positions}
+        severity = Severity.WARNING
+        said = self.finding(
+            step, SELF_UNSEEN, told.sentence, severity=severity, series="strict", **about
+        )
+        return [said]
 
     def _judge(self, step: StepRecord, view: View) -> list[Finding]:
         row, at = view.cells[:, -1], view.at

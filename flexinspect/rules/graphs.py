@@ -8,6 +8,7 @@ what was built in the calls before is remembered across them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from flexinspect.findings import Finding, Severity
@@ -51,6 +52,7 @@ class GraphsRule(Rule):
             "Make the rule once, outside of the loop, and let it read what changes from a captured "
             "0-dim tensor; do not define it by exec or compose it anew at each step.",
             _QUERY,
+            grows=True,
         ),
         LIMIT: FindingKind(
             Severity.WARNING,
@@ -72,6 +74,8 @@ class GraphsRule(Rule):
         self._n_steps = self._n_graphs = self._n_by_code = 0
         self._ms = 0.0
         self._first = 0
+        self._told_in: int | None = None
+        """The generation of the finding on these steps, None before there is one."""
 
     def begin(self, scene: Scene) -> None:
         """Begin with no step seen; calls outside of a model go on from those before."""
@@ -131,11 +135,8 @@ class GraphsRule(Rule):
         return (*shape, call.path, None if mask is None else (mask.rule, mask.rule_source))
 
     def _is_too_often(self) -> bool:
-        """Say whether to tell: outside of a model once, as each call is a generation there."""
         by_code = self._n_steps >= ENOUGH and self._n_by_code >= ENOUGH - 2
-        if not self.scene.is_loose:
-            return by_code or self._n_steps >= MANY
-        return self._n_steps == ENOUGH if self._n_by_code >= 2 else self._n_steps == MANY
+        return by_code or self._n_steps >= MANY
 
     def _place(self, step: StepRecord) -> int:
         return step.generation if self.scene.is_loose else step.step
@@ -156,8 +157,12 @@ class GraphsRule(Rule):
             "ms": round(self._ms, 1),
             **event.data,
         }
-        series = "every-step"
-        return self._finding(EVERY_STEP, None, sentence, step.step, evidence, None, series, step)
+        if self._told_in is None:
+            self._told_in = step.generation
+        series = f"every-step from {self._first}"
+        about = (EVERY_STEP, None, sentence, step.step, evidence, None, series, step)
+        # Outside of a model each call is a generation: all of them are one finding, in the first.
+        return replace(self._finding(*about), generation=self._told_in)
 
     def _why(self, step: StepRecord, event: EventRecord) -> str:
         if not (guard := event.data.get("guard")):

@@ -254,12 +254,30 @@ def pattern(cells: BoolArray, rule: MaskRule, frame: Frame, found: Difference) -
     return OTHER, 0
 
 
-def is_blockwise(found: Difference, frame: Frame) -> bool:
+def _sees_both_ways(cells: BoolArray, frame: Frame) -> bool:
+    """Say whether of two positions that have a row each the first sees the second only if that
+    sees the first, too."""
+    start = frame.q_offset - frame.kv_offset
+    n = min(len(cells), frame.n_keys - start)
+    if n < 2:
+        return True
+    among = cells[:n, start : start + n]
+    rows, keys = np.nonzero(np.triu(among, 1))
+    counts = np.ones(len(rows), np.bool_)
+    if frame.rows is not None:
+        counts &= frame.rows[rows] & frame.rows[keys]
+    return not (counts & ~among[keys, rows]).any()
+
+
+def is_blockwise(found: Difference, cells: BoolArray, frame: Frame) -> bool:
     """Say whether rows see the future by whole blocks, as in a prefix or in two-way segments.
 
-    The last row that is seen ahead then sees no further than itself. A rule that is off by one has
-    rows whose last key sees on.
+    The last row that is seen ahead then sees no further than itself, and sees the row that sees
+    it. A rule that is off by one has rows whose last key sees on; one with rows and keys swapped,
+    or turned inside out, has rows that see the future and not the past.
     """
+    if not _sees_both_ways(cells, frame):
+        return False
     last = len(found.furthest) - 1
     for row, furthest in enumerate(found.furthest):
         at = furthest - frame.q_offset

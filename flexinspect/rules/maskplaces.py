@@ -94,9 +94,23 @@ def flags_of(flags: BoolArray, start: int, n: int, *, beyond: bool = True) -> Bo
 def without_padding(scene: Scene) -> BoolArray | None:
     """Return which positions of the prompt are no padding, None where none is."""
     first = scene.segments[0] if scene.segments else None
-    if first is None or first.label != "padding":
-        return None
-    return np.arange(scene.n_prompt) >= first.stop
+    is_said = first is not None and first.label == "padding"
+    n_pads = first.stop if first is not None and is_said else pads_by_id(scene)
+    return np.arange(scene.n_prompt) >= n_pads if n_pads else None
+
+
+def pads_by_id(scene: Scene) -> int:
+    """Return how many padding tokens a prompt begins with, as their ids say.
+
+    A single one may be what a model begins every text with.
+    """
+    words = declared_words(scene.generation.declared)
+    if words.pad is None or words.pad in (words.bos, *words.eos):
+        return 0
+    n = 0
+    while (token := scene.token(n)) is not None and token.token_id == words.pad:
+        n += 1
+    return n if 1 < n < scene.n_prompt else 0
 
 
 def without_bos(scene: Scene) -> BoolArray | None:

@@ -203,7 +203,7 @@ class MasksRule(Rule):
         case.found.lost = 0
         case = replace(case, name="a causal mask", pieces=0, segments=0)
         is_sure = mask.kind == NO_MASK or group.is_added
-        blockwise = not is_sure and maskdiff.is_blockwise(case.found, first[1])
+        blockwise = not is_sure and maskdiff.is_blockwise(case.found, *first)
         if not blockwise:
             return [case]
         severity = Severity.WARNING if case.pattern == OPEN else Severity.NOTE

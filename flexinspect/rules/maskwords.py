@@ -14,6 +14,9 @@ from flexinspect.rules.words import counted, layers, numbers, printable
 
 NOT_APPLIED, LEAK, LOST = "mask.not-applied", "mask.leak", "mask.lost"
 NONE, FUTURE, BOOL_ADDED = "mask.none", "mask.future", "mask.bool-added"
+MASK_FUNCTION = "mask-function"
+"""The event that an attention function of one's own has a mask function, which gave no mask."""
+
 MERGED, LAYERS_DIFFER, PADDING = "mask.merged", "mask.layers-differ", "mask.padding"
 
 NO_MASK = "none"
@@ -160,6 +163,7 @@ def sentence(scene: Scene, case: Case, finding_id: str) -> str:
 def _open_words(scene: Scene, case: Case) -> str:
     backend = printable(case.group.call.backend)
     known = case.group.call.backend in ("sdpa", "eager", "flex_attention", "direct")
+    known = known or any(event.kind == MASK_FUNCTION for event in case.step.events)
     why = "" if known else f" (attention '{backend}' has no mask function)"
     return f"{why}: every cell is open, so that {_future_rows(scene, case.found)}"
 
@@ -181,7 +185,10 @@ def _merged_words(scene: Scene, case: Case) -> str:
 
 
 def _not_applied_words(scene: Scene, case: Case) -> str:
-    found = case.found
+    found, group = case.found, case.group
+    is_all = len(group.layers) == group.n_layers
+    is_none = group.mask.kind.startswith(NO_MASK) and group.call.handed is None
+    received = f" (received: None, backend {printable(group.call.backend)})" if is_none else ""
     if case.pattern == OPEN:
         cells = found.n_open + found.n_closed
         return (
@@ -189,16 +196,28 @@ def _not_applied_words(scene: Scene, case: Case) -> str:
             f"{found.n_meant}, so that {_future_rows(scene, found)}"
         )
     lost = f", and {found.lost} that it opens are closed" if found.lost else ""
+    applied = f"applied in 0 of {counted(group.n_layers, 'layer')}" if is_all else "not applied"
     if case.assumed:
-        return f": {_between(scene, found)} ({case.pairs(found.leaked)})"
+        return (
+            f"{received}, so that the structure of what was named was {applied}: "
+            f"{_between(scene, found)} ({case.pairs(found.leaked)})"
+        )
     return (
-        f", so {case.name} was not applied: {case.pairs(found.leaked)} that it closes "
+        f"{received}, so {case.name} was {applied}: {case.pairs(found.leaked)} that it closes "
         f"{'is' if found.leaked == 1 else 'are'} open{_across(scene, found)}{lost}"
     )
 
 
 def _future_words(scene: Scene, case: Case) -> str:
-    return f", in which {_future_rows(scene, case.found)} ({case.pairs(case.found.future)})"
+    found = case.found
+    rows = f"{_future_rows(scene, found)} ({case.pairs(found.future)})"
+    if found.n_closed or found.n_rows < 2:
+        return f", in which {rows}"
+    cells = found.n_open + found.n_closed
+    return (
+        f", with {found.n_open} of {cells} cells open where {case.name} opens {found.n_meant}, so "
+        f"that {rows}"
+    )
 
 
 def _count_words(scene: Scene, case: Case) -> str:

@@ -22,6 +22,7 @@ from flexinspect.rules.isolated import (
     isolated_pairs,
     order_matters,
 )
+from flexinspect.rules.maskplaces import pads_by_id
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.words import counted
 
@@ -231,7 +232,8 @@ class PositionsRule(Rule):
         if self._real is not None and self._real[0].any():
             return int(self._real[0].argmax())
         first = self.scene.segments[0] if self.scene.segments else None
-        return first.stop if first is not None and first.label == "padding" else 0
+        is_said = first is not None and first.label == "padding"
+        return first.stop if first is not None and is_said else pads_by_id(self.scene)
 
     def _is_declared(self) -> bool:
         """Say whether somebody named segments: without, a prompt is one."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flexinspect.findings import Finding, Severity
+from flexinspect.prompts import SegmentKind
 from flexinspect.records import UNKNOWN, LogitsRecord, StepRecord, TokenRecord
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.rules.scene import Scene
@@ -167,8 +168,15 @@ class TextRule(Rule):
             self._stopped(text.first_step, text.first)
             for text in self._texts.values()
             if text.first is not None and text.first_step is not None and text.first.special
-            if len(text.logprobs) == 1
+            if len(text.logprobs) == 1 and not self._is_given(text.first.pos - 1)
         ]
+
+    def _is_given(self, pos: int) -> bool:
+        """Whether the token there is of the answer too: a branch that began with part of it."""
+        return any(
+            one.kind is SegmentKind.GENERATED and one.start <= pos
+            for one in self.scene.generation.segments
+        )
 
     # -- loops -----------------------------------------------------------------------------------
 

@@ -46,9 +46,14 @@ FEWEST = 20
 """Losses that a spike is compared with, and how many there must be."""
 
 DEVIATIONS = 10.0
+LOG_DEVIATIONS = 6.0
 TIMES = 2.0
 SHARE = 0.1
-"""A spike is so many deviations and times above the median, and a share of the first losses."""
+"""A spike is so many deviations and times above the median, and a share of the first losses.
+
+Losses of small batches that have learned scatter over powers of ten: a spike stands out among
+their logarithms too.
+"""
 
 SKIPS_IN_A_ROW = 5
 SKIPS_AT_FIRST = 10
@@ -58,7 +63,12 @@ WAITS = 30
 WARM_UP = 5
 WAIT_SHARE = 0.5
 WAIT_MS = 5.0
-"""Steps that are looked at for waiting, after the first few; from which share and time on it is."""
+OUTSIDE_MS = 30.0
+"""Steps that are looked at for waiting, after the first few; from which share and time on it is.
+
+Of a loader that is not watched nothing is known but the time outside of all else, in which a few
+turns of the interpreter lock lie too (5 ms each).
+"""
 
 
 class TrainingRule(Rule):
@@ -239,7 +249,7 @@ class TrainingRule(Rule):
         self._losses.append(loss)
         if len(self._first_losses) < FEWEST:
             self._first_losses.append(loss)
-        if len(before) < FEWEST or not _is_spike(loss, before, median(self._first_losses)):
+        if len(before) < FEWEST or not is_spike(loss, before, median(self._first_losses)):
             return None
         middle = median(before)
         sentence = (
@@ -276,7 +286,7 @@ class TrainingRule(Rule):
             return None
         typical = median(wait for wait, _ in self._waits)
         share = median(wait / wall for wait, wall in self._waits if wall > 0)
-        if typical < WAIT_MS or share < WAIT_SHARE:
+        if typical < (WAIT_MS if is_measured else OUTSIDE_MS) or share < WAIT_SHARE:
             return None
         where = "for its loader" if is_measured else "outside of forward, backward and optimizer"
         sentence = (
@@ -313,10 +323,20 @@ def _carried(producer: Producer, what: str) -> str:
     return f"; carried on by {counted(producer.n_carriers, f'other {what}')}"
 
 
-def _is_spike(loss: float, before: Sequence[float], first: float) -> bool:
+def is_spike(loss: float, before: Sequence[float], first: float) -> bool:
+    """Say whether a loss stands out among those before it; `first` is that of the first ones."""
     middle = median(before)
-    deviation = 1.4826 * median(abs(one - middle) for one in before)
-    return loss > max(middle + DEVIATIONS * deviation, TIMES * abs(middle), SHARE * abs(first))
+    least = max(middle + DEVIATIONS * _deviation(before), TIMES * abs(middle), SHARE * abs(first))
+    if loss <= least or min(before) <= 0:
+        return loss > least
+    logs = [math.log(one) for one in before]
+    return math.log(loss) > median(logs) + LOG_DEVIATIONS * _deviation(logs)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation as the median of the distances from the median tells it."""
+    middle = median(values)
+    return 1.4826 * median(abs(one - middle) for one in values)
 
 
 def _evidence(producer: Producer) -> dict[str, Any]:

@@ -14,7 +14,15 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 
-class Ask(ModalScreen[str | None]):
+class Question(ModalScreen[str | None]):
+    """A window that asks; Escape gives None. What was said before it does not hide it."""
+
+    def on_mount(self) -> None:
+        """Take away what pops up over the lower right, where the answers may lie."""
+        self.app.clear_notifications()
+
+
+class Ask(Question):
     """One line of text; Escape gives None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "cancel")]
@@ -34,7 +42,7 @@ class Ask(ModalScreen[str | None]):
         self.dismiss(event.value)
 
 
-class Choose(ModalScreen[str | None]):
+class Choose(Question):
     """One of a list of (id, line); Escape gives None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "cancel")]

@@ -99,7 +99,7 @@ class BreakpointsScreen(ModalScreen[None]):
     async def _ask(self, ask: Callable[[ControlClient], T]) -> T | None:
         wrong = self.query_one("#wrong", Static)
         try:
-            found = await asyncio.to_thread(lambda: ask(self._remote.client()))
+            found = await asyncio.to_thread(lambda: self._remote.ask(ask))
         except FlexInspectError as error:
             wrong.update(Content(error.sentence()))
             wrong.display = True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from textual import work
+from textual.app import App
 from textual.reactive import reactive
 
 from flexinspect.errors import FlexInspectError
@@ -21,12 +23,15 @@ from flexinspect.text import visible
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
-    from flexinspect.control.messages import Answer, Cost, OrderState
+    from flexinspect.control.messages import Answer, Cost, OrderState, Status
     from flexinspect.control.messages import Place as LivePlace
     from flexinspect.trace.reader import TraceReader
 
 POLL_S = 0.25
 """How often the capture is asked how it stands while it runs: a millisecond of a thread."""
+
+SLOW_S = 0.4
+"""A command whose effect the header shows by then is not answered in words as well."""
 
 ORDER_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
@@ -40,6 +45,8 @@ class CommandingScreen(ReviewingScreen):
 
     standing: reactive[Standing] = reactive(Standing(), repaint=False, init=False)
     remote: Remote
+    _has_paused = False
+    """Whether the keys that go on were told."""
 
     # What the trace screen owns.
     place: Any
@@ -81,9 +88,7 @@ class CommandingScreen(ReviewingScreen):
         """Say that it has paused, and why: the header has no room for reasons."""
         status = new.status
         if status is not None and new.state == "paused" and old.state != "paused":
-            going_on = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
-            why = f": {visible(status.reason)}" if status.reason else ""
-            self.notify(f"{visible(status.says)}{why}. {going_on}.", markup=False)
+            self._say_paused(status)
         if new.held and new.held != old.held:
             self.notify(visible(new.held), severity="warning", markup=False)
         elif new.is_silent and not old.is_silent:
@@ -93,14 +98,31 @@ class CommandingScreen(ReviewingScreen):
                 markup=False,
             )
 
+    def _say_paused(self, status: Status) -> None:
+        """Say why it has paused; that it does so when it was asked to, once."""
+        from flexinspect.control.messages import ASKED
+
+        is_asked = status.reason == ASKED
+        if is_asked and self._has_paused:
+            return
+        self._has_paused = True
+        going_on = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
+        why = f": {visible(status.reason)}" if status.reason and not is_asked else ""
+        self.notify(f"{visible(status.says)}{why}. {going_on}.", markup=False)
+
+    def tell_of_debugger(self, said: deque[str]) -> None:
+        """Say where a debugger may come to the run, and what it cannot do; takes what it says."""
+        while said:
+            self.notify(visible(said.popleft()), timeout=15, markup=False)
+
     # -- commands --------------------------------------------------------------------------------
 
     async def ask(self, ask: Callable[[ControlClient], T]) -> T | None:
         """Ask the capture something beside the interface; a refusal is shown, and None."""
         try:
-            return await asyncio.to_thread(lambda: ask(self.remote.client()))
+            return await asyncio.to_thread(lambda: self.remote.ask(ask))
         except FlexInspectError as error:
-            self.notify(visible(error.sentence()), severity="error", markup=False, timeout=10)
+            self.notify(refusal_words(error), severity="error", markup=False, timeout=10)
             return None
 
     @work(group="command")
@@ -108,7 +130,14 @@ class CommandingScreen(ReviewingScreen):
         answer = await self.ask(ask)
         if answer is not None:
             self.standing = Standing(answer.status)
-            self.notify(f"{visible(answer.said)}.", markup=False)
+            if answer.status.until:
+                await asyncio.sleep(SLOW_S)
+            if not self._is_there(answer.status.until):
+                self.notify(f"{visible(answer.said)}.", markup=False)
+
+    def _is_there(self, until: str) -> bool:
+        """Whether the model stands by now where a command was to bring it: the header says so."""
+        return bool(until) and self.standing.state == "paused"
 
     def pause_or_go(self) -> None:
         """Pause after this step, or go on."""
@@ -142,34 +171,36 @@ class CommandingScreen(ReviewingScreen):
     @work(group="dialog")
     async def fork_step(self) -> None:
         """Choose another token for the step shown; the model goes on from there as a branch."""
-        from flexinspect.control.messages import Place as LivePlace
-
-        if self.reader is None:
-            return
-        shown = self.place  # it may follow the model while the user chooses
-        token = await ask_token(self.app, self.reader, shown)
-        if token is None:
-            return
-        there = _live(shown, LivePlace)
-        await self._travel(
-            lambda client, dry: client.fork(
+        await self._elsewhere(
+            ask_token,
+            lambda client, there, token, dry: client.fork(
                 there, token_id=token.token_id, text=token.text, dry_run=dry
-            )
+            ),
         )
 
     @work(group="dialog")
     async def edit_mask(self) -> None:
         """Change the mask; the model goes on from the step shown as a branch."""
+        await self._elsewhere(
+            ask_edit,
+            lambda client, there, edit, dry: client.edit_mask(there, (edit,), dry_run=dry),
+        )
+
+    async def _elsewhere(
+        self,
+        choose: Callable[[App[Any], TraceReader, Place], Awaitable[T | None]],
+        order: Callable[[ControlClient, LivePlace, T, bool], Answer],
+    ) -> None:
+        """Let the user choose what is to be otherwise at the step shown, and order that."""
         from flexinspect.control.messages import Place as LivePlace
 
         if self.reader is None:
             return
         shown = self.place  # it may follow the model while the user chooses
-        edit = await ask_edit(self.app, self.reader, shown)
-        if edit is None:
-            return
-        there = _live(shown, LivePlace)
-        await self._travel(lambda client, dry: client.edit_mask(there, (edit,), dry_run=dry))
+        chosen = await choose(self.app, self.reader, shown)
+        if chosen is not None:
+            there = _live(shown, LivePlace)
+            await self._travel(lambda client, dry: order(client, there, chosen, dry))
 
     async def _travel(self, ask: Callable[[ControlClient, bool], Answer]) -> None:
         """Say what an order costs if that is much, give it, and go where it led."""
@@ -247,7 +278,7 @@ class CommandingScreen(ReviewingScreen):
         try:
             return await asyncio.to_thread(read)
         except FlexInspectError as error:
-            self.notify(visible(error.sentence()), severity="error", markup=False)
+            self.notify(refusal_words(error), severity="error", markup=False)
             return None
 
     def commands(self) -> dict[str, Callable[[], object]]:
@@ -261,6 +292,11 @@ class CommandingScreen(ReviewingScreen):
             "travel.mask": self.edit_mask,
             "branch.choose": self.choose_branch,
         }
+
+
+def refusal_words(error: FlexInspectError) -> str:
+    """Return what an error says, with its hint on a line of its own."""
+    return "\n".join(map(visible, filter(None, (error.message, error.hint))))
 
 
 def branch_words(row: Any, current: int) -> str:

@@ -49,7 +49,7 @@ def header_parts(
     parts = [
         (visible(str(model.get("name", "flexinspect"))), "title", 2),
         (visible(where), "text", 6),
-        (visible(str(status.run.get("level", ""))), "text", 5),
+        (_level(status, standing), "text", 5),
     ]
     if status.generations > 1:
         # Counted from 0 up to the last one, like steps, and as --generation and findings count.
@@ -69,6 +69,15 @@ def header_parts(
     elif status.state in ("failed", "dead", "interrupted"):
         parts.append((status.state, "bad", 2))
     return parts
+
+
+def _level(status: Status, standing: Standing) -> str:
+    """Return the level as it is now: a command may have changed that of the manifest."""
+    return _level_of(standing) or visible(str(status.run.get("level", "")))
+
+
+def _level_of(standing: Standing) -> str:
+    return standing.status.level if standing.status is not None else ""
 
 
 _HALTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
@@ -132,7 +141,8 @@ class FactLines(PlacedLines[Facts]):
 
     @standing.setter
     def standing(self, standing: Standing) -> None:
-        changed = _halted(standing) != _halted(self._standing)
+        before = self._standing
+        changed = (_halted(standing), _level_of(standing)) != (_halted(before), _level_of(before))
         self._standing = standing
         if changed:
             self.repaint()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flexinspect.errors import ControlError
 from flexinspect.feed import Feed
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
     from flexinspect.control.messages import Status
 
-LOOK_PATIENCE_S = 1.0
+LOOK_PATIENCE_S = 2.0
 """How long a look at the state may take; what answers later is held by something."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,17 @@ class Remote:
                 hint="A run of the interface keeps its model until q; without it, add --hold.",
             )
         return self._known
+
+    def ask(self, ask: Callable[[ControlClient], T]) -> T:
+        """Ask the capture something. Raises `ControlError`; of one that has ended, saying so."""
+        try:
+            return ask(self.client())
+        except ControlError as error:
+            cause = error.__cause__
+            if isinstance(cause, OSError) and not isinstance(cause, TimeoutError):
+                self._known = None
+                self.client()
+            raise
 
     def look(self) -> Standing:
         """Return how the capture stands, without ever raising."""

@@ -138,6 +138,7 @@ class TraceScreen(SeekingScreen):
         self.status = status
         self.query_one(FactLines).status = status
         self.query_one(Notice).say(status)
+        self.tell_of_debugger(self._feed.debugger)
         if self.following and moved_on and (status.live or self.version):
             self.place = Place(status.generations - 1, layer=self.place.layer, head=self.place.head)
             self.look()

@@ -12,6 +12,7 @@ from typing import Any
 from weakref import WeakSet
 
 from flexinspect.errors import TraceError
+from flexinspect.trace.older import completions
 from flexinspect.trace.saidtables import EVENTS, FINDINGS, REVIEWS
 from flexinspect.trace.schema import APPLICATION_ID, VERSION
 
@@ -180,13 +181,17 @@ def _connect(uri: str, overlay: Sequence[tuple[str, Sequence[Any]]]) -> sqlite3.
 
 
 def _lay_over(db: sqlite3.Connection, overlay: Sequence[tuple[str, Sequence[Any]]]) -> None:
-    """A temporary table of the same name is what an unqualified name means from then on."""
-    if not overlay:
+    """A temporary table or view of the same name is what an unqualified name means from then on."""
+    older = completions(db)
+    if not overlay and not older:
         return
     db.execute("PRAGMA temp_store = MEMORY")
-    for table in (FINDINGS, REVIEWS, EVENTS):
+    for table in (FINDINGS, REVIEWS, EVENTS) if overlay else ():
+        whole = older.pop(table.name, f"SELECT * FROM main.{table.name}")
         db.execute(table.create_sql().replace("CREATE TABLE", "CREATE TEMP TABLE", 1))
-        db.execute(f"INSERT INTO temp.{table.name} SELECT * FROM main.{table.name}")
+        db.execute(f"INSERT INTO temp.{table.name} {whole}")
+    for name, whole in older.items():
+        db.execute(f"CREATE TEMP VIEW {name} AS {whole}")
     for sql, params in overlay:
         db.execute(sql, params)
 

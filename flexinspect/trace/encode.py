@@ -195,7 +195,9 @@ def repeats(out: list[Statement], records: Iterable[Repeat], key: Key) -> None:
     """Add the statements that count findings of earlier steps again in this one."""
     generation, branch, step = key
     for record in records:
-        row = [step, generation, branch, record.id, record.series]
+        news = (record.sentence or None, to_json(record.evidence) if record.evidence else None)
+        within = generation if record.generation is None else record.generation
+        row = [step, *news, within, branch, record.id, record.series]
         out.append((schema.REPEAT_FINDING, row))
 
 

@@ -120,7 +120,8 @@ END_BRANCH = (
 )
 END_OPEN_BRANCHES = "UPDATE branches SET state = ?, ended_at = ? WHERE state = 'recording'"
 REPEAT_FINDING = (
-    "UPDATE findings SET times = times + 1, last_step = ? "
+    "UPDATE findings SET times = times + 1, last_step = ?, "
+    "sentence = coalesce(?, sentence), evidence = coalesce(?, evidence) "
     "WHERE generation = ? AND branch = ? AND id = ? AND series = ? AND series <> ''"
 )
 READ_GENERATIONS = (

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from flexinspect.records import ArrayRecord, BuildRecord
 from flexinspect_hooks.batchrows import BatchRows, record_batch_rows
 from flexinspect_hooks.buffer import StepBuffer, Values
-from flexinspect_hooks.callrefs import CallRef, CallShape, kernel_path, of_kernel, shape_of
+from flexinspect_hooks.callrefs import (
+    Asked,
+    CallRef,
+    CallShape,
+    kernel_path,
+    of_kernel,
+    shape_of,
+)
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 from flexinspect_hooks.kernelcalls import Done, KernelCalls, seen_as_a_whole
@@ -28,10 +35,12 @@ from flexinspect_hooks.mass import MassReducer, gathered
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
 from flexinspect_hooks.repeats import put_repeats, record_repeats
+from flexinspect_hooks.scales import put_scales, record_scales
 from flexinspect_hooks.slots import put_slots, record_slots
 from flexinspect_hooks.store import put_activation, record_activations
 
 UNSEEN = "unseen"
+MASK_FUNCTION = "mask-function"
 
 _PATHS = {"sdpa": "sdpa", "eager": "eager"}
 _KNOWN = (*_PATHS, "flex_attention", BACKEND)
@@ -188,6 +197,8 @@ class AttentionHook:
         """Describe the calls, evaluate each distinct mask once, reduce the newest rows."""
         refs, builds = self.take(step)
         self._count(len({ref.layer for ref in refs}), step)
+        if not step.step:
+            step.events += _mask_functions({ref.backend for ref in refs if ref.mask is None})
         if not refs:
             return _Kept(builds=builds) if builds else None
         masks, numbers = self._book.collect(refs, step, buffer)
@@ -197,6 +208,7 @@ class AttentionHook:
             self._batch_rows.put(refs, numbers, masks, buffer)
             if self._context.sees_kernels or self.are_loose:
                 put_repeats(refs, step, buffer)
+                put_scales(refs, step, buffer)
                 filled = None if self.are_loose else step.kv_after
                 put_slots(refs, numbers, masks, filled, buffer)
         if step.level == "extreme":
@@ -264,6 +276,7 @@ class AttentionHook:
         fingerprints = [self._book.record(mask, values, draft) for mask in kept.masks]
         record_batch_rows(values, kept.masks, fingerprints, step, draft)
         record_repeats(values, kept.calls, step, draft)
+        record_scales(values, kept.calls, step, draft)
         rows = gathered(values, len(kept.calls)) if kept.gate_kinds else {}
         gates = rows["gate"].tolist() if rows else []
         for index, call in enumerate(kept.calls):
@@ -278,6 +291,14 @@ class AttentionHook:
         record_slots(values, len(kept.calls), draft)
         if step.level == "extreme":
             record_activations(values, ("q", "k", "v"), draft)
+
+
+def _mask_functions(backends: Iterable[str]) -> list[tuple[str, str]]:
+    """Return an event for each own attention that has a mask function, which made no mask."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as REGISTERED
+
+    names = [name for name in sorted(backends) if name not in _KNOWN and name in REGISTERED]
+    return [(MASK_FUNCTION, f"Attention '{name}' has a mask function.") for name in names]
 
 
 def _is_plain(backend: str, function: Callable[..., Any]) -> bool:
@@ -315,7 +336,9 @@ def _own_calls(
     """Return the call of an attention function; of one that is not known, the kernels it called."""
     layer, name, path, module, query, key, value, args, kwargs = whole
     if name not in _KNOWN and (found := _kernel_calls(inner, layer, name, module)):
-        return found
+        scale = kwargs.get("scaling", getattr(module, "scaling", None))
+        asked = Asked(query, key, scale if isinstance(scale, float) else None)
+        return [ref._replace(asked=asked) for ref in found]
     last = inner[-1] if inner else None
     causal = bool(last.call.given.get("is_causal")) if last and path == "sdpa" else None
     lse, cap = LAST_CALL.lse, LAST_CALL.softcap or kwargs.get("softcap")

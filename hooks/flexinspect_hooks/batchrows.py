@@ -109,10 +109,11 @@ def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Te
 
 
 def _summary(cells: Tensor, mask: ReceivedMask) -> Tensor:
-    """Return int64 (batch, 5) for each batch row.
+    """Return int64 (batch, 6) for each batch row.
 
-    Cells that differ from batch row 0, the first of them (row, key), open cells, and cells that lie
-    in the future of their row.
+    Cells that differ from batch row 0, the first of them (row, key), open cells, cells that lie in
+    the future of their row, and the first key that the newest row sees (how many there are if it
+    sees none).
     """
     rows = _sampled(mask.q_len).to(cells.device)
     keys = torch.arange(cells.shape[2], device=cells.device)
@@ -121,7 +122,8 @@ def _summary(cells: Tensor, mask: ReceivedMask) -> Tensor:
     later = keys + mask.kv_offset > (rows + mask.q_offset)[:, None]
     counts = [(cells & later).flatten(1).sum(1), cells.flatten(1).sum(1)]
     place = (rows[at // cells.shape[2]], keys[at % cells.shape[2]])
-    return torch.stack([differs.sum(1), *place, *reversed(counts)], 1)
+    newest = torch.where(cells[:, -1], keys, len(keys)).amin(1)
+    return torch.stack([differs.sum(1), *place, *reversed(counts), newest], 1)
 
 
 def record_batch_rows(
@@ -145,6 +147,7 @@ def record_batch_rows(
             "first": [other, *(int(n) for n in found[other, 1:3])],
             "open": found[:, 3].tolist(),
             "future": found[:, 4].tolist(),
+            "newest_from": found[:, 5].tolist(),
         }
         text = f"A mask differs between {len(data['differ']) + 1} of {len(found)} batch rows."
         draft.events.append(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from flexinspect.control.messages import Place
 from flexinspect.records import BranchRecord, GenerationRecord
 from flexinspect.rules.base import RuleBook
+from flexinspect_hooks.breakhooks import ModelBreaks
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.recorder import Recorder
 
@@ -20,6 +22,7 @@ class Branching:
     _book: RuleBook
     _clock: StepClock
     _step: StepContext | None
+    _breaks: ModelBreaks | None
     _is_muted = False
 
     def begin_branch(self, record: BranchRecord, beginning: GenerationRecord) -> None:
@@ -39,8 +42,14 @@ class Branching:
         if self._step is not None:
             self._step.branch = branch
 
-    def drop_step(self) -> None:
-        """Let go of the step that is open: the trace holds it already."""
+    def drop_step(self, branch: int) -> None:
+        """Let go of the step that is open: `branch` holds it in the trace already.
+
+        Breakpoints are judged on it once more, as whoever went back wants to stop there.
+        """
+        step, breaks, trace = self._step, self._breaks, self.recorder.path
+        if step is not None and breaks is not None and breaks.is_at_work and trace is not None:
+            self.recorder.put(partial(breaks.judge_again, trace, step, branch))
         self._abandon()
 
     @contextmanager

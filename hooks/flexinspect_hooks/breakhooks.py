@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ class ModelBreaks:
     def is_at_work(self) -> bool:
         """Whether any breakpoint was switched on when the last step opened."""
         return bool(self._breakpoints)
+
+    def judge_again(self, trace: Path, step: StepContext, branch: int) -> None:
+        """Judge a step that ran again and is in the trace already; in the writer thread."""
+        self._breaking.judge_again(trace, step, branch)
 
     def pass_on(self) -> None:
         """Let whoever was met in the steps before stop now."""

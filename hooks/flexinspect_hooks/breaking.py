@@ -12,7 +12,8 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from flexinspect.breaks.hits import BreakpointHit, hit_of
 from flexinspect.breaks.reasons import missing_words
 from flexinspect.breaks.tree import has_finding
 from flexinspect.findings import Finding
+from flexinspect.recall import recorded
 from flexinspect.records import EventRecord, StepRecord
 from flexinspect_hooks.clock import StepContext
 
@@ -169,6 +171,12 @@ class Breaking:
             facts = facts_of(record, sightings=sights.sightings, looked=sights.looked)
             breakpoints = tuple(met for met in breakpoints if met.id not in sights.met)
         self._judge_all(breakpoints, facts)
+
+    def judge_again(self, trace: Path, step: StepContext, branch: int) -> None:
+        """Judge a step that ran again and came out as `branch` has it in the trace."""
+        record = recorded(trace, step.generation, step.step, branch)
+        if record is not None:
+            self.judge(replace(record, branch=step.branch, started_at=step.started_at))
 
     def judge_findings(self, findings: Sequence[Finding], generation: int) -> None:
         """Judge findings that belong to no step, such as those of a generation's end."""

@@ -75,7 +75,7 @@ class StepBuffer:
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
         if self._device.type == "cpu" and wait:
-            self._pending.append((self.owner, make, inputs))
+            self._pending.append((self.owner, make, tuple(one.detach() for one in inputs)))
             return
         for name, tensor in make(torch, *inputs).items():
             self.put(name, tensor)

@@ -21,6 +21,14 @@ SAME: Any = object()
 """In place of the mask that a layer was handed: the call's own."""
 
 
+class Asked(NamedTuple):
+    """What a layer gave an attention function of the user's: before the function did anything."""
+
+    query: Tensor
+    key: Tensor
+    scale: float | None
+
+
 class CallRef(NamedTuple):
     """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
 
@@ -49,6 +57,7 @@ class CallRef(NamedTuple):
     swallowed: str | None = None
     function: Callable[..., Any] | None = None
     kernel: KernelCall | None = None
+    asked: Asked | None = None
 
     def again(self, value: Tensor) -> Tensor:
         """Make the same call with other values (B, kv heads, keys, D); returns (B, rows, heads, D).

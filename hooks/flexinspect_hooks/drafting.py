@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flexinspect.records import EventRecord, StepRecord, TokenRecord
+from flexinspect.records import StepRecord
 from flexinspect_hooks.buffer import Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import Hook, StepDraft
@@ -54,34 +54,4 @@ class Drafted:
 
     def record(self) -> StepRecord:
         """Return the record without what rules say of it."""
-        return _assemble(self._step, self._tokens, self._draft)
-
-
-def _assemble(step: StepContext, tokens: tuple[TokenRecord, ...], draft: StepDraft) -> StepRecord:
-    noted = [
-        EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
-        for kind, text, *facts in step.events
-    ]
-    return StepRecord(
-        generation=step.generation,
-        step=step.step,
-        phase=step.phase,
-        q_len=step.q_len,
-        kv_before=step.kv_before,
-        kv_after=step.kv_after,
-        started_at=step.started_at,
-        wall_ms=step.wall_ms,
-        capture_ms=step.capture_s * 1e3,
-        branch=step.branch,
-        logits=draft.logits,
-        tokens=tokens,
-        inputs=draft.inputs,
-        calls=tuple(draft.calls),
-        builds=tuple(draft.builds),
-        layer_stats=tuple(draft.layer_stats),
-        memory=draft.memory,
-        masks=tuple(draft.masks),
-        arrays=tuple(draft.arrays),
-        training=draft.training,
-        events=(*noted, *draft.events),
-    )
+        return self._draft.assembled(self._step, self._tokens)

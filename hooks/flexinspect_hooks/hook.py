@@ -33,6 +33,8 @@ from flexinspect.records import (
     LogitsRecord,
     MaskRecord,
     MemoryRecord,
+    StepRecord,
+    TokenRecord,
 )
 from flexinspect.trainingfacts import TrainingStepRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
@@ -55,6 +57,36 @@ class StepDraft:
     masks: list[MaskRecord] = field(default_factory=list)
     arrays: list[ArrayRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
+
+    def assembled(self, step: StepContext, tokens: tuple[TokenRecord, ...]) -> StepRecord:
+        """Return the record of the step, with what was noted while it ran."""
+        noted = [
+            EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
+            for kind, text, *facts in step.events
+        ]
+        return StepRecord(
+            generation=step.generation,
+            step=step.step,
+            phase=step.phase,
+            q_len=step.q_len,
+            kv_before=step.kv_before,
+            kv_after=step.kv_after,
+            started_at=step.started_at,
+            wall_ms=step.wall_ms,
+            capture_ms=step.capture_s * 1e3,
+            branch=step.branch,
+            logits=self.logits,
+            tokens=tokens,
+            inputs=self.inputs,
+            calls=tuple(self.calls),
+            builds=tuple(self.builds),
+            layer_stats=tuple(self.layer_stats),
+            memory=self.memory,
+            masks=tuple(self.masks),
+            arrays=tuple(self.arrays),
+            training=self.training,
+            events=(*noted, *self.events),
+        )
 
 
 @dataclass(slots=True, eq=False)  # its model may be gone, and then cannot be compared

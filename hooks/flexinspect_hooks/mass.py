@@ -102,8 +102,8 @@ def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
 def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
     if mask.cells is None or ref.unknown_scores:
         return ""
-    if ref.kwargs.get("dropout") or ref.kwargs.get("s_aux") is not None:
-        return ""  # weights that are drawn by lot, or shared with a sink, are not repeated here
+    if ref.kwargs.get("dropout") or any(ref.kwargs.get(name) is not None for name in _MORE):
+        return ""  # weights that are drawn by lot, or made with more, are not repeated here
     return "output" if ref.lse is None else "lse"
 
 
@@ -123,6 +123,8 @@ def gathered(values: Values, n_calls: int) -> dict[str, Array]:
 
 
 _PREFIX = "attention/"
+_MORE = ("s_aux", "position_bias")
+"""Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
 
 
 @dataclass(frozen=True, slots=True)

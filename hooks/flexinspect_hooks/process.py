@@ -198,8 +198,8 @@ class CaptureProcess:
         control = self._control(source)
         self._breaks = RunBreaks(self.job, control, lambda text: _say(protocol.STOPPED, text=text))
         try:
+            control.start()  # before torch, so that a run can be found and paused from its start
             threads = self._import_torch()
-            control.start()  # its libraries load beside the weights
             from flexinspect_hooks.modelfacts import loaded_facts
 
             loaded = self._load(source)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from flexinspect.errors import TraceWriteError
@@ -161,6 +162,11 @@ class Recorder:
         self.judge: Judge | None = None
         """Judges what was written, where there may be breakpoints."""
 
+    @property
+    def path(self) -> Path | None:
+        """The file that is written, None where there is none."""
+        return getattr(self._sink, "recording_path", None)
+
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
@@ -180,11 +186,12 @@ class Recorder:
         self.put(_Told(event, rules))
 
     def put(
-        self, item: FinishedStep | Item | _Begun | _Branched | _Told | Callable[[], Item]
+        self, item: FinishedStep | Item | _Begun | _Branched | _Told | Callable[[], Item | None]
     ) -> None:
         """Queue something to be written, in order. Called from the model's thread.
 
-        A callable is asked for it in the writer thread, when everything before it is written.
+        A callable is asked for it in the writer thread, when everything before it is written; it
+        may have nothing to be written.
         Nothing is woken for an ordinary step: a thread that is woken takes the interpreter from the
         model.
         """
@@ -259,8 +266,8 @@ class Recorder:
     def _write(self, item: Any) -> None:
         if self.failure is not None:
             return
-        if callable(item):
-            item = item()
+        if callable(item) and (item := item()) is None:
+            return
         if isinstance(item, _Begun):
             self._rules[item.record.generation, 0] = item.rules
             item.rules.share(self._shared)
@@ -292,9 +299,8 @@ class Recorder:
         place = (record.generation, record.branch, record.parent, record.fork_step)
         self._sink.begin_branch(*place, record.change, record.segments)
         events = [*rules.begin(item.beginning)]
-        path = getattr(self._sink, "recording_path", None)
-        if path is not None and not record.recomputed:
-            events += recall(path, record.generation, record.branch, rules)
+        if self.path is not None and not record.recomputed:
+            events += recall(self.path, record.generation, record.branch, rules)
         self._rules[record.generation, record.branch] = rules
         for event in events:
             self._sink.write_event(event)

@@ -121,7 +121,7 @@ class ScriptRun:
         self._children = ChildCount(self._forked)
         self._arrivals = Arrivals(
             {
-                "torch": lambda: on_torch(self),
+                "torch": self._on_torch,
                 "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
                 "transformers.generation.utils": lambda: self._find(_GENERATE),
@@ -187,7 +187,6 @@ class ScriptRun:
         if self._finder is None:
             from flexinspect_hooks.findmodels import ModelFinder
 
-            self._running.start()
             finder = ModelFinder(self.job, self.writer, self._tokenizers)
             finder.obey(self._running.gate, self._levels)
             self._running.gate.debug = self._debugging.stop_between
@@ -195,6 +194,11 @@ class ScriptRun:
             finder.break_on(self._breaks.begin(finder.recorder))
             self._finder = finder
         return self._finder
+
+    def _on_torch(self) -> None:
+        # Now and not with the first model: of a training nobody else may be found.
+        self._running.start()
+        on_torch(self)
 
     def _on_flex(self) -> None:
         self._find(_LOOSE)

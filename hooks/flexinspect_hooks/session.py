@@ -393,5 +393,5 @@ def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str,
 def check_level(level: str) -> str:
     """Return the level or raise `UsageError` naming the known ones."""
     if level not in LEVELS:
-        raise UsageError(f"--level {level} is unknown; the levels are {', '.join(LEVELS)}.")
+        raise UsageError(f"The level {level} is unknown; the levels are {', '.join(LEVELS)}.")
     return level

@@ -110,7 +110,21 @@ def _fill(
             _add(out, at, start, f"separator {number}", SegmentKind.SEPARATOR)
         _add(out, start, stop, label, _kind(label))
         at = stop
-    _add(out, at, prompt.stop, "cue", SegmentKind.CUE)
+    after = at + _separator_after(found, prompt)
+    _add(out, at, after, f"separator {len(found)}", SegmentKind.SEPARATOR)
+    _add(out, after, prompt.stop, "cue", SegmentKind.CUE)
+
+
+def _separator_after(found: list[tuple[int, int, str]], prompt: FedPrompt) -> int:
+    """Return how many tokens after the last piece are the separator that all others have."""
+    between = {
+        tuple(prompt.ids[one[1] - prompt.start : other[0] - prompt.start])
+        for one, other in pairwise(found)
+    }
+    separator = between.pop() if len(between) == 1 else ()
+    rest = tuple(prompt.ids[found[-1][1] - prompt.start :])
+    is_same = len(rest) > len(separator) and rest[: len(separator)] == separator
+    return len(separator) if is_same and _kind(found[-1][2]) is SegmentKind.PARAPHRASE else 0
 
 
 def _add(out: list[Segment], start: int, stop: int, label: str, kind: SegmentKind) -> None:

@@ -62,6 +62,12 @@ def test_a_chain_of_comparisons_is_both_of_them() -> None:
     assert to_text(parse("0.1 < prob <= .5")) == "0.1 < prob and prob <= 0.5"
 
 
+def test_a_finding_is_compared_with_a_severity_by_every_sign_with_and_without_spaces() -> None:
+    for sign in COMPARISONS:
+        assert parse(f"finding {sign} note") == Found("*", sign, "note")
+        assert parse(f"finding mask.*{sign}note") == Found("mask.*", sign, "note")
+
+
 def test_escapes_are_those_of_python() -> None:
     tree = parse(r'token == "\t\x41\u00e9\U0001F600\"\\"')
     assert isinstance(tree, Compare)

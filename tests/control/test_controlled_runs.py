@@ -27,6 +27,8 @@ from flexinspect.control.client import ControlClient
 from flexinspect.control.messages import STATES
 from flexinspect.control.waiting import wait_for_effect
 from flexinspect.errors import ControlError
+from flexinspect.feed import Feed
+from flexinspect.screens.remote import Remote
 from flexinspect.trace.reader import TraceReader
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
@@ -111,20 +113,24 @@ def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
     code, said = ctl(capsys, "run-to", "3")
     assert code == 1
     assert "Step 3 of generation 0 is behind" in said
-    assert ctl(capsys, "break", "add", "step == 5", "--once")[0] == 0
+    assert ctl(capsys, "break", "add", "step == 5 and entropy > 0")[0] == 0
     ctl(capsys, "continue")
     stopped = json.loads(
         ctl(capsys, "--wait", "--json", "pause")[1]
     )  # nobody's terminal: it pauses
     assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
-    assert "step == 5" in stopped["reason"]
+    assert "step == 5 and entropy > 0" in stopped["reason"]
     status = json.loads(ctl(capsys, "--wait", "--json", "restore", "2")[1])
     assert (status["state"], status["place"]["step"]) == ("paused", 2)
     assert (status["order"]["kind"], status["order"]["state"]) == ("restore", "done")
-    ctl(capsys, "--wait", "run-to", "5")
+    client = run.client()
+    ctl(capsys, "continue")
+    wait_for(lambda: client.status().state == "paused", PATIENCE_S)
+    again = client.status()  # a step that runs once more is met once more
+    assert (again.place.step, again.reason) == (5, stopped["reason"])
+    assert [one.n_hits for one in client.breakpoints()] == [2]
     assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
     assert ctl(capsys, "continue")[0] == 0
-    client = run.client()
     wait_for(lambda: client.status().state == "holding", PATIENCE_S)
     with TraceReader(run.trace) as reader:
         recorded = [step.step for step in reader.steps(0)]
@@ -196,14 +202,16 @@ def test_a_run_is_listed_and_once_killed_is_gone_but_for_its_readable_trace(
     assert "needs a terminal" in capsys.readouterr().err
     assert main(["attach", "1"]) == 2
     assert "No capture of process 1 is running." in capsys.readouterr().err
+    remote = Remote(Feed(run.trace))
+    assert remote.ask(lambda known: known.status()).state == "paused"
     with TraceReader(run.trace) as viewer:  # it looks on while the run dies
         os.kill(client.status().pid, signal.SIGKILL)
         run.end()
         assert [step.step for step in viewer.steps(0)] == [0, 1, 2]
-    assert ctl(capsys, "status") == (
-        2,
-        "flexinspect: No capture is running.\nflexinspect run begins one; --list shows them.\n",
-    )
+    with pytest.raises(ControlError, match="No capture runs behind this trace"):
+        remote.ask(lambda known: known.pause())  # it has known one
+    hint = "flexinspect run begins one; flexinspect attach --list shows them."
+    assert ctl(capsys, "status") == (2, f"flexinspect: No capture is running.\n{hint}\n")
     assert list(runtime_folder.iterdir()) == []
 
 

@@ -203,7 +203,9 @@ def test_an_order_is_priced_accepted_and_its_result_told(served: Any) -> None:
     priced = client.restore(Place(0, 0, -1), dry_run=True)
     assert (priced.order, priced.said, priced.cost.bytes) == (None, "one forward", 4096)
     assert client.status().order is None
+    assert not served.model.gate.is_commanded  # nothing was, so far
     assert client.edit_mask(Place(0, 0, -1), [MaskEdit("drop", segments=(1,))]).order == 1
+    assert served.model.gate.is_commanded
     with pytest.raises(ControlError, match="not done yet"):
         client.fork(Place(0, 0, -1), text="Lyon")
     served.model.forward()
@@ -228,7 +230,15 @@ def test_breakpoints_are_set_listed_switched_and_removed(served: Any) -> None:
 class _Counted:
     """The example of the mission: 1000 steps of training with 5 anomalies."""
 
-    counts_now = Counts(5, 1000, 1000, 5, 2, 1, 3)
+    counts_now = Counts(
+        total_anomalies=5,
+        debug_history_length=1000,
+        total_steps=1000,
+        anomaly_steps=5,
+        gradient_explosions=2,
+        gradient_vanishing=1,
+        loss_anomalies=3,
+    )
 
     def counts(self) -> Counts:
         return self.counts_now

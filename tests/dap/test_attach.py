@@ -31,6 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Debugged]:
 def client(run: Debugged) -> Iterator[DapClient]:
     with DapClient("127.0.0.1", run.port()) as one:
         yield one
+        one.leave()
     run.goes_on()  # whatever was left undone
 
 
@@ -65,7 +66,6 @@ def test_a_breakpoint_in_the_patched_forward_is_hit(run: Debugged, client: DapCl
     assert "10000000 float32 cpu" in client.variables(stepped[0])["big"]["value"]
     client.request("continue", threadId=thread)
     run.goes_on()
-    client.request("disconnect", terminateDebuggee=False)
 
 
 def test_a_breakpoint_in_the_rule_of_an_uncompiled_mask_is_hit(

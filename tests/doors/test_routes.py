@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +78,8 @@ def test_a_watched_training_run_answers_too_and_after_its_end(tmp_path: Path) ->
     with flexinspect.watch_training(
         model, optimizer, out=tmp_path / "run.flextrace", quiet=True
     ) as watch:
+        summaries.set_level("extreme")
+        assert watch.level == "extreme"
         for step in range(12):
             loss = model(torch.ones(1, 2)).sum() * (math.nan if step == 11 else 1.0)
             optimizer.zero_grad()
@@ -86,3 +91,34 @@ def test_a_watched_training_run_answers_too_and_after_its_end(tmp_path: Path) ->
     summaries.clear()
     assert summaries.training_summary().total_steps == 0
     assert watch.summary.total_steps == 12
+    with watch.reader() as reader:
+        assert reader.training_steps(0)[0].detail == "extreme"
+
+
+ASKS_ITSELF = """
+import json, os, torch
+from flexinspect import TrainingDebugger
+from flexinspect.control.choosing import choose
+from flexinspect.control.client import ControlClient
+model = torch.nn.Linear(2, 2)
+debugger = TrainingDebugger()
+for step in range(4):
+    debugger.monitor_training_step(model, float("nan") if step == 3 else 1.0, step)
+client = ControlClient(choose(os.getpid()).address)
+client.ask("POST", "/training-logs/debug/level/extreme")
+answer = client.ask("GET", "/training-logs/debug/training/summary")
+print(json.dumps([answer["total_steps"], answer["loss_anomaly_rate"], debugger.level]))
+"""
+
+
+def test_a_training_without_transformers_is_answered_for_too(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ASKS_ITSELF)
+    done = subprocess.run(
+        [sys.executable, "-m", "flexinspect", "run", "--no-ui", "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[0]) == [4, 0.25, "extreme"]

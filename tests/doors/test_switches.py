@@ -362,8 +362,8 @@ def test_early_stopping_says_value_patience_and_decision(lines: pytest.LogCaptur
     epochs = [loop.train_epoch(loader, None, stopping) for _ in range(2)]
     assert [epoch.stops for epoch in epochs] == [False, True]
     assert [line.split(", ", 1)[1] for line in lines.messages] == [
-        "best 0.0, waited 1 of 2: go on",
-        "best 0.0, waited 2 of 2: stop",
+        "best 0, waited 1, patience 2: go on",
+        "best 0, waited 2, patience 2: stop",
     ]
 
 

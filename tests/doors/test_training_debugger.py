@@ -292,3 +292,18 @@ def test_gradients_of_a_step_that_the_scaler_will_leave_out_are_no_anomaly() -> 
     assert debugger.get_training_summary()["anomaly_steps"] == 0
     assert debugger.monitor_training_step(model, 1.0, 1).anomalies
     assert debugger.get_training_summary()["anomaly_steps"] == 1
+
+
+def test_small_gradients_are_none_while_the_learning_rate_rises() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    debugger = TrainingDebugger()
+    found = []
+    for step, rate in enumerate((0.0, 0.1, 0.2, 0.2)):
+        optimizer.param_groups[0]["lr"] = rate
+        model.weight.grad = torch.full((2, 3), 1e-8)
+        info = debugger.monitor_training_step(model, 1.0, step, optimizer=optimizer)
+        found.append(info.vanishing)
+    assert found == [("weight",), (), (), ("weight",)]
+    assert debugger.get_training_summary().gradient_vanishing == 2
+    assert debugger.monitor_training_step(model, 1.0, 4).vanishing == ("weight",)

@@ -80,8 +80,8 @@ def run(tmp_path: Path, make: Callable[[int], Rule], new: int, **how: Any) -> li
 def test_a_rule_by_exec_at_each_decode_step(tmp_path: Path) -> None:
     found = one(run(tmp_path, by_exec, 7), "graphs.every-step")
     assert (found.step, found.severity) == (4, Severity.WARNING)
-    assert found.evidence["steps"] == 4
-    assert "4 new graphs in 4 decode steps in a row (steps 1 to 4, " in found.sentence
+    assert found.evidence["steps"] == 6, "the words of the last step count"
+    assert "6 new graphs in 6 decode steps in a row (steps 1 to 6, " in found.sentence
     assert "guard: mask_mod code object, and the rule" in found.sentence
     assert (found.times, found.last_step) == (3, 6)
 

@@ -14,6 +14,14 @@ from typing import Any, Self
 
 TIMEOUT_S = 60.0
 
+SETTLE_S = 1.0
+"""How long an adapter is left alone after a client has gone.
+
+debugpy 1.8.22 tells its oldest session of each client that comes. Where the client of that session
+was cut off and is just being forgotten, its accepting thread ends with an exception, and nobody is
+answered any more.
+"""
+
 Message = dict[str, Any]
 
 
@@ -174,11 +182,19 @@ class DapClient:
         body = self.request("evaluate", expression=text, frameId=frame["id"], context=context)
         return str(body["result"])
 
+    def leave(self) -> None:
+        """End the session as an editor does, and wait until the adapter has closed it."""
+        with suppress(DapError, OSError):  # it may have left already
+            self.request("disconnect", terminateDebuggee=False)
+        with self._news:
+            self._news.wait_for(lambda: self.is_gone, TIMEOUT_S)
+
     def close(self) -> None:
-        """Cut the connection, as an editor that was killed does."""
+        """Cut the connection, as an editor that was killed does, and let the adapter see it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        time.sleep(SETTLE_S)
 
 
 def _header(stream: Any) -> int | None:

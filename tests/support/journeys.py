@@ -39,7 +39,7 @@ class Notes:
     def muted(self) -> Any:
         return nullcontext()
 
-    def drop(self) -> None:
+    def drop(self, line: Line) -> None:
         self.n_dropped += 1
 
     def chose(self, line: Line, choice: Choice) -> None:

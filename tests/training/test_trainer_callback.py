@@ -10,6 +10,7 @@ import torch
 from support.tiny import VOCAB, make_model
 
 import flexinspect
+from flexinspect.errors import UsageError
 from flexinspect_hooks.training.trainer import TrainerCallback
 
 pytest.importorskip("accelerate")
@@ -94,3 +95,10 @@ def test_a_training_that_was_interrupted_ends_as_failed_when_the_next_begins(
     with second.watch.reader() as reader:
         assert reader.state == "finished"
     assert not model._forward_hooks
+
+
+def test_what_cannot_be_is_said_before_the_training_begins() -> None:
+    with pytest.raises(UsageError, match="level huge is unknown"):
+        TrainerCallback(level="huge")
+    with pytest.raises(UsageError, match=r"band is 0\.9"):
+        TrainerCallback(band=0.9)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.findings import Finding, Severity
+from flexinspect.rules.trainingsteps import is_spike
 from flexinspect.trainingfacts import TrainingStepRecord
 from flexinspect_hooks.training import forwards
 from flexinspect_hooks.training.watching import watch_training
@@ -242,6 +243,14 @@ def test_a_jump_of_the_loss_is_a_spike(path: Path) -> None:
     finding = the(found, "training.loss-spike")
     assert finding.step == 30
     assert finding.evidence["loss"] == steps[30].loss > 1000
+
+
+def test_losses_of_small_batches_that_scatter_over_powers_of_ten_are_no_spikes() -> None:
+    scattered = [0.01 * 10 ** (step % 7 / 3) for step in range(50)]
+    assert not is_spike(10.0, scattered, first=0.7)
+    assert is_spike(1e6, scattered, first=0.7)
+    assert is_spike(0.3, [0.01 + step % 7 / 1e4 for step in range(50)], first=0.7)
+    assert is_spike(50.0, [step % 7 - 3.0 for step in range(50)], first=0.7)
 
 
 @pytest.mark.parametrize("level", ["basic", "extreme"])

@@ -377,9 +377,9 @@ def test_the_run_says_what_it_cost(path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_cannot_be_watched_is_said_in_one_sentence(path: Path) -> None:
     model = Net()
-    with pytest.raises(UsageError, match="a torch module, not a int"):
+    with pytest.raises(UsageError, match="a torch module, not the int 3"):
         watch_training(3)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="a torch optimizer, not a str"):
+    with pytest.raises(UsageError, match="a torch optimizer, not an object of type str"):
         watch_training(model, "adam")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no parameter that gradients are wanted for"):
         watch_training(Net().requires_grad_(False))
@@ -387,6 +387,11 @@ def test_what_cannot_be_watched_is_said_in_one_sentence(path: Path) -> None:
         watch_training(model, band=0.5)
     with pytest.raises(UsageError, match="level huge is unknown"):
         watch_training(model, level="huge")
+    with watch_training(model, out=path.with_name("b.flextrace"), quiet=True) as trace:
+        with pytest.raises(UsageError, match="The loss must be a single number, and is 'low'"):
+            trace.step(loss="low")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="batches needs a loader of batches, not None"):
+            trace.batches(None)  # type: ignore[arg-type]
     path.touch()
     with pytest.raises(UsageError, match="exists already"):
         watch_training(model, out=path)
@@ -404,7 +409,9 @@ def test_a_model_is_watched_once_at_a_time(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_is_refused_in_one_sentence(path: Path) -> None:
     model = Net()
     with watch_training(model, adam(model), out=path, quiet=True) as watch:
-        with pytest.raises(UsageError, match=r"one number, and it has shape \(2,\)"):
+        with pytest.raises(
+            UsageError, match=r"The loss must be a single number, and has shape \(2,\)"
+        ):
             watch.step(torch.ones(2))
 
 

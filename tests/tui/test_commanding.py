@@ -20,6 +20,7 @@ from textual.widgets import Input
 from flexinspect.app import InspectorApp
 from flexinspect.breaks.parser import parse
 from flexinspect.control.messages import (
+    ASKED,
     Answer,
     BreakpointInfo,
     Cost,
@@ -31,6 +32,7 @@ from flexinspect.control.messages import (
 from flexinspect.errors import ControlError
 from flexinspect.screens.ask import Ask, Choose
 from flexinspect.screens.breakpoints import BreakpointsScreen, breakpoint_words
+from flexinspect.screens.commanding import SLOW_S, refusal_words
 from flexinspect.screens.forking import Token, token_of
 from flexinspect.screens.remote import Standing
 
@@ -42,7 +44,8 @@ class FakeCapture:
 
     def __init__(self) -> None:
         self.state: Any = "running"
-        self.reason = ""
+        self.reason = self.until = ""
+        self.level: Any = "advanced"
         self.asked: list[tuple[Any, ...]] = []
         self.book: list[BreakpointInfo] = []
         self.cost = Cost("nothing to speak of")
@@ -54,6 +57,9 @@ class FakeCapture:
     def client(self) -> FakeCapture:
         return self
 
+    def ask(self, ask: Callable[[FakeCapture], Any]) -> Any:
+        return ask(self)
+
     def look(self) -> Standing:
         if self.is_silent:
             return Standing(is_silent=True)
@@ -61,7 +67,12 @@ class FakeCapture:
 
     def status(self) -> Status:
         place = Place(0, 0, 2)
-        return Status(self.state, place, f"{self.state} now", self.reason, order=self._order)
+        until = self.until if self.state == "paused" else ""
+        return Status(
+            *(self.state, place, f"{self.state} now", self.reason, until),
+            level=self.level,
+            order=self._order,
+        )
 
     def _answer(self, said: str, **more: Any) -> Answer:
         return Answer(said, self.status(), **more)
@@ -162,6 +173,34 @@ async def test_space_pauses_and_goes_on_and_the_header_says_so(path: Path) -> No
         await pilot.press("space")
         await here.until(lambda: ("continue",) in here.capture.asked)
         await here.until(lambda: "paused" not in screen_lines(app)[0])
+
+
+async def test_pausing_as_asked_tells_the_keys_once_and_is_shown_by_the_header(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.reason, here.capture.until = ASKED, "after this step"
+        await pilot.press("space")
+        await here.until(lambda: here.said("space goes on, . steps"))
+        app.clear_notifications()
+        await pilot.press("space", "space")
+        await here.until(lambda: here.capture.asked == [("pause",), ("continue",), ("pause",)])
+        await here.until(lambda: "paused" in screen_lines(app)[0])
+        await pilot.pause(SLOW_S)
+        assert not here.said("paus")
+
+
+async def test_the_header_names_the_level_as_it_is_by_now(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.level = "extreme"
+        await here.until(lambda: "extreme" in screen_lines(app)[0])
+
+
+def test_a_refusal_says_what_to_do_on_a_line_of_its_own() -> None:
+    refused = ControlError("It is no[t].", hint="Do \x1b that.")
+    assert refusal_words(refused) == "It is no[t].\nDo \\x1b that."
 
 
 async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:

@@ -10,62 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
-from flexinspect.control.messages import Order, OrderState, Place, Restore, State, Wish
+from flexinspect.control.messages import ASKED, Order, OrderState, Place, Restore, State, Wish
 from flexinspect.errors import ControlError, FlexInspectError
+from flexinspect_hooks.control.standing import STOPPING, GateView, Stop, Target, says
 
 Tell = Callable[[str, str, Place, Mapping[str, Any]], None]
 """Records an event of the trace: its kind, its text, the last finished step, facts."""
-
-ASKED: Final = "it was asked to"
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A pause that is wanted or reached, and why."""
-
-    reason: str
-    kind: Literal["paused", "breakpoint"] = "paused"
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class GateView:
-    """How the gate stands at one moment, as `Status` says it."""
-
-    state: State
-    place: Place
-    says: str
-    reason: str
-    until: str
-    order: OrderState | None
-
-
-@dataclass(slots=True)
-class _Target:
-    """Where to pause: after so many steps, or after one step of one generation."""
-
-    left: int | None = None
-    generation: int = 0
-    step: int = 0
-
-    def words(self) -> str:
-        if self.left is not None:
-            return f"after {self.left} more step{'s' if self.left > 1 else ''}"
-        of = f" of generation {self.generation}" if self.generation else ""
-        return f"after step {self.step}{of}"
-
-    def reached(self, place: Place) -> str | None:
-        """Return why to pause at a place that was just reached, None to go on."""
-        if self.left is not None:
-            self.left -= place.step >= 0
-            return None if self.left else ASKED
-        if place.generation > self.generation:
-            return f"generation {self.generation} ended before step {self.step}"
-        is_there = place.generation == self.generation and place.step >= self.step
-        return ASKED if is_there else None
 
 
 class Gate:
@@ -87,7 +40,7 @@ class Gate:
         self._passed: Place | None = None
         self._stop: Stop | None = None
         self._paused_for: Stop | None = None
-        self._target: _Target | None = None
+        self._target: Target | None = None
         self._is_stopping = self._is_judging = False
         self._pending: Order | None = None
         self._order: OrderState | None = None
@@ -310,7 +263,7 @@ class Gate:
         """Go on for `n` steps, then pause. Raises `ControlError` when there is no next step."""
         if n < 1:
             raise ControlError(f"{n} steps cannot be gone.", hint="Give a number from 1 on.")
-        return self._go_to(_Target(left=n))
+        return self._go_to(Target(left=n))
 
     def run_to(self, step: int, generation: int | None = None) -> str:
         """Go on until a step has finished, of the current generation unless another is named.
@@ -319,7 +272,7 @@ class Gate:
         """
         with self._changed:
             place = self.view().place
-            target = _Target(None, place.generation if generation is None else generation, step)
+            target = Target(None, place.generation if generation is None else generation, step)
             if (place.generation, place.step) >= (target.generation, step):
                 raise ControlError(
                     f"Step {step} of generation {target.generation} is behind: the model stands "
@@ -337,7 +290,7 @@ class Gate:
             self._release()
             if was in ("holding", "paused"):
                 return "the run ends"
-            return "stopping before the first step" if was == "loading" else _STOPPING
+            return "stopping before the first step" if was == "loading" else STOPPING
 
     def order(self, wish: Wish) -> Order:
         """Accept something for the engine to obey at the next boundary; one at a time.
@@ -359,7 +312,7 @@ class Gate:
             self._changed.notify_all()
             return order
 
-    def _go_to(self, target: _Target) -> str:
+    def _go_to(self, target: Target) -> str:
         with self._changed:
             if self._running_state() == "holding":
                 raise ControlError(
@@ -386,17 +339,9 @@ class Gate:
         return "pausing" if self._state == "running" and self._stop is not None else self._state
 
     def _says(self, state: State, place: Place) -> str:
-        if self._is_stopping:
-            return _STOPPING
-        if state == "paused":
-            return f"paused {place.after()}"
-        if state == "loading" and self._until():
-            return f"loading, and pausing {self._until()}"
-        if state == "running" and self._target is not None:
-            return f"pausing {self._until()}"
-        if state == "running" and self._order is not None and self._order.state == "working":
-            return f"at work on the {self._order.kind}"
-        return _SAYS[state]
+        is_working = self._order is not None and self._order.state == "working"
+        kind = self._order.kind if self._order is not None and is_working else ""
+        return says(state, place, self._until(), is_stopping=self._is_stopping, at_work_on=kind)
 
     def _until(self) -> str:
         """Return where it will pause or end, empty when nothing is asked for."""
@@ -420,16 +365,6 @@ class Gate:
             or self._is_judging
             or self._is_fresh
         )
-
-
-_STOPPING = "stopping after this step"
-_SAYS: Mapping[State, str] = {
-    "loading": "loading",
-    "running": "running",
-    "pausing": "pausing after this step",
-    "holding": "the generation is over, and the model is kept alive",
-    "finished": "the run is over",
-}
 
 
 def _stays(wish: Wish) -> bool:

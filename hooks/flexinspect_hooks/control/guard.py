@@ -103,7 +103,10 @@ class NetworkGuard:
 
 
 _HOST_HINT = "Ask for it by the address that it listens on."
-_TOKEN_HINT = "Send the header 'Authorization: Bearer TOKEN'; the token was printed by --serve."
+_TOKEN_HINT = (
+    "Send the header 'Authorization: Bearer TOKEN' (flexinspect ctl takes it from "
+    "FLEXINSPECT_TOKEN); the token was printed by --serve."
+)
 
 
 def hosts_of(host: str) -> frozenset[str]:

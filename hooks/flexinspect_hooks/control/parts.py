@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 from flexinspect.control.messages import BreakpointInfo, Cost, Order
+from flexinspect.trainingfacts import TrainingSummary
 from flexinspect_hooks.control.gate import Gate
 
 
@@ -71,16 +72,14 @@ class Traveller(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """What a debugger has met since it was last cleared, in steps of it."""
+class Counts(TrainingSummary):
+    """What a debugger has met since it was last cleared: anomalies, and steps of it in all kinds.
+
+    `debug_history_length` is over how much it has looked.
+    """
 
     total_anomalies: int = 0
     debug_history_length: int = 0
-    total_steps: int = 0
-    anomaly_steps: int = 0
-    gradient_explosions: int = 0
-    gradient_vanishing: int = 0
-    loss_anomalies: int = 0
 
 
 class Summaries(Protocol):

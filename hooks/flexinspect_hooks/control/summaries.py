@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from flexinspect.control.codec import from_json
 from flexinspect.control.messages import (
     Anomalies,
     DebugSummary,
@@ -16,7 +17,7 @@ from flexinspect_hooks.control.parts import Counts, Debugger, Levelled, provided
 def debug_summary() -> DebugSummary:
     """Return what all debuggers have met; zeros for those that nobody registered."""
     return DebugSummary(
-        training_anomalies(_counts("training")),
+        _training_anomalies(_counts("training")),
         _anomalies(_counts("diffusion")),
         _anomalies(_counts("general")),
     )
@@ -24,7 +25,7 @@ def debug_summary() -> DebugSummary:
 
 def training_summary() -> TrainingSummary:
     """Return what training met."""
-    return summary_of(_counts("training"))
+    return from_json(TrainingSummary, _counts("training").as_dict())
 
 
 def clear() -> None:
@@ -43,29 +44,14 @@ def set_level(level: str) -> None:
             found.set_level(level)
 
 
-def training_anomalies(counts: Counts) -> TrainingAnomalies:
+def _training_anomalies(counts: Counts) -> TrainingAnomalies:
     """Return the short summary of training; its `anomaly_rate` counts anomalies, not steps."""
     return TrainingAnomalies(
         total_anomalies=counts.total_anomalies,
         debug_history_length=counts.debug_history_length,
         total_steps=counts.total_steps,
-        anomaly_rate=_rate(counts.total_anomalies, counts),
-        gradient_explosion_rate=_rate(counts.gradient_explosions, counts),
-    )
-
-
-def summary_of(counts: Counts) -> TrainingSummary:
-    """Return the long summary of training."""
-    return TrainingSummary(
-        total_steps=counts.total_steps,
-        anomaly_steps=counts.anomaly_steps,
-        gradient_explosions=counts.gradient_explosions,
-        gradient_vanishing=counts.gradient_vanishing,
-        loss_anomalies=counts.loss_anomalies,
-        anomaly_rate=_rate(counts.anomaly_steps, counts),
-        loss_anomaly_rate=_rate(counts.loss_anomalies, counts),
-        gradient_explosion_rate=_rate(counts.gradient_explosions, counts),
-        gradient_vanishing_rate=_rate(counts.gradient_vanishing, counts),
+        anomaly_rate=counts.total_anomalies / counts.total_steps if counts.total_steps else 0.0,
+        gradient_explosion_rate=counts.gradient_explosion_rate,
     )
 
 
@@ -76,7 +62,3 @@ def _counts(debugger: Debugger) -> Counts:
 
 def _anomalies(counts: Counts) -> Anomalies:
     return Anomalies(counts.total_anomalies, counts.debug_history_length)
-
-
-def _rate(n: int, counts: Counts) -> float:
-    return n / counts.total_steps if counts.total_steps else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from flexinspect.control.messages import (
@@ -121,7 +121,6 @@ class Verbs:
         return Breakpoints(tuple(book.list()) if book is not None else ())
 
     def add_breakpoint(self, body: BreakpointBody) -> BreakpointInfo:
-        self._parts.gate.is_commanded = True
         return self._book().add(body.text, hits=body.hits, once=body.once, log_only=body.log_only)
 
     def remove_breakpoint(self, number: int) -> Breakpoints:
@@ -144,6 +143,8 @@ class Verbs:
             raise _no_breakpoint(number) from None
 
     def _book(self) -> BreakpointBook:
+        """Return what takes breakpoints; whoever changes one could continue the model as well."""
+        self._parts.gate.is_commanded = True
         if self._parts.breakpoints is None:
             raise ControlError("This capture takes no breakpoints.")
         return self._parts.breakpoints
@@ -171,8 +172,7 @@ class Verbs:
         if dry:
             return Answer(cost.sentence, self.status(), None, cost)
         order = self._parts.gate.order(wish)
-        said = f"the {order.kind} is next"
-        return Answer(said, self.status(), order.number, cost)
+        return replace(self._answer(f"the {order.kind} is next"), order=order.number, cost=cost)
 
     def _traveller(self) -> Traveller:
         traveller = self._parts.traveller

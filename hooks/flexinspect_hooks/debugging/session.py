@@ -69,8 +69,7 @@ class Debugging:
 
     def _listening(self, host: str, port: int, event: Event) -> None:
         waiting = self.options.wait
-        self._say(protocol.DEBUGGER, host=host, port=port, waiting=waiting)
-        event("debugger", listening_sentence(host, port, waiting=waiting))
+        self._tell(listening_sentence(host, port, waiting=waiting), event)
         if waiting:
             event("phase", f"waiting for a debugger on {host}:{port}")
             from flexinspect_hooks.debugging.listening import wait_for_client
@@ -81,8 +80,10 @@ class Debugging:
     def _on_pydevd(self) -> None:
         """debugpy is loaded in this process, whoever asked for it."""
         from flexinspect_hooks.debugging import holding, pydevd_plugin
+        from flexinspect_hooks.debugging.tracing import trace_no_more_without_client
 
         pydevd_plugin.register()
+        trace_no_more_without_client()
         holding.watch_pydevd()
         if self._trace is not None:
             holding.tell_of_stops(self._trace)
@@ -98,9 +99,14 @@ class Debugging:
         self._flex_event = event
         if not self._is_on:
             return
-        rules.run_rules(lambda text: event("debugger", text))
+        rules.run_rules(lambda text: self._tell(text, event))
         if compiled:
             rules.saw_compiled()
+
+    def _tell(self, text: str, event: Event) -> None:
+        """Tell of a breakpoint that cannot be hit, while somebody waits for it."""
+        self._say(protocol.DEBUGGER, text=text)
+        event("debugger", text)
 
     def stop_between(self, reason: str, facts: Mapping[str, Any]) -> bool:
         """Stop between two forwards, in the user's loop; False when no debugger could."""

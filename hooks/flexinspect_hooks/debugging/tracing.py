@@ -15,15 +15,24 @@ from typing import Any
 def trace_only_while_attached() -> None:
     """Stop tracing until a client has attached, and again when it has left."""
     import pydevd_tracing
+
+    if trace_no_more_without_client():
+        pydevd_tracing.SetTrace(None)
+
+
+def trace_no_more_without_client() -> bool:
+    """Stop tracing whenever a client leaves, whoever let debugpy in; False where that cannot be."""
+    import pydevd_tracing
     from _pydevd_bundle.pydevd_constants import PYDEVD_USE_SYS_MONITORING
     from pydevd import PyDB
 
     # Without its helper for other threads, tracing that was off could not be turned on.
     if PYDEVD_USE_SYS_MONITORING or pydevd_tracing._load_python_helper_lib() is None:
-        return
-    pydevd_tracing.SetTrace(None)
-    PyDB.on_configuration_done = _then(PyDB.on_configuration_done, _on)
-    PyDB.on_disconnect = _then(PyDB.on_disconnect, _off)
+        return False
+    if not hasattr(PyDB.on_disconnect, "__wrapped__"):
+        PyDB.on_configuration_done = _then(PyDB.on_configuration_done, _on)
+        PyDB.on_disconnect = _then(PyDB.on_disconnect, _off)
+    return True
 
 
 def _then(method: Callable[[Any], Any], call: Callable[[Any], None]) -> Callable[[Any], Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel, Facts, TrainingPhase
 from flexinspect.errors import UsageError
+from flexinspect_hooks import given
 from flexinspect_hooks.doors.base import HISTORY, log
 from flexinspect_hooks.doors.general import PyTorchDebugger
 from flexinspect_hooks.doors.results import LogEntry
@@ -104,8 +105,8 @@ class AsyncTrainingLogger:
         Raises `UsageError` for a total below 1.
         """
         for name, total in (("total_epochs", total_epochs), ("total_steps", total_steps)):
-            if total is not None and total < 1:
-                raise UsageError(f"{name} must be 1 or more, and is {total}.")
+            if total is not None:
+                given.count(total, name)
         self._total_epochs, self._total_steps = total_epochs, total_steps
         self._started = time.monotonic()
         self.phase = TrainingPhase.TRAINING
@@ -154,13 +155,17 @@ class AsyncTrainingLogger:
     # -- the log ---------------------------------------------------------------------------------
 
     async def update_progress_async(
-        self, *, epoch: int, step: int, loss: float, learning_rate: float | None = None
+        self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None
     ) -> Progress:
-        """Log where the training is; writing the log happens in a thread."""
+        """Log where the training is; writing the log happens in a thread.
+
+        Raises `UsageError` for a loss that is not a single number.
+        """
+        value = given.number(loss, "The loss")
         elapsed = time.monotonic() - self._started
         share = min((step + 1) / self._total_steps, 1.0) if self._total_steps else None
         left = elapsed * (1 - share) / share if share else None
-        progress = Progress(epoch, step, float(loss), learning_rate, elapsed, share, left)
+        progress = Progress(epoch, step, value, learning_rate, elapsed, share, left)
         self._progress.append(progress)
         await asyncio.to_thread(self._enter, logging.DEBUG, self._words(progress), facts=progress)
         return progress
@@ -175,7 +180,14 @@ class AsyncTrainingLogger:
         phase: TrainingPhase | str | None = None,
         context: Mapping[str, Any] | None = None,
     ) -> LogEntry:
-        """Log an exception with its full stack and whatever is known around it."""
+        """Log an exception with its full stack and whatever is known around it.
+
+        Raises `UsageError` for what is no exception, or a context that is no dict.
+        """
+        if not isinstance(error, BaseException):
+            raise UsageError("log_error needs an exception; log_warning takes a text.")
+        if not isinstance(context or {}, Mapping):
+            raise UsageError(f"context must be a dict, not {given.kind_of(context)}.")
         stack = "".join(traceback.format_exception(error))
         self.debugger.report_error(error)
         facts = {**(context or {}), "stack": stack}

@@ -14,7 +14,7 @@ import torch
 
 from flexinspect.advice import advice
 from flexinspect.debugging import DebugLevel, level_named
-from flexinspect.errors import UsageError
+from flexinspect_hooks import given
 from flexinspect_hooks.control.parts import Counts
 from flexinspect_hooks.control.parts import Debugger as Kind
 from flexinspect_hooks.doors import registry
@@ -53,11 +53,12 @@ class Debugger:
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
-        if history < 1:
-            raise UsageError(f"history must be 1 or more entries, and is {history}.")
         self._level = level_named(level)
-        self._history: deque[Any] = deque(maxlen=history)
-        self._alert_above, self._on_anomaly = alert_above, on_anomaly
+        self._history: deque[Any] = deque(maxlen=given.count(history, "history"))
+        self._alert_above = given.limit(alert_above, "alert_above")
+        if on_anomaly is not None:
+            given.function(on_anomaly, "on_anomaly", "an anomaly")
+        self._on_anomaly = on_anomaly
         self._reset()
         registry.register(self)
 

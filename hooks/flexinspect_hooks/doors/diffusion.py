@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel
 from flexinspect.errors import UsageError
+from flexinspect_hooks import given
 from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log, sick
 from flexinspect_hooks.doors.components import (
     component_info,
@@ -52,7 +53,7 @@ class DiffusionModelDebugger(Debugger):
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
-        self._jump = jump
+        self._jump = given.limit(jump, "jump")
         self._before: Tensor | None = None
         self._spread: float | None = None
         self._step: int | None = None
@@ -80,7 +81,12 @@ class DiffusionModelDebugger(Debugger):
     def monitor_diffusion_step(
         self, pipeline: Any, step: int, latents: Tensor
     ) -> DiffusionStepInfo:
-        """Look at the latents that a denoising step left; step 0 starts a new image."""
+        """Look at the latents that a denoising step left; step 0 starts a new image.
+
+        Raises `UsageError` for latents that are no tensor, and what is no step's number.
+        """
+        given.tensor(latents, "monitor_diffusion_step")
+        step = given.count(step, "step", 0)
         if step == 0 or (self._step is not None and step <= self._step):
             self._before = self._spread = None
         info = tensor_info(latents, f"latents of step {step}", self.level)
@@ -133,8 +139,8 @@ class DiffusionModelDebugger(Debugger):
     ) -> None:
         if self._made_by is not None or not is_sick(tensors_in(output)):
             return
-        given = is_sick(tensors_in([args, kwargs]))
-        self._made_by = f"{name} (from inputs that were not finite)" if given else name
+        was_fed = is_sick(tensors_in([args, kwargs]))
+        self._made_by = f"{name} (from inputs that were not finite)" if was_fed else name
 
     def _jumps(self, step: int, spread: float | None) -> list[Anomaly]:
         if spread is None or not self._spread or not spread > self._jump * self._spread:
@@ -161,8 +167,8 @@ def components_of(pipeline: Any) -> dict[str, nn.Module]:
     """
     if isinstance(pipeline, nn.Module):
         return dict(pipeline.named_children()) or {"(model)": pipeline}
-    given = getattr(pipeline, "components", None)
-    named = given if isinstance(given, Mapping) else getattr(pipeline, "__dict__", {})
+    parts = getattr(pipeline, "components", None)
+    named = parts if isinstance(parts, Mapping) else getattr(pipeline, "__dict__", {})
     found = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
     if not found:
         kind = type(pipeline).__name__

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel
 from flexinspect.trainingfacts import EXPLOSION, VANISHING, GradientFacts
+from flexinspect_hooks import given
 from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log, sick
 from flexinspect_hooks.doors.components import (
     component_infos,
@@ -46,7 +47,8 @@ class PyTorchDebugger(Debugger):
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
-        self._explosion, self._vanishing = explosion, vanishing
+        self._explosion = given.limit(explosion, "explosion")
+        self._vanishing = given.limit(vanishing, "vanishing")
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -63,13 +65,14 @@ class PyTorchDebugger(Debugger):
 
         `shape` (None stands for any size) and `dtype` are what the tensor is meant to have.
         """
-        info = tensor_info(tensor, name, self.level)
+        info = tensor_info(given.tensor(tensor, "analyze_tensor"), name, self.level)
         anomalies = [*self._sick(info), *self._unlike(info, tensor, shape, dtype)]
         self._keep([info], anomalies)
         return info
 
     def analyze_model_parameters(self, model: nn.Module) -> dict[str, TensorInfo]:
         """Return what this level measures of each parameter, by name."""
+        given.module(model, "analyze_model_parameters")
         infos = tensor_infos(dict(model.named_parameters()), self.level)
         self._keep(self._kept(infos), [bad for info in infos.values() for bad in self._sick(info)])
         return infos
@@ -77,6 +80,7 @@ class PyTorchDebugger(Debugger):
     def analyze_gradients(self, model: nn.Module) -> GradientAnalysis:
         """Return each parameter's gradient by name; those that have none are left out."""
         level, limits = self.level, (self._explosion, self._vanishing)
+        given.module(model, "analyze_gradients")
         facts = gradients_of(model, level)
         found = gradient_analysis(model, facts, level, *limits)
         anomalies = [
@@ -92,11 +96,15 @@ class PyTorchDebugger(Debugger):
 
         A gradient with Inf or NaN is not among them: `analyze_gradients` names those.
         """
+        given.module(model, "check_gradient_explosion")
+        given.limit(threshold, "threshold")
         facts = gradstats.model_gradients(model, with_max=False)
         return self._checked("explosion", gradstats.exploding(facts, threshold), threshold)
 
     def check_gradient_vanishing(self, model: nn.Module, threshold: float = VANISHING) -> list[str]:
         """Return the parameters whose gradient norm is below the threshold, 0 too."""
+        given.module(model, "check_gradient_vanishing")
+        given.limit(threshold, "threshold")
         facts = gradstats.model_gradients(model, with_max=False)
         return self._checked("vanishing", gradstats.vanishing(facts, threshold), threshold)
 
@@ -108,14 +116,14 @@ class PyTorchDebugger(Debugger):
         `process` is resident, `system_used` that of all processes, `cuda_allocated` and
         `cuda_reserved` are 0 without CUDA.
         """
-        return memory_of(model)
+        return memory_of(given.module(model, "profile_memory_usage"))
 
     def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
         """Look at a model's weights and parts and, with inputs, run it once and look at its output.
 
         The run is without gradients and in the mode that the model is in.
         """
-        parts = component_infos(model)
+        parts = component_infos(given.module(model, "validate_model"))
         output: tuple[TensorInfo, ...] = ()
         if inputs or named_inputs:
             with torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from flexinspect.errors import UsageError
+from flexinspect_hooks import given
 
 LOGGER = "flexinspect.debugging"
 """The logger of all debuggers; figures are DEBUG, anomalies WARNING, errors ERROR."""
@@ -63,8 +64,10 @@ def debug_logging(
     The file is rotated at `max_bytes`, and `backups` older ones are kept. `signs` puts an emoji for
     the level before each line. Records have their figures as `record.facts` too.
 
-    Raises `UsageError` for a file that cannot be written.
+    Raises `UsageError` for a file that cannot be written, and for a level that is no number of
+    `logging`.
     """
+    given.count(level, "level", 0)
     handler: logging.Handler
     try:
         handler = (

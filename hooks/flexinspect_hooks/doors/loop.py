@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel, DebugSwitches, Facts
 from flexinspect.errors import UsageError
+from flexinspect_hooks import given
 from flexinspect_hooks.doors.profiling import FOLDER, ProfileSummary, profile_model_performance
 from flexinspect_hooks.doors.saying import rates_of, samples_in
 from flexinspect_hooks.doors.splits import DatasetSplits, make_splits
@@ -89,13 +90,15 @@ class TrainingLoop:
     ) -> None:
         if scheduler_each not in ("epoch", "batch"):
             raise UsageError(f'scheduler_each is "epoch" or "batch", not {scheduler_each!r}.')
+        given.module(model, "TrainingLoop")
+        given.optimizer(optimizer, "TrainingLoop")
         board = SwitchBoard(switches) if isinstance(switches, DebugSwitches) else switches
         self.debugger = TrainingDebugger(level, switches=board, profile_folder=profile_folder)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self._scheduler, self._each = scheduler, scheduler_each
         self._scaler, self._autocast = scaler, autocast
         first = next(model.parameters(), None)
-        self._device = torch.device(device or (first.device if first is not None else "cpu"))
+        self._device = _device(device or (first.device if first is not None else "cpu"))
         self._tokenizer = tokenizer
         self._says = self.debugger.says
         self._step = 0
@@ -129,7 +132,14 @@ class TrainingLoop:
         val_loader: Iterable[Any] | None = None,
         early_stopping: Any = None,
     ) -> EpochInfo:
-        """Train on each batch once, then validate, and ask early stopping (`step(loss)`)."""
+        """Train on each batch once, then validate, and ask early stopping (`step(loss)`).
+
+        Raises `UsageError` for what has no batches, and for what cannot be asked.
+        """
+        given.batches(train_loader, "train_epoch")
+        if early_stopping is not None:
+            step = getattr(early_stopping, "step", None)
+            given.function(step, "early_stopping.step", "the newest loss")
         self.model.train()
         before = self.debugger.get_training_summary().anomaly_steps
         batches = samples = 0
@@ -157,7 +167,7 @@ class TrainingLoop:
         batches = samples = right = judged = 0
         loss = 0.0
         try:
-            for batch in dataloader:
+            for batch in given.batches(dataloader, "evaluate_model"):
                 moved = self._moved(batch)
                 value, output = self._forward(moved)
                 n_samples = samples_in(moved)
@@ -227,7 +237,12 @@ class TrainingLoop:
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         self.debugger.monitor_training_step(
-            self.model, loss, self._step, scaler=self._scaler, autocast=self._autocast
+            self.model,
+            loss,
+            self._step,
+            optimizer=self.optimizer,
+            scaler=self._scaler,
+            autocast=self._autocast,
         )
         self._update()
         self._schedule("batch", number)
@@ -276,6 +291,13 @@ class TrainingLoop:
         stops = bool(early_stopping.step(value))
         self._says.early_stopping(value, stops, early_stopping)
         return stops
+
+
+def _device(named: torch.device | str) -> torch.device:
+    try:
+        return torch.device(named)
+    except RuntimeError:
+        raise UsageError(f"torch knows no device {named!r}.") from None
 
 
 def labels_in(batch: Any) -> Tensor | None:

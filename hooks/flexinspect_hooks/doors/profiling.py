@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from flexinspect.debugging import Facts
 from flexinspect.errors import FlexInspectError, UsageError
+from flexinspect_hooks import given
 
 WAIT, WARMUP = 1, 1
 """Batches that are run before those that are profiled: one unprofiled, one to warm up."""
@@ -84,8 +85,9 @@ def profile_model_performance(
 
     Raises `UsageError` for a loader with too few batches or a folder that cannot be written.
     """
-    if num_batches < 1:
-        raise UsageError(f"num_batches must be 1 or more, and is {num_batches}.")
+    given.count(num_batches, "num_batches")
+    given.function(step, "step", "a batch")
+    given.batches(dataloader, "profile_model_performance")
     before = _files(folder)
     batches = _at_least(dataloader, WAIT + WARMUP + 1)
     timed: list[float] = []

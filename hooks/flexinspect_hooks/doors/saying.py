@@ -18,6 +18,9 @@ from flexinspect_hooks.doors.switches import SwitchBoard
 MB = 2**20
 DEVICES_SHOWN = 8
 
+Limits = tuple[float, float]
+"""The norms above which a gradient explodes and below which it vanishes."""
+
 
 class SwitchLog:
     """Says what the switches that are on ask for; what is off costs one attribute.
@@ -25,9 +28,8 @@ class SwitchLog:
     The loop, or `monitor_training_step`, calls it; a switch that fails turns itself off.
     """
 
-    def __init__(self, board: SwitchBoard, explosion: float, vanishing: float) -> None:
+    def __init__(self, board: SwitchBoard) -> None:
         self.board = board
-        self._explosion, self._vanishing = explosion, vanishing
         self._versions: dict[str, int] = {}
         self._placed: tuple[str, ...] = ()
 
@@ -50,9 +52,11 @@ class SwitchLog:
         """Say what went into a forward pass and what came out."""
         self._say("debug_forward_pass", batch, lambda: _forward(batch, inputs, output, loss))
 
-    def gradients(self, batch: int, model: nn.Module, found: Sequence[GradientFacts]) -> None:
+    def gradients(
+        self, batch: int, model: nn.Module, found: Sequence[GradientFacts], limits: Limits
+    ) -> None:
         """Say what the backward pass left, before the optimizer used it."""
-        self._say("debug_gradient_norms", batch, lambda: self._norms(batch, found))
+        self._say("debug_gradient_norms", batch, lambda: _norms(batch, found, limits))
         self._say("debug_backward_pass", batch, lambda: self._backward(batch, model, found))
 
     def around(
@@ -107,10 +111,12 @@ class SwitchLog:
                 "stops": stops,
             }
             decided = "stop" if stops else "go on"
-            text = (
-                f"Early stopping debugging: value {value:.6g}, best {facts['best']}, waited "
-                f"{facts['waited']} of {facts['patience']}: {decided}"
+            shown = ", ".join(
+                f"{name} {known:.6g}"
+                for name in ("value", "best", "waited", "patience")
+                if isinstance(known := facts[name], (int, float))
             )
+            text = f"Early stopping debugging: {shown}: {decided}"
             return text, facts
 
         self._say("debug_early_stopping", 0, words)
@@ -130,28 +136,6 @@ class SwitchLog:
         self._say("debug_lr_scheduling", batch, words)
 
     # -- in words --------------------------------------------------------------------------------
-
-    def _norms(self, batch: int, found: Sequence[GradientFacts]) -> tuple[str, dict[str, Any]]:
-        troubles = [
-            (facts, sentence)
-            for facts in found
-            for _, sentence in gradient_troubles(facts, self._explosion, self._vanishing)
-        ]
-        for facts, sentence in troubles[:LINES]:
-            log.warning("%s", sentence, extra={"facts": facts})
-        norms = {facts.name: facts.norm for facts in found}
-        total = total_norm(found)
-        if not norms:
-            return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
-        low, high = (
-            min(norms, key=lambda name: norms[name]),
-            max(norms, key=lambda name: norms[name]),
-        )
-        text = (
-            f"Gradient norms - Batch {batch}: total {total:.4g}, largest {high} "
-            f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
-        )
-        return text, {"total": total, "norms": norms}
 
     def _backward(
         self, batch: int, model: nn.Module, found: Sequence[GradientFacts]
@@ -179,6 +163,29 @@ class SwitchLog:
 
 def _line(text: str, facts: dict[str, Any]) -> None:
     log.debug("%s", text, extra={"facts": {**facts, "at": time.time()}})
+
+
+def _norms(
+    batch: int, found: Sequence[GradientFacts], limits: Limits
+) -> tuple[str, dict[str, Any]]:
+    troubles = [
+        (facts, sentence) for facts in found for _, sentence in gradient_troubles(facts, *limits)
+    ]
+    for facts, sentence in troubles[:LINES]:
+        log.warning("%s", sentence, extra={"facts": facts})
+    norms = {facts.name: facts.norm for facts in found}
+    total = total_norm(found)
+    if not norms:
+        return f"Gradient norms - Batch {batch}: no parameter has a gradient", {}
+    low, high = (
+        min(norms, key=lambda name: norms[name]),
+        max(norms, key=lambda name: norms[name]),
+    )
+    text = (
+        f"Gradient norms - Batch {batch}: total {total:.4g}, largest {high} "
+        f"{norms[high]:.4g}, smallest {low} {norms[low]:.4g}"
+    )
+    return text, {"total": total, "norms": norms}
 
 
 def _forward(

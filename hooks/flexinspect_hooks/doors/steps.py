@@ -23,8 +23,10 @@ from flexinspect.trainingfacts import (
     GradientFacts,
     SummaryCount,
     TrainingStepRecord,
+    is_warming,
     total_norm,
 )
+from flexinspect_hooks import given
 from flexinspect_hooks.control.parts import Counts
 from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log
 from flexinspect_hooks.doors.components import memory_of
@@ -37,8 +39,8 @@ from flexinspect_hooks.doors.results import (
     TensorInfo,
     TrainingFigures,
 )
-from flexinspect_hooks.doors.saying import SwitchLog
-from flexinspect_hooks.doors.switches import SwitchBoard, When, common_board
+from flexinspect_hooks.doors.saying import SwitchLog, rates_of
+from flexinspect_hooks.doors.switches import SwitchBoard, When, checked_board, common_board
 from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
 
@@ -76,14 +78,18 @@ class TrainingDebugger(Debugger):
         switches: SwitchBoard | None = None,
         profile_folder: str | Path = FOLDER,
     ) -> None:
-        self.switches = switches or common_board()
-        self.says = SwitchLog(self.switches, explosion, vanishing)
+        self.switches = checked_board(switches) or common_board()
+        self.says = SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
-        self._explosion, self._vanishing = explosion, vanishing
+        self._explosion = given.limit(explosion, "explosion")
+        self._vanishing = given.limit(vanishing, "vanishing")
         self._metrics: dict[str, Metric] = {}
-        self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(maxlen=history)
+        self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(
+            maxlen=given.count(history, "history")
+        )
         self._names: tuple[str, ...] = ()
         self._turn = 0
+        self._rates: tuple[float, ...] = ()
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     def _reset(self) -> None:
@@ -115,6 +121,7 @@ class TrainingDebugger(Debugger):
         loss: Tensor | float,
         step: int,
         *,
+        optimizer: Any = None,
         scaler: Any = None,
         autocast: torch.dtype | None = None,
     ) -> StepInfo:
@@ -123,14 +130,21 @@ class TrainingDebugger(Debugger):
         With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
         `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
         step is counted in `get_training_summary`, its anomalies are logged and kept; gradients that
-        are not finite are none where an enabled scaler will leave the step out.
+        are not finite are none where an enabled scaler will leave the step out, and with the
+        `optimizer` small ones are none while its learning rate rises.
 
         Where the debugger itself fails, that is logged, and the training goes on. Raises
-        `UsageError` for a loss that is not a single number.
+        `UsageError` for what is no model, no optimizer, no step's number, and for a loss that is
+        not a single number.
         """
-        value = _number(loss)
+        value = given.number(loss, "The loss")
+        given.module(model, "monitor_training_step")
+        step = given.count(step, "step", 0)
+        if optimizer is not None:
+            given.optimizer(optimizer, "monitor_training_step")
         try:
-            info = self._monitor(model, value, step, has_scaler=_is_on(scaler))
+            limit = self._vanishing_now(optimizer)
+            info = self._monitor(model, value, step, limit, has_scaler=_is_on(scaler))
             self.says.around(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
@@ -138,24 +152,35 @@ class TrainingDebugger(Debugger):
             return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 
-    def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
+    def _vanishing_now(self, optimizer: Any) -> float:
+        """Return the norm below which a gradient vanishes in this step: 0 while a rate rises."""
+        if optimizer is None:
+            return self._vanishing
+        before, self._rates = self._rates, rates_of(optimizer)
+        return 0.0 if is_warming(before, self._rates) else self._vanishing
+
+    def _monitor(
+        self, model: nn.Module, value: float, step: int, vanishing: float, *, has_scaler: bool
+    ) -> StepInfo:
         self._windows.boundary(step)
         gradients = gradients_of(model, self.level)
         # The scaler leaves such a step out; it finds its scale that way.
         is_skipped = has_scaler and any(one.is_sick for one in gradients)
-        self._count.add(replace(self._record(value, gradients), is_skipped=is_skipped))
-        info = self._info(model, value, step, gradients, is_skipped=is_skipped)
+        record = self._record(value, gradients, vanishing)
+        self._count.add(replace(record, is_skipped=is_skipped))
+        anomalies = self._anomalies(value, step, () if is_skipped else gradients, vanishing)
+        info = self._info(model, value, step, gradients, anomalies)
         self._remember(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
         self._keep([info, *tensors], info.anomalies)
-        self.says.gradients(step, model, gradients)
+        self.says.gradients(step, model, gradients, (self._explosion, vanishing))
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
 
     def add_metric(self, name: str, measure: Metric) -> None:
         """Measure something of your own each step: `measure(model, loss, step)` gives a number."""
-        self._metrics[name] = measure
+        self._metrics[name] = given.function(measure, f"The metric {name}", "(model, loss, step)")
 
     def close(self) -> None:
         """End a profile that a switch began."""
@@ -201,8 +226,15 @@ class TrainingDebugger(Debugger):
         ]
 
     def save_baseline(self, path: str | Path) -> None:
-        """Write the summary to a JSON file, to compare a later run with."""
-        Path(path).write_text(json.dumps(self.get_training_summary(), indent=1) + "\n", "utf-8")
+        """Write the summary to a JSON file, to compare a later run with.
+
+        Raises `UsageError` where it cannot be written.
+        """
+        text = json.dumps(self.get_training_summary(), indent=1) + "\n"
+        try:
+            Path(path).write_text(text, "utf-8")
+        except OSError as error:
+            raise UsageError(f"The baseline {path} cannot be written: {error.strerror}.") from error
 
     def compare_with_baseline(self, path: str | Path, *, tolerance: float = 0.001) -> list[str]:
         """Return a sentence for each rate that is above the baseline's by more than `tolerance`.
@@ -233,10 +265,8 @@ class TrainingDebugger(Debugger):
         loss: float,
         step: int,
         gradients: Sequence[GradientFacts],
-        *,
-        is_skipped: bool,
+        anomalies: Sequence[Anomaly],
     ) -> StepInfo:
-        anomalies = self._anomalies(loss, step, () if is_skipped else gradients)
         weights, grads = self._looked_at(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
@@ -256,14 +286,14 @@ class TrainingDebugger(Debugger):
         )
 
     def _anomalies(
-        self, loss: float, step: int, gradients: Sequence[GradientFacts]
+        self, loss: float, step: int, gradients: Sequence[GradientFacts], vanishing: float
     ) -> list[Anomaly]:
         found = []
         if not math.isfinite(loss):
             said = f"The loss is {loss} at step {step}."
             found.append(self._anomaly("loss", "loss", said, step=step))
         for one in gradients:
-            for kind, said in gradient_troubles(one, self._explosion, self._vanishing):
+            for kind, said in gradient_troubles(one, self._explosion, vanishing):
                 found.append(self._anomaly(kind, one.name, said, step=step))
         return found
 
@@ -302,7 +332,9 @@ class TrainingDebugger(Debugger):
             self._names = names = self._names if names == self._names else names
         self._norms.append((step, names, norms))
 
-    def _record(self, loss: float, gradients: Sequence[GradientFacts]) -> TrainingStepRecord:
+    def _record(
+        self, loss: float, gradients: Sequence[GradientFacts], vanishing: float
+    ) -> TrainingStepRecord:
         """Return a step as the engine counts it."""
         return TrainingStepRecord(
             loss=loss,
@@ -310,7 +342,7 @@ class TrainingDebugger(Debugger):
             learning_rates=(),
             n_parameters=len(gradients),
             n_exploding=sum(one.explodes(self._explosion) for one in gradients),
-            n_vanishing=sum(one.is_matrix and one.vanishes(self._vanishing) for one in gradients),
+            n_vanishing=sum(one.is_matrix and one.vanishes(vanishing) for one in gradients),
             n_dead=sum(one.is_dead for one in gradients),
             n_sick=sum(one.is_sick for one in gradients),
         )
@@ -318,10 +350,3 @@ class TrainingDebugger(Debugger):
 
 def _is_on(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
-
-
-def _number(loss: Tensor | float) -> float:
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        shape = tuple(loss.shape)
-        raise UsageError(f"The loss must be a single number, and has shape {shape}: reduce it.")
-    return float(loss.detach()) if isinstance(loss, Tensor) else float(loss)

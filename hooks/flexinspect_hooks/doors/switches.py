@@ -96,6 +96,8 @@ class SwitchBoard:
 def _full_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
     if names is None:
         return SWITCHES
+    if not isinstance(names, Iterable):
+        raise UsageError(f"Switches are turned by their names, and {names!r} is none.")
     return tuple(switch_named(name) for name in ([names] if isinstance(names, str) else names))
 
 
@@ -130,6 +132,13 @@ class _AnomalyMode:
 
 _anomaly_mode = _AnomalyMode()
 _common: list[SwitchBoard] = []
+
+
+def checked_board(board: SwitchBoard | None) -> SwitchBoard | None:
+    """Return a board as it is. Raises `UsageError` for what is none."""
+    if board is not None and not isinstance(board, SwitchBoard):
+        raise UsageError(f"switches must be a SwitchBoard, and is of type {type(board).__name__}.")
+    return board
 
 
 def common_board() -> SwitchBoard:

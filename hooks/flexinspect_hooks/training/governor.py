@@ -64,7 +64,7 @@ class Governor:
     """
 
     def __init__(self, level: str, band: float | None) -> None:
-        if band is not None and not 1.0 < band < 10.0:
+        if band is not None and not (isinstance(band, (int, float)) and 1.0 < band < 10.0):
             raise UsageError(f"band is {band}, and must be a ratio above 1, such as 1.02 for 2 %.")
         self._band = band
         self._costs: deque[float] = deque(maxlen=WINDOW)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import gt
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.errors import UsageError
 from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord
 from flexinspect.rules.base import RuleBook
-from flexinspect.trainingfacts import SummaryCount
+from flexinspect.trainingfacts import SummaryCount, is_warming
+from flexinspect_hooks import given
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import Hook
@@ -154,11 +153,10 @@ class TrainingSession:
         Without an optimizer this is what ends a step. Raises `UsageError` for a loss that is not a
         single number.
         """
-        if isinstance(loss, Tensor):
-            if loss.numel() != 1:
-                shape = tuple(loss.shape)
-                raise UsageError(f"step needs the loss as one number, and it has shape {shape}.")
+        if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().clone()  # the program may go on to change its own
+        elif loss is not None:
+            loss = given.number(loss, "The loss")
         if self._optimizer is None:
             self._told = loss
             self._guarded(self._close_told)()
@@ -252,10 +250,10 @@ class TrainingSession:
         now, detail = self._now, self._governor.detail
         self._step_own_s -= self._waited()
         self._forwards.settle()
-        is_warming = any(map(gt, now.rates, self._rates_before))
+        is_rising = is_warming(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
-        now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_warming)
+        now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_rising)
 
     def _waited(self) -> float:
         """Wait for the device and return how long: its work is the program's, and no cost."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import transformers
 
+from flexinspect_hooks.session import check_level
+from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
 _open: dict[int, TrainerCallback] = {}
@@ -24,6 +26,7 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(
         self, out: str | Path | None = None, *, level: str = "basic", band: float | None = None
     ) -> None:
+        Governor(check_level(level), band)  # what is wrong with them is told now
         self.watch: TrainingWatch | None = None
         self._out, self._level, self._band = out, level, band
         self._is_open = False

@@ -24,6 +24,7 @@ from flexinspect.text import visible
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.trainingfacts import TrainingSummary
+from flexinspect_hooks import given
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.program import state_of
 from flexinspect_hooks.session import check_level
@@ -57,8 +58,7 @@ def watch_training(
 
     Raises `UsageError` for what cannot be: an unknown level, a file in the way, no parameters.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"watch_training needs a torch module, not a {type(model).__name__}.")
+    given.module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that gradients are wanted for.")
     path = _free_path() if out is None else Path(out)
@@ -109,7 +109,7 @@ class TrainingWatch:
             writer.discard()
             raise
         self._writer, self._session = writer, session
-        answer_from(session.summary)
+        answer_from(session.summary, self)
         _watched.add(id(self._model))
         if writer.note:
             self._say(writer.note)
@@ -145,7 +145,11 @@ class TrainingWatch:
             self._session.tell(loss)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield the batches of a loader, and time how long training waits for each."""
+        """Yield the batches of a loader, and time how long training waits for each.
+
+        Raises `UsageError` for what has no batches.
+        """
+        given.batches(loader, "batches")
         return iter(loader) if self._session is None else self._session.batches(loader)
 
     @property
@@ -231,7 +235,7 @@ def _bare(optimizer: Any) -> Optimizer | None:
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"watch_training needs a torch optimizer, not a {type(optimizer).__name__}.",
+            f"watch_training needs a torch optimizer, not {given.kind_of(optimizer)}.",
             hint="Without one, call step(loss=...) once for each step.",
         )
     return optimizer

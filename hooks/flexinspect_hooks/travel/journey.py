@@ -105,7 +105,7 @@ class Journey:
         if step < line.n_steps:
             line = self._checked(line, step, mark)
             if line is self.line:
-                self._scribe.drop()
+                self._scribe.drop(line.owner(step))
                 return
             self.line = line
         line.marks.append(mark)

@@ -20,8 +20,8 @@ class Scribe(Protocol):
     def muted(self) -> AbstractContextManager[None]:
         """While entered, forwards are nobody's steps."""
 
-    def drop(self) -> None:
-        """The open step is in the trace already."""
+    def drop(self, line: Line) -> None:
+        """The open step is in the trace already, as a step of `line`."""
 
     def chose(self, line: Line, choice: Choice) -> None:
         """The open step is over, and belongs to `line`."""

@@ -84,9 +84,9 @@ class TraceScribe:
         """While entered, forwards are nobody's steps."""
         return self._session.muted()
 
-    def drop(self) -> None:
-        """The open step is in the trace already."""
-        self._session.drop_step()
+    def drop(self, line: Line) -> None:
+        """The open step is in the trace already, as a step of `line`."""
+        self._session.drop_step(line.branch)
 
     def chose(self, line: Line, choice: Choice) -> None:
         """The open step is over, and belongs to `line`."""

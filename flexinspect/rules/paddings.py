@@ -1,0 +1,157 @@
+"""Batch rows beyond the first that see their padding: the mask of another row, or of none.
+
+How many padding tokens a row begins with is told by the 2D mask that was fed, else by their ids.
+Cells are recorded of batch row 0 alone: of the others the capture tells where they differ from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.findings import Finding, Severity
+from flexinspect.pieces import declared_words
+from flexinspect.records import CallRecord, MaskRecord, StepRecord
+from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.rules.batches import EVENT
+from flexinspect.rules.scene import Scene
+from flexinspect.rules.words import counted, numbers
+from flexinspect.rules.words import layers as in_layers
+
+BATCH_PADDING = "mask.batch-padding"
+
+LOOKED_AT = 1 << 22
+"""Cells over batch rows; of masks with more the capture does not look at the other rows."""
+_SAMPLE, _MOST = 32, 8
+
+Counts = npt.NDArray[np.int64]
+
+_QUERY = (
+    "SELECT a.stream, a.shape, c.layer, c.path, c.mask FROM arrays a JOIN calls c USING "
+    "(generation, branch, step) WHERE a.stream IN ('inputs.mask', 'inputs.ids') AND "
+    "a.generation = {generation} AND a.branch = {branch} AND a.step = 0"
+)
+
+
+class PaddingsRule(Rule):
+    """Compares what the newest row of each sequence sees with where its padding ends."""
+
+    name: ClassVar[str] = "paddings"
+    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "inputs.ids")
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        BATCH_PADDING: FindingKind(
+            Severity.ERROR,
+            "batch rows see keys of their padding",
+            "Padding is noise, and how much of it there is depends on the batch: these sequences "
+            "answer otherwise in other company. Panels show batch row 0, where all is well.",
+            "Run the named sequence alone, without padding, and compare its logits; or feed it as "
+            "the first of the batch and look at the mask panel.",
+            "Give the model the 2D attention mask of the tokenizer; in a rule of your own read "
+            "the padding of batch row `b`, and give `create_block_mask` the batch size as B.",
+            _QUERY,
+        ),
+    }
+
+    def begin(self, scene: Scene) -> None:
+        """Begin with no padding known."""
+        super().begin(scene)
+        self._pads: Counts | None = None
+        self._is_fed = False
+        self._judged: set[bool] = set()
+
+    def look(self, step: StepRecord) -> Sequence[Finding]:
+        """Return which sequences see their padding: in the prompt, and in the first row after."""
+        inputs = step.inputs
+        if inputs is None or inputs.batch < 2:
+            return ()
+        if not step.kv_before:
+            self._learn(step)
+        if self._pads is None or len(self._pads) != inputs.batch:
+            return ()
+        kind = step.q_len == 1
+        if kind in self._judged:
+            return ()
+        self._judged.add(kind)
+        return self._judge(step, self._pads)
+
+    def _learn(self, step: StepRecord) -> None:
+        """Take how many padding tokens each sequence begins with."""
+        tables = {one.stream: one.array for one in step.arrays if one.stream in self.streams}
+        self._pads, self._judged = None, set()
+        self._is_fed = "inputs.mask" in tables
+        if self._is_fed:
+            real = np.asarray(tables["inputs.mask"], np.bool_)
+            ends_well = bool(len(real)) and bool(real[:, -1].all())
+            self._pads = _leading(~real) if ends_well else None
+        elif "inputs.ids" in tables:
+            words = declared_words(self.scene.generation.declared)
+            if words.pad is not None and words.pad not in (words.bos, *words.eos):
+                pads = _leading(np.asarray(tables["inputs.ids"]) == words.pad)
+                # As many in each sequence may be a token that the model begins every text with.
+                self._pads = pads if pads.min() < pads.max() else None
+
+    def _judge(self, step: StepRecord, pads: Counts) -> list[Finding]:
+        seeing: dict[tuple[int, ...], list[CallRecord]] = {}
+        for call in step.calls:
+            first = self._first_keys(step, call, len(pads))
+            if first is not None:
+                rows = tuple(np.flatnonzero(first < pads).tolist())
+                others = tuple(row for row in rows if row)  # row 0 is for the rule of its cells
+                seeing.setdefault(others, []).append(call)
+        return [self._finding(step, rows, calls, pads) for rows, calls in seeing.items() if rows]
+
+    def _first_keys(self, step: StepRecord, call: CallRecord, batch: int) -> Counts | None:
+        """Return the first position that each sequence's newest row sees, None if not known."""
+        mask = self.scene.mask(call.mask)
+        is_seen = call.batch == batch and call.q_len == step.q_len and call.causal is not False
+        if mask is None or mask.cells is None or not is_seen or _is_averaged(mask):
+            return None
+        if batch * min(call.q_len, _SAMPLE) * call.kv_len > LOOKED_AT:
+            return None
+        start = max(step.kv_after - mask.kv_len, 0)
+        for event in step.events:
+            if event.kind == EVENT and event.data["mask"] == call.mask:
+                made_for_one = mask.kind == "block" and event.data["made_for"] == 1
+                if made_for_one or "newest_from" not in event.data:
+                    return None
+                return start + np.asarray(event.data["newest_from"], np.int64)
+        keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
+        return np.full(batch, start + int(keys[0])) if len(keys) else None
+
+    def _finding(
+        self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: Counts
+    ) -> Finding:
+        layers = {call.layer for call in calls}
+        where = in_layers(sorted(layers), len({call.layer for call in step.calls}))
+        one, first = len(rows) == 1, rows[0]
+        said = "" if self._is_fed else ", going by their ids, as no attention mask was fed"
+        sentence = (
+            f"In {where} batch row{'' if one else 's'} {numbers(rows[:_MOST])} of {len(pads)} "
+            f"{'sees' if one else 'see'} keys of padding in step {step.step}: batch row {first} "
+            f"begins with {counted(int(pads[first]), 'token')} of padding, which its newest row "
+            f"sees{said}."
+        )
+        severity = Severity.ERROR if self._is_fed else Severity.WARNING
+        evidence = {"rows": list(rows), "pads": [int(pads[row]) for row in rows]}
+        about: dict[str, Any] = {"severity": severity, "layers": layers, "evidence": evidence}
+        at = tuple(range(min(int(pads[first]), _MOST)))
+        return self.finding(
+            step, BATCH_PADDING, sentence, positions=at, series=BATCH_PADDING, **about
+        )
+
+
+RULE: type[Rule] = PaddingsRule
+
+
+def _leading(flags: npt.NDArray[np.bool_]) -> Counts:
+    """Return how many flags each row begins with."""
+    whole = np.concatenate((flags, np.zeros((len(flags), 1), np.bool_)), axis=1)
+    found: Counts = (~whole).argmax(axis=1).astype(np.int64)
+    return found
+
+
+def _is_averaged(mask: MaskRecord) -> bool:
+    return mask.averaged is not None and bool(mask.averaged[:, -1].any())
