@@ -35,16 +35,22 @@ class Drafted:
 
         self._values = self._item.buffer.values(unmade)
 
-    def ask_hooks(self, failed: HookFailed) -> None:
-        """Let each hook write its part."""
-        for hook, kept in self._item.kept:
-            if hook in self._sick:
-                continue
-            try:
-                hook.record(self._step, kept, self._values, self._draft)
-            except Exception as error:
-                failed(hook, error, self._step)
-        self._values = {}
+    @property
+    def n_hooks(self) -> int:
+        """How many hooks have something to say."""
+        return len(self._item.kept)
+
+    def ask_hook(self, number: int, failed: HookFailed) -> None:
+        """Let a hook write its part; one after the other, as later ones read what others wrote."""
+        if number >= len(self._item.kept):
+            return
+        hook, kept = self._item.kept[number]
+        if hook in self._sick:
+            return
+        try:
+            hook.record(self._step, kept, self._values, self._draft)
+        except Exception as error:
+            failed(hook, error, self._step)
 
     def record(self) -> StepRecord:
         """Return the record without what rules say of it."""

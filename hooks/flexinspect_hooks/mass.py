@@ -39,15 +39,17 @@ class MassReducer:
         """Take a generation's segments; the last one is open, as generation may go on."""
         borders = [segment.start for segment in segments] or [0]
         self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
-        self._places = torch.arange(0, device=self._device)
+        self._segments = _membership(0, self._borders)
         # Where torch uses every core, work of the writer thread is the model's loss all the same.
         self._has_core = torch.get_num_threads() < available_cores()
 
-    def _upto(self, n: int) -> Tensor:
-        """Return 0, 1, ..., n - 1."""
-        if n > self._places.numel():
-            self._places = torch.arange(max(2 * n, 1024), device=self._device)
-        return self._places[:n]
+    def _inside(self, n_keys: int, first: int) -> Tensor:
+        """Return float32 (keys, segments): 1 where a key lies in a segment. Key 0 is at `first`."""
+        if first:
+            return _membership(n_keys, self._borders - first)
+        if n_keys > len(self._segments):
+            self._segments = _membership(max(2 * n_keys, 1024), self._borders)
+        return self._segments[:n_keys]
 
     def reduce(
         self,
@@ -78,7 +80,7 @@ class MassReducer:
                 cells[:, -1],
                 masks[key[0]].bias,
                 # A static cache has more keys than the sequence, a sliding one fewer.
-                (self._upto(key[2]), self._borders - max(kv_after - key[2], 0)),
+                self._inside(key[2], max(kv_after - key[2], 0)),
                 members if len(members) < len(refs) else None,
                 buffer,
                 may_wait=self._has_core,
@@ -140,7 +142,7 @@ def _reduce_group(
     refs: Sequence[CallRef],
     newest: Tensor,
     bias: Tensor | None,
-    spans: tuple[Tensor, Tensor],
+    inside: Tensor,
     members: Sequence[int] | None,
     buffer: StepBuffer,
     *,
@@ -151,23 +153,30 @@ def _reduce_group(
     queries = _queries(refs)
     closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
     keys = [_plain(ref.key[0]) for ref in refs]
-    inputs = [queries, closed, *spans]
-    if bias is not None:
-        inputs.append(bias)
-    if first.lse is not None:
-        lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
-        inputs += [lse[:: first.query.shape[0]], *keys]  # batch 0 of each layer
-    else:
-        outputs = torch.stack([ref.output[0, -1] for ref in refs]).float()
-        inputs += [outputs, *keys, *(_plain(ref.value[0]) for ref in refs)]
+    inputs = [closed, inside] if bias is None else [closed, inside, bias]
     suffix = "" if members is None else "/" + ",".join(map(str, members))
     held = _hold(refs) if may_wait else None
     plan = _Plan(suffix, first.softcap, bias is not None, first.lse is not None, held)
-    buffer.later(partial(_reduced, plan), *inputs, wait=held is not None)
+    if first.lse is None:
+        outputs = torch.stack([ref.output[0, -1] for ref in refs]).float()
+        inputs += [outputs, *keys, *(_plain(ref.value[0]) for ref in refs)]
+        buffer.later(partial(_reduced, plan), queries, *inputs, wait=held is not None)
+        return
+    lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
+    inputs.append(lse[:: first.query.shape[0]])  # batch 0 of each layer
+    if held is not None:
+        buffer.later(partial(_reduced, plan), queries, *inputs, *keys)
+        return
+    scores = _products(torch, queries, [key.mT for key in keys])
+    may_wait = scores.nbytes <= WAIT_BYTES
+    buffer.later(partial(_of_scores, plan), scores, *inputs, wait=may_wait)
 
 
 HOLD_BYTES = 64 << 20
 """Keys and values that may wait for the writer thread at one time."""
+
+WAIT_BYTES = 1 << 20
+"""Scores of a step that may wait for the writer thread, where their keys may not."""
 
 HOLD_PRODUCT = 1 << 18
 """Multiplications of a product that may wait: OpenBLAS takes more threads for a larger one, and
@@ -230,26 +239,35 @@ def _queries(refs: Sequence[CallRef]) -> Tensor:
     return queries.view(len(refs), kv_heads, -1, head_dim)
 
 
-def _reduced(
-    plan: _Plan, xp: Any, queries: Any, closed: Any, places: Any, borders: Any, *rest: Any
-) -> dict[str, Any]:
-    """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+def _reduced(plan: _Plan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
+    """Make scores and return what `_of_scores` does, or nothing.
 
-    `queries` (layers, kv heads, group, D), `closed` broadcastable to one layer of scores (q heads,
-    keys), `places` 0 to keys - 1, `borders` (segments + 1) where segments begin there; `rest` is
-    the bias if the plan has one, then lse (layers, q heads) and one key (kv heads, keys, D) per
-    layer, or outputs (layers, q heads, D), the keys, and one value per layer. `xp` is torch or
-    numpy. Keys are read where they are, one batched product per layer, as copying them would cost
-    more than the products.
+    `queries` (layers, kv heads, group, D); `inputs` are those of `_of_scores`, with one key
+    (kv heads, keys, D) per layer after the LSE or the outputs. Keys are read where they are, one
+    batched product per layer, as copying them would cost more than the products.
 
     Nothing when what had to stay as it was has been written to meanwhile.
     """
+    before, after = 4 if plan.has_bias else 3, len(queries)
+    keys = [xp.swapaxes(key, -1, -2) for key in inputs[before : before + after]]
+    rest = (*inputs[:before], *inputs[before + after :])
+    out = _of_scores(plan, xp, _products(xp, queries, keys), *rest)
+    return {} if plan.held is not None and plan.held.were_written_to() else out
+
+
+def _of_scores(
+    plan: _Plan, xp: Any, scores: Any, closed: Any, inside: Any, *rest: Any
+) -> dict[str, Any]:
+    """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+
+    `scores` (layers, q heads, keys), `closed` broadcastable to one layer of them, `inside` as
+    `MassReducer` makes it; `rest` is the bias if the plan has one, then lse (layers, q heads), or
+    outputs (layers, q heads, D) and one value (kv heads, keys, D) per layer. `xp` is torch or
+    numpy.
+    """
     parts = list(rest)
     bias = parts.pop(0) if plan.has_bias else None
-    told = parts.pop(0)
-    n_layers = len(queries)
-    keys, values = parts[:n_layers], parts[n_layers:]
-    scores = _products(xp, queries, [xp.swapaxes(key, -1, -2) for key in keys])
+    told, *values = parts
     if plan.softcap:
         scores = plan.softcap * xp.tanh(scores / plan.softcap)
     if bias is not None:
@@ -258,17 +276,16 @@ def _reduced(
     lse, weights = _weights(xp, seen, told if plan.has_lse else None)
     sees = lse > -math.inf
     shift = xp.where(sees, lse, xp.zeros_like(lse))
-    mass, total = _mass(xp, weights, places, borders)
+    total = xp.sum(weights, axis=-1)
     spread = xp.sum(weights * _masked(xp, scores, closed, 0.0), axis=-1)
-    # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s).
-    out = {"mass": mass, "lse": lse, "entropy": shift * total - spread}
+    # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s). The mass is one
+    # product: running sums between borders take five times as long.
+    out = {"mass": xp.matmul(weights, inside), "lse": lse, "entropy": shift * total - spread}
     if plan.has_lse:
         out["gate"] = xp.amax(xp.abs(total - xp.where(sees, 1.0, 0.0)), axis=-1)
     else:
-        grouped = weights.reshape(*queries.shape[:3], -1)
+        grouped = weights.reshape(len(weights), len(values[0]), -1, weights.shape[-1])
         out["gate"] = _output_gate(xp, _products(xp, grouped, values), told)
-    if plan.held is not None and plan.held.were_written_to():
-        return {}
     return {f"{_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}
 
 
@@ -280,7 +297,8 @@ def _products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
 
 def _masked(xp: Any, scores: Any, closed: Any, value: float) -> Any:
     """Return scores with `value` in closed cells."""
-    if xp is np and not closed.any():  # most decode rows; on an accelerator nobody waits to know
+    # Most decode rows close nothing; on an accelerator nobody waits to know.
+    if (xp is np or closed.device.type == "cpu") and not closed.any():
         return scores
     return xp.where(closed, xp.full_like(scores, value), scores)
 
@@ -313,17 +331,10 @@ def _weights(xp: Any, seen: Any, lse: Any) -> tuple[Any, Any]:
     return base + xp.log(total), weights
 
 
-def _mass(xp: Any, weights: Any, places: Any, borders: Any) -> tuple[Any, Any]:
-    """Return the sums of weights (layers, heads, keys) by segment, and over all keys.
-
-    One product with a matrix that says of each key in which segment it lies: running sums between
-    borders take five times as long.
-    """
-    upto = xp.clip(borders, 0, weights.shape[-1])
-    index = places[:, None]
-    inside = (index >= upto[:-1]) & (index < upto[1:])
-    mass = xp.matmul(weights, inside * xp.ones_like(weights[0, 0, :1]))
-    return mass, xp.sum(weights, axis=-1)
+def _membership(n_keys: int, borders: Tensor) -> Tensor:
+    """Return float32 (keys, segments), 1 where a key lies in a segment; segments end at borders."""
+    places = torch.arange(n_keys, device=borders.device)[:, None]
+    return ((places >= borders[:-1]) & (places < borders[1:])).float()
 
 
 def _output_gate(xp: Any, mine: Any, output: Any) -> Any:

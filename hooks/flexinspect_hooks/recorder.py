@@ -348,8 +348,9 @@ class Recorder:
         drafts = [Drafted(item) for item in items]
         for draft in drafts:
             draft.make_values(self._failed)
-        for draft in drafts:
-            draft.ask_hooks(self._failed)
+        for number in range(max(draft.n_hooks for draft in drafts)):
+            for draft in drafts:
+                draft.ask_hook(number, self._failed)
         return [self._looked_at(draft.record()) for draft in drafts]
 
     def _failed(self, hook: Hook, error: Exception, step: StepContext) -> None:
