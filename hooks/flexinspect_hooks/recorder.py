@@ -32,13 +32,13 @@ from flexinspect_hooks.debugging.threads import run_on
 from flexinspect_hooks.drafting import Drafted
 from flexinspect_hooks.hook import Hook
 
-LINGER_S = 0.1
+LINGER_S = 0.2
 """How long a step may wait for company before it is written.
 
 Between two decode steps the model sweeps every cache, and code that runs once per step runs cold: a
 step written alone costs three times the CPU of the same step written with seven others (measured
 on a model of 18 ms per token); and committing a transaction is more than half of writing a step. So
-steps are written ten times a second, those that waited together in one transaction. The first steps
+steps are written five times a second, those that waited together in one transaction. The first steps
 of a generation, and whatever is waiting when anything ends, are written at once.
 """
 
