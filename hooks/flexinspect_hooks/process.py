@@ -134,6 +134,7 @@ class CaptureProcess:
         self._unexpected = False
         self._breaks: RunBreaks | None = None
         self._lost: TraceWriteError | None = None
+        self._cut_short: TraceWriteError | None = None  # by the disk: the model was let go on
 
     def run(self) -> int:
         """Run the job; whatever happens, leave a valid trace or none."""
@@ -180,7 +181,7 @@ class CaptureProcess:
     def _exit_code(self, otherwise: int) -> int:
         """Return the exit code of a run, and say why if a breakpoint ended it or records lack."""
         stopped = self._breaks.stopped() if self._breaks is not None else None
-        error = stopped or self._lost
+        error = stopped or self._lost or self._cut_short
         if error is None:
             return otherwise
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
@@ -307,13 +308,12 @@ class CaptureProcess:
         """Say what capture cost, and why recording stopped if it did."""
         from flexinspect_hooks.lost import lost_records
 
-        failure = session.recorder.failure
         lost = self._lost = lost_records(session.recorder, self.writer)
         if lost is not None:
             self._event("error", lost.message, hint=lost.hint)
             self._quietly(lambda: self.writer.update_run(reason=lost.message))
-        elif failure is not None:
-            print(f"flexinspect: {failure.sentence()}", file=sys.stderr)
+        else:
+            self._cut_short = session.recorder.failure
         self._quietly(lambda: self.writer.update_run(cost=session.cost()))
 
     def _close(self, state: str) -> None:

@@ -38,8 +38,8 @@ LINGER_S = 0.2
 Between two decode steps the model sweeps every cache, and code that runs once per step runs cold: a
 step written alone costs three times the CPU of the same step written with seven others (measured
 on a model of 18 ms per token); and committing a transaction is more than half of writing a step. So
-steps are written five times a second, those that waited together in one transaction. The first steps
-of a generation, and whatever is waiting when anything ends, are written at once.
+steps are written five times a second, those that waited together in one transaction. The first
+steps of a generation, and whatever is waiting when anything ends, are written at once.
 """
 
 SWITCH_S = 5e-6

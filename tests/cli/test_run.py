@@ -510,3 +510,18 @@ def test_a_model_that_needs_the_network_says_so(tmp_path: Path) -> None:
     assert "Qwen/Qwen3-4B" in done.stderr
     assert "--weights random" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_lets_the_model_go_on_and_is_an_exit_code(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    words = f"run --model {tiny_folder} --weights random --max-new-tokens 20"
+    words += " --no-ui --prompt 12"
+    command = f"ulimit -f 160; exec {' '.join(FLEXINSPECT)} {words} --out t.flextrace"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "t.flextrace stopped at step " in done.stderr
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert reader.run()["state"] in ("failed", "recording")
