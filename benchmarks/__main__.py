@@ -11,7 +11,18 @@ from typing import Any
 
 import torch
 
-from benchmarks import capture, control, doors, engine, own, training, travel, tui, writing
+from benchmarks import (
+    capture,
+    control,
+    doors,
+    engine,
+    own,
+    rules,
+    training,
+    travel,
+    tui,
+    writing,
+)
 from benchmarks.common import bench_model, machine, real_model, save
 
 CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
@@ -25,6 +36,7 @@ CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
 }
 WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "tui": tui.measure,
+    "rules": rules.measure,
     "control": control.measure,
     "travel": travel.measure,
 }
