@@ -346,18 +346,15 @@ class AttentionShapeRule(Rule):
         head: int | None = None,
         severity: Severity | None = None,
     ) -> Finding:
-        return Finding(
-            id=finding_id,
-            severity=severity or self.findings[finding_id].severity,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            layer=which[0] if which else None,
+        return self.finding(
+            step,
+            finding_id,
+            sentence,
+            severity=severity,
+            layers=which,
             head=head,
             positions=(step.kv_after - 1,),
             evidence=evidence,
-            layers=tuple(which) if len(which) > 1 else (),
             series=f"layer {which[0]}" if which else "all",
         )
 

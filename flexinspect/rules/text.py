@@ -224,13 +224,13 @@ class TextRule(Rule):
         }
         is_serious = self._is_serious(text, length, period, n_before, sure)
         positions = range(step.kv_after - period + 1, step.kv_after + 1)
-        return self._finding(
+        return self.finding(
             step,
             REPETITION,
             sentence,
-            evidence,
+            evidence=evidence,
             severity=Severity.WARNING if is_serious else Severity.NOTE,
-            positions=tuple(positions),
+            positions=positions,
             series=f"from {begins}",
         )
 
@@ -287,7 +287,12 @@ class TextRule(Rule):
             f"probability (entropy {logits.entropy:.1e} nats, margin {logits.margin:.1f})."
         )
         evidence = {"steps": text.certain, "entropy": logits.entropy, "margin": logits.margin}
-        return [self._finding(step, COLLAPSE, sentence, evidence, series="certain")]
+        here = (step.kv_after,)
+        return [
+            self.finding(
+                step, COLLAPSE, sentence, evidence=evidence, positions=here, series="certain"
+            )
+        ]
 
     def _flat(
         self, step: StepRecord, logits: LogitsRecord, text: _Text, size: int
@@ -306,7 +311,8 @@ class TextRule(Rule):
         )
         evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.flat}
         severity = Severity.WARNING if had_an_idea else Severity.NOTE
-        return [self._finding(step, FLAT, sentence, evidence, severity=severity, series="flat")]
+        about: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
+        return [self.finding(step, FLAT, sentence, evidence=evidence, series="flat", **about)]
 
     # -- no answer -------------------------------------------------------------------------------
 
@@ -320,36 +326,13 @@ class TextRule(Rule):
         if last is not None and last.special:
             sentence += f', and the prompt itself ends with the special token "{last.token}"'
         certain = p >= 0.5 and not copies
-        return self._finding(
+        return self.finding(
             step,
             STOPPED,
             f"{sentence}.",
-            {"token_id": token.token_id, "probability": p},
+            evidence={"token_id": token.token_id, "probability": p},
             severity=Severity.WARNING if certain else Severity.NOTE,
             positions=(token.pos,),
-        )
-
-    def _finding(
-        self,
-        step: StepRecord,
-        finding_id: str,
-        sentence: str,
-        evidence: dict[str, Any],
-        *,
-        severity: Severity | None = None,
-        positions: tuple[int, ...] = (),
-        series: str = "",
-    ) -> Finding:
-        return Finding(
-            id=finding_id,
-            severity=severity or self.findings[finding_id].severity,
-            sentence=sentence,
-            generation=step.generation,
-            branch=step.branch,
-            step=step.step,
-            positions=positions or (step.kv_after,),
-            evidence=evidence,
-            series=series,
         )
 
 
