@@ -64,15 +64,19 @@ class GateStopper:
 
     def _pause(self, hits: Sequence[BreakpointHit]) -> None:
         reason = "; ".join(f"breakpoint {hit.id}, {hit.reason}" for hit in hits)
-        self._gate.stop_at(reason, hits[0].as_facts())
-        if all(hit.step is None for hit in hits):
-            # Met at the end of a generation, and there may be no other: then nothing pauses.
-            self._tell(hits)
-            return
-        self._say(
+        sentence = (
             f"Paused at {reason}. Go on with: flexinspect ctl continue --pid {os.getpid()} "
             "(Ctrl-C ends the run)"
         )
+        if all(hit.step is None for hit in hits):
+            # Met at the end of a generation, and there may be no boundary after it: the hit is told
+            # now, and the pause where there is one.
+            self._tell(hits)
+            facts = hits[0].as_facts()
+            self._gate.stop_at(reason, facts, "paused", lambda: self._say(sentence))
+            return
+        self._gate.stop_at(reason, hits[0].as_facts())
+        self._say(sentence)
 
     def pass_on(self, settle: Callable[[], None], frame: FrameType) -> None:
         """Stop the debugger for what the steps before have met; the gate has settled them."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
+from support.controlled import PATIENCE_S, wait_for
 
 from flexinspect.breaks import BreakpointBook
 from flexinspect.breaks.hits import BreakpointHit
@@ -204,14 +206,24 @@ def test_a_run_that_somebody_has_commanded_pauses_instead() -> None:
     assert gate.view().reason.startswith("breakpoint 1, q_len == 1: step 0")
 
 
-def test_a_finding_of_a_generations_end_is_recorded_and_promises_no_pause() -> None:
-    said, events = list[str](), list[EventRecord]()
+def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses_when_it_does() -> (
+    None
+):
+    said, events, told = list[str](), list[EventRecord](), list[str]()
+    gate = Gate(tell=lambda kind, text, place, facts: told.append(kind))
     book = BreakpointBook()
     book.add("finding text.*")
     book.add("entropy > 3")
-    breaking = Breaking(book, GateStopper(Gate(), said.append, events.append), events.append)
+    breaking = Breaking(book, GateStopper(gate, said.append, events.append), events.append)
     found = Finding("text.stopped-at-once", Severity.WARNING, "It said nothing.", generation=2)
     breaking.judge_findings([found], 2)
     assert [(event.generation, event.step) for event in events] == [(2, None)]
     assert "the end of generation 2: text.stopped-at-once: It said nothing" in events[0].text
     assert said == []
+    model = threading.Thread(target=gate.between_steps, args=(Place(2, 0, 0),))
+    model.start()
+    wait_for(lambda: gate.view().state == "paused")
+    assert [line.partition(", ")[0] for line in said] == ["Paused at breakpoint 1"]
+    gate.continue_()
+    model.join(PATIENCE_S)
+    assert told == ["paused", "continued"]

@@ -221,6 +221,8 @@ def test_a_held_model_ends_when_it_is_let_go_and_not_as_an_interrupt() -> None:
         assert getattr(gate, verb)() == "the run ends"
         thread.join(PATIENCE_S)
         assert ended == [None]
+        gate.stop_at("a finding of the generation's end")
+        assert gate.between_steps(Place(0, 0, 3)) is None  # it pauses no more, at its end
 
 
 def test_nothing_is_commanded_once_the_run_is_over_and_a_waiting_order_fails() -> None:

@@ -77,7 +77,7 @@ class Gate:
         """
         self.settle()
         with self._changed:
-            self._passed, self._last = None, place
+            self._passed = self._last = place  # nothing pauses there again, once it is let go
             self._stop = self._target = self._paused_for = None
             if self._is_stopping:
                 return None
@@ -127,11 +127,15 @@ class Gate:
         reason: str,
         facts: Mapping[str, Any] | None = None,
         kind: Literal["paused", "breakpoint"] = "breakpoint",
+        reached: Callable[[], None] = lambda: None,
     ) -> None:
-        """Pause at the next boundary because something was met. From any thread."""
+        """Pause at the next boundary because something was met. From any thread.
+
+        `reached` is called in the model's thread when it pauses there, which it may never.
+        """
         with self._changed:
             if self._state not in ("holding", "finished"):
-                self._stop = Stop(reason, kind, facts or {})
+                self._stop = Stop(reason, kind, facts or {}, reached)
                 self._look_ahead()
 
     def judge(self, on: bool) -> None:
@@ -201,6 +205,7 @@ class Gate:
             self._paused_for = stop
             self._become("paused")
             self.tell(stop.kind, f"paused {place.after()}: {stop.reason}", place, stop.facts)
+            stop.reached()
             self._wait()
             if self._pending is not None:
                 return self._take_order()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -21,11 +21,12 @@ _SAYS: Mapping[State, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """A pause that is wanted or reached, and why."""
+    """A pause that is wanted or reached, and why; `reached` is called when it is."""
 
     reason: str
     kind: Literal["paused", "breakpoint"] = "paused"
     facts: Mapping[str, Any] = field(default_factory=dict)
+    reached: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
