@@ -172,6 +172,30 @@ def test_a_breakpoint_pauses_before_the_next_step_and_says_why() -> None:
     model.end()
 
 
+def test_while_one_thread_is_paused_the_others_wait_and_take_no_orders() -> None:
+    gate = Gate()
+    gate.between_steps(Place(0, 0, -1))
+    gate.pause()
+    answers: list[tuple[int, object]] = []
+
+    def passes(step: int) -> threading.Thread:
+        place = Place(0, 0, step)
+        call = lambda: answers.append((step, gate.between_steps(place)))  # noqa: E731
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        return thread
+
+    first = passes(0)
+    wait_for(lambda: gate.view().state == "paused")
+    second = passes(7)
+    second.join(0.1)
+    assert (answers, gate.view().place) == ([], Place(0, 0, 0))
+    order = gate.order(Restore(Place(0, 0, -1)))
+    for thread in (first, second):
+        thread.join(PATIENCE_S)
+    assert sorted(answers, key=str) == [(0, order), (7, None)]
+
+
 def test_judged_steps_are_written_before_the_next_one_starts() -> None:
     written = []
     gate = Gate(settle=lambda: written.append("settled"))

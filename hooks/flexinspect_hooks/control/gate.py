@@ -34,6 +34,8 @@ class Gate:
         self.debug: Callable[[str, Mapping[str, Any]], bool] = lambda reason, facts: False
         """Stops an attached debugger in this thread, until it goes on; False when there is none."""
         self._changed = threading.Condition(threading.RLock())
+        self._standing: int | None = None
+        """The thread that is paused; others wait beside it, and only it takes orders."""
         self._wanted = True
         """Whether anything but going on is to be done at the next boundary: all the model reads."""
         self._state: State = "loading"
@@ -151,6 +153,7 @@ class Gate:
         if self._is_judging and place != self._passed:
             self.settle()
         with self._changed:
+            self._stand_aside()
             is_new = self._arrive(place)
             self._end_if_stopping()
             if not is_new:
@@ -197,22 +200,36 @@ class Gate:
             self._look_ahead()
             raise KeyboardInterrupt
 
+    def _stand_aside(self) -> None:
+        """Wait while another thread's model is paused."""
+        while self._standing not in (None, threading.get_ident()):
+            self._changed.wait()
+
     def _pause(self, place: Place) -> Order | None:
         with self._changed:
+            self._stand_aside()
             if self._stop is None:
                 return None  # it was taken back meanwhile
-            stop, self._stop = self._stop, None
-            self._paused_for = stop
-            self._become("paused")
-            self.tell(stop.kind, f"paused {place.after()}: {stop.reason}", place, stop.facts)
-            stop.reached()
-            self._wait()
-            if self._pending is not None:
-                return self._take_order()
-            self._paused_for = None
-            self._end_if_stopping()
-            self.tell("continued", f"going on {place.after()}", place, {})
-            return None
+            try:
+                return self._stay(place, self._stop)
+            finally:
+                self._standing = None
+                self._look_ahead()
+                self._changed.notify_all()
+
+    def _stay(self, place: Place, stop: Stop) -> Order | None:
+        self._standing, self._stop, self._paused_for = threading.get_ident(), None, stop
+        self._passed = self._last = place  # another thread may have arrived since
+        self._become("paused")
+        self.tell(stop.kind, f"paused {place.after()}: {stop.reason}", place, stop.facts)
+        stop.reached()
+        self._wait()
+        if self._pending is not None:
+            return self._take_order()
+        self._paused_for = None
+        self._end_if_stopping()
+        self.tell("continued", f"going on {place.after()}", place, {})
+        return None
 
     def _wait(self) -> None:
         try:
@@ -369,6 +386,7 @@ class Gate:
             or self._is_stopping
             or self._is_judging
             or self._is_fresh
+            or self._standing is not None
         )
 
 
