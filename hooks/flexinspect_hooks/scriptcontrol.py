@@ -19,22 +19,22 @@ class Control:
         os.set_inheritable(number, False)
         self._socket = socket(fileno=number)
         self._saying = threading.Lock()
-        self._rest = b""
+        self._lines = self._read()
 
     def first_line(self) -> str:
         """Return the first line, the job."""
-        return next(self._lines(), b"").decode()
+        return next(self._lines, b"").decode()
 
     def heard(self) -> Iterator[Mapping[str, Any]]:
         """Yield the facts of each line until the other side is gone."""
-        for line in self._lines():
+        for line in self._lines:
             facts = protocol.parse(line.decode())
             if facts is not None:
                 yield facts
 
-    def _lines(self) -> Iterator[bytes]:
-        """Read without Python's buffer, whose lock no daemon thread may hold at the end."""
-        parts = [self._rest]
+    def _read(self) -> Iterator[bytes]:
+        """Yield each line, read without Python's buffer: no daemon thread may hold its lock."""
+        parts: list[bytes] = []
         with suppress(OSError):
             while piece := self._socket.recv(1 << 16):
                 *lines, piece = piece.split(b"\n")
@@ -42,7 +42,6 @@ class Control:
                     yield b"".join([*parts, line])
                     parts.clear()
                 parts.append(piece)
-                self._rest = b"".join(parts)
 
     def say(self, kind: str, **facts: Any) -> None:
         """Send a line."""
