@@ -1,7 +1,8 @@
 """Where running captures are found: one JSON file and one socket each, in a folder of the user's.
 
 The folder is `flexinspect` below `XDG_RUNTIME_DIR`, else `flexinspect-UID` in the system's folder
-for temporary files; only the user may enter it. What a capture that was killed left there is
+for temporary files, or in `/tmp` where that one's path is too long for a socket; only the user may
+enter it. What a capture that was killed left there is
 removed by whoever looks next.
 """
 
@@ -57,7 +58,7 @@ def runtime_folder() -> Path:
         raise ControlError("This system has no Unix sockets, so runs take no commands here.")
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base) / "flexinspect" if base else _temporary()
-    if len(os.fsencode(folder)) > LONGEST_SOCKET - len("/4194304-99.sock"):
+    if _is_long(folder):
         folder = _temporary()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -75,7 +76,13 @@ def runtime_folder() -> Path:
 
 
 def _temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"flexinspect-{os.getuid()}"
+    name = f"flexinspect-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / name
+    return Path("/tmp") / name if _is_long(folder) else folder
+
+
+def _is_long(folder: Path) -> bool:
+    return len(os.fsencode(folder)) > LONGEST_SOCKET - len("/4194304-99.sock")
 
 
 def new_socket_path(folder: Path) -> Path:

@@ -23,6 +23,7 @@ from flexinspect.control.messages import MaskEdit, Place
 from flexinspect.control.registry import Address
 from flexinspect.errors import ControlError, UsageError
 from flexinspect_hooks.control.parts import Counts, provide, withdraw
+from flexinspect_hooks.control.running import Running
 from flexinspect_hooks.control.server import ControlServer
 
 TOKEN = "a-token-of-the-tests"
@@ -128,6 +129,30 @@ def test_an_address_that_others_reach_can_be_insisted_on(monkeypatch: pytest.Mon
     monkeypatch.setenv("FLEXINSPECT_TOKEN", "short")
     with pytest.raises(UsageError, match="at least 16"):
         read_serving("127.0.0.1:0", insecure=False)
+
+
+def test_where_no_socket_can_be_made_the_run_goes_on_and_says_so(
+    served: Any, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "flexinspect_hooks.control.server.new_socket_path",
+        lambda folder: folder / ("x" * 120 + ".sock"),
+    )
+    about, levels = served.server._about, served.server._parts.levels
+    running = Running(about, levels, is_served=True, serving=None, tell=lambda _: None)
+    assert "cannot be made: AF_UNIX path too long" in running.note
+    assert running.url == ""
+
+
+def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 80)))
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert registry._temporary() == Path("/tmp/flexinspect-4000000000")
+    monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
+    assert registry._temporary() == Path("/var/tmp/flexinspect-4000000000")
 
 
 # -- what is answered ------------------------------------------------------------------------------

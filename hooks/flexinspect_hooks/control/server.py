@@ -25,7 +25,7 @@ from flexinspect.control.registry import (
     runtime_folder,
     unregister,
 )
-from flexinspect.errors import UsageError
+from flexinspect.errors import ControlError, UsageError
 from flexinspect_hooks.control.parts import Parts
 from flexinspect_hooks.control.verbs import About, Verbs
 from flexinspect_hooks.debugging.threads import run_on
@@ -43,14 +43,19 @@ class ControlServer:
     """Serves the commands of one capture until it is closed.
 
     Raises `UsageError` when the TCP address cannot be had, `ControlError` when there is no folder
-    for the Unix socket.
+    for the Unix socket, or none can be made in it.
     """
 
     def __init__(self, parts: Parts, about: About, serving: Serving | None = None) -> None:
         self._parts, self._about, self._serving = parts, about, serving
         self._tcp = _bind_tcp(serving) if serving is not None else None
-        self._path = new_socket_path(runtime_folder())
-        self._unix = _bind_unix(self._path)
+        try:
+            self._path = new_socket_path(runtime_folder())
+            self._unix = _bind_unix(self._path)
+        except ControlError:
+            if self._tcp is not None:
+                self._tcp.close()
+            raise
         self._file: Path | None = None
         self._stop: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -134,12 +139,20 @@ class ControlServer:
 def _bind_unix(path: Path) -> socket.socket:
     """Return a socket that only this user can open, listening.
 
-    Its folder, which nobody else may enter, guards it from its first moment on.
+    Its folder, which nobody else may enter, guards it from its first moment on. Raises
+    `ControlError` where the file system takes no sockets.
     """
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    found.bind(str(path))
-    path.chmod(0o600)
-    found.listen(BACKLOG)
+    try:
+        found.bind(str(path))
+        path.chmod(0o600)
+        found.listen(BACKLOG)
+    except OSError as error:
+        found.close()
+        raise ControlError(
+            f"The socket {path} cannot be made: {error.strerror or error}.",
+            hint="Set XDG_RUNTIME_DIR to a short path on a local disk.",
+        ) from error
     return found
 
 
