@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import stat
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,23 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(served: A
     status, said = asked(served.url, "/step", body=iter(pieces), chunked=True)
     assert (status, said["error"]) == (413, "The body is larger than 64 KiB.")
     assert served.client.status().state == "running"
+
+
+def test_connections_that_say_nothing_are_closed_and_no_more_than_some_are_kept(
+    monkeypatch: pytest.MonkeyPatch, served: Any
+) -> None:
+    monkeypatch.setattr("flexinspect_hooks.control.silent.IDLE_S", 1.0)
+    monkeypatch.setattr("flexinspect_hooks.control.silent.MOST_CONNECTIONS", 2)
+    where, began = ("127.0.0.1", urlsplit(served.url).port), time.monotonic()
+    silent = [socket.create_connection(where, timeout=10) for _ in range(3)]
+    silent[0].sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+    assert silent[2].recv(1) == b""
+    assert time.monotonic() - began < 1.0
+    for connection in silent:
+        while connection.recv(1 << 12):
+            pass
+        connection.close()
+    assert served.tcp.status().state == "running"
 
 
 def test_a_path_that_is_too_long_is_refused(served: Any) -> None:

@@ -15,18 +15,56 @@ _SILENT = logging.Logger("flexinspect.control", logging.CRITICAL + 1)
 _SILENT.addHandler(logging.NullHandler())
 
 IDLE_S = 30
-"""How long a connection may be idle."""
+"""How long a connection may be idle, or its request incomplete."""
+
+MOST_CONNECTIONS = 64
+"""Connections of one socket at a time: whoever opens more than that takes the program's files."""
 
 LAST_WORDS_S = 0.5
 """How long the end waits for answers."""
 
 
 class _SilentProtocol(H11Protocol):
-    """HTTP that does not tell the program's log what strangers send."""
+    """HTTP that does not tell the program's log what strangers send, and closes on the silent.
+
+    Uvicorn itself waits for a request for ever.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _SILENT
+        self._silence: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request, unless there are too many who make us wait."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+        else:
+            self._wait_for_request()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request."""
+        self._wait_for_request()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        if self._silence is not None:
+            self._silence.cancel()
+        super().connection_lost(exc)
+
+    def _wait_for_request(self) -> None:
+        if self._silence is not None:
+            self._silence.cancel()
+        self._silence = self.loop.call_later(IDLE_S, self._end_if_silent)
+
+    def _end_if_silent(self) -> None:
+        is_answering = (
+            self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        )
+        if not is_answering:  # else the wait begins anew with the answer
+            self.transport.abort()
 
 
 class _SleepingServer(uvicorn.Server):
