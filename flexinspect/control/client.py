@@ -145,15 +145,20 @@ class ControlClient:
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """Send one request and return its JSON. Raises `ControlError`."""
         headers = {"Content-Type": "application/json"}
-        if self.address.token:
-            headers["Authorization"] = f"Bearer {self.address.token}"
+        if token := self.address.token:
+            if not token.isascii() or not token.isprintable():
+                raise ControlError(
+                    "The token holds characters that no capture's token has.",
+                    hint="Copy the one that --serve printed, without a line break.",
+                )
+            headers["Authorization"] = f"Bearer {token}"
         text = None if body is None else json.dumps(to_json(body))
         connection = self._connect()
         try:
             connection.request(method, path, body=text, headers=headers)
             answer = connection.getresponse()
             status, data = answer.status, answer.read()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, UnicodeError) as error:  # a host's name, too
             raise self._unreachable(error) from error
         finally:
             connection.close()

@@ -82,6 +82,18 @@ def test_a_foreign_host_is_refused_even_with_the_token(served: Any, host: str) -
     assert served.client.status().state == "running"
 
 
+@pytest.mark.parametrize("token", ["ключ-от-программы", "a-token-of-\xe9", TOKEN + "\n"])
+def test_a_token_that_no_header_takes_is_a_sentence(served: Any, token: str) -> None:
+    with pytest.raises(ControlError, match="The token holds characters"):
+        ControlClient(Address(url=served.url, token=token)).status()
+
+
+def test_a_host_that_no_name_service_takes_is_a_sentence() -> None:
+    for host in ("a..b", "\xe9" * 70):
+        with pytest.raises(ControlError, match="No capture answers at"):
+            ControlClient(Address(url=f"http://{host}:1", token=TOKEN)).status()
+
+
 def test_the_names_of_this_machine_are_no_foreign_hosts(served: Any) -> None:
     for host in ("localhost", "127.0.0.1", f"127.0.0.1:{urlsplit(served.url).port}", "[::1]:1"):
         assert asked(served.url, "/status", method="GET", host=host)[0] == 200
