@@ -18,7 +18,7 @@ from support.traces import RUN, SEGMENTS, sample_step, sample_trace
 
 from flexinspect import review as reviewing
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Severity
 from flexinspect.records import LOOSE_CALLS, EventRecord, GenerationEnd, GenerationRecord
 from flexinspect.review import review
 from flexinspect.trace import append
@@ -128,6 +128,25 @@ def test_a_killed_run_hears_at_its_end_what_live_rules_had_to_say(tmp_path: Path
         assert [f.id for f in reader.findings()] == ["late.end"]
     with open_trace(path) as reader:
         assert review(reader, [Late(), Slow()]).n_rules == 0
+
+
+def test_a_killed_branch_of_a_finished_generation_hears_live_rules_at_its_end(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "forked.flextrace"
+    writer = TraceWriter.create(path, {**DEAD, "rules": ["late"]})
+    writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+    writer.write_step(sample_step(0))
+    said_live = Finding("late.end", Severity.NOTE, "1 steps, heard []", generation=0)
+    writer.write_findings([said_live])
+    writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS))
+    writer.begin_branch(0, 1, 0, 1)
+    writer.write_step(replace(sample_step(1), branch=1))
+    writer._db.close()
+    with open_trace(path) as reader:
+        assert review(reader, [Late()]).n_rules == 1
+        ends = [(f.branch, f.sentence) for f in reader.findings() if f.id == "late.end"]
+    assert ends == [(0, "1 steps, heard []"), (1, "2 steps, heard []")]
 
 
 def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_at(
