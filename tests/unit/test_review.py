@@ -176,6 +176,22 @@ def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_
     assert said(path, "slow.long-token") == []
 
 
+def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
+    with open_trace(path) as reader:
+        held = review(reader, [Slow()], store=False).unstored
+        reader.add(append.statements(held))
+        reader.add(append.statements(held))  # as a later review of the same run does
+        append.append(path, held[:1])
+        assert reader.changed()
+        where = [f.generation for f in reader.findings() if f.id == "slow.long-token"]
+        assert where == [0, 1]
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+        reader.take_back()
+        assert reader.reviews() == [("slow", 0)]
+        assert review(reader, [Slow()]).n_rules == 1
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+
+
 def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> None:
     class Loose(Late):
         name = "loose"
