@@ -66,6 +66,7 @@ class Connections:
         self._transient = False
         self._saw_wal = False
         self._overlay: dict[ReviewKey, Sequence[tuple[str, Sequence[Any]]]] = {}
+        self._said: object = None
         check_header(path)
         self.changed()
 
@@ -103,8 +104,8 @@ class Connections:
             version = self._ready(self._poll).execute("PRAGMA data_version").fetchone()
             moved = not fresh and version != self._poll_version
             self._poll_version = version
-            if moved and self._overlay:  # its copies are of what was said before
-                self._renew()
+            if moved and self._overlay and self._says_more():
+                self._renew()  # its copies are of what was said before
             if self._transient:
                 self._poll.close()
             return moved
@@ -119,6 +120,14 @@ class Connections:
         if self._overlay:
             self._overlay = {}
             self._renew()
+
+    def _says_more(self) -> bool:
+        """Tell whether what the overlay copies has changed in the file since the last call."""
+        db = self._ready(self._poll)
+        findings = db.execute(f"SELECT * FROM main.{FINDINGS.name}").fetchall()
+        n_events = db.execute(f"SELECT max(event) FROM main.{EVENTS.name}").fetchone()
+        before, self._said = self._said, (findings, n_events)
+        return before != self._said
 
     def _renew(self) -> None:
         """Let every thread open its connection anew, but for the one that looks for changes."""

@@ -173,6 +173,11 @@ def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_
             writer.write_step(sample_step(0, 1, nan_at=(0, 0)))
             assert reader.changed()
             assert [one.id for one in reader.findings()] != found, "what comes later is seen, too"
+            epoch = reader._connections._epoch
+            writer.write_step(sample_step(1, 1))
+            assert reader.changed()
+            assert reader._connections._epoch == epoch, "a step that says nothing costs no thread"
+            assert reader.last_step(1) == 1
     assert said(path, "slow.long-token") == []
 
 
