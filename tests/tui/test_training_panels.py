@@ -127,6 +127,16 @@ def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) 
     assert source.reader.group_curve(0, 0, N_STEPS, 4)[2, 0] == 100.0
 
 
+def test_of_steps_too_many_to_read_those_with_nan_or_large_norms_are_read(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect.trace.trainingqueries.MOST_READ", 1)
+    curve = source.reader.group_curve(0, 0, N_STEPS, 4)
+    assert {point for point, _ in curve} == {0, 2, 3}
+    assert curve[2, 0] == 100.0
+    assert math.isnan(curve[3, 0])
+
+
 def test_a_strip_without_room_for_all_keeps_the_highest_and_the_lowest_groups(
     source: Source,
 ) -> None:
