@@ -307,7 +307,9 @@ def mask_rows(
             call = _call(reader, row, layer)
             mask = None if call is None or call.mask is None else reader.mask(call.mask)
             if call is not None and mask is not None and mask.cells is not None:
-                _place(mask, head, cells, known)
+                # Equal masks of many steps are one record: only the step says where they lie.
+                at = row.kv_before, max(row.kv_after - mask.kv_len, 0)
+                _place(mask, head, at, cells, known)
                 number = call.layer
     return None if number is None else MaskRows(number, cells, known)
 
@@ -318,12 +320,16 @@ def _call(reader: TraceReader, row: StepRow, layer: int | None) -> CallRecord | 
 
 
 def _place(
-    mask: MaskRecord, head: int, cells: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_]
+    mask: MaskRecord,
+    head: int,
+    at: tuple[int, int],
+    cells: npt.NDArray[np.bool_],
+    known: npt.NDArray[np.bool_],
 ) -> None:
     assert mask.cells is not None
     mine = mask.cells[min(max(head, 0), len(mask.cells) - 1)]
     n_rows, n_keys = mine.shape
-    rows, keys = mask.q_offset, mask.kv_offset
+    rows, keys = at
     if rows + n_rows <= len(known) and keys + n_keys <= len(known):
         cells[rows : rows + n_rows, keys : keys + n_keys] = mine
         known[rows : rows + n_rows] = True
