@@ -202,6 +202,26 @@ def test_a_batch_that_is_nan_is_blamed_on_the_batch(path: Path) -> None:
     assert (finding.step, finding.evidence["producer"]) == (2, "input")
 
 
+@pytest.mark.parametrize(("value", "kind"), [(0.0, "module"), (math.nan, "input")])
+def test_a_float_mask_is_no_sick_batch(path: Path, value: float, kind: str) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), Log()])
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            x = self.layers[1](-self.layers[0](x).abs())
+            return torch.softmax(x @ x.T + mask, -1) @ x
+
+    mask = nn.Transformer.generate_square_subsequent_mask(32)
+
+    def loss_of(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
+        return (model(x + value, mask) - y).square().mean()
+
+    found, _ = trained(path, Attends(), steps=1, loss_of=loss_of)
+    assert the(found, "training.loss-nan").evidence["producer"] == kind
+
+
 def test_an_output_beyond_float16_names_its_module(path: Path) -> None:
     model = mlp(8, 16, 16, 1, activation=nn.ReLU).half()
     with torch.no_grad():

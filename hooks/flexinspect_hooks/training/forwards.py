@@ -261,7 +261,7 @@ class ForwardWatch:
 
     def _first_sick(self, *, is_loss: bool) -> Producer:
         """Return where the first sick output of this forward came from."""
-        if any(_sick(one) for one in self._inputs):
+        if any(_is_sick_input(one) for one in self._inputs):
             return Producer("input", "", detail="the batch")
         sick = [(name, module, out) for name, module, out in self._kept if _sick(out)]
         if not sick:
@@ -349,6 +349,11 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 def _sick(value: Any) -> bool:
     return any(not bool(torch.isfinite(tensor).all()) for tensor in _floating(value))
+
+
+def _is_sick_input(value: Any) -> bool:
+    # A float mask is -inf by design; the maximum is NaN where there is one.
+    return any(not tensor.max() < math.inf for tensor in _floating(value) if tensor.numel())
 
 
 def _sample(tensor: Tensor) -> Tensor:
