@@ -113,6 +113,24 @@ def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
     assert the(found, "training.loss-nan").evidence["name"] == "2.weight"
 
 
+def test_on_an_accelerator_large_values_and_empty_outputs_are_no_trouble(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards, "is_remote", lambda tensor: True)
+
+    class Large(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 1e30, x[:0]
+
+    class First(nn.Module):
+        def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+            return x[0] * 1e-30
+
+    model = nn.Sequential(nn.Linear(8, 8), Large(), First(), Log(), nn.Linear(8, 1))
+    found, _ = trained(path, model, steps=1)
+    assert the(found, "training.loss-nan").evidence["name"] == "3"
+
+
 class Masked(nn.Module):
     """Sets values to -inf that softmax then turns into 0."""
 

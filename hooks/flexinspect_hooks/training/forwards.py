@@ -255,9 +255,8 @@ class ForwardWatch:
         outs = [(n, m, t) for n, m, out in self._kept for t in _floating(out)]
         outs = [one for one in outs if one[2].device == main.device]
         outs.append(("" if is_loss else "(output)", self._model, _sample(main)))
-        values = [torch.linalg.vector_norm(one[2], dtype=_wide(one[2])) for one in outs]
         of = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
-        return _Norms(torch.stack([value.float() for value in values]), of)
+        return _Norms(_stacked([largest(one[2]) for one in outs], main.device), of)
 
     def _first_sick(self, *, is_loss: bool) -> Producer:
         """Return where the first sick output of this forward came from."""
@@ -283,7 +282,7 @@ class ForwardWatch:
             self._count(forward)
             passes.n_backward += 1
             if not is_loss:
-                passes.arrived.append(torch.linalg.vector_norm(_sample(grad.detach())))
+                passes.arrived.append(largest(_sample(grad.detach())))
 
             def over() -> None:
                 passes.backward_s += time.perf_counter() - started
@@ -301,8 +300,24 @@ def _producer(name: str, module: nn.Module, dtype: str, n_carriers: int) -> Prod
     return Producer("module", name, n_carriers, dtype) if name else Producer("loss", "")
 
 
-def _wide(tensor: Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype.itemsize < 4 else None
+def largest(tensor: Tensor) -> Tensor:
+    """Return the largest magnitude in a tensor, NaN where it holds one, on the tensor's device.
+
+    Unlike a sum of squares it is finite whenever all values are.
+    """
+    if not tensor.numel():
+        return tensor.new_zeros(())
+    if is_remote(tensor):
+        return torch.linalg.vector_norm(tensor, math.inf)
+    low, high = torch.aminmax(tensor)  # on a CPU fifteen times as fast
+    return torch.maximum(high, -low)
+
+
+def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return numbers of any device and precision as one tensor, without waiting."""
+    is_double = any(value.dtype is torch.float64 for value in values)
+    dtype = torch.float64 if is_double else torch.float32
+    return torch.stack([value.to(device, dtype, non_blocking=True) for value in values])
 
 
 def _kept_number(loss: Tensor) -> Tensor | float:
