@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,16 @@ from flexinspect_hooks.training.modules import (
     leaves_of,
     wrap_compiled,
 )
+from flexinspect_hooks.training.reductions import (
+    OUTPUT,
+    Extremes,
+    dense,
+    extremes,
+    floating,
+    is_finite,
+    is_remote,
+    largest,
+)
 
 Remove = Callable[[], None]
 
@@ -38,26 +48,6 @@ MOST = 4096
 KEEP_S = 2e-6
 """What a hook that only keeps a reference takes; measured, because timing it would cost more."""
 
-SAMPLE = 1 << 20
-"""Values of an output that are looked at in every forward; of larger ones, rows between."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Norms:
-    """Norms of the outputs of one forward, still on their device; the last is the model's own."""
-
-    values: Tensor
-    of: tuple[tuple[str, nn.Module, torch.dtype], ...]
-
-    def producer(self) -> Producer | None:
-        """Return where the first sick output came from, after a synchronisation."""
-        sick = [not math.isfinite(value) for value in self.values.tolist()]
-        if not sick[-1]:
-            return None  # what a mask sets to -inf within is no trouble
-        first = sick.index(True)
-        name, module, dtype = self.of[first]
-        return _producer(name, module, str(dtype).removeprefix("torch."), sum(sick[:-1]) - 1)
-
 
 @dataclass(slots=True)
 class Forward:
@@ -66,7 +56,7 @@ class Forward:
     seconds: float
     is_share: bool
     losses: list[Tensor | float] = field(default_factory=list)
-    norms: list[_Norms] = field(default_factory=list)
+    extremes: list[Extremes] = field(default_factory=list)
     stats: list[LayerStatRecord] = field(default_factory=list)
     producer: Producer | None = None
     device: str = ""
@@ -90,7 +80,9 @@ class Passes:
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    norms: deque[_Norms] = field(default_factory=lambda: deque(maxlen=MOST))
+    extremes: deque[Extremes] = field(default_factory=lambda: deque(maxlen=MOST))
+    is_updated: bool = False
+    """Whether the weights may have changed since."""
 
     def add(self, one: Forward) -> None:
         """Count in a forward that the step learns from."""
@@ -98,17 +90,17 @@ class Passes:
         self.forward_s += one.seconds
         self.are_shares = one.is_share
         self.losses += one.losses
-        self.norms += one.norms
+        self.extremes += one.extremes
         self.stats = one.stats or self.stats
         self.device, self.autocast = one.device or self.device, one.autocast or self.autocast
         self.producer = self.producer or one.producer
 
     def settle(self) -> None:
         """Find the producer in what an accelerator was left to compute."""
-        for one in self.norms:
+        for one in self.extremes:
             if self.producer is None:
-                self.producer = one.producer()
-        self.norms.clear()
+                self.producer = one.producer(is_updated=self.is_updated)
+        self.extremes.clear()
 
 
 class ForwardWatch:
@@ -230,7 +222,7 @@ class ForwardWatch:
     def _read(self, output: Any, ended: float) -> None:
         forward, loss = Forward(ended - self._started, self._is_share), loss_of(output)
         self._alone.append(forward)
-        main = loss if loss is not None else next(_floating(output), None)
+        main = loss if loss is not None else next(floating(output), None)
         if main is None:
             return
         forward.device = str(main.device)
@@ -246,28 +238,19 @@ class ForwardWatch:
         if self.keeps_stats:
             forward.stats = _stats(self._kept)
         if is_remote(main):
-            forward.norms.append(self._norms(main, is_loss=loss is not None))
-        elif not _is_finite(main):
-            forward.producer = self._first_sick(is_loss=loss is not None)
+            forward.extremes.append(self._extremes(output, loss, main.device))
+        elif not all(map(is_finite, dense(output) if loss is None else (loss,))):
+            forward.producer = self._extremes(output, loss, main.device).producer()
 
-    def _norms(self, main: Tensor, *, is_loss: bool) -> _Norms:
-        """Reduce what was kept without waiting for the device."""
-        outs = [(n, m, t) for n, m, out in self._kept for t in _floating(out)]
-        outs = [one for one in outs if one[2].device == main.device]
-        outs.append(("" if is_loss else "(output)", self._model, _sample(main)))
-        of = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
-        return _Norms(_stacked([largest(one[2]) for one in outs], main.device), of)
-
-    def _first_sick(self, *, is_loss: bool) -> Producer:
-        """Return where the first sick output of this forward came from."""
-        if any(_is_sick_input(one) for one in self._inputs):
-            return Producer("input", "", detail="the batch")
-        sick = [(name, module, out) for name, module, out in self._kept if _sick(out)]
-        if not sick:
-            return Producer("loss", "") if is_loss else Producer("module", "(output)")
-        name, module, out = sick[0]
-        first = next(tensor for tensor in _floating(out) if not torch.isfinite(tensor).all())
-        return _producer(name, module, str(first.dtype).removeprefix("torch."), len(sick) - 1)
+    def _extremes(self, output: Any, loss: Tensor | None, device: torch.device) -> Extremes:
+        """Reduce what was kept, and what the model returned, without waiting for the device."""
+        kept = [(name, module, one) for name, module, out in self._kept for one in dense(out)]
+        whole = [(OUTPUT, self._model, one) for one in dense(output)]
+        if loss is None:
+            return extremes(self._inputs, [*kept, *whole], len(whole), device)
+        # Other numbers are parts of the loss, or the loss itself.
+        whole = [one for one in whole if one[2].dim() and one[2] is not loss]
+        return extremes(self._inputs, [*kept, *whole, ("", self._model, loss)], 1, device)
 
     def _let_go(self) -> None:
         self._kept.clear()
@@ -282,7 +265,7 @@ class ForwardWatch:
             self._count(forward)
             passes.n_backward += 1
             if not is_loss:
-                passes.arrived.append(largest(_sample(grad.detach())))
+                passes.arrived.append(largest(grad.detach()))
 
             def over() -> None:
                 passes.backward_s += time.perf_counter() - started
@@ -292,48 +275,9 @@ class ForwardWatch:
         return self._guarded(begun)
 
 
-def _producer(name: str, module: nn.Module, dtype: str, n_carriers: int) -> Producer:
-    """Return what made the output of a module sick: its weights, itself, or (no name) the loss."""
-    for parameter_name, parameter in module.named_parameters() if name else ():
-        if not torch.isfinite(parameter).all():
-            return Producer("weights", f"{name}.{parameter_name}", n_carriers + 1, dtype)
-    return Producer("module", name, n_carriers, dtype) if name else Producer("loss", "")
-
-
-def largest(tensor: Tensor) -> Tensor:
-    """Return the largest magnitude in a tensor, NaN where it holds one, on the tensor's device.
-
-    Unlike a sum of squares it is finite whenever all values are.
-    """
-    if not tensor.numel():
-        return tensor.new_zeros(())
-    if is_remote(tensor):
-        return torch.linalg.vector_norm(tensor, math.inf)
-    low, high = torch.aminmax(tensor)  # on a CPU fifteen times as fast
-    return torch.maximum(high, -low)
-
-
-def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return numbers of any device and precision as one tensor, without waiting."""
-    is_double = any(value.dtype is torch.float64 for value in values)
-    dtype = torch.float64 if is_double else torch.float32
-    return torch.stack([value.to(device, dtype, non_blocking=True) for value in values])
-
-
 def _kept_number(loss: Tensor) -> Tensor | float:
     """Return a loss as it is now, for the program may go on to change its own."""
     return loss.detach().clone() if is_remote(loss) else loss.item()
-
-
-def _is_finite(main: Tensor) -> bool:
-    if main.numel() == 1:
-        return math.isfinite(main.item())
-    return bool(torch.isfinite(_sample(main)).all())
-
-
-def is_remote(tensor: Tensor) -> bool:
-    """Tell whether looking at a tensor would wait for its device."""
-    return tensor.device.type != "cpu"
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -349,40 +293,10 @@ def loss_of(output: Any) -> Tensor | None:
     return found
 
 
-def _floating(value: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors in a module's input or output, one level deep."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _floating(one) if isinstance(one, Tensor) else ()
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for one in value:
-            yield from _floating(one) if isinstance(one, Tensor) else ()
-
-
-def _sick(value: Any) -> bool:
-    return any(not bool(torch.isfinite(tensor).all()) for tensor in _floating(value))
-
-
-def _is_sick_input(value: Any) -> bool:
-    # A float mask is -inf by design; the maximum is NaN where there is one.
-    return any(not tensor.max() < math.inf for tensor in _floating(value) if tensor.numel())
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return a tensor, or of a large one evenly spread parts along its last axis."""
-    if tensor.numel() <= SAMPLE:
-        return tensor
-    # A sick row of logits is sick in every column, because its hidden state is.
-    return tensor[..., :: -(-tensor.numel() // SAMPLE)]
-
-
 def _stats(kept: Sequence[tuple[str, nn.Module, Any]]) -> list[LayerStatRecord]:
     found: list[LayerStatRecord] = []
     for index, (name, _, output) in enumerate(kept):
-        tensor = next(_floating(output), None)
+        tensor = next(floating(output), None)
         if tensor is None:
             continue
         found.append(_stat(index, name, tensor.detach()))
