@@ -10,6 +10,7 @@ import torch
 from support.nets import Log, mlp, on_an_accelerator, squares, the, trained
 from torch import Tensor, nn
 
+from flexinspect_hooks.training import outputstats
 from flexinspect_hooks.training.watching import watch_training
 
 
@@ -158,3 +159,40 @@ def test_a_float_mask_is_no_sick_batch(path: Path, value: float, kind: str) -> N
 
     found, _ = trained(path, Attends(), steps=1, loss_of=loss_of)
     assert the(found, "training.loss-nan").evidence["producer"] == kind
+
+
+def test_statistics_that_wait_for_a_device_are_those_read_at_once() -> None:
+    sick = torch.tensor([1.0, math.nan, -math.inf, math.inf]).half()
+    outs = [torch.randn(5, 7), sick, torch.zeros(0), torch.randn(9).double(), torch.ones(3).long()]
+    kept = [(str(number), nn.Identity(), (out,)) for number, out in enumerate(outs)]
+    pending = outputstats.pending_stats(kept, torch.device("cpu"))
+    assert pending is not None
+    there, here = pending.records(), outputstats.stats(kept)
+    assert [(one.layer, one.module, one.n_nan, one.n_inf) for one in there] == [
+        *((0, "0", 0, 0), (1, "1", 1, 2), (2, "2", 0, 0), (3, "3", 0, 0))
+    ]
+    assert [there[0], there[3]] == [here[0], here[3]]
+    assert (here[1].n_nan, here[1].n_inf, there[2].norm) == (1, 2, 0.0)
+    assert all(math.isnan(one.max) for one in there[1:3])
+
+
+def test_on_an_accelerator_a_forward_reads_nothing_at_any_level(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_an_accelerator(monkeypatch)
+    read: list[str] = []
+    for name in ("tolist", "item", "__bool__", "__float__"):
+        was = getattr(Tensor, name)
+        seen = lambda one, name=name, was=was: read.append(name) or was(one)  # noqa: E731
+        monkeypatch.setattr(Tensor, name, seen)
+    model = mlp(8, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, level="extreme", quiet=True) as trace:
+        read.clear()
+        loss = model(torch.ones(4, 8)).mean()
+        assert not read
+        loss.backward()
+        optimizer.step()
+        assert "tolist" in read
+    with trace.reader() as reader:
+        assert [one.module for one in reader.layer_stats(0, 0)] == ["0", "1", "2"]

@@ -6,10 +6,9 @@ at only when the model's own output tells of trouble, so a healthy forward costs
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 from flexinspect.records import LayerStatRecord
 from flexinspect.trainingfacts import Producer
-from flexinspect_hooks.training.analysis import tensor_facts
 from flexinspect_hooks.training.modules import (
     blocks_of,
     is_compiled,
@@ -26,6 +24,7 @@ from flexinspect_hooks.training.modules import (
     leaves_of,
     wrap_compiled,
 )
+from flexinspect_hooks.training.outputstats import PendingStats, pending_stats, stats
 from flexinspect_hooks.training.reductions import (
     OUTPUT,
     Extremes,
@@ -58,6 +57,7 @@ class Forward:
     losses: list[Tensor | float] = field(default_factory=list)
     extremes: list[Extremes] = field(default_factory=list)
     stats: list[LayerStatRecord] = field(default_factory=list)
+    pending: PendingStats | None = None
     producer: Producer | None = None
     device: str = ""
     autocast: str = ""
@@ -80,6 +80,7 @@ class Passes:
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
+    pending: PendingStats | None = None
     extremes: deque[Extremes] = field(default_factory=lambda: deque(maxlen=MOST))
     is_updated: bool = False
     """Whether the weights may have changed since."""
@@ -91,12 +92,14 @@ class Passes:
         self.are_shares = one.is_share
         self.losses += one.losses
         self.extremes += one.extremes
-        self.stats = one.stats or self.stats
+        self.stats, self.pending = one.stats or self.stats, one.pending or self.pending
         self.device, self.autocast = one.device or self.device, one.autocast or self.autocast
         self.producer = self.producer or one.producer
 
     def settle(self) -> None:
-        """Find the producer in what an accelerator was left to compute."""
+        """Read what an accelerator was left to compute, and find the producer in it."""
+        if self.pending is not None:
+            self.stats, self.pending = self.pending.records(), None
         for one in self.extremes:
             if self.producer is None:
                 self.producer = one.producer(is_updated=self.is_updated)
@@ -235,8 +238,10 @@ class ForwardWatch:
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += len(self._kept) * KEEP_S
-        if self.keeps_stats:
-            forward.stats = _stats(self._kept)
+        if self.keeps_stats and is_remote(main):
+            forward.pending = pending_stats(self._kept, main.device)
+        elif self.keeps_stats:
+            forward.stats = stats(self._kept)
         if is_remote(main):
             forward.extremes.append(self._extremes(output, loss, main.device))
         elif not all(map(is_finite, dense(output) if loss is None else (loss,))):
@@ -291,30 +296,3 @@ def loss_of(output: Any) -> Tensor | None:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         return None
     return found
-
-
-def _stats(kept: Sequence[tuple[str, nn.Module, Any]]) -> list[LayerStatRecord]:
-    found: list[LayerStatRecord] = []
-    for index, (name, _, output) in enumerate(kept):
-        tensor = next(floating(output), None)
-        if tensor is None:
-            continue
-        found.append(_stat(index, name, tensor.detach()))
-    return found
-
-
-def _stat(index: int, name: str, tensor: Tensor) -> LayerStatRecord:
-    """Return statistics of one output in three passes; more only where it is not finite."""
-    tensor = tensor.float() if tensor.dtype.itemsize < 4 else tensor
-    if not tensor.numel():
-        nothing = math.nan
-        return LayerStatRecord(index, name, 0, 0, nothing, nothing, nothing, nothing, 0.0)
-    low, high = torch.aminmax(tensor)
-    sums = [torch.linalg.vector_norm(tensor), tensor.mean(), low, high]
-    norm, mean, least, most = torch.stack(sums).tolist()
-    if math.isfinite(norm):
-        deviation = math.sqrt(max(norm * norm / tensor.numel() - mean * mean, 0.0))
-        return LayerStatRecord(index, name, 0, 0, least, most, mean, deviation, norm)
-    facts = tensor_facts(tensor, name)
-    values = (facts.min_value, facts.max_value, facts.mean_value, facts.std_value)
-    return LayerStatRecord(index, name, facts.n_nan, facts.n_inf, *values, norm)

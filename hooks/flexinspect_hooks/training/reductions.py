@@ -62,7 +62,7 @@ def extremes(inputs: Any, outs: Sequence[Out], n_telling: int, device: torch.dev
     maxima = [one.max() for value in inputs for one in dense(value) if one.numel()]
     values = [*maxima, *(largest(tensor) for _, _, tensor in outs)]
     of = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
-    return Extremes(_stacked(values, device), len(maxima), n_telling, of)
+    return Extremes(stacked(values, device), len(maxima), n_telling, of)
 
 
 def _producer(
@@ -124,8 +124,11 @@ def dense(value: Any) -> Iterator[Tensor]:
             yield one
 
 
-def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return numbers of any device and precision as one tensor, waiting only for a CPU."""
+def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return numbers of any device and precision as one tensor, waiting only for a CPU.
+
+    They may be rows of numbers, too.
+    """
     if not values:
         return torch.zeros(0)
     is_double = any(value.dtype is torch.float64 for value in values)
