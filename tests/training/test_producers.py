@@ -196,3 +196,13 @@ def test_on_an_accelerator_a_forward_reads_nothing_at_any_level(
         assert "tolist" in read
     with trace.reader() as reader:
         assert [one.module for one in reader.layer_stats(0, 0)] == ["0", "1", "2"]
+
+
+def test_sick_weights_of_a_compiled_model_are_named_as_it_names_them(path: Path) -> None:
+    model = mlp(8, 4, 1)
+    with torch.no_grad():
+        model[2].weight[0, 1] = math.nan
+    compiled = torch.compile(model, backend="eager")
+    found, _ = trained(path, compiled, steps=1)
+    finding = the(found, "training.loss-nan")
+    assert (finding.evidence["producer"], finding.evidence["name"]) == ("weights", "2.weight")

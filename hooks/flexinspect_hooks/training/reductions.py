@@ -76,7 +76,8 @@ def _producer(
         if not torch.isfinite(parameter).all():
             if is_updated:  # the update may have made them so
                 return Producer("module", name, n_carriers, f"{dtype}; {UNSEEN_WEIGHTS}")
-            return Producer("weights", f"{prefix}{parameter_name}", n_carriers + 1, dtype)
+            called = prefix + parameter_name.removeprefix("_orig_mod.")
+            return Producer("weights", called, n_carriers + 1, dtype)
     return Producer("module", name, n_carriers, dtype)
 
 
