@@ -159,6 +159,27 @@ def test_a_condition_that_raises_turns_its_switch_off_and_training_goes_on() -> 
     assert not any(loop.get_debugging_status().values())
 
 
+@pytest.mark.parametrize("each", ["batch", "epoch"])
+def test_all_conditions_get_the_number_of_the_step_in_the_run(each: str) -> None:
+    model = nn.Linear(2, 2)
+    loop = loop_of(model, nn.functional.mse_loss, scheduler_each=each)
+    loop._scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, step_size=1)
+    asked: dict[str, list[int]] = {}
+
+    def asks(switch: str) -> Callable[[int], bool]:
+        return lambda step: bool(asked.setdefault(switch, []).append(step))
+
+    switches = ["data_loading", "forward_pass", "gradient_norms", "lr_scheduling"]
+    for switch in switches:
+        loop.enable_debugging(switch, when=asks(switch))
+    for _ in range(2):
+        loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))] * 3)
+    steps = list(range(6))
+    assert asked == dict.fromkeys(switches[:3], steps) | {
+        "lr_scheduling": steps if each == "batch" else [2, 5]
+    }
+
+
 def test_an_exception_ends_the_profile_that_a_switch_began() -> None:
     def batches() -> Any:
         yield torch.ones(4, 2), torch.ones(4, 2)
