@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,28 @@ def test_all_conditions_get_the_number_of_the_step_in_the_run(each: str) -> None
     assert asked == dict.fromkeys(switches[:3], steps) | {
         "lr_scheduling": steps if each == "batch" else [2, 5]
     }
+
+
+@pytest.mark.parametrize("is_said", [False, True])
+def test_a_rate_that_the_optimizer_does_not_tell_stops_no_training(is_said: bool) -> None:
+    class Relative(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    model, scheduled = nn.Linear(2, 2), []
+    optimizer = Relative(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    scheduler = SimpleNamespace(step=lambda: scheduled.append(1), optimizer=optimizer)
+    loop = TrainingLoop(
+        model,
+        optimizer,
+        nn.functional.mse_loss,
+        scheduler=scheduler,
+        scheduler_each="batch",
+        switches=DebugSwitches(debug_lr_scheduling=is_said),
+    )
+    assert loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))] * 2).batches == 2
+    assert len(scheduled) == 2
 
 
 def test_an_exception_ends_the_profile_that_a_switch_began() -> None:

@@ -257,10 +257,14 @@ class TrainingLoop:
             self._scaler.update()
 
     def _schedule(self, each: str, step: int) -> None:
-        if self._scheduler is not None and self._each == each:
-            before = rates_of(self.optimizer)
-            self._scheduler.step()
-            self._says.learning_rate(step, self._scheduler, each, before)
+        if self._scheduler is None or self._each != each:
+            return
+        before: list[float] = []
+        board = self.debugger.switches
+        if board.now.debug_lr_scheduling:
+            board.guarded("debug_lr_scheduling", lambda: before.extend(rates_of(self.optimizer)))
+        self._scheduler.step()
+        self._says.learning_rate(step, self._scheduler, each, tuple(before))
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
         dtype = self._autocast
