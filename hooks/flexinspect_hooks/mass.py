@@ -122,7 +122,18 @@ def gathered(values: Values, n_calls: int) -> dict[str, Array]:
     return out
 
 
+def lost_calls(values: Values, n_calls: int) -> set[int]:
+    """Return the calls whose rows were not made, as their keys were written to before."""
+    lost: set[int] = set()
+    for key in values:
+        if key.startswith(_LOST):
+            members = key.removeprefix(_LOST).removeprefix("/")
+            lost |= set(map(int, members.split(","))) if members else set(range(n_calls))
+    return lost
+
+
 _PREFIX = "attention/"
+_LOST = "attention-lost"
 _MORE = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
 
@@ -240,19 +251,21 @@ def _queries(refs: Sequence[CallRef]) -> Tensor:
 
 
 def _reduced(plan: _Plan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
-    """Make scores and return what `_of_scores` does, or nothing.
+    """Make scores and return what `_of_scores` does, or that the rows are lost.
 
     `queries` (layers, kv heads, group, D); `inputs` are those of `_of_scores`, with one key
     (kv heads, keys, D) per layer after the LSE or the outputs. Keys are read where they are, one
     batched product per layer, as copying them would cost more than the products.
 
-    Nothing when what had to stay as it was has been written to meanwhile.
+    They are when what had to stay as it was has been written to meanwhile.
     """
     before, after = 4 if plan.has_bias else 3, len(queries)
     keys = [xp.swapaxes(key, -1, -2) for key in inputs[before : before + after]]
     rest = (*inputs[:before], *inputs[before + after :])
     out = _of_scores(plan, xp, _products(xp, queries, keys), *rest)
-    return {} if plan.held is not None and plan.held.were_written_to() else out
+    if plan.held is not None and plan.held.were_written_to():
+        return {f"{_LOST}{plan.suffix}": xp.ones(())}
+    return out
 
 
 def _of_scores(
