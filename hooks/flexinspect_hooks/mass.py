@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
@@ -195,18 +196,24 @@ they would be in the model's way (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD
 
 
 class _Held:
-    """Keys and values that wait to be read; they count as long as somebody holds this."""
+    """Keys and values that wait to be read; they count as long as somebody holds this.
+
+    Models may decode in several threads.
+    """
 
     _all: ClassVar[WeakSet[_Held]] = WeakSet()
+    _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, tensors: tuple[Tensor, ...], n_bytes: int) -> None:
         self.tensors, self.n_bytes = tensors, n_bytes
-        self._all.add(self)
+        with self._lock:
+            self._all.add(self)
 
     @classmethod
     def has_room(cls, n_bytes: int) -> bool:
         """Say whether so much more may wait."""
-        return n_bytes + sum(held.n_bytes for held in cls._all) <= HOLD_BYTES
+        with cls._lock:
+            return n_bytes + sum(held.n_bytes for held in cls._all) <= HOLD_BYTES
 
     def were_written_to(self) -> bool:
         """Say whether one of them is not what it was."""

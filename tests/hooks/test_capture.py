@@ -315,6 +315,26 @@ def test_no_more_keys_wait_than_there_is_room_for(
     assert all(call.gate is not None for step in sink.steps for call in step.calls)
 
 
+def test_keys_of_another_model_may_come_to_wait_while_the_room_is_measured() -> None:
+    class Measured(mass._Held):
+        @property
+        def n_bytes(self) -> int:
+            comes.start()
+            comes.join(0.1)  # it came already, or waits until all is counted
+            return 1
+
+        @n_bytes.setter
+        def n_bytes(self, value: int) -> None: ...
+
+    late: list[mass._Held] = []
+    comes = threading.Thread(target=lambda: late.append(mass._Held((), 2)))
+    here = Measured((), 1)
+    assert mass._Held.has_room(0)
+    comes.join()
+    assert {here, *late} <= set(mass._Held._all)
+    assert len(late) == 1
+
+
 def test_attention_mass_equals_the_reference_row_summed_by_segment(
     llama: Any, prompt: Prompt, held: list[int]
 ) -> None:
