@@ -164,3 +164,25 @@ def test_a_session_that_comes_late_takes_the_level_that_was_asked_for() -> None:
     with pytest.raises(UsageError, match="There is no level loud"):
         levels.set_level("loud")
     assert levels.level == "extreme"
+
+
+def test_a_session_may_come_while_another_level_is_passed_on() -> None:
+    class Session:
+        """Of another thread's model, which is found while the first is told its level."""
+
+        def __init__(self, come: threading.Thread | None = None) -> None:
+            self.level, self.come = "", come
+
+        def switch(self, *, level: str) -> None:
+            self.level = level
+            if self.come is not None and level == "extreme":
+                self.come.start()
+                self.come.join(0.1)  # it came already, or waits until all are told
+
+    levels, late = SessionLevels("basic"), Session()
+    coming = threading.Thread(target=lambda: levels.attach(late))  # type: ignore[arg-type]
+    first = Session(coming)
+    levels.attach(first)  # type: ignore[arg-type]
+    levels.set_level("extreme")
+    coming.join()
+    assert (first.level, late.level) == ("extreme", "extreme")
