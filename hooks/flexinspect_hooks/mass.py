@@ -94,6 +94,7 @@ def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
     assert mask.cells is not None
     closed = ~mask.cells[:, -1]
     scores = _products(torch, _queries([ref]), [_plain(ref.key[0]).mT])
+    scores = _capped(torch, scores, ref.softcap)
     if mask.bias is not None:
         scores = _lifted(torch, scores + mask.bias, closed)
     weights: Tensor = _weights(torch, _masked(torch, scores, closed, -math.inf), None)[1][0]
@@ -288,8 +289,7 @@ def _of_scores(
     parts = list(rest)
     bias = parts.pop(0) if plan.has_bias else None
     told, *values = parts
-    if plan.softcap:
-        scores = plan.softcap * xp.tanh(scores / plan.softcap)
+    scores = _capped(xp, scores, plan.softcap)
     if bias is not None:
         scores = _lifted(xp, scores + bias, closed)
     seen = _masked(xp, scores, closed, -math.inf)
@@ -313,6 +313,10 @@ def _products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
     """Return left @ right layer by layer, (layers, kv heads, group, n) as (layers, q heads, n)."""
     found = xp.stack([xp.matmul(one, other) for one, other in zip(left, right, strict=True)])
     return found.reshape(len(found), -1, found.shape[-1])
+
+
+def _capped(xp: Any, scores: Any, cap: float | None) -> Any:
+    return cap * xp.tanh(scores / cap) if cap else scores
 
 
 def _masked(xp: Any, scores: Any, closed: Any, value: float) -> Any:
