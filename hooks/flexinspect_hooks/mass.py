@@ -70,7 +70,7 @@ class MassReducer:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ref in enumerate(refs):
             shape = (*ref.key.shape[1:], ref.query.shape[1])
-            key = (numbers[index], *shape, ref.lse is not None, ref.scale)
+            key = (numbers[index], *shape, ref.lse is not None, ref.scale, ref.softcap)
             if kinds[index]:
                 groups.setdefault(key, []).append(index)
         for key, members in groups.items():

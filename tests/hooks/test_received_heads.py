@@ -34,8 +34,8 @@ from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock
 from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.maskmods import MaskMod, Window
-from flexinspect_hooks.mass import newest_weights
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask, shifted
+from flexinspect_hooks.mass import newest_weights
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.received import MaskBook
 from flexinspect_hooks.reference import attention_row, eager
@@ -596,6 +596,14 @@ def test_a_call_says_its_cap(prompt: Prompt, patch: bool) -> None:
         token = TokenRecord(len(prompt.ids), 5, "", "", len(prompt.ids), 6, step=0)
         session.chose(token, torch.tensor(5))
     assert [call.softcap for call in sink.steps[0].calls] == [7.0] * LAYERS
+
+
+def test_layers_under_one_mask_keep_their_own_caps(prompt: Prompt) -> None:
+    model = make_model("gemma2", attn_logit_softcapping=0.5)
+    model.model.layers[2].self_attn.attn_logit_softcapping = 0.05
+    sink, _ = capture(model, prompt, own(third_forgets), level="advanced")
+    assert [call.softcap for call in sink.steps[-1].calls] == [0.5, 0.5, 0.05]
+    assert worst_gate(sink) < 1e-4
 
 
 def test_weights_of_one_call_are_made_under_its_cap() -> None:
