@@ -131,6 +131,14 @@ class Breaking:
                 self._open.popitem(last=False)
         return sights
 
+    def move(self, step: StepContext, branch: int) -> None:
+        """Keep what was seen of a step for its record, which turned out to be another branch's."""
+        with self._lock:
+            sights = self._open.pop((step.generation, step.branch, step.step), None)
+            if sights is not None:
+                sights.values["branch"] = branch
+                self._open[(step.generation, branch, step.step)] = sights
+
     def look(self, sights: StepSights, breakpoints: Sequence[Breakpoint], frame: FrameType) -> None:
         """Judge breakpoints inside the forward, by what is known already."""
         for met in breakpoints:
