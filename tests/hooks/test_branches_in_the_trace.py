@@ -184,12 +184,14 @@ def test_a_branch_holds_its_own_steps_tokens_segments_end_and_answer(
 
 
 def test_orders_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
+    run = new_run()
     gate = Script(
         Fork(at(1), token_id=300),
         EditMask(at(0), (MaskEdit("see", segments=(5, 1)),)),
         Restore(at(6)),
+        then=lambda: len(gate.results) == 2 and run.session.switch(level="basic"),
     )
-    reader = new_run().go(gate)
+    reader = run.go(gate)
     told = {row.event.kind: row.event for row in reader.events()}
     assert told["forked"].data["branch"] == 1
     assert told["forked"].step == 1
@@ -199,6 +201,9 @@ def test_orders_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
         told[kind].text for kind in ("forked", "mask-edited", "restored")
     ]
     assert gate.results[-1][1] == at(6)
+    # Asked for before a step that the trace holds already, and that is not written again.
+    assert (told["level"].generation, told["level"].step) == (0, 7)
+    assert told["level"].data == {"level": "basic", "before": "advanced"}
 
 
 def test_a_mask_that_was_edited_is_the_mask_that_ran(new_run: Callable[..., Run]) -> None:
@@ -390,6 +395,7 @@ def test_a_replayed_step_that_differs_is_judged_with_what_was_seen_of_it(
     run.session.break_on(breaking)
 
     def spoil() -> None:
+        run.session.recorder.drain()  # as the gate does where there are breakpoints
         with torch.no_grad():
             head.weight.copy_(before * 1.5)
 
