@@ -112,13 +112,14 @@ class Breaking:
     ) -> None:
         self.book, self.stopper, self.event = book, stopper, event
         self._open: OrderedDict[tuple[int, int, int], StepSights] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._arming = threading.Lock(), threading.Lock()
         self._told: set[int] = set()
         book.changed = self._rearm
         self._rearm()
 
     def _rearm(self) -> None:
-        self.stopper.arm(bool(self.book.enabled()))
+        with self._arming:  # else what is older may be armed last
+            self.stopper.arm(bool(self.book.enabled()))
 
     # -- while a step runs -----------------------------------------------------------------------
 
