@@ -44,10 +44,11 @@ class GradientRecord:
     what was differentiated, `scale` the norm of its gradient at the logits, `rival` the id that a
     margin is to. `gate` is how far this forward's logits are from the recorded ones at most, as a
     share of the largest of these; above `tolerance` (or NaN) it is not what ran, and nothing else
-    is recorded. `n_unreached` parameters have no part in the token. `anomaly` is what autograd's
+    is recorded. `n_unreached` parameters have no part in the token; those of layers that are
+    unreached as a whole are in `stats`, with 0. `anomaly` is what autograd's
     anomaly mode said. `tokens` is float (2, positions): gradient times input, and the gradient's
     norm, at each token's embedding; `layers` is float (layers + 1,): the norms at the embeddings
-    and at each layer's output.
+    and at each layer's output, 0 where none arrives, NaN for layers without attention.
     """
 
     generation: int

@@ -87,7 +87,7 @@ class GradientsRule(Rule):
             confirm=_CONFIRM,
             fix=(
                 "Look for weights or norms that are almost 0, a saturated softmax or activation, "
-                "and a residual connection that is missing."
+                "a residual connection that is missing, and `detach` or `no_grad` on the way."
             ),
             query=_QUERY,
         ),
@@ -97,8 +97,9 @@ class GradientsRule(Rule):
             why="The token does not depend on them at all: the layer does not do its part.",
             confirm=_CONFIRM,
             fix=(
-                "Look for a gate or a projection of zeros, weights that were not loaded, and "
-                "values so large that a norm makes 0 of everything."
+                "Look for a gate or a projection of zeros, weights that were not loaded, "
+                "`detach` or `no_grad` in the named layer or behind it, and values so large that a "
+                "norm makes 0 of everything."
             ),
             query=_QUERY,
         ),
@@ -142,14 +143,16 @@ RULE: type[Rule] = GradientsRule
 def growth_of(gradients: GradientRecord) -> list[float]:
     """Return by layer how much the gradient grows from its output to its input; NaN if unknown.
 
-    Of layer 0 it is not known: its input is small embeddings, which the first norm makes large.
+    Of layer 0 it is not known, unless it is 0: its input is small embeddings, which the first norm
+    makes large.
     """
     if gradients.layers is None or len(gradients.layers) < 2:
         return []
-    norms = np.asarray(gradients.layers, np.float64)[1:]
+    at_input, *outputs = gradients.layers
+    norms = np.asarray(outputs, np.float64)
     with np.errstate(all="ignore"):
         rates = norms[:-1] / norms[1:]
-    return [math.nan, *(float(rate) for rate in rates)]
+    return [0.0 if at_input == 0 < norms[0] else math.nan, *(float(rate) for rate in rates)]
 
 
 def _anomaly(gradients: GradientRecord) -> Finding:
@@ -199,7 +202,9 @@ def _start(gradients: GradientRecord) -> tuple[str, int | None]:
     if gradients.value != gradients.value or not math.isfinite(gradients.scale):
         return "the logits are not finite already, so the forward made it", None
     norms = gradients.layers
-    sick = [] if norms is None else [at for at, norm in enumerate(norms) if not np.isfinite(norm)]
+    watched = {-1, *(stat.layer for stat in gradients.stats)}
+    at_all = () if norms is None else enumerate(norms)
+    sick = [at for at, norm in at_all if at - 1 in watched and not np.isfinite(norm)]
     if norms is None or not sick:
         return "the hidden states' own gradients are finite", None
     last = sick[-1]  # 0 is the embeddings, n the output of layer n - 1
@@ -216,7 +221,7 @@ def _growth(gradients: GradientRecord) -> list[Finding]:
         if rate >= GROWTH:
             found.append(_jump(EXPLODING, gradients, layer, rate, f"grows {rate:.3g} times"))
         elif rate <= 1 / GROWTH:
-            small = f"shrinks to {rate:.2g} of its size"
+            small = f"shrinks to {f'{rate:.2g} of its size' if rate else 'nothing'}"
             found.append(_jump(VANISHING, gradients, layer, rate, small))
     return found
 

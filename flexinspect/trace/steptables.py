@@ -270,6 +270,6 @@ STREAMS = {
     "grads.tokens": "float (2, positions): gradient times input, and norm of the gradient, at each "
     "token's embedding",
     "grads.layers": "float (layers + 1,): norm of the gradient at the embeddings and at each "
-    "layer's output",
+    "layer's output, 0 where none arrives, NaN for layers without attention",
 }
 """Streams that have a meaning here; hooks may add names of their own."""

@@ -8,7 +8,7 @@ watched as well (`kernels`), since it may call them where nobody is asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexinspect.records import ArrayRecord, BuildRecord
+from flexinspect.records import ArrayRecord, BuildRecord, EventRecord
 from flexinspect_hooks.batchrows import BatchRows, record_batch_rows
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.callrefs import (
@@ -31,7 +31,7 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 from flexinspect_hooks.kernelcalls import Done, KernelCalls, seen_as_a_whole
 from flexinspect_hooks.kernels import SDPA, KernelCall
-from flexinspect_hooks.mass import MassReducer, gathered
+from flexinspect_hooks.mass import MassReducer, gathered, lost_calls
 from flexinspect_hooks.patching import BACKEND, LAST_CALL
 from flexinspect_hooks.received import MaskBook, ReceivedMask
 from flexinspect_hooks.repeats import put_repeats, record_repeats
@@ -41,6 +41,7 @@ from flexinspect_hooks.store import put_activation, record_activations
 
 UNSEEN = "unseen"
 MASK_FUNCTION = "mask-function"
+KEYS_CHANGED = "keys-changed"
 
 _PATHS = {"sdpa": "sdpa", "eager": "eager"}
 _KNOWN = (*_PATHS, "flex_attention", BACKEND)
@@ -274,16 +275,17 @@ class AttentionHook:
             return
         draft.builds += kept.builds
         fingerprints = [self._book.record(mask, values, draft) for mask in kept.masks]
-        record_batch_rows(values, kept.masks, fingerprints, step, draft)
+        told = {"tells_alike": not self.are_loose}  # no rule asks it of calls outside of a model
+        record_batch_rows(values, kept.masks, fingerprints, step, draft, **told)
         record_repeats(values, kept.calls, step, draft)
         record_scales(values, kept.calls, step, draft)
         rows = gathered(values, len(kept.calls)) if kept.gate_kinds else {}
         gates = rows["gate"].tolist() if rows else []
+        lost = _tell_lost(values, kept.calls, step, draft)
         for index, call in enumerate(kept.calls):
             mask = fingerprints[kept.mask_of_call[index]]
-            gate = gates[index] if gates else None
-            kind = kept.gate_kinds[index] if gates else None
-            draft.calls.append(call.record(mask, gate if kind else None, kind or None))
+            kind = kept.gate_kinds[index] if gates and index not in lost else ""
+            draft.calls.append(call.record(mask, gates[index] if kind else None, kind or None))
         for name in ("mass", "lse", "entropy"):
             if name in rows:
                 array = np.asarray(rows[name], np.float32)
@@ -291,6 +293,22 @@ class AttentionHook:
         record_slots(values, len(kept.calls), draft)
         if step.level == "extreme":
             record_activations(values, ("q", "k", "v"), draft)
+
+
+def _tell_lost(
+    values: Values, calls: Sequence[CallShape], step: StepContext, draft: StepDraft
+) -> set[int]:
+    """Return the calls whose newest row is lost, and say why there is none (writer thread)."""
+    lost = lost_calls(values, len(calls))
+    if lost:
+        layers = sorted({calls[index].layer for index in lost})
+        text = (
+            f"Keys or values of layers {layers} were written to before their newest row was "
+            "recomputed: its attention mass, LSE and gate are missing."
+        )
+        place = (step.started_at, step.generation, step.step, {"layers": layers})
+        draft.events.append(EventRecord(KEYS_CHANGED, text, *place))
+    return lost
 
 
 def _mask_functions(backends: Iterable[str]) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
@@ -69,7 +70,7 @@ class MassReducer:
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, ref in enumerate(refs):
             shape = (*ref.key.shape[1:], ref.query.shape[1])
-            key = (numbers[index], *shape, ref.lse is not None, ref.scale)
+            key = (numbers[index], *shape, ref.lse is not None, ref.scale, ref.softcap)
             if kinds[index]:
                 groups.setdefault(key, []).append(index)
         for key, members in groups.items():
@@ -93,6 +94,7 @@ def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
     assert mask.cells is not None
     closed = ~mask.cells[:, -1]
     scores = _products(torch, _queries([ref]), [_plain(ref.key[0]).mT])
+    scores = _capped(torch, scores, ref.softcap)
     if mask.bias is not None:
         scores = _lifted(torch, scores + mask.bias, closed)
     weights: Tensor = _weights(torch, _masked(torch, scores, closed, -math.inf), None)[1][0]
@@ -122,7 +124,18 @@ def gathered(values: Values, n_calls: int) -> dict[str, Array]:
     return out
 
 
+def lost_calls(values: Values, n_calls: int) -> set[int]:
+    """Return the calls whose rows were not made, as their keys were written to before."""
+    lost: set[int] = set()
+    for key in values:
+        if key.startswith(_LOST):
+            members = key.removeprefix(_LOST).removeprefix("/")
+            lost |= set(map(int, members.split(","))) if members else set(range(n_calls))
+    return lost
+
+
 _PREFIX = "attention/"
+_LOST = "attention-lost"
 _MORE = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
 
@@ -184,18 +197,24 @@ they would be in the model's way (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD
 
 
 class _Held:
-    """Keys and values that wait to be read; they count as long as somebody holds this."""
+    """Keys and values that wait to be read; they count as long as somebody holds this.
+
+    Models may decode in several threads.
+    """
 
     _all: ClassVar[WeakSet[_Held]] = WeakSet()
+    _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, tensors: tuple[Tensor, ...], n_bytes: int) -> None:
         self.tensors, self.n_bytes = tensors, n_bytes
-        self._all.add(self)
+        with self._lock:
+            self._all.add(self)
 
     @classmethod
     def has_room(cls, n_bytes: int) -> bool:
         """Say whether so much more may wait."""
-        return n_bytes + sum(held.n_bytes for held in cls._all) <= HOLD_BYTES
+        with cls._lock:
+            return n_bytes + sum(held.n_bytes for held in cls._all) <= HOLD_BYTES
 
     def were_written_to(self) -> bool:
         """Say whether one of them is not what it was."""
@@ -240,19 +259,21 @@ def _queries(refs: Sequence[CallRef]) -> Tensor:
 
 
 def _reduced(plan: _Plan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
-    """Make scores and return what `_of_scores` does, or nothing.
+    """Make scores and return what `_of_scores` does, or that the rows are lost.
 
     `queries` (layers, kv heads, group, D); `inputs` are those of `_of_scores`, with one key
     (kv heads, keys, D) per layer after the LSE or the outputs. Keys are read where they are, one
     batched product per layer, as copying them would cost more than the products.
 
-    Nothing when what had to stay as it was has been written to meanwhile.
+    They are when what had to stay as it was has been written to meanwhile.
     """
     before, after = 4 if plan.has_bias else 3, len(queries)
     keys = [xp.swapaxes(key, -1, -2) for key in inputs[before : before + after]]
     rest = (*inputs[:before], *inputs[before + after :])
     out = _of_scores(plan, xp, _products(xp, queries, keys), *rest)
-    return {} if plan.held is not None and plan.held.were_written_to() else out
+    if plan.held is not None and plan.held.were_written_to():
+        return {f"{_LOST}{plan.suffix}": xp.ones(())}
+    return out
 
 
 def _of_scores(
@@ -268,8 +289,7 @@ def _of_scores(
     parts = list(rest)
     bias = parts.pop(0) if plan.has_bias else None
     told, *values = parts
-    if plan.softcap:
-        scores = plan.softcap * xp.tanh(scores / plan.softcap)
+    scores = _capped(xp, scores, plan.softcap)
     if bias is not None:
         scores = _lifted(xp, scores + bias, closed)
     seen = _masked(xp, scores, closed, -math.inf)
@@ -293,6 +313,10 @@ def _products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
     """Return left @ right layer by layer, (layers, kv heads, group, n) as (layers, q heads, n)."""
     found = xp.stack([xp.matmul(one, other) for one, other in zip(left, right, strict=True)])
     return found.reshape(len(found), -1, found.shape[-1])
+
+
+def _capped(xp: Any, scores: Any, cap: float | None) -> Any:
+    return cap * xp.tanh(scores / cap) if cap else scores
 
 
 def _masked(xp: Any, scores: Any, closed: Any, value: float) -> Any:

@@ -124,7 +124,11 @@ class WatchSession(CaptureSession):
             self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
             self._abandon()
             return
-        self._begin_step(step)
+        try:
+            self._begin_step(step)
+        except BaseException:  # of a breakpoint: the forward never came, and may be run again
+            self._sequences.undo()
+            raise
         step.capture_s += time.perf_counter() - started - self._stood_s
 
     def _arrive(

@@ -14,6 +14,7 @@ import torch
 from support.patches import Own, isolating
 from support.tiny import ids, make_model
 from torch import nn
+from transformers import DynamicCache
 
 import flexinspect
 from flexinspect.breaks import ExpressionError
@@ -353,6 +354,24 @@ def test_what_the_function_raises_reaches_the_caller(tmp_path: Path, model: Any)
             out = tmp_path / f"{number}.flextrace"
             with flexinspect.watch(model, out=out, breakpoints=[condition], on_break=refuse):
                 generate(model)
+
+
+def test_a_forward_that_a_breakpoint_refused_may_be_run_again(tmp_path: Path, model: Any) -> None:
+    def refuse(hit: BreakpointHit) -> None:
+        raise RuntimeError("enough")
+
+    out, fed = tmp_path / "run.flextrace", torch.tensor([ids(N_PROMPT, 5)])
+    cache = DynamicCache(config=model.config)
+    with flexinspect.watch(model, out=out, breakpoints=["step == 1 [once]"], on_break=refuse):
+        for number in range(4):
+            if number == 2:
+                with pytest.raises(RuntimeError, match="enough"):
+                    model(fed, past_key_values=cache)
+            fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+    with open_trace(out) as reader:
+        assert len(reader.generations()) == 1
+        assert [step.step for step in reader.steps(0)] == [0, 1, 2, 3]
+        assert [token.step for token in reader.tokens(0)][N_PROMPT:] == [0, 1, 2]
 
 
 def test_pdb_opens_in_the_users_frame(

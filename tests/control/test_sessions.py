@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -164,3 +165,30 @@ def test_a_session_that_comes_late_takes_the_level_that_was_asked_for() -> None:
     with pytest.raises(UsageError, match="There is no level loud"):
         levels.set_level("loud")
     assert levels.level == "extreme"
+
+
+def test_a_session_may_come_while_another_level_is_passed_on() -> None:
+    class Session:
+        """Of a model that is found in a thread of its own."""
+
+        level = ""
+
+        def switch(self, *, level: str) -> None:
+            self.level = level
+
+    class Slowly(WeakSet[Any]):
+        """In which somebody else may come between two."""
+
+        def __iter__(self) -> Iterator[Any]:
+            for one in super().__iter__():
+                coming.start()
+                coming.join(0.1)  # it came already, or waits until all are told
+                yield one
+
+    levels, first, late = SessionLevels("basic"), Session(), Session()
+    levels._sessions = Slowly()
+    coming = threading.Thread(target=lambda: levels.attach(late))  # type: ignore[arg-type]
+    levels.attach(first)  # type: ignore[arg-type]
+    levels.set_level("extreme")
+    coming.join()
+    assert (first.level, late.level) == ("extreme", "extreme")

@@ -100,6 +100,23 @@ async def test_progress_says_share_and_time_left(lines: pytest.LogCaptureFixture
     )
 
 
+async def test_the_loss_is_waited_for_in_a_thread() -> None:
+    taken_in: list[threading.Thread] = []
+
+    class OnDevice:
+        def __float__(self) -> float:
+            taken_in.append(threading.current_thread())
+            return 0.5
+
+    log = logger()
+    progress = await log.update_progress_async(epoch=0, step=0, loss=OnDevice())  # type: ignore[arg-type]
+    assert progress.loss == 0.5
+    assert threading.main_thread() not in taken_in
+    with pytest.raises(UsageError, match="The loss must be a single number"):
+        await log.update_progress_async(epoch=0, step=1, loss=torch.ones(2))
+    assert log.progress == (progress,)
+
+
 async def test_without_totals_nothing_is_foretold() -> None:
     progress = await logger().update_progress_async(epoch=0, step=4, loss=0.5)
     assert (progress.share, progress.remaining_s) == (None, None)

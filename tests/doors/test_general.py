@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from flexinspect import DebugLevel, PyTorchDebugger, debug_context
+from flexinspect_hooks.control.parts import Counts
 
 
 def with_gradients(model: nn.Module, scale: float = 1.0) -> nn.Module:
@@ -297,6 +300,37 @@ def test_a_callback_that_fails_is_logged_and_breaks_nothing(
     debugger = PyTorchDebugger(on_anomaly=lambda anomaly: 1 / 0)
     debugger.analyze_tensor(torch.tensor([math.nan]), "x")
     assert "on_anomaly failed: ZeroDivisionError: division by zero" in lines.messages
+
+
+def test_a_clearing_by_another_thread_in_the_midst_of_an_analysis_breaks_nothing() -> None:
+    def clear(_: object) -> None:
+        server = threading.Thread(target=debugger.clear_debug_history)
+        server.start()
+        server.join(5)
+        assert not server.is_alive(), "the lock is held while a callback runs"
+
+    debugger = PyTorchDebugger(on_anomaly=clear)
+    debugger.analyze_tensor(torch.tensor([math.nan]), "x")
+    assert debugger.counts() == Counts()
+    debugger.analyze_tensor(torch.tensor([1.0]), "x")
+    assert debugger.counts() == Counts(debug_history_length=1, total_steps=1)
+
+
+def test_a_clearing_waits_until_an_analysis_is_counted() -> None:
+    debugger = PyTorchDebugger()
+    server = threading.Thread(target=debugger.clear_debug_history)
+
+    def entries() -> Iterator[str]:
+        server.start()
+        server.join(0.05)
+        yield "waits" if server.is_alive() else "is cleared"
+        seen.append(debugger.counts())
+
+    seen: list[Counts] = []
+    debugger._keep(entries(), [])
+    server.join(5)
+    assert [one.total_steps for one in seen] == [1]
+    assert debugger.counts() == Counts()
 
 
 def test_a_high_rate_of_anomalies_is_said_once(lines: pytest.LogCaptureFixture) -> None:

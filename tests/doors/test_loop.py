@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,49 @@ def test_a_condition_that_raises_turns_its_switch_off_and_training_goes_on() -> 
     info = loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))])
     assert info.batches == 1
     assert not any(loop.get_debugging_status().values())
+
+
+@pytest.mark.parametrize("each", ["batch", "epoch"])
+def test_all_conditions_get_the_number_of_the_step_in_the_run(each: str) -> None:
+    model = nn.Linear(2, 2)
+    loop = loop_of(model, nn.functional.mse_loss, scheduler_each=each)
+    loop._scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, step_size=1)
+    asked: dict[str, list[int]] = {}
+
+    def asks(switch: str) -> Callable[[int], bool]:
+        return lambda step: bool(asked.setdefault(switch, []).append(step))
+
+    switches = ["data_loading", "forward_pass", "gradient_norms", "lr_scheduling"]
+    for switch in switches:
+        loop.enable_debugging(switch, when=asks(switch))
+    for _ in range(2):
+        loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))] * 3)
+    steps = list(range(6))
+    assert asked == dict.fromkeys(switches[:3], steps) | {
+        "lr_scheduling": steps if each == "batch" else [2, 5]
+    }
+
+
+@pytest.mark.parametrize("is_said", [False, True])
+def test_a_rate_that_the_optimizer_does_not_tell_stops_no_training(is_said: bool) -> None:
+    class Relative(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    model, scheduled = nn.Linear(2, 2), []
+    optimizer = Relative(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    scheduler = SimpleNamespace(step=lambda: scheduled.append(1), optimizer=optimizer)
+    loop = TrainingLoop(
+        model,
+        optimizer,
+        nn.functional.mse_loss,
+        scheduler=scheduler,
+        scheduler_each="batch",
+        switches=DebugSwitches(debug_lr_scheduling=is_said),
+    )
+    assert loop.train_epoch([(torch.ones(4, 2), torch.ones(4, 2))] * 2).batches == 2
+    assert len(scheduled) == 2
 
 
 def test_an_exception_ends_the_profile_that_a_switch_began() -> None:

@@ -12,6 +12,7 @@ from support.differentiated import Run, by_name, generated, rule_source
 from support.tiny import FAMILIES, make_model
 from torch import Tensor, nn
 
+from flexinspect.panels.parts.gradientsdata import norms_of
 from flexinspect.rules.gradients import GradientsRule
 from flexinspect_hooks.grads import patch as patching
 from flexinspect_hooks.grads.backward import Wish
@@ -276,6 +277,40 @@ def test_a_gate_of_zero_makes_the_mlp_behind_it_dead() -> None:
         "model.layers.2.mlp.up_proj.weight",
         "model.layers.2.mlp.down_proj.weight",
     }
+
+
+@pytest.mark.parametrize("cut", ["detach", "no_grad"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_layer_that_lets_no_gradient_through_is_named_with_what_it_cuts_off(
+    cut: str, at: int
+) -> None:
+    model = make_model("llama")
+    layer = model.model.layers[at]
+    inner = layer.forward
+    layer.forward = (
+        torch.no_grad()(inner)
+        if cut == "no_grad"
+        else lambda hidden, *args, **kwargs: inner(hidden.detach(), *args, **kwargs)
+    )
+    run = generated(model)
+    record, found = run.gradients(1), ids_of(run)
+    n_layers, n_dead = len(model.model.layers), at + (cut == "no_grad")
+    assert record.layers is not None
+    assert record.layers.shape == (n_layers + 1,)
+    assert (record.layers == 0).tolist() == [number <= at for number in range(n_layers + 1)]
+    assert record.tokens is not None
+    assert not record.tokens.any()
+    ends = found["gradient.vanishing"]
+    assert ends.layer == at
+    assert f"shrinks to nothing from the output of layer {at} back" in ends.sentence
+    dead = {stat.layer for stat in record.stats if not stat.norm}
+    assert dead == set(range(n_dead))
+    assert ("gradient.dead" in found) == bool(n_dead)
+    if n_dead:
+        assert found["gradient.dead"].evidence["n_parameters"] == 7 * n_dead
+    assert record.n_unreached == 9 * n_dead + 1, "and the embeddings"
+    rows = norms_of(record)[1]
+    assert [row.norms[-1] == 0 for row in rows] == [number < at for number in range(n_layers)]
 
 
 def test_next_to_no_weight_vanishes() -> None:

@@ -35,6 +35,7 @@ from flexinspect_hooks.clock import StepClock
 from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.maskmods import MaskMod, Window
 from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask, shifted
+from flexinspect_hooks.mass import newest_weights
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.received import MaskBook
 from flexinspect_hooks.reference import attention_row, eager
@@ -595,6 +596,26 @@ def test_a_call_says_its_cap(prompt: Prompt, patch: bool) -> None:
         token = TokenRecord(len(prompt.ids), 5, "", "", len(prompt.ids), 6, step=0)
         session.chose(token, torch.tensor(5))
     assert [call.softcap for call in sink.steps[0].calls] == [7.0] * LAYERS
+
+
+def test_layers_under_one_mask_keep_their_own_caps(prompt: Prompt) -> None:
+    model = make_model("gemma2", attn_logit_softcapping=0.5)
+    model.model.layers[2].self_attn.attn_logit_softcapping = 0.05
+    sink, _ = capture(model, prompt, own(third_forgets), level="advanced")
+    assert [call.softcap for call in sink.steps[-1].calls] == [0.5, 0.5, 0.05]
+    assert worst_gate(sink) < 1e-4
+
+
+def test_weights_of_one_call_are_made_under_its_cap() -> None:
+    q, k = 8 * torch.randn(1, HEADS, 1, 8), torch.randn(1, 2, 9, 8)
+    about = (0, "sdpa", "sdpa", torch.nn.Identity(), q, k, k, (None,), {}, q.mT, "", None)
+    seen = received.ReceivedMask(0, 1, 9, 8, 0, False, "none")
+    seen.cells = torch.ones(1, 1, 9, dtype=torch.bool)
+    for cap in (None, 0.5):
+        weights = newest_weights(CallRef(*about, cap), seen)
+        visible = torch.ones(1, 1, 9, dtype=torch.bool)
+        expected = attention_row(q[0], k[0], scale=8**-0.5, visible=visible, softcap=cap)
+        torch.testing.assert_close(weights, expected[:, 0].float())
 
 
 def test_a_call_without_a_cap_says_none(family_model: Callable[[str], Any], prompt: Prompt) -> None:

@@ -18,7 +18,7 @@ from flexinspect.trainingfacts import (
     groups_of,
     summarise,
 )
-from flexinspect_hooks.training.analysis import model_bytes, parameter_facts, tensor_facts
+from flexinspect_hooks.training.analysis import facts_of, model_bytes, parameter_facts, tensor_facts
 from flexinspect_hooks.training.gradstats import exploding, model_gradients, vanishing
 from flexinspect_hooks.training.parameters import ParameterList
 
@@ -163,6 +163,23 @@ def test_the_deviation_is_right_at_any_size(size: float) -> None:
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.full((2,), math.nan)])
 def test_a_tensor_without_finite_values_has_no_mean(tensor: torch.Tensor) -> None:
     assert math.isnan(tensor_facts(tensor).mean_value)
+
+
+def test_many_tensors_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"w{number}": torch.randn(number + 1, 3) for number in range(20)}
+    alone = {name: tensor_facts(one, name) for name, one in tensors.items()}
+    taken: list[torch.Size] = []
+    as_list = torch.Tensor.tolist
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda one: (taken.append(one.shape), as_list(one))[1]
+    )
+    assert facts_of(tensors) == alone
+    assert taken == [(20, 4)]
+    tensors["half"], tensors["sick"] = torch.ones(2).half(), torch.tensor([1.0, math.nan])
+    tensors["none"], tensors["whole"] = torch.zeros(0), torch.tensor([1, 3])
+    found = facts_of(tensors)
+    assert list(found) == list(tensors)
+    assert [found[name].mean_value for name in ("half", "sick", "whole")] == [1, 1, 2]
 
 
 def test_whole_numbers_and_bools_have_facts_too() -> None:

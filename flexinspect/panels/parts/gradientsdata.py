@@ -156,11 +156,11 @@ def norms_of(record: GradientRecord) -> tuple[tuple[str, ...], tuple[Row, ...]]:
     hidden = [] if record.layers is None else [float(norm) for norm in record.layers]
     layers = sorted({stat.layer for stat in stats if stat.layer is not None})
     rows = []
-    for at, layer in enumerate(layers, start=1):
+    for layer in layers:
         mine = [stat for stat in stats if stat.layer == layer]
         norms: list[float | None] = [_norm([s for s in mine if s.part == c]) for c in columns]
         if hidden:
-            norms[-1] = hidden[at] if at < len(hidden) else None
+            norms[-1] = hidden[layer + 1] if layer + 1 < len(hidden) else None
         rows.append(Row(f"layer {layer}", layer, tuple(norms), _bad(mine)))
     return columns, tuple(rows)
 

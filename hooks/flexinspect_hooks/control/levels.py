@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from flexinspect.errors import UsageError
@@ -22,32 +23,37 @@ class SessionLevels:
         self.level, self.layers = level, layers or "all"
         self._is_asked = False
         self._sessions: weakref.WeakSet[CaptureSession] = weakref.WeakSet()
+        # Sessions come in their models' threads, and what is asked for in the server's.
+        self._lock = Lock()
 
     def attach(self, session: CaptureSession) -> None:
         """Let a session follow; one that comes late takes what was asked for before."""
-        self._sessions.add(session)
-        session.switch(level=self.level)
-        if self._is_asked:
-            self._choose(session)
+        with self._lock:
+            self._sessions.add(session)
+            session.switch(level=self.level)
+            if self._is_asked:
+                self._choose(session)
 
     def set_level(self, level: str) -> None:
         """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
         if level not in LEVELS:
             raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
-        self.level = level
-        for session in list(self._sessions):
-            session.switch(level=level)
+        with self._lock:
+            self.level = level
+            for session in self._sessions:
+                session.switch(level=level)
 
     def set_layers(self, layers: str) -> None:
         """Store other layers from the next step on.
 
         Raises `UsageError` for what is no list of layers, or layers that no model here has.
         """
-        known = [layer for one in list(self._sessions) for layer in one.context.layer_of.values()]
-        parse_layers(layers, max(known, default=_MANY - 1) + 1)
-        self.layers, self._is_asked = layers, True
-        for session in list(self._sessions):
-            self._choose(session)
+        with self._lock:
+            known = [layer for one in self._sessions for layer in one.context.layer_of.values()]
+            parse_layers(layers, max(known, default=_MANY - 1) + 1)
+            self.layers, self._is_asked = layers, True
+            for session in self._sessions:
+                self._choose(session)
 
     def _choose(self, session: CaptureSession) -> None:
         known = sorted(set(session.context.layer_of.values()))

@@ -157,17 +157,30 @@ class AsyncTrainingLogger:
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None
     ) -> Progress:
-        """Log where the training is; writing the log happens in a thread.
+        """Log where the training is; a thread waits for the loss of a GPU and writes the log.
 
         Raises `UsageError` for a loss that is not a single number.
         """
-        value = given.number(loss, "The loss")
         elapsed = time.monotonic() - self._started
+        progress = await asyncio.to_thread(
+            self._progressed, epoch, step, loss, learning_rate, elapsed
+        )
+        self._progress.append(progress)
+        return progress
+
+    def _progressed(
+        self,
+        epoch: int,
+        step: int,
+        loss: Tensor | float,
+        learning_rate: float | None,
+        elapsed: float,
+    ) -> Progress:
+        value = given.number(loss, "The loss")
         share = min((step + 1) / self._total_steps, 1.0) if self._total_steps else None
         left = elapsed * (1 - share) / share if share else None
         progress = Progress(epoch, step, value, learning_rate, elapsed, share, left)
-        self._progress.append(progress)
-        await asyncio.to_thread(self._enter, logging.DEBUG, self._words(progress), facts=progress)
+        self._enter(logging.DEBUG, self._words(progress), facts=progress)
         return progress
 
     def log_warning(self, text: str, phase: TrainingPhase | str | None = None) -> LogEntry:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +41,7 @@ class Debugger:
 
     `history` bounds the entries kept (older ones go). `alert_above` is the rate of anomalies from
     which a warning is logged, and `on_anomaly` is called with each one; when it raises, that is
-    logged.
+    logged. Counts and history may be read, added to and cleared from several threads.
     """
 
     kind: ClassVar[Kind] = "general"
@@ -59,15 +60,17 @@ class Debugger:
         if on_anomaly is not None:
             given.function(on_anomaly, "on_anomaly", "an anomaly")
         self._on_anomaly = on_anomaly
+        self._lock = threading.RLock()  # never held while a callback or the log runs
         self._reset()
         registry.register(self)
 
     def _reset(self) -> None:
+        """Count from 0; called with the lock held."""
         self._kinds: Counter[str] = Counter()
         self._n_anomalies = self._n_analyses = self._n_bad = 0
         self._alerts: deque[str] = deque(maxlen=20)
         self._is_alerted = False
-        self._stack_of, self._stack_text = -1, ""
+        self._stacked: tuple[tuple[int, int] | None, str] = (None, "")
         self._history.clear()
 
     @property
@@ -82,32 +85,36 @@ class Debugger:
     @property
     def history(self) -> tuple[Any, ...]:
         """What is kept, the oldest first."""
-        return tuple(self._history)
+        with self._lock:
+            return tuple(self._history)
 
     def get_debug_summary(self) -> DebugSummary:
         """Return the counts since the debugger was made or cleared."""
-        return DebugSummary(
-            level=self._level.value,
-            total_anomalies=self._n_anomalies,
-            debug_history_length=len(self._history),
-            analyses=self._n_analyses,
-            anomaly_rate=self._n_bad / self._n_analyses if self._n_analyses else 0.0,
-            anomalies_by_kind=dict(self._kinds),
-            alerts=tuple(self._alerts),
-        )
+        with self._lock:
+            return DebugSummary(
+                level=self._level.value,
+                total_anomalies=self._n_anomalies,
+                debug_history_length=len(self._history),
+                analyses=self._n_analyses,
+                anomaly_rate=self._n_bad / self._n_analyses if self._n_analyses else 0.0,
+                anomalies_by_kind=dict(self._kinds),
+                alerts=tuple(self._alerts),
+            )
 
     def clear_debug_history(self) -> None:
         """Forget what is kept, and count from 0 again."""
-        self._reset()
+        with self._lock:
+            self._reset()
 
     def counts(self) -> Counts:
         """Return the counts that the control server gives out; may be called from any thread."""
-        return Counts(
-            total_anomalies=self._n_anomalies,
-            debug_history_length=len(self._history),
-            total_steps=self._n_analyses,
-            anomaly_steps=self._n_bad,
-        )
+        with self._lock:
+            return Counts(
+                total_anomalies=self._n_anomalies,
+                debug_history_length=len(self._history),
+                total_steps=self._n_analyses,
+                anomaly_steps=self._n_bad,
+            )
 
     @contextmanager
     def autograd_anomaly_detection(self) -> Iterator[None]:
@@ -131,7 +138,9 @@ class Debugger:
         stack = "".join(traceback.format_exception(error))
         sentence = f"{type(error).__name__}: {error}"
         anomaly = Anomaly("error", "exception", sentence, tensor=tensor, stack=stack)
-        self._met([anomaly])
+        with self._lock:
+            self._met([anomaly])
+        self._say([anomaly])
         return anomaly
 
     def _anomaly(
@@ -142,28 +151,37 @@ class Debugger:
 
     def _stack(self) -> str:
         """Return where the program is; made once for the anomalies of one analysis."""
-        if self._stack_of != self._n_analyses:
-            self._stack_of = self._n_analyses
+        analysis = (threading.get_ident(), self._n_analyses)
+        of, text = self._stacked
+        if of != analysis:
             frames = traceback.extract_stack()
-            self._stack_text = "".join(
+            text = "".join(
                 traceback.format_list([one for one in frames if one.filename not in _OURS])
             )
-        return self._stack_text
+            self._stacked = (analysis, text)
+        return text
 
     def _keep(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
         """Count one analysis, keep its entries, and meet its anomalies."""
         found = list(anomalies)
-        self._n_analyses += 1
-        self._n_bad += bool(found)
-        self._history.extend(entries)
-        self._met(found)
-        self._alert()
+        with self._lock:
+            self._n_analyses += 1
+            self._n_bad += bool(found)
+            self._history.extend(entries)
+            self._met(found)
+            alert = self._alert()
+        self._say(found)
+        if alert:
+            with suppress(Exception):
+                log.warning("%s", alert)
 
     def _met(self, anomalies: Sequence[Anomaly]) -> None:
+        self._n_anomalies += len(anomalies)
+        self._kinds.update(anomaly.kind for anomaly in anomalies)
+        self._history.extend(anomalies)
+
+    def _say(self, anomalies: Sequence[Anomaly]) -> None:
         for number, anomaly in enumerate(anomalies):
-            self._n_anomalies += 1
-            self._kinds[anomaly.kind] += 1
-            self._history.append(anomaly)
             if number < LINES:
                 log.warning("%s", anomaly.sentence, extra={"facts": anomaly})
             if self._on_anomaly is not None:
@@ -177,7 +195,9 @@ class Debugger:
         except Exception as error:
             log.warning("on_anomaly failed: %s: %s", type(error).__name__, error)
 
-    def _alert(self) -> None:
+    def _alert(self) -> str:
+        """Return what is to be said once the rate of anomalies is high, else nothing."""
+        said = ""
         rate = self._n_bad / self._n_analyses
         is_high = self._n_analyses >= ALERT_AFTER and rate > self._alert_above
         if is_high and not self._is_alerted:
@@ -186,9 +206,8 @@ class Debugger:
                 f"{self._alert_above:.1%}. {' '.join(advice('anomaly rate'))}"
             )
             self._alerts.append(said)
-            with suppress(Exception):
-                log.warning("%s", said)
         self._is_alerted = is_high
+        return said
 
 
 def sick(info: TensorInfo) -> list[tuple[str, str]]:

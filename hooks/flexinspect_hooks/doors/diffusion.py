@@ -54,11 +54,13 @@ class DiffusionModelDebugger(Debugger):
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
         self._jump = given.limit(jump, "jump")
-        self._before: Tensor | None = None
-        self._spread: float | None = None
-        self._step: int | None = None
-        self._made_by: str | None = None
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+
+    def _reset(self) -> None:
+        self._before: Tensor | None = None
+        self._latest: tuple[int, float | None] | None = None
+        self._made_by: str | None = None
+        super()._reset()
 
     def analyze_diffusion_pipeline(self, pipeline: Any) -> PipelineAnalysis:
         """Return what a pipeline consists of: sizes, dtypes, devices, weights that are not finite.
@@ -87,8 +89,9 @@ class DiffusionModelDebugger(Debugger):
         """
         given.tensor(latents, "monitor_diffusion_step")
         step = given.count(step, "step", 0)
-        if step == 0 or (self._step is not None and step <= self._step):
-            self._before = self._spread = None
+        before, spread = self._latest or (-1, None)  # at once: a clearing may come in between
+        if step <= before or step == 0:
+            self._before = spread = None
         info = tensor_info(latents, f"latents of step {step}", self.level)
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
         made_by, self._made_by = self._made_by, None
@@ -97,7 +100,7 @@ class DiffusionModelDebugger(Debugger):
             self._anomaly(kind, "latents", said + by, step=step, tensor=info)
             for kind, said in sick(info)
         ]
-        anomalies += self._jumps(step, info.std)
+        anomalies += self._jumps(step, spread, info.std)
         found = DiffusionStepInfo(
             step=step,
             latents=info,
@@ -106,7 +109,7 @@ class DiffusionModelDebugger(Debugger):
             memory=_memory(pipeline) if is_advanced else None,
             made_by=made_by,
         )
-        self._step, self._spread = step, info.std
+        self._latest = (step, info.std)
         self._keep([found], anomalies)
         if self.level is DebugLevel.EXTREME:
             log.info("Denoising step %d: %s", step, info)
@@ -129,11 +132,6 @@ class DiffusionModelDebugger(Debugger):
             for handle in handles:
                 handle.remove()
 
-    def clear_debug_history(self) -> None:
-        """Forget what is kept, the latents too, and count from 0 again."""
-        self._before = self._spread = self._step = self._made_by = None
-        super().clear_debug_history()
-
     def _came_out(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -142,12 +140,12 @@ class DiffusionModelDebugger(Debugger):
         was_fed = is_sick(tensors_in([args, kwargs]))
         self._made_by = f"{name} (from inputs that were not finite)" if was_fed else name
 
-    def _jumps(self, step: int, spread: float | None) -> list[Anomaly]:
-        if spread is None or not self._spread or not spread > self._jump * self._spread:
+    def _jumps(self, step: int, before: float | None, spread: float | None) -> list[Anomaly]:
+        if spread is None or not before or not spread > self._jump * before:
             return []
         said = (
-            f"The latents of step {step} spread {spread / self._spread:.1f} times as far as those "
-            f"of the step before ({self._spread:.4g}, now {spread:.4g})."
+            f"The latents of step {step} spread {spread / before:.1f} times as far as those "
+            f"of the step before ({before:.4g}, now {spread:.4g})."
         )
         return [self._anomaly("jump", "latents", said, step=step)]
 

@@ -69,7 +69,7 @@ class TrainingLoop:
     transformers do), or, with `loss_fn`, a dict with "labels" or a pair (inputs, labels). `scaler`
     and `autocast` (a dtype) are for mixed precision. The `scheduler` steps `scheduler_each` "epoch"
     or "batch". `switches` are a board, or a set of switches to start with (default: the common
-    board).
+    board); their `when` gets the number of the step since the loop was made.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class TrainingLoop:
         batches = samples = 0
         loss = 0.0
         try:
-            for number, (batch, waited_ms) in enumerate(_timed(train_loader)):
-                self._says.loading(number, batch, waited_ms)
+            for batch, waited_ms in _timed(train_loader):
+                self._says.loading(self._step, batch, waited_ms)
                 n_samples = samples_in(batch)
-                loss += self._train(batch, number) * n_samples
+                loss += self._train(batch) * n_samples
                 batches, samples = batches + 1, samples + n_samples
         finally:
             self.debugger.close()
-        self._schedule("epoch", batches)
+        self._schedule("epoch", max(self._step - 1, 0))
         validation = None if val_loader is None else self.evaluate_model(val_loader)
         mean = loss / samples if samples else float("nan")
         stops = self._ask(early_stopping, mean if validation is None else validation.loss)
@@ -227,11 +227,11 @@ class TrainingLoop:
 
     # -- a batch ---------------------------------------------------------------------------------
 
-    def _train(self, batch: Any, number: int) -> float:
+    def _train(self, batch: Any) -> float:
         moved = self._moved(batch)
         self.optimizer.zero_grad()
         loss, output = self._forward(moved)
-        self._says.forward(number, moved, output, float(loss.detach()))
+        self._says.forward(self._step, moved, output, float(loss.detach()))
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         scaled.backward()
         if self._scaler is not None:
@@ -245,7 +245,7 @@ class TrainingLoop:
             autocast=self._autocast,
         )
         self._update()
-        self._schedule("batch", number)
+        self._schedule("batch", self._step)
         self._step += 1
         return float(loss.detach())
 
@@ -256,11 +256,15 @@ class TrainingLoop:
             self._scaler.step(self.optimizer)
             self._scaler.update()
 
-    def _schedule(self, each: str, number: int) -> None:
-        if self._scheduler is not None and self._each == each:
-            before = rates_of(self.optimizer)
-            self._scheduler.step()
-            self._says.learning_rate(number, self._scheduler, each, before)
+    def _schedule(self, each: str, step: int) -> None:
+        if self._scheduler is None or self._each != each:
+            return
+        before: list[float] = []
+        board = self.debugger.switches
+        if board.now.debug_lr_scheduling:
+            board.guarded("debug_lr_scheduling", lambda: before.extend(rates_of(self.optimizer)))
+        self._scheduler.step()
+        self._says.learning_rate(step, self._scheduler, each, tuple(before))
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
         dtype = self._autocast

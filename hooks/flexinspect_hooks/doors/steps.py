@@ -168,7 +168,9 @@ class TrainingDebugger(Debugger):
         odd = gradients.odd(self._explosion, self._low)
         # The scaler leaves such a step out; it finds its scale that way.
         is_skipped = has_scaler and gradients.is_sick
-        self._count.add(self._record(value, len(gradients), odd, is_skipped=is_skipped))
+        record = self._record(value, len(gradients), odd, is_skipped=is_skipped)
+        with self._lock:
+            self._count.add(record)
         info = self._info(model, value, step, gradients, odd, is_skipped=is_skipped)
         self._remember(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
@@ -194,20 +196,22 @@ class TrainingDebugger(Debugger):
 
     def counts(self) -> Counts:
         """Return the counts that the control server gives out; may be called from any thread."""
-        summary = self._count.summary
-        return replace(
-            super().counts(),
-            total_anomalies=self._n_total(),
-            total_steps=summary.total_steps,
-            anomaly_steps=summary.anomaly_steps,
-            gradient_explosions=summary.gradient_explosions,
-            gradient_vanishing=summary.gradient_vanishing,
-            loss_anomalies=summary.loss_anomalies,
-        )
+        with self._lock:
+            summary = self._count.summary
+            return replace(
+                super().counts(),
+                total_anomalies=self._n_total(),
+                total_steps=summary.total_steps,
+                anomaly_steps=summary.anomaly_steps,
+                gradient_explosions=summary.gradient_explosions,
+                gradient_vanishing=summary.gradient_vanishing,
+                loss_anomalies=summary.loss_anomalies,
+            )
 
     def get_debug_summary(self) -> DebugSummary:
         """Return the counts; `total_anomalies` counts steps with any, and reported errors."""
-        return replace(super().get_debug_summary(), total_anomalies=self._n_total())
+        with self._lock:
+            return replace(super().get_debug_summary(), total_anomalies=self._n_total())
 
     def _n_total(self) -> int:
         return self._count.summary.anomaly_steps + self._kinds["error"]
@@ -217,12 +221,11 @@ class TrainingDebugger(Debugger):
 
         As many steps as the history holds, the oldest first.
         """
+        kept = tuple(self._norms)  # another thread may add to it or clear it
         if name is None:
-            return [(step, norms[0]) for step, _, norms in self._norms]
+            return [(step, norms[0]) for step, _, norms in kept]
         return [
-            (step, norms[names.index(name) + 1])
-            for step, names, norms in self._norms
-            if name in names
+            (step, norms[names.index(name) + 1]) for step, names, norms in kept if name in names
         ]
 
     def save_baseline(self, path: str | Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flexinspect.debugging import DebugLevel
 from flexinspect.trainingfacts import GradientFacts, TensorFacts
 from flexinspect_hooks.doors.results import GradientAnalysis, GradientInfo, TensorInfo
-from flexinspect_hooks.training.analysis import tensor_facts
+from flexinspect_hooks.training.analysis import facts_of, tensor_facts
 from flexinspect_hooks.training.gradstats import (
     Gradients,
     gradient_facts,
@@ -29,13 +29,12 @@ def tensor_info(tensor: Tensor, name: str, level: DebugLevel) -> TensorInfo:
 def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, TensorInfo]:
     """Return what a level measures of some tensors.
 
-    BASIC reduces all of them together: a norm that is finite rules NaN and Inf out.
+    All of them are reduced before any is waited for; at BASIC a norm that is finite rules NaN and
+    Inf out.
     """
     if level.includes(DebugLevel.ADVANCED):
-        return {
-            name: _full(tensor_facts(tensor, name), tensor, level)
-            for name, tensor in tensors.items()
-        }
+        facts = facts_of(tensors)
+        return {name: _full(facts[name], tensor, level) for name, tensor in tensors.items()}
     found, plain = {}, {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel():

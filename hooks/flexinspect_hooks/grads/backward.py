@@ -102,7 +102,8 @@ class Differentiator:
             gate = distance(kept, logits)
             slope = slope_of(logits, kept.token_id, wish.target)
             if gate <= kept.tolerance:
-                unreached = _backward(logits, slope, observer.parameters)
+                unreached = _backward(logits, slope, observer)
+                observer.note_unreached_layers()
             seen = observer.seen
         return _record(before, kept, wish, (patch.path, gate), slope, seen, unreached)
 
@@ -182,10 +183,11 @@ def slope_of(logits: Tensor, token_id: int, target: str) -> Slope:
     return Slope(float(value.detach()), rival, scale, unit.to(logits.dtype))
 
 
-def _backward(logits: Tensor, slope: Slope, parameters: list[nn.Parameter]) -> int:
+def _backward(logits: Tensor, slope: Slope, observer: Observer) -> int:
     """Run the backward; returns how many parameters the logits do not depend on."""
-    found = torch.autograd.grad(logits, parameters, slope.unit, allow_unused=True)
-    return sum(gradient is None for gradient in found)
+    by = [*observer.parameters, *observer.leaves]
+    found = torch.autograd.grad(logits, by, slope.unit, allow_unused=True)
+    return sum(gradient is None for gradient in found[: len(observer.parameters)])
 
 
 def _record(
@@ -217,16 +219,22 @@ def _scaled(stat: GradientStat, factor: float) -> GradientStat:
 
 def _token_shares(seen: Seen, factor: float) -> Array | None:
     """Return gradient times input, and the gradient's norm, of each token: float (2, positions)."""
-    if seen.embeddings is None or seen.gradient is None:
+    if seen.embeddings is None or not seen.stats:
         return None
-    gradient, inputs = seen.gradient[0].double(), seen.embeddings[0].double()
+    gradient = torch.zeros_like(seen.embeddings) if seen.gradient is None else seen.gradient
+    gradient, inputs = gradient[0].double(), seen.embeddings[0].double()
     both = torch.stack([(gradient * inputs).sum(-1), gradient.norm(dim=-1)]) * factor
     return both.float().cpu().numpy()
 
 
 def _layer_norms(seen: Seen, factor: float) -> Array | None:
-    """Return the norms at the embeddings and at each layer's output, in the order of layers."""
-    if not seen.layers:
+    """Return the norms at the embeddings and at the output of each layer, by its number.
+
+    0 where the backward did not arrive, NaN for the number of a layer that is not watched.
+    """
+    if not seen.stats:
         return None
-    norms = [float(seen.layers[layer]) * factor for layer in sorted(seen.layers)]
-    return np.array(norms, np.float32)
+    norms = np.full(max(seen.blocks, default=-1) + 2, np.nan, np.float32)
+    for layer in (-1, *seen.blocks):
+        norms[layer + 1] = float(seen.layers.get(layer, 0.0)) * factor
+    return norms

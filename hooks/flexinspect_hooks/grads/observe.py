@@ -29,6 +29,8 @@ class Seen:
     stats: dict[str, GradientStat] = field(default_factory=dict)
     layers: dict[int, Tensor] = field(default_factory=dict)
     """Norm of the gradient at each layer's output; -1 stands for the embeddings."""
+    blocks: tuple[int, ...] = ()
+    """The layers that are watched."""
     embeddings: Tensor | None = None
     gradient: Tensor | None = None
 
@@ -37,7 +39,8 @@ class Observer:
     """While entered, parameters and hidden states of `model` ask for gradients and are observed.
 
     `blocks` maps a layer to (name, decoder layer). On leaving, every parameter asks for gradients
-    exactly if it did before, and every hook is gone.
+    exactly if it did before, and every hook is gone. What is to be differentiated by: `parameters`,
+    and `leaves`, the layers' outputs that lead to no parameter.
     """
 
     def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
@@ -45,11 +48,13 @@ class Observer:
         self._parts = PartNames(model, blocks)
         self._before: list[tuple[nn.Parameter, bool]] = []
         self._handles: list[Any] = []
+        self._places: dict[str, tuple[int | None, str]] = {}
         self.parameters: list[nn.Parameter] = []
+        self.leaves: list[Tensor] = []
         self.seen = Seen()
 
     def __enter__(self) -> Observer:
-        self.seen = Seen()
+        self.seen = Seen(blocks=tuple(self._blocks))
         try:
             self._watch_parameters()
             embeddings = self._model.get_input_embeddings()
@@ -69,6 +74,17 @@ class Observer:
     ) -> None:
         self._leave()
 
+    def note_unreached_layers(self) -> None:
+        """After the backward: put down 0 for the parameters of each layer that it never reached.
+
+        Of a layer that it did reach some parameters may be left out by right: those of experts that
+        no token was sent to.
+        """
+        reached = {stat.layer for stat in self.seen.stats.values()}
+        for name, (layer, part) in self._places.items():
+            if layer is not None and layer not in reached:
+                self.seen.stats[name] = GradientStat(name, 0.0, 0.0, 0, 0, layer, part)
+
     def _leave(self) -> None:
         while self._handles:
             self._handles.pop().remove()
@@ -76,6 +92,7 @@ class Observer:
             parameter, asked = self._before.pop()
             parameter.requires_grad_(asked)
         self.parameters.clear()
+        self.leaves.clear()
 
     def _watch_parameters(self) -> None:
         for name, parameter in self._model.named_parameters():
@@ -87,7 +104,7 @@ class Observer:
             self._handles.append(parameter.register_hook(self._reduces(name, parameter)))
 
     def _reduces(self, name: str, parameter: nn.Parameter) -> Any:
-        layer, part = self._parts.of(name, parameter)
+        layer, part = self._places[name] = self._parts.of(name, parameter)
 
         def reduce(gradient: Tensor) -> Tensor:
             self.seen.stats[name] = stat_of(name, gradient, layer, part)
@@ -107,12 +124,20 @@ class Observer:
         self.seen.layers[-1] = norm_of(gradient)
 
     def _outputs_of(self, layer: int) -> Any:
-        def watch(module: nn.Module, args: Any, output: Any) -> None:
+        def watch(module: nn.Module, args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
-            if isinstance(hidden, Tensor) and hidden.requires_grad:
-                hidden.register_hook(  # type: ignore[no-untyped-call]
-                    lambda gradient: self._at_layer(layer, gradient)
-                )
+            if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+                return None
+            is_cut_off = not hidden.requires_grad
+            if is_cut_off:  # so that the layer above is measured on both of its sides
+                self.leaves.append(hidden := hidden.detach().clone().requires_grad_(True))
+                hidden = hidden.clone()  # which may be changed in place
+            hidden.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self._at_layer(layer, gradient)
+            )
+            if not is_cut_off:
+                return None
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
         return watch
 

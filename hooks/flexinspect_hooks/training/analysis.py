@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from flexinspect.trainingfacts import TensorFacts
 from flexinspect_hooks.training.gradstats import PART
+
+Spread = tuple[float, float, float, float]
+"""Minimum, maximum, mean and standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +32,30 @@ class ModelBytes:
         return self.parameters + self.gradients + self.buffers
 
 
-@torch.no_grad()
 def tensor_facts(tensor: Tensor, name: str = "tensor") -> TensorFacts:
     """Return the facts of a tensor, after one synchronisation."""
-    values = tensor.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    about = (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    counts, spread = _counted(values)
-    return TensorFacts(*about, str(tensor.device), values.nbytes, *counts, *spread)
+    return facts_of({name: tensor})[name]
+
+
+@torch.no_grad()
+def facts_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorFacts]:
+    """Return the facts of some tensors by name, after one synchronisation for all of a dtype.
+
+    A tensor with NaN or Inf, or whose squares leave the range of float32, takes some of its own.
+    """
+    values = [_values(tensor) for tensor in tensors.values()]
+    spreads = _taken([_spread(one) for one in values])
+    found = {}
+    for (name, tensor), own, spread in zip(tensors.items(), values, spreads, strict=True):
+        about = (name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        counts, ends = _counted(own, spread)
+        found[name] = TensorFacts(*about, str(tensor.device), own.nbytes, *counts, *ends)
+    return found
 
 
 def parameter_facts(model: nn.Module) -> dict[str, TensorFacts]:
     """Return the facts of every parameter of a model, by name."""
-    return {name: tensor_facts(one, name) for name, one in model.named_parameters()}
+    return facts_of(dict(model.named_parameters()))
 
 
 def model_bytes(model: nn.Module) -> ModelBytes:
@@ -65,30 +76,58 @@ def _held(tensors: Iterable[Tensor]) -> Counter[torch.device]:
     return found
 
 
-def _counted(values: Tensor) -> tuple[tuple[int, int], tuple[float, float, float, float]]:
-    """Return how many values are NaN and Inf, and minimum, maximum, mean and deviation."""
-    nothing = (float("nan"),) * 4
-    if not values.numel():
-        return (0, 0), nothing
-    is_floating = values.is_floating_point()
-    spread = _spread(values if is_floating else values.double())
-    if not is_floating or all(map(math.isfinite, spread[:2])):
-        return (0, 0), spread  # a NaN or Inf would be the minimum, the maximum or both
+def _values(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as real numbers; of a sparse one those that it holds."""
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _counted(values: Tensor, spread: Spread) -> tuple[tuple[int, int], Spread]:
+    """Return how many values are NaN and Inf, and the spread of the others."""
+    is_finite = all(map(math.isfinite, spread[:2]))
+    if is_finite or not values.numel() or not values.is_floating_point():
+        # A NaN or Inf would be the minimum, the maximum or both.
+        return (0, 0), _mended(values, spread)
     nan, inf = values.isnan(), values.isinf()
     n_nan, n_inf = (int(count) for count in torch.stack([nan.sum(), inf.sum()]).tolist())
     values = values[~(nan | inf)]
-    return (n_nan, n_inf), _spread(values) if values.numel() else nothing
+    return (n_nan, n_inf), _mended(values, _taken([_spread(values)])[0])
 
 
-def _spread(values: Tensor) -> tuple[float, float, float, float]:
-    if values.dtype.itemsize < 4:
-        values = values.float()
-    ends = torch.aminmax(values)
-    found = torch.stack([*ends, *_moments(values)]).tolist()
-    low, high, mean, deviation = found
-    if low < high and not 0.0 < deviation < math.inf:  # the squares left the range of float32
-        mean, deviation = torch.stack(_exact_moments(values)).tolist()
+def _spread(values: Tensor) -> Tensor:
+    """Return minimum, maximum, mean and deviation (4,), where the values are; NaN of none."""
+    values = _wide(values)
+    if not values.numel():
+        return values.new_full((4,), math.nan)
+    return torch.stack([*torch.aminmax(values), *_moments(values)])
+
+
+def _taken(spreads: Sequence[Tensor]) -> list[Spread]:
+    """Return them as numbers, with one transfer for each device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, one in enumerate(spreads):
+        kinds.setdefault((one.device, one.dtype), []).append(index)
+    found: dict[int, Spread] = {}
+    for where in kinds.values():
+        rows = torch.stack([spreads[index] for index in where]).tolist()
+        found.update(zip(where, map(tuple, rows), strict=True))
+    return [found[index] for index in range(len(spreads))]
+
+
+def _mended(values: Tensor, spread: Spread) -> Spread:
+    """Return a spread with the deviation of values whose squares left the range of float32."""
+    low, high, mean, deviation = spread
+    if low < high and not 0.0 < deviation < math.inf:
+        mean, deviation = torch.stack(_exact_moments(_wide(values))).tolist()
     return low, high, mean, deviation
+
+
+def _wide(values: Tensor) -> Tensor:
+    if not values.is_floating_point():
+        return values.double()
+    return values.float() if values.dtype.itemsize < 4 else values
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -189,6 +189,7 @@ class TrainingSession:
             return
         started = time.perf_counter()
         self._flush()
+        self._forwards.passes.is_updated = True  # by the program itself, as far as is known
         self._measure()
         self._close(started)
 
@@ -211,6 +212,7 @@ class TrainingSession:
         if self._now.optimizer_started is not None:
             self._now.optimizer_s = started - self._now.optimizer_started
         if _has_closure(args, kwargs):
+            self._forwards.passes.is_updated = True
             self._measure()
         self._now.ratios = self._meter.after_update()
         self._close(started)
