@@ -27,6 +27,7 @@ from flexinspect.breaks.tree import (
     Seen,
     Text,
     is_of_layers,
+    sights_in,
     to_text,
 )
 from flexinspect.breaks.words import INF, NAN, UNITS
@@ -170,6 +171,13 @@ def evidence(tree: Seen | Found, facts: Facts, layer: int | None) -> str:
         return next(seen, "")
     found = (one for one in facts.findings or () if judged._is_wanted(tree, one))
     return next((f"{one.id}: {one.sentence}" for one in found), "")
+
+
+def layer_seen(expression: Expression, facts: Facts) -> int | None:
+    """Return the layer of the first sighting that an expression asks for, None without one."""
+    judged, wanted = _Judge(facts, None), sights_in(expression)
+    meant = (one for one in facts.sightings if any(judged._is_meant(seen, one) for seen in wanted))
+    return next((one.layer for one in meant if one.layer is not None), None)
 
 
 def _joined(parts: Iterable[bool | Unknown], *, decides: bool) -> bool | Unknown:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexinspect.breaks.book import Breakpoint
-from flexinspect.breaks.evaluate import Verdict
+from flexinspect.breaks.evaluate import Verdict, layer_seen
 from flexinspect.breaks.facts import Facts
 from flexinspect.breaks.reasons import reason
 
@@ -51,7 +51,7 @@ def hit_of(met: Breakpoint, facts: Facts, verdict: Verdict, *, inside: bool) -> 
     layer = verdict.layer
     own = facts.layers.get(layer, {}) if layer is not None else {}
     if layer is None:
-        layer = next((seen.layer for seen in facts.sightings if seen.layer is not None), None)
+        layer = layer_seen(met.expression, facts)
     return BreakpointHit(
         id=met.id,
         condition=met.text,

@@ -37,5 +37,5 @@ def _is_on_its_way(status: Status, answer: Answer) -> bool:
     if answer.order is not None and order is not None and order.number == answer.order:
         if order.state in ("waiting", "working"):
             return True
-        return order.kind == "restore" and status.state == "pausing"
+        return status.state == "pausing"
     return bool(status.until) and status.state in ("loading", "running", "pausing")

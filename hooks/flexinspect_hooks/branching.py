@@ -39,8 +39,12 @@ class Branching:
 
     def move_step(self, branch: int) -> None:
         """Say that the step that is open belongs to another branch."""
-        if self._step is not None:
-            self._step.branch = branch
+        step = self._step
+        if step is None or step.branch == branch:
+            return
+        if self._breaks is not None:
+            self._breaks.move_step(step, branch)
+        step.branch = branch
 
     def drop_step(self, branch: int) -> None:
         """Let go of the step that is open: `branch` holds it in the trace already.

@@ -74,6 +74,10 @@ class ModelBreaks:
         """Whether any breakpoint was switched on when the last step opened."""
         return bool(self._breakpoints)
 
+    def move_step(self, step: StepContext, branch: int) -> None:
+        """Say that the step that is open belongs to another branch than it was opened in."""
+        self._breaking.move(step, branch)
+
     def judge_again(self, trace: Path, step: StepContext, branch: int) -> None:
         """Judge a step that ran again and is in the trace already; in the writer thread."""
         self._breaking.judge_again(trace, step, branch)

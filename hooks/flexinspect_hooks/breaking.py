@@ -112,13 +112,14 @@ class Breaking:
     ) -> None:
         self.book, self.stopper, self.event = book, stopper, event
         self._open: OrderedDict[tuple[int, int, int], StepSights] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock, self._arming = threading.Lock(), threading.Lock()
         self._told: set[int] = set()
         book.changed = self._rearm
         self._rearm()
 
     def _rearm(self) -> None:
-        self.stopper.arm(bool(self.book.enabled()))
+        with self._arming:  # else what is older may be armed last
+            self.stopper.arm(bool(self.book.enabled()))
 
     # -- while a step runs -----------------------------------------------------------------------
 
@@ -130,6 +131,14 @@ class Breaking:
             while len(self._open) > MOST_OPEN:
                 self._open.popitem(last=False)
         return sights
+
+    def move(self, step: StepContext, branch: int) -> None:
+        """Keep what was seen of a step for its record, which turned out to be another branch's."""
+        with self._lock:
+            sights = self._open.pop((step.generation, step.branch, step.step), None)
+            if sights is not None:
+                sights.values["branch"] = branch
+                self._open[(step.generation, branch, step.step)] = sights
 
     def look(self, sights: StepSights, breakpoints: Sequence[Breakpoint], frame: FrameType) -> None:
         """Judge breakpoints inside the forward, by what is known already."""

@@ -33,7 +33,7 @@ from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.buffer import StepBuffer, side_stream
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.control.gate import Gate
-from flexinspect_hooks.control.passing import Switch, pass_gate
+from flexinspect_hooks.control.passing import Switch, changes_of, pass_gate
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.graphs import GraphCount
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
@@ -314,9 +314,11 @@ class CaptureSession(Branching):
     def _abandon(self) -> None:
         """Let go of a step that never got its token (an exception, an interrupt)."""
         self.context.is_open = False
-        if self._step is not None:
-            self._step.drop_references()
-            self._step = None
+        step, self._step = self._step, None
+        if step is not None:
+            step.drop_references()
+            for change in changes_of(step):
+                self.recorder.put(change)
 
     def cost(self) -> dict[str, float | int]:
         """Return what capture took so far, in seconds, and its `ratio` to the time without it.

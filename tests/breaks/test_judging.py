@@ -19,7 +19,10 @@ from flexinspect.breaks import (
     judge,
     parse,
 )
+from flexinspect.breaks.book import Breakpoint
 from flexinspect.breaks.globs import is_module
+from flexinspect.breaks.hits import hit_of
+from flexinspect.breaks.options import Options
 from flexinspect.breaks.reasons import missing_words, reason
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import (
@@ -197,3 +200,15 @@ def test_the_reason_names_place_values_and_token() -> None:
 def test_what_cannot_be_judged_is_told_with_the_step() -> None:
     sentence = missing_words("rss > 1", Unknown(("rss",)), facts_of(STEP))
     assert "rss > 1 could not be judged in step 5 (decode) of generation 1: rss is" in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "layer"),
+    [("entropy > 3", None), ("entropy > 3 and nan @ *.mlp", 2), ("nan or empty-row", 0)],
+)
+def test_a_hit_names_the_layer_of_what_its_condition_asks_for(text: str, layer: int | None) -> None:
+    seen = (Sighting("empty-row", "", 0, "a row"), Sighting("nan", "a.mlp", 2, "a NaN"))
+    facts, expression = facts_of(STEP, sightings=seen), parse(text)
+    verdict = judge(expression, facts)
+    assert verdict.holds is True
+    assert hit_of(Breakpoint(1, expression, Options()), facts, verdict, inside=False).layer == layer

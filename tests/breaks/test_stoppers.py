@@ -227,3 +227,29 @@ def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses
     gate.continue_()
     model.join(PATIENCE_S)
     assert told == ["paused", "continued"]
+
+
+def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_gate_waiting() -> None:
+    gate, book = Gate(), BreakpointBook()
+    arming, going_on = threading.Event(), threading.Event()
+
+    class Slow(GateStopper):
+        def arm(self, on: bool) -> None:
+            if not on and book.version:
+                arming.set()
+                going_on.wait(1)
+            armed.append(on)
+
+    armed: list[bool] = []
+    breaking = Breaking(book, Slow(gate, quietly, quietly))
+    book.add("step == 0 [once]")
+    writer = threading.Thread(target=breaking.judge, args=(record(0),))
+    writer.start()
+    assert arming.wait(5)
+    server = threading.Thread(target=book.add, args=("step == 5",))
+    server.start()
+    server.join(0.1)
+    going_on.set()
+    for thread in (writer, server):
+        thread.join(5)
+    assert armed[-1] is True

@@ -87,6 +87,24 @@ def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
     assert _waited(Answer("pausing", replace(going, until="x"), None), gone, as_json=False) == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "state"), [("restore", "done"), ("fork", "done"), ("edit", "done"), ("fork", "failed")]
+)
+def test_an_order_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state: Any) -> None:
+    class Pausing:
+        looks = 0
+
+        def status(self) -> Status:
+            self.looks += 1
+            return STATUS if self.looks > 1 else going
+
+    going = replace(STATUS, state="pausing", order=OrderState(2, kind, state))
+    client: Any = Pausing()
+    status = wait_for_effect(client, Answer("the order waits", going, 2))
+    assert status is not None
+    assert (status.state, client.looks) == ("paused", 2)
+
+
 def test_a_capture_that_is_there_and_silent_has_not_ended() -> None:
     silent = ControlError("It does not answer.")
     silent.__cause__ = TimeoutError()

@@ -14,16 +14,21 @@ import pytest
 import torch
 
 from flexinspect import branches, datasets, models
+from flexinspect.breaks import BreakpointBook
 from flexinspect.config import load_config
 from flexinspect.control.messages import EditMask, Fork, MaskEdit, Order, Place, Restore
 from flexinspect.errors import FlexInspectError, MaskError, UsageError
 from flexinspect.job import Job, SamplingOptions
+from flexinspect.records import EventRecord
 from flexinspect.review import review
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.breaking import Breaking
+from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.ensemble import Ensemble
 from flexinspect_hooks.models import LoadedModel, load
 from flexinspect_hooks.session import CaptureSession
+from flexinspect_hooks.stoppers import GateStopper
 
 NEW = 8
 
@@ -179,12 +184,14 @@ def test_a_branch_holds_its_own_steps_tokens_segments_end_and_answer(
 
 
 def test_orders_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
+    run = new_run()
     gate = Script(
         Fork(at(1), token_id=300),
         EditMask(at(0), (MaskEdit("see", segments=(5, 1)),)),
         Restore(at(6)),
+        then=lambda: len(gate.results) == 2 and run.session.switch(level="basic"),
     )
-    reader = new_run().go(gate)
+    reader = run.go(gate)
     told = {row.event.kind: row.event for row in reader.events()}
     assert told["forked"].data["branch"] == 1
     assert told["forked"].step == 1
@@ -194,6 +201,9 @@ def test_orders_are_events_of_the_trace(new_run: Callable[..., Run]) -> None:
         told[kind].text for kind in ("forked", "mask-edited", "restored")
     ]
     assert gate.results[-1][1] == at(6)
+    # Asked for before a step that the trace holds already, and that is not written again.
+    assert (told["level"].generation, told["level"].step) == (0, 7)
+    assert told["level"].data == {"level": "basic", "before": "advanced"}
 
 
 def test_a_mask_that_was_edited_is_the_mask_that_ran(new_run: Callable[..., Run]) -> None:
@@ -372,3 +382,27 @@ def test_the_python_of_the_page_says_where_the_branches_part(
     assert first == "2"
     assert step.startswith("StepChange(step=1, basis='candidates', kl=0.0, ")
     assert mask.startswith("MaskChange(step=1, layer=0, n_rows=41, n_opened=0, n_closed=0, ")
+
+
+def test_a_replayed_step_that_differs_is_judged_with_what_was_seen_of_it(
+    new_run: Callable[..., Run], demo: LoadedModel
+) -> None:
+    run, told = new_run(), list[EventRecord]()
+    book, head = BreakpointBook(), demo.model.get_output_embeddings()
+    before = head.weight.detach().clone()
+    book.add("inf @ *self_attn and step == 4")
+    breaking = Breaking(book, GateStopper(Gate(), lambda _: None, told.append), told.append)
+    run.session.break_on(breaking)
+
+    def spoil() -> None:
+        run.session.recorder.drain()  # as the gate does where there are breakpoints
+        with torch.no_grad():
+            head.weight.copy_(before * 1.5)
+
+    try:
+        reader = run.go(Script(Restore(at(3)), then=spoil))
+    finally:
+        with torch.no_grad():
+            head.weight.copy_(before)
+    assert [row.fork_step for row in reader.branches(0)] == [None, 4]
+    assert told == []

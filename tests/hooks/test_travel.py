@@ -20,10 +20,11 @@ from support.journeys import (
     travelling,
 )
 from support.tiny import FAMILIES, make_model
+from transformers.cache_utils import LinearAttentionLayer
 
 from flexinspect.errors import UsageError
 from flexinspect.job import SamplingOptions
-from flexinspect_hooks.travel.caches import KEPT
+from flexinspect_hooks.travel.caches import KEPT, held_bytes, n_rows_of, row_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,24 @@ def test_every_family_is_restored_with_equal_bits(
         assert trip.go() == tokens
         assert sorted(trip.seen) == [2, 3, 4, 5]
         assert all(torch.equal(row, trip.notes.logits[0, n]) for n, row in trip.seen.items())
+
+
+def test_layers_that_write_in_place_are_computed_again() -> None:
+    hybrid = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    with travelling(make_model("lfm2", **hybrid), prompt_of(6)) as trip:
+        tokens, end = trip.go(), trip.decoder.cache
+        assert type(end.layers[0]) is LinearAttentionLayer
+        assert trip.journey.restore(0, 5).price.n_forwards == 6
+        assert held_bytes([end]) > row_bytes(end) * n_rows_of(end)  # its states count
+        trip.journey.restore(0, 2)
+        trip.seen.clear()
+        assert trip.go() == tokens
+        assert all(torch.equal(row, trip.notes.logits[0, n]) for n, row in trip.seen.items())
+        trip.journey.fork(0, 3, [other_token(trip, 3)])
+        forked = trip.go()
+        trip.journey.restore(1, 4)
+        assert trip.go() == forked
+        assert len(trip.journey.lines) == 2
 
 
 def test_a_sliding_window_that_has_forgotten_nothing_is_cropped() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flexinspect import maskedits
 from flexinspect.errors import MaskError
+from flexinspect_hooks.travel.words import branch_words
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +133,47 @@ def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) 
         trip.go()
     assert len(trip.journey.lines) == 3
     assert not [told for told in trip.notes.told if told[0] == "replay-differs"]
+
+
+def test_an_edit_of_later_rows_at_a_recomputed_step_equals_a_fresh_run(
+    trip: Trip, small: Any
+) -> None:
+    before = list(trip.decoder.token_ids[:4])
+    trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
+    trip.go()
+    again = [maskedits.parse("cell 33 3 close")]
+    price, changed = trip.journey.edit_price(1, 4, again)
+    assert (price.n_rows, price.n_forwards, changed) == (34, 1, 0)
+    line = trip.journey.edit(1, 4, again)
+    assert (line.recomputed, line.change["recomputed"]) == (True, True)
+    assert "no row computed before is touched, but all keys" in branch_words(line)
+    tokens = trip.go()
+    fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
+    assert tokens == fresh
+    for number in range(4, 10):
+        assert agree(trip.notes.logits[2, number], logits[number])
+
+
+def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() -> None:
+    model, forced = make_model("llama", initializer_range=0.3), [7, 8, 9]
+    with travelling(model, prompt_of(10)) as trip:
+        trip.go()
+        trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
+        trip.go(2)
+        trip.journey.fork(1, 4, forced)
+        trip.go()
+        trip.journey.restore(2, 3)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1.01)
+        tokens = trip.go()
+        line = trip.journey.line
+        assert (line.branch, line.fork_step, line.recomputed) == (3, 4, True)
+        assert tokens[4:7] == forced
+        first = trip.seen[4]
+        trip.journey.restore(3, 3)
+        assert trip.go() == tokens
+        assert torch.equal(trip.seen[4], first)
+        assert len(trip.journey.lines) == 4
 
 
 def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(trip: Trip, small: Any) -> None:

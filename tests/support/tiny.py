@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def make_model(family: str, **overrides: Any) -> Any:
     """Return a small model of a family, eval, seeded, without gradients."""
     torch.manual_seed(0)
-    options = {**COMMON, **FAMILIES[family], **overrides}
+    options = {**COMMON, **FAMILIES.get(family, {}), **overrides}
     config = AutoConfig.for_model(family, **options)
     # Gemma 2 caps its scores, for which transformers offers no SDPA.
     backend = "eager" if family == "gemma2" else "sdpa"

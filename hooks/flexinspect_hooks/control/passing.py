@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 from flexinspect.control.messages import Place
 from flexinspect.errors import ControlError
+from flexinspect.records import EventRecord
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.hook import CaptureContext
+
+LEVEL_EVENT = "level"
+"""The event of another level, or other layers."""
 
 
 def pass_gate(gate: Gate | None, place: Place) -> float:
@@ -43,10 +47,20 @@ class Switch:
         if level is not None and level != step.level:
             facts = {"level": level, "before": step.level}
             text = f"level {level} from step {step.step} on, {step.level} before"
-            step.events.append(("level", text, facts))
+            step.events.append((LEVEL_EVENT, text, facts))
             step.level = level
         if layers is not None and tuple(layers) != context.layers:
             context.layers = tuple(layers)
             text = f"activations of {len(layers)} layers are stored from step {step.step} on"
-            step.events.append(("level", text, {"layers": list(layers)}))
+            step.events.append((LEVEL_EVENT, text, {"layers": list(layers)}))
         return step.level
+
+
+def changes_of(step: StepContext) -> list[EventRecord]:
+    """Return the changes of a step's level and layers, for a step that is never written itself."""
+    place = (time.time(), step.generation, step.step)
+    return [
+        EventRecord(kind, text, *place, *facts)
+        for kind, text, *facts in step.events
+        if kind == LEVEL_EVENT
+    ]

@@ -17,6 +17,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 KEPT = 3
 """Caches put aside beside the live one: the base's, and those of the branches left last."""
 
+_SHARED = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Layers that make new tensors at every step; those of other kinds write into their own."""
+
 
 def n_rows_of(cache: Any) -> int:
     """Return how many rows a cache was fed."""
@@ -27,10 +30,12 @@ def can_crop(cache: Any, n_rows: int) -> bool:
     """Say whether a cache can be put back to its first `n_rows` rows without computing anything.
 
     A sliding layer forgets the keys that left its window, so it can only while none has; layers of
-    other kinds (static, recurrent) are not trusted to.
+    other kinds (static, recurrent) write in place, so they cannot even be shared as they are.
     """
     now = n_rows_of(cache)
-    return n_rows == now or (n_rows < now and all(_holds_all(layer) for layer in cache.layers))
+    if n_rows == now:
+        return all(type(layer) in _SHARED for layer in cache.layers)
+    return n_rows < now and all(_holds_all(layer) for layer in cache.layers)
 
 
 def _holds_all(layer: Any) -> bool:
@@ -64,19 +69,30 @@ def held_bytes(caches: Iterable[Any]) -> int:
     held: dict[int, int] = {}
     for cache in caches:
         for layer in cache.layers:
-            for tensor in (layer.keys, layer.values):
-                if isinstance(tensor, Tensor):
-                    storage = tensor.untyped_storage()
-                    held[storage.data_ptr()] = storage.nbytes()
+            for tensor in (*_keys_and_values(layer), *_states(layer)):
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
+
+
+def _keys_and_values(layer: Any) -> list[Tensor]:
+    """Return the keys and values of a layer; a recurrent one has none."""
+    found = (getattr(layer, name, None) for name in ("keys", "values"))
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def _states(layer: Any) -> list[Tensor]:
+    """Return what a recurrent layer carries from step to step, of a size that stays."""
+    named = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
+    return [state for states in named for state in states.values() if isinstance(state, Tensor)]
 
 
 def row_bytes(cache: Any) -> int:
     """Return the bytes of one row of a cache over all layers, 0 of an empty one."""
     total = 0
     for layer in cache.layers:
-        for tensor in (layer.keys, layer.values):
-            if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[-2]:
+        for tensor in _keys_and_values(layer):
+            if tensor.dim() > 1 and tensor.shape[-2]:
                 total += tensor.element_size() * tensor.numel() // tensor.shape[-2]
     return total
 

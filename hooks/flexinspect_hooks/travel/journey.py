@@ -124,7 +124,8 @@ class Journey:
         self._scribe.tell("replay-differs", text, line, step, {"why": why})
         parent = line.owner(step)
         new = self._new_line(parent, step, parent.source)
-        new.change = {"kind": "replay", "why": why}
+        new.change, new.recomputed = {"kind": "replay", "why": why}, parent.recomputed_at(step)
+        new.forced = parent.forced[step - parent.fork_step :]
         self._scribe.begin(new)
         # The live cache is the new line's from here on: its newest row is not the recorded one.
         return new
@@ -298,9 +299,10 @@ class Journey:
         said = [maskedits.named(edit, self._segments) for edit in edits]
         rule, changed = self._edited(parent.source, said, step)
         source = self._source(rule, " + ".join([parent.source.name, *map(str, said)]))
-        self._go_before(parent, step, recomputed=changed > 0)
+        recomputed = changed > 0 or parent.recomputed_at(step)
+        self._go_before(parent, step, recomputed=recomputed)
         new = self._new_line(parent, step, source)
-        new.recomputed = changed > 0
+        new.recomputed = recomputed
         about = {"rule": source.name, "recomputed": new.recomputed, "changed_rows": changed}
         meant = {"declared": declared_of(source)}
         return self._begun(new, {"kind": "mask", "edits": [*map(str, said)], **about, **meant})
@@ -311,9 +313,11 @@ class Journey:
         Those are rows computed already. Raises as `edit` does.
         """
         line = self._line(branch, step)
+        owner = line.owner(step)
         said = [maskedits.named(edit, self._segments) for edit in edits]
-        changed = self._edited(line.owner(step).source, said, step)[1]
-        return self._branch_price(line, step, recomputed=changed > 0), changed
+        changed = self._edited(owner.source, said, step)[1]
+        recomputed = changed > 0 or owner.recomputed_at(step)
+        return self._branch_price(line, step, recomputed=recomputed), changed
 
     def _edited(
         self, source: MaskSource, edits: Sequence[Edit], step: int

@@ -19,7 +19,9 @@ def branch_words(line: Line) -> str:
         return f"{where}: it takes {change.get('text', change.get('token_id'))!r}{other}."
     rows = counted(int(change.get("changed_rows", 0)), "row")
     how = "no row computed before is touched, so only the cache is forked"
-    if change.get("recomputed"):
+    if change.get("recomputed") and not change.get("changed_rows"):
+        how = "no row computed before is touched, but all keys are computed again at that step"
+    elif change.get("recomputed"):
         how = f"{rows} computed before changed, so all keys are computed again"
     elif not line.fork_step:
         how = "its first step feeds the prompt"
