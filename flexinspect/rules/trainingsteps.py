@@ -151,7 +151,7 @@ class TrainingRule(Rule):
         if self._exploded is not None and self._exploded[0] < step.step:
             number, name = self._exploded
             said = f"; gradients explode from step {number} on, first {printable(name)}"
-        high = max(training.learning_rates, default=0.0)
+        high = _highest_rate(training)
         return said + (f"; the learning rate is {high:g}" if high > HIGH_RATE else "")
 
     def _sick_gradient(
@@ -235,7 +235,7 @@ class TrainingRule(Rule):
     # -- losses and rates ------------------------------------------------------------------------
 
     def _rate(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        high = max(training.learning_rates, default=0.0)
+        high = _highest_rate(training)
         if high <= HIGH_RATE:
             return None
         sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0."
@@ -315,6 +315,11 @@ def _origin(producer: Producer) -> str:
         "the model's outputs are finite, so the loss itself makes it (a logarithm of 0, a square "
         "that overflows)"
     )
+
+
+def _highest_rate(training: TrainingStepRecord) -> float:
+    known = (rate for rate in training.learning_rates if not math.isnan(rate))
+    return max(known, default=0.0)
 
 
 def _carried(producer: Producer, what: str) -> str:

@@ -29,6 +29,7 @@ from flexinspect_hooks.training import seen
 from flexinspect_hooks.training.forwards import ForwardWatch
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.measuring import Meter
+from flexinspect_hooks.training.rates import rates_of
 from flexinspect_hooks.training.stepdraft import (
     Finished,
     Gathered,
@@ -197,7 +198,7 @@ class TrainingSession:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         self._flush()
-        self._now.rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        self._now.rates = rates_of(optimizer)
         if not _has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
             self._now.is_skipped = found_inf is not None and bool(found_inf)
@@ -237,7 +238,7 @@ class TrainingSession:
     def _skipped(self, optimizer: Optimizer) -> None:
         started = time.perf_counter()
         self._flush()
-        self._now.rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        self._now.rates = rates_of(optimizer)
         self._now.is_skipped = True
         self._measure()
         self._close(started)
