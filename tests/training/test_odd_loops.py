@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,3 +64,39 @@ def test_a_learning_rate_that_the_optimizer_does_not_tell_is_unknown(path: Path)
     data = TrainingData(step, {}, Span(0, 2, 2, 3, 1), points)
     assert ("learning rate", "unknown") in facts_of(data)
     assert rates_of(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0
+
+
+def test_parameters_that_are_unfrozen_or_replaced_later_are_measured(path: Path) -> None:
+    model = Net()
+    model.body.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, level="extreme", quiet=True) as trace:
+        loop(model, optimizer, 1)
+        model.body.requires_grad_(True)
+        loop(model, optimizer, 1)
+        old = weakref.ref(model.head.weight)
+        model.head = nn.Linear(8, 2)
+        optimizer.param_groups[0]["params"] = [*model.parameters()]
+        optimizer.zero_grad()
+        assert old() is not None
+        loop(model, optimizer, 1)
+        assert old() is None
+    steps = steps_of(trace)
+    assert [step.n_parameters for step in steps] == [2, 4, 4]
+    assert [len(step.group_norms) for step in steps] == [1, 2, 2]
+    assert all(ratio > 0 for step in steps for ratio in step.group_ratios)
+    with trace.reader() as reader:
+        told = [row.event for row in reader.events() if row.event.kind == "parameters"]
+    assert [event.step for event in told] == [1, 2]
+    assert "4 parameters are trained from this step on; new groups: body." in told[0].text
+
+
+def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, level="extreme", quiet=True) as trace:
+        loop(model, optimizer, 1)
+        for one in model.parameters():
+            one.data = one.data.clone()
+        loop(model, optimizer, 1)
+    assert all(ratio > 0 for ratio in steps_of(trace)[1].group_ratios)

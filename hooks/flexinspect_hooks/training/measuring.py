@@ -12,7 +12,7 @@ from torch import nn
 from flexinspect.trainingfacts import GradientFacts, Producer
 from flexinspect_hooks.training.governor import Detail
 from flexinspect_hooks.training.gradstats import Gradients, gradient_facts
-from flexinspect_hooks.training.parameters import trainable
+from flexinspect_hooks.training.parameters import Named, ParameterList
 from flexinspect_hooks.training.updates import UpdateMeter
 
 MOST_ROWS = 10
@@ -65,15 +65,31 @@ class Meter:
     """Measures a model's gradients step by step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.named = trainable(model)
-        names = [one.group for one in self.named]
-        self.groups = tuple(dict.fromkeys(names))
-        self._group_at = {group: at for at, group in enumerate(self.groups)}
-        self._updates = UpdateMeter(
-            self.named, self.groups, [self._group_at[name] for name in names]
-        )
+        self._model, self._parameters = model, ParameterList()
+        self.groups: tuple[str, ...] = ()
+        self._take(self._parameters.of(model))
         self._order: dict[str, int] = {}
+        self._hooked: list[str] = []
         self._n_sick_steps = 0
+
+    def refresh(self) -> bool:
+        """Take other parameters where they were added, replaced, frozen or unfrozen meanwhile.
+
+        Returns whether there were such. New groups come behind those that are known.
+        """
+        named = self._parameters.of(self._model)
+        pairs = zip(named, self.named, strict=False)
+        if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
+            return False
+        self._take(named)
+        return True
+
+    def _take(self, named: Named) -> None:
+        self.named = named
+        names = [one.group for one in named]
+        self.groups = tuple(dict.fromkeys((*self.groups, *names)))
+        self._group_at = {group: at for at, group in enumerate(self.groups)}
+        self._updates = UpdateMeter(named, self.groups, [self._group_at[name] for name in names])
 
     # -- the order of the backward pass ----------------------------------------------------------
 
@@ -87,6 +103,7 @@ class Meter:
         for name, parameter, *_ in self.named:
             add: Any = parameter.register_post_accumulate_grad_hook
             handles.append(add(lambda _, name=name: arrived(name)))
+            self._hooked.append(name)
         return handles
 
     @property
@@ -96,7 +113,7 @@ class Meter:
 
     def unreached(self) -> list[str]:
         """Return the parameters that got no gradient in the backward pass that was watched."""
-        return [one.name for one in self.named if one.name not in self._order]
+        return [name for name in self._hooked if name not in self._order]
 
     # -- a step ----------------------------------------------------------------------------------
 

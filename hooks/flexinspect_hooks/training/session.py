@@ -59,7 +59,7 @@ class TrainingSession:
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = Meter(model)
-        self._own = {id(one.parameter) for one in self._meter.named}
+        self._own = self._ids()
         self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
@@ -254,10 +254,24 @@ class TrainingSession:
         now, detail = self._now, self._governor.detail
         self._step_own_s -= self._waited()
         self._forwards.settle()
+        self._refresh()
         is_rising = is_warming(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
         now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_rising)
+
+    def _refresh(self) -> None:
+        """See whether other parameters are trained now."""
+        known = self._meter.groups
+        if not self._meter.refresh():
+            return
+        self._own, new = self._ids(), self._meter.groups[len(known) :]
+        text = f"{len(self._meter.named)} parameters are trained from this step on"
+        text += f"; new groups: {', '.join(new[:10])}." if new else "."
+        self._now.notes.append(("parameters", text, {"groups": [*self._meter.groups]}))
+
+    def _ids(self) -> set[int]:
+        return {id(one.parameter) for one in self._meter.named}
 
     def _waited(self) -> float:
         """Wait for the device and return how long: its work is the program's, and no cost."""
