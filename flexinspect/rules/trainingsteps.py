@@ -130,8 +130,9 @@ class TrainingRule(Rule):
     def _overflow(self, step: StepRecord, producer: Producer) -> Finding:
         others = _carried(producer, "module")
         sentence = (
-            f"The output of {printable(producer.name)} leaves the range of float16 in step "
-            f"{step.step} (largest value 65504); its weights are finite{others}."
+            f"The output of {printable(producer.name)}, which is float16, is not finite in step "
+            f"{step.step}: it may have left the range (largest value 65504); its weights are "
+            f"finite{others}."
         )
         return _finding(step, OVERFLOW, sentence, _evidence(producer))
 
@@ -269,7 +270,7 @@ class TrainingRule(Rule):
             return None
         producer = training.producer
         scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
-        named = f"; the gradient of {printable(producer.name)} is not finite" if producer else ""
+        named = "" if producer is None else _sick_part(producer)
         sentence = (
             f"The gradient scaler has left out {self._skips} steps in a row up to step "
             f"{step.step}{scale}{named}."
@@ -315,6 +316,21 @@ def _origin(producer: Producer) -> str:
         "the model's outputs are finite, so the loss itself makes it (a logarithm of 0, a square "
         "that overflows)"
     )
+
+
+def _sick_part(producer: Producer) -> str:
+    """Return what is not finite, as the end of a sentence; nothing where all is."""
+    name = printable(producer.name)
+    words = {
+        "input": "the batch is",
+        "weights": f"the weights {name} are",
+        "module": "what the model returns is"
+        if producer.name == "(output)"
+        else f"the output of {name} is",
+        "loss": "the loss is",
+        "backward": f"the gradient of {name} is",
+    }
+    return f"; {words[producer.kind]} not finite" if producer.kind in words else ""
 
 
 def _highest_rate(training: TrainingStepRecord) -> float:

@@ -14,7 +14,9 @@ from transformers import Adafactor
 
 from flexinspect.panels.parts.curves import Span
 from flexinspect.panels.training import TrainingData, facts_of
-from flexinspect.trainingfacts import TrainingStepRecord
+from flexinspect.records import StepRecord
+from flexinspect.rules.trainingsteps import TrainingRule
+from flexinspect.trainingfacts import Producer, TrainingStepRecord
 from flexinspect_hooks.training.rates import rates_of
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
@@ -100,3 +102,27 @@ def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path
             one.data = one.data.clone()
         loop(model, optimizer, 1)
     assert all(ratio > 0 for ratio in steps_of(trace)[1].group_ratios)
+
+
+@pytest.mark.parametrize(
+    ("producer", "words"),
+    [
+        (Producer("loss", ""), "; the loss is not finite."),
+        (Producer("module", "head"), "; the output of head is not finite."),
+        (Producer("backward", "head.bias"), "; the gradient of head.bias is not finite."),
+    ],
+)
+def test_steps_left_out_by_the_scaler_are_laid_to_what_is_not_finite(
+    producer: Producer, words: str
+) -> None:
+    rule = TrainingRule()
+    training = TrainingStepRecord(1.0, "told", (), is_skipped=True, producer=producer)
+    said = [
+        finding
+        for n in range(10)
+        for finding in rule.look(
+            StepRecord(0, n, "train", 0, 0, 0, 0.0, 1.0, 0.0, training=training)
+        )
+    ]
+    assert said[-1].id == "training.scaler-skips"
+    assert said[-1].sentence.endswith(words)
