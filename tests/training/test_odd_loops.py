@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from flexinspect.panels.training import TrainingData, facts_of
 from flexinspect.records import StepRecord
 from flexinspect.rules.trainingsteps import TrainingRule
 from flexinspect.trainingfacts import Producer, TrainingStepRecord
-from flexinspect_hooks.training.rates import rates_of
+from flexinspect_hooks.training.optimizers import rates_of
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -126,3 +127,79 @@ def test_steps_left_out_by_the_scaler_are_laid_to_what_is_not_finite(
     ]
     assert said[-1].id == "training.scaler-skips"
     assert said[-1].sentence.endswith(words)
+
+
+class Slow(torch.autograd.Function):
+    """Changes nothing, and takes its time in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        time.sleep(0.02)
+        return grad
+
+
+class SlowNet(Net):
+    """Takes 10 ms forward and 20 ms back."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(Slow.apply(x.requires_grad_()))
+
+
+def test_several_forwards_before_one_backward_are_one_backward_pass(path: Path) -> None:
+    model = SlowNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        for _ in range(2):
+            torch.stack([model(X.clone()).loss for _ in range(3)]).sum().backward()
+            optimizer.step()
+    with trace.reader() as reader:
+        for number, step in reader.training_steps(0).items():
+            row = reader.step(0, number)
+            assert row is not None
+            assert step.n_backward == 1
+            assert step.forward_ms >= 30
+            assert step.backward_ms >= 60
+            assert step.forward_ms + step.backward_ms <= row.wall_ms
+
+
+def test_the_time_of_an_optimizer_is_without_the_passes_in_its_closure(path: Path) -> None:
+    model = SlowNet()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(X.clone()).loss
+        loss.backward()
+        return loss
+
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        optimizer.step(closure)
+    (step,) = steps_of(trace)
+    assert step.n_backward >= 2
+    assert step.backward_ms >= 20 * step.n_backward
+    assert step.optimizer_ms < 20
+
+
+def test_a_model_that_returns_its_parameter_is_left_without_hooks(path: Path) -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.loss = nn.Parameter(torch.ones(()))
+
+        def forward(self) -> Tensor:
+            return self.loss
+
+    model = Alone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        assert not model.loss._backward_hooks
+    assert [step.loss for step in steps_of(trace)] == pytest.approx([1.0, 0.9])

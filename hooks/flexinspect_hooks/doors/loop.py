@@ -20,7 +20,7 @@ from flexinspect_hooks.doors.saying import samples_in
 from flexinspect_hooks.doors.splits import DatasetSplits, make_splits
 from flexinspect_hooks.doors.steps import TrainingDebugger
 from flexinspect_hooks.doors.switches import SwitchBoard, When
-from flexinspect_hooks.training.rates import rates_of
+from flexinspect_hooks.training.optimizers import rates_of
 
 
 @dataclass(frozen=True, eq=False)

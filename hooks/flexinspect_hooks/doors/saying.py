@@ -14,7 +14,7 @@ from flexinspect_hooks.doors.base import LINES, log
 from flexinspect_hooks.doors.components import memory_of, tensors_in
 from flexinspect_hooks.doors.general import gradient_troubles
 from flexinspect_hooks.doors.switches import SwitchBoard
-from flexinspect_hooks.training.rates import rates_of
+from flexinspect_hooks.training.optimizers import rates_of
 
 MB = 2**20
 DEVICES_SHOWN = 8

@@ -43,8 +43,8 @@ from flexinspect_hooks.doors.switches import SwitchBoard, When, checked_board, c
 from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
 from flexinspect_hooks.training.gradstats import Gradients
+from flexinspect_hooks.training.optimizers import rates_of
 from flexinspect_hooks.training.parameters import ParameterList
-from flexinspect_hooks.training.rates import rates_of
 
 PROFILED_STEPS = 10
 """Steps in one window of the profiler switches."""

@@ -136,6 +136,7 @@ class ForwardWatch:
         self._is_open = self._is_share = False
         self._alone: deque[Forward] = deque(maxlen=UNSEEN)
         self._started = 0.0
+        self._backward = -1
         self._removers: list[Remove] = []
 
     def install(self) -> None:
@@ -239,7 +240,7 @@ class ForwardWatch:
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
             forward.losses.append(_kept_number(loss))
-        if main.requires_grad:
+        if main.requires_grad and not main.is_leaf:  # the hooks of a parameter would pile up
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += len(self._kept) * KEEP_S
@@ -281,9 +282,14 @@ class ForwardWatch:
             started = time.perf_counter()
             passes = self.passes
             self._count(forward)
-            passes.n_backward += 1
             if not is_loss:
                 passes.arrived.append(torch.linalg.vector_norm(_sample(grad.detach())))
+            # Of several forwards that one backward pass goes through, the first hook is its begin.
+            number = torch._C._current_graph_task_id()
+            if number == self._backward:
+                return
+            self._backward = number
+            passes.n_backward += 1
 
             def over() -> None:
                 passes.backward_s += time.perf_counter() - started

@@ -29,7 +29,7 @@ from flexinspect_hooks.training import seen
 from flexinspect_hooks.training.forwards import ForwardWatch
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.measuring import Meter
-from flexinspect_hooks.training.rates import rates_of
+from flexinspect_hooks.training.optimizers import has_closure, rates_of, scale_left
 from flexinspect_hooks.training.stepdraft import (
     Finished,
     Gathered,
@@ -72,7 +72,7 @@ class TrainingSession:
         self._told: Loss | None = None
         self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
-        self._step_own_s = self._writer_s = 0.0
+        self._step_own_s = self._writer_s = self._before_s = 0.0
         self._scaled_at: int | None = None
         self._is_off = False
 
@@ -199,22 +199,28 @@ class TrainingSession:
         started = time.perf_counter()
         self._flush()
         self._now.rates = rates_of(optimizer)
-        if not _has_closure(args, kwargs):
+        if not has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
             self._now.is_skipped = found_inf is not None and bool(found_inf)
-            self._measure(_scale_left(optimizer))
+            self._measure(scale_left(optimizer))
         self._meter.before_update(self._now.number, self._governor.detail)
+        self._before_s = self._inside_s()
         self._now.optimizer_started = time.perf_counter()
         self._step_own_s += self._now.optimizer_started - started
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         if self._now.optimizer_started is not None:
-            self._now.optimizer_s = started - self._now.optimizer_started
-        if _has_closure(args, kwargs):
+            inside = self._inside_s() - self._before_s  # a closure runs forward and backward
+            self._now.optimizer_s = max(started - self._now.optimizer_started - inside, 0.0)
+        if has_closure(args, kwargs):
             self._measure()
         self._now.ratios = self._meter.after_update()
         self._close(started)
+
+    def _inside_s(self) -> float:
+        passes = self._forwards.passes
+        return passes.forward_s + passes.backward_s + self._forwards.own_s
 
     def clipped(self, parameters: Sequence[Tensor], before: Tensor, max_norm: float) -> None:
         """Gradients were clipped; those of another model are none of ours."""
@@ -369,17 +375,6 @@ class TrainingSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
         """Copies of the model or the optimizer carry hooks along, and they must not carry this."""
         return self
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    # The optimizer itself comes first among the arguments.
-    return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
-
-
-def _scale_left(optimizer: Optimizer) -> float:
-    """Return what gradients are still multiplied with: a fused optimizer divides by itself."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
 
 
 def _placement(model: nn.Module) -> dict[str, int]:
