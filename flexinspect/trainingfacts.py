@@ -126,7 +126,8 @@ class TrainingStepRecord:
     run's groups; `group_ratios` are the norm of each group's change over that of its weights, from
     a sample of rows where a parameter is large. `gradients` are those of the parameters that were
     recorded for this step; the counts are of all parameters. `data_ms` is the time in the watched
-    loader, `other_ms` all that lay outside of forward, backward, optimizer and loader. `detail` is
+    loader, `other_ms` all that lay outside of forward, backward, optimizer and loader (and of
+    our wait for a GPU, on which passes take the time to launch them). `detail` is
     how much was measured.
     """
 

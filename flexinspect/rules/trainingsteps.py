@@ -281,6 +281,8 @@ class TrainingRule(Rule):
         if step.step < WARM_UP:
             return None
         is_measured = training.data_ms is not None
+        if not is_measured and training.device not in ("", "cpu"):
+            return None  # passes are only launched in their time: the device works in the rest
         wait = training.data_ms if training.data_ms is not None else training.other_ms
         self._waits.append((wait, step.wall_ms))
         if len(self._waits) < WAITS:

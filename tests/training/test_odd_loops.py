@@ -53,6 +53,10 @@ def loop(model: nn.Module, optimizer: torch.optim.Optimizer, n: int) -> None:
         optimizer.step()
 
 
+def step_of(number: int, training: TrainingStepRecord) -> StepRecord:
+    return StepRecord(0, number, "train", 0, 0, 0, 0.0, 100.0, 0.0, training=training)
+
+
 def test_a_learning_rate_that_the_optimizer_does_not_tell_is_unknown(path: Path) -> None:
     model = Net()
     optimizer = Adafactor(model.parameters(), lr=None, relative_step=True)
@@ -118,13 +122,7 @@ def test_steps_left_out_by_the_scaler_are_laid_to_what_is_not_finite(
 ) -> None:
     rule = TrainingRule()
     training = TrainingStepRecord(1.0, "told", (), is_skipped=True, producer=producer)
-    said = [
-        finding
-        for n in range(10)
-        for finding in rule.look(
-            StepRecord(0, n, "train", 0, 0, 0, 0.0, 1.0, 0.0, training=training)
-        )
-    ]
+    said = [finding for n in range(10) for finding in rule.look(step_of(n, training))]
     assert said[-1].id == "training.scaler-skips"
     assert said[-1].sentence.endswith(words)
 
@@ -203,3 +201,27 @@ def test_a_model_that_returns_its_parameter_is_left_without_hooks(path: Path) ->
             optimizer.step()
         assert not model.loss._backward_hooks
     assert [step.loss for step in steps_of(trace)] == pytest.approx([1.0, 0.9])
+
+
+@pytest.mark.parametrize(("device", "is_found"), [("cpu", True), ("cuda:0", False)])
+def test_time_outside_of_the_passes_is_a_wait_for_data_only_where_nothing_else_works_in_it(
+    device: str, is_found: bool
+) -> None:
+    rule = TrainingRule()
+    training = TrainingStepRecord(1.0, "told", (), other_ms=90.0, device=device)
+    said = [finding for n in range(40) for finding in rule.look(step_of(n, training))]
+    assert bool(said) is is_found
+
+
+def test_the_wait_for_a_gpu_is_no_time_outside_of_the_passes(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(0.2))
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        assert trace._session is not None
+        trace._session._device = torch.device("cuda")
+        loop(model, optimizer, 1)
+    (step,) = steps_of(trace)
+    assert step.other_ms < 200

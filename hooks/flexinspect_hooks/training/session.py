@@ -258,7 +258,7 @@ class TrainingSession:
 
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._now, self._governor.detail
-        self._step_own_s -= self._waited()
+        self._wait()
         self._forwards.settle()
         self._refresh()
         is_rising = is_warming(self._rates_before, now.rates)
@@ -279,18 +279,21 @@ class TrainingSession:
     def _ids(self) -> set[int]:
         return {id(one.parameter) for one in self._meter.named}
 
-    def _waited(self) -> float:
-        """Wait for the device and return how long: its work is the program's, and no cost."""
+    def _wait(self) -> None:
+        """Wait for the device: its work is the program's, and no cost."""
         if self._device.type != "cuda":
-            return 0.0
+            return
         started = time.perf_counter()
         torch.cuda.synchronize(self._device)
-        return time.perf_counter() - started
+        waited = time.perf_counter() - started
+        self._now.waited_s += waited
+        self._step_own_s -= waited
 
     def _close(self, started: float) -> None:
         """End the step that is on, at what was `started` then."""
         now = self._now
         now.passes, now.detail = self._forwards.take(), self._governor.detail.name
+        now.passes.device = now.passes.device or str(self._device)
         now.memory = self._memory.read()
         if self._order_hooks and self._meter.knows_order:
             self._learned()

@@ -46,6 +46,7 @@ class Gathered:
     optimizer_started: float | None = None
     optimizer_s: float = 0.0
     data_s: float | None = None
+    waited_s: float = 0.0
     own_s: float = 0.0
     wall_s: float = 0.0
     detail: str = ""
@@ -65,7 +66,7 @@ class Gathered:
         loss, source = self._loss()
         passes, measured = self.passes, self.measured
         spent = passes.forward_s + passes.backward_s + self.optimizer_s
-        spent += (self.data_s or 0.0) + self.own_s
+        spent += (self.data_s or 0.0) + self.own_s + self.waited_s
         return TrainingStepRecord(
             loss=loss,
             loss_source=source,
