@@ -18,6 +18,7 @@ from flexinspect.panels.training import TrainingData, facts_of
 from flexinspect.records import StepRecord
 from flexinspect.rules.trainingsteps import TrainingRule
 from flexinspect.trainingfacts import Producer, TrainingStepRecord
+from flexinspect_hooks.training import forwards, governor, stepdraft
 from flexinspect_hooks.training.optimizers import rates_of
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
@@ -225,3 +226,51 @@ def test_the_wait_for_a_gpu_is_no_time_outside_of_the_passes(
         loop(model, optimizer, 1)
     (step,) = steps_of(trace)
     assert step.other_ms < 200
+
+
+def test_nothing_of_a_step_waits_for_a_gpu_but_where_gradients_are_measured(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_waits, read = 0, list[tuple[int, int]]()
+    original = stepdraft.Gathered.read
+
+    def waits(device: torch.device) -> None:
+        nonlocal n_waits
+        n_waits += 1
+
+    def noted(self: stepdraft.Gathered, passes: forwards.Passes) -> None:
+        if any(isinstance(one, Tensor) for one in passes.losses):
+            read.append((self.number, n_waits))
+        original(self, passes)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", waits)
+    for module in (forwards, stepdraft):
+        monkeypatch.setattr(module, "is_remote", lambda tensor: True)
+    monkeypatch.setattr(stepdraft.Gathered, "read", noted)
+    monkeypatch.setitem(governor._BY_LEVEL, "basic", governor.LADDER.index(governor.SPARSE))
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        assert trace._session is not None
+        trace._session._device = torch.device("cuda")
+        loop(model, optimizer, 9)
+    # Of steps 0, 4 and 8 gradients are measured; the ones between are read then.
+    assert read == [(0, 1), (4, 2), (1, 2), (2, 2), (3, 2), (8, 3), (5, 3), (6, 3), (7, 3)]
+    assert [step.loss_source for step in steps_of(trace)] == ["output"] * 9
+
+
+def test_what_is_written_counts_once_as_cost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = stepdraft.Gathered.record
+
+    def slow(self: stepdraft.Gathered) -> TrainingStepRecord:
+        time.sleep(0.05)
+        return record(self)
+
+    monkeypatch.setattr(stepdraft.Gathered, "record", slow)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch_training(model, optimizer, out=path, quiet=True) as trace:
+        loop(model, optimizer, 4)
+        cost = trace.cost
+        assert 0.15 <= float(cost["capture_s"]) <= float(cost["total_s"])
+        assert float(cost["capture_s"]) < 0.25

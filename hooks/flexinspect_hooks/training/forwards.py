@@ -86,7 +86,7 @@ class Passes:
     are_shares: bool = False
     """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
     producer: Producer | None = None
-    arrived: deque[Tensor] = field(default_factory=lambda: deque(maxlen=MOST))
+    arrived: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MOST))
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
@@ -175,12 +175,11 @@ class ForwardWatch:
         return bool(self._alone) or self.passes.n_forward > 0
 
     def settle(self) -> None:
-        """Count in the forwards of a step whose backward pass was not seen; find the producer."""
+        """Count in the forwards of a step whose backward pass was not seen."""
         if self.passes.n_backward == 0:
             for one in self._alone:
                 self._count(one)
         self._alone.clear()
-        self.passes.settle()
 
     def take(self) -> Passes:
         """Return what the passes left, and begin anew."""

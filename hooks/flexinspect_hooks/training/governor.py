@@ -26,6 +26,10 @@ class Detail:
     is_fine: bool = False
     keeps_stats: bool = False
 
+    def measures(self, step: int) -> bool:
+        """Tell whether the gradients of a step are measured."""
+        return step % self.gradients_every == 0
+
     def says(self) -> str:
         """Return in words what is measured."""
         return _WORDS[self]

@@ -72,17 +72,21 @@ class Meter:
         self._hooked: list[str] = []
         self._n_sick_steps = 0
 
-    def refresh(self) -> bool:
+    def refresh(self) -> str | None:
         """Take other parameters where they were added, replaced, frozen or unfrozen meanwhile.
 
-        Returns whether there were such. New groups come behind those that are known.
+        Returns the change as a sentence. New groups come behind those that are known.
         """
         named = self._parameters.of(self._model)
         pairs = zip(named, self.named, strict=False)
         if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
-            return False
+            return None
+        known = len(self.groups)
         self._take(named)
-        return True
+        new = ", ".join(self.groups[known:][:10])
+        return f"{len(named)} parameters are trained from this step on" + (
+            f"; new groups: {new}." if new else "."
+        )
 
     def _take(self, named: Named) -> None:
         self.named = named
@@ -125,7 +129,7 @@ class Meter:
         `scale` is what they are still multiplied with; `is_warming` says that the learning rate
         rises.
         """
-        if step % detail.gradients_every:
+        if not detail.measures(step):
             return None
         found = gradient_facts(self.named, with_max=detail.maxima)
         if scale != 1.0:
@@ -175,6 +179,11 @@ class Meter:
         """Copy a sample of the weights in a step whose change is measured."""
         if detail.ratios_every and step % detail.ratios_every == 0:
             self._updates.before()
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether weights were copied, and wait to be compared."""
+        return self._updates.is_before
 
     def after_update(self) -> tuple[float, ...]:
         """Return how much each group changed; empty in a step that is not measured."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -30,18 +31,23 @@ from flexinspect_hooks.training.forwards import ForwardWatch
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.measuring import Meter
 from flexinspect_hooks.training.optimizers import has_closure, rates_of, scale_left
+from flexinspect_hooks.training.parameters import placement_of
 from flexinspect_hooks.training.stepdraft import (
     Finished,
     Gathered,
     Loss,
     StepMemory,
     TrainingRecords,
+    waited_for,
 )
 
 T = TypeVar("T")
 
 NAME = "training"
 """The `sample_id` of the generation that a training run is."""
+
+MOST_LATE = 16
+"""Steps that may wait for one that waits for the device anyway, before they wait by themselves."""
 
 LINGER_S = 0.5
 """How long a step may wait to be written: a training step takes longer than one that decodes."""
@@ -69,6 +75,7 @@ class TrainingSession:
         self._order_hooks: list[Any] = []
         self._now = Gathered(0, 0.0, 0.0)
         self._waiting: Gathered | None = None
+        self._late: deque[Gathered] = deque()
         self._told: Loss | None = None
         self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
@@ -99,6 +106,7 @@ class TrainingSession:
         """Write what waits, end the generation, and take everything out, whatever fails."""
         try:
             self._flush()
+            self._write()
         except Exception as error:
             self._switch_off(error)
         try:
@@ -143,7 +151,7 @@ class TrainingSession:
             "parameters": len(self._meter.named),
             "values": sum(one.parameter.numel() for one in self._meter.named),
             "optimizer": "" if self._optimizer is None else type(self._optimizer).__name__,
-            "placement": _placement(self._model),
+            "placement": placement_of(self._model),
         }
         return GenerationRecord(
             *(0, NAME, "", "", (), ()), declared={"training": about}, started_at=time.time()
@@ -201,6 +209,8 @@ class TrainingSession:
         self._now.rates = rates_of(optimizer)
         if not has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is not None:
+                self._wait()
             self._now.is_skipped = found_inf is not None and bool(found_inf)
             self._measure(scale_left(optimizer))
         self._meter.before_update(self._now.number, self._governor.detail)
@@ -215,6 +225,8 @@ class TrainingSession:
             self._now.optimizer_s = max(started - self._now.optimizer_started - inside, 0.0)
         if has_closure(args, kwargs):
             self._measure()
+        if self._meter.is_comparing:
+            self._wait()
         self._now.ratios = self._meter.after_update()
         self._close(started)
 
@@ -258,9 +270,11 @@ class TrainingSession:
 
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._now, self._governor.detail
-        self._wait()
         self._forwards.settle()
         self._refresh()
+        if detail.measures(now.number):
+            self._wait()
+            self._read()
         is_rising = is_warming(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
@@ -268,24 +282,23 @@ class TrainingSession:
 
     def _refresh(self) -> None:
         """See whether other parameters are trained now."""
-        known = self._meter.groups
-        if not self._meter.refresh():
-            return
-        self._own, new = self._ids(), self._meter.groups[len(known) :]
-        text = f"{len(self._meter.named)} parameters are trained from this step on"
-        text += f"; new groups: {', '.join(new[:10])}." if new else "."
-        self._now.notes.append(("parameters", text, {"groups": [*self._meter.groups]}))
+        if (change := self._meter.refresh()) is not None:
+            self._own = self._ids()
+            groups = {"groups": [*self._meter.groups]}
+            self._now.notes.append(("parameters", change, groups))
 
     def _ids(self) -> set[int]:
         return {id(one.parameter) for one in self._meter.named}
 
+    def _read(self) -> None:
+        """Turn into numbers what the device has done, before the optimizer gives it more to do."""
+        self._now.told, self._told = self._told, None
+        self._now.read(self._forwards.passes)
+        self._write()
+
     def _wait(self) -> None:
         """Wait for the device: its work is the program's, and no cost."""
-        if self._device.type != "cuda":
-            return
-        started = time.perf_counter()
-        torch.cuda.synchronize(self._device)
-        waited = time.perf_counter() - started
+        waited = waited_for(self._device)
         self._now.waited_s += waited
         self._step_own_s -= waited
 
@@ -301,7 +314,8 @@ class TrainingSession:
         since = ended if self._since is None else self._since
         now.started, now.started_at = since, time.time() - (ended - since)
         now.own_s = self._step_own_s + (ended - started) + self._forwards.own_s
-        now.wall_s, now.told = ended - since, self._told
+        now.wall_s = ended - since
+        now.told = now.told if self._told is None else self._told
         self.own_s += now.own_s
         self.total_s += now.wall_s
         self._govern(now)
@@ -337,17 +351,22 @@ class TrainingSession:
         self._order_hooks = []
 
     def _flush(self) -> None:
-        """Send the step that waits to the writer thread."""
+        """End the wait of the newest step for its loss; write all that need not wait for a GPU."""
         waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        started = time.perf_counter()
-        training = waiting.record()
-        self.summary.add(training)
-        kept = Finished(training, waiting.memory, waiting.passes.stats)
-        buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
-        self.recorder.put(FinishedStep(waiting.context(), buffer, ((hook, kept),)))
-        self._step_own_s += time.perf_counter() - started
+        if waiting is not None:
+            self._late.append(waiting)
+        if len(self._late) > MOST_LATE or not any(one.needs_wait() for one in self._late):
+            self._write()
+
+    def _write(self) -> None:
+        """Send the steps that are over to the writer thread."""
+        while self._late:
+            step = self._late.popleft()
+            training = step.record()
+            self.summary.add(training)
+            kept = Finished(training, step.memory, step.passes.stats)
+            buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
+            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, kept),)))
 
     # -- trouble ---------------------------------------------------------------------------------
 
@@ -378,11 +397,3 @@ class TrainingSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
         """Copies of the model or the optimizer carry hooks along, and they must not carry this."""
         return self
-
-
-def _placement(model: nn.Module) -> dict[str, int]:
-    """Return how many values of the parameters are on each device."""
-    found: dict[str, int] = {}
-    for one in model.parameters():
-        found[str(one.device)] = found.get(str(one.device), 0) + one.numel()
-    return found

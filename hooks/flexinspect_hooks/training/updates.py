@@ -27,7 +27,7 @@ class UpdateMeter:
         self._sizes: list[float] = []
         self._n_groups, self._group_of = len(groups), group_of
         self._copies: list[Tensor] | None = None
-        self._is_before = False
+        self.is_before = False
 
     @torch.no_grad()
     def before(self) -> None:
@@ -41,14 +41,14 @@ class UpdateMeter:
             ]
             self._copies = [torch.empty_like(one) for one in self._samples]
         _by_kind(torch._foreach_copy_, self._copies, self._samples)
-        self._is_before = True
+        self.is_before = True
 
     @torch.no_grad()
     def after(self) -> tuple[float, ...]:
         """Return the ratio of each group, NaN for one without weights; empty without `before`."""
-        if not self._is_before or self._copies is None:
+        if not self.is_before or self._copies is None:
             return ()
-        self._is_before = False
+        self.is_before = False
         weights = tensor_norms(self._copies)
         _by_kind(torch._foreach_sub_, self._copies, self._samples)
         self._samples = []
@@ -65,7 +65,7 @@ class UpdateMeter:
 
     def forget(self) -> None:
         """Let go of the copies."""
-        self._samples, self._copies, self._is_before = [], None, False
+        self._samples, self._copies, self.is_before = [], None, False
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
