@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from pathlib import Path
@@ -18,6 +19,7 @@ from flexinspect.panels.training import TrainingData, facts_of
 from flexinspect.records import StepRecord
 from flexinspect.rules.trainingsteps import TrainingRule
 from flexinspect.trainingfacts import Producer, TrainingStepRecord
+from flexinspect_hooks.doors import saying
 from flexinspect_hooks.training import forwards, governor, stepdraft
 from flexinspect_hooks.training.optimizers import rates_of
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
@@ -72,6 +74,7 @@ def test_a_learning_rate_that_the_optimizer_does_not_tell_is_unknown(path: Path)
     data = TrainingData(step, {}, Span(0, 2, 2, 3, 1), points)
     assert ("learning rate", "unknown") in facts_of(data)
     assert rates_of(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0
+    assert saying._rates((math.nan, 0.1)) == "unknown, 0.1"
 
 
 def test_parameters_that_are_unfrozen_or_replaced_later_are_measured(path: Path) -> None:
