@@ -10,19 +10,19 @@ latter is a lower bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.records import CallRecord, Candidate, MaskRecord, TokenRecord
+from flexinspect.records import Candidate, TokenRecord
 from flexinspect.trace.branchfacts import own_family
 from flexinspect.trace.callranges import lineage
 from flexinspect.trace.ranges import chosen_range, holder, step_bounds, step_range
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import BranchRow, StepRow
+from flexinspect.trace.rows import BranchRow
 from flexinspect.trace.sequences import tokens_of
 
 LOGITS = "logits.row"
@@ -256,6 +256,23 @@ class MaskRows:
     known: npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class StepMask:
+    """The executed mask of one head in one step: `cells` bool (rows, keys), from `row`, `key` on.
+
+    Both are positions of the sequence.
+    """
+
+    layer: int
+    row: int
+    key: int
+    cells: npt.NDArray[np.bool_]
+
+
+FindStepMask = Callable[[int, int], StepMask | None]
+"""Finds the mask of a branch's own step: `find(branch, step)`."""
+
+
 def mask_change(
     reader: TraceReader,
     generation: int,
@@ -265,13 +282,17 @@ def mask_change(
     *,
     layer: int | None = None,
     head: int = 0,
+    find: FindStepMask | None = None,
 ) -> MaskChange | None:
     """Return how the executed mask of a layer (None: the first) differs in another branch.
 
-    None where a branch has no call of the layer, or no cells were recorded (level basic).
+    None where a branch has no call of the layer, or no cells were recorded (level basic). Who asks
+    again and again gives a `find` that remembers what `step_mask` returned.
     """
-    mine = mask_rows(reader, generation, step, one, layer=layer, head=head)
-    theirs = mask_rows(reader, generation, step, other, layer=layer, head=head)
+    mine, theirs = (
+        mask_rows(reader, generation, step, branch, layer=layer, head=head, find=find)
+        for branch in (one, other)
+    )
     if mine is None or theirs is None:
         return None
     n = min(len(mine.known), len(theirs.known))
@@ -293,37 +314,42 @@ def mask_rows(
     *,
     layer: int | None = None,
     head: int = 0,
+    find: FindStepMask | None = None,
 ) -> MaskRows | None:
     """Return the executed mask of all rows up to a step, None where no cell of it is known."""
     about = reader.step(generation, step, holder(reader, generation, step, branch))
     if about is None:
         return None
+    find = find or (lambda owner, at: step_mask(reader, generation, at, owner, layer, head))
     cells = np.zeros((about.kv_after, about.kv_after), np.bool_)
     known = np.zeros(about.kv_after, np.bool_)
     number = None
     for owner, first, stop in reversed(own_family(reader, generation, branch, step)):
-        end = step + 1 if stop is None else min(stop, step + 1)
-        for row in reader.steps(generation, owner, first, end):
-            call = _call(reader, row, layer)
-            mask = None if call is None or call.mask is None else reader.mask(call.mask)
-            if call is not None and mask is not None and mask.cells is not None:
-                _place(mask, head, cells, known)
-                number = call.layer
+        for at in range(first, step + 1 if stop is None else min(stop, step + 1)):
+            mask = find(owner, at)
+            if mask is not None:
+                _place(mask, cells, known)
+                number = mask.layer
     return None if number is None else MaskRows(number, cells, known)
 
 
-def _call(reader: TraceReader, row: StepRow, layer: int | None) -> CallRecord | None:
-    calls = reader.calls(row.generation, row.step, row.branch)
-    return next((call for call in calls if layer in (None, call.layer)), None)
+def step_mask(
+    reader: TraceReader, generation: int, step: int, branch: int, layer: int | None, head: int
+) -> StepMask | None:
+    """Return the executed mask of a layer (None: the first) in a step, None if it is not known."""
+    row = reader.step(generation, step, branch)
+    calls = [] if row is None else reader.calls(generation, step, branch)
+    call = next((call for call in calls if layer in (None, call.layer)), None)
+    mask = None if call is None or call.mask is None else reader.mask(call.mask)
+    if row is None or call is None or mask is None or mask.cells is None:
+        return None
+    cells = mask.cells[min(max(head, 0), len(mask.cells) - 1)].copy()
+    # Equal masks of many steps are one record: only the step says where they lie.
+    return StepMask(call.layer, row.kv_before, max(row.kv_after - mask.kv_len, 0), cells)
 
 
-def _place(
-    mask: MaskRecord, head: int, cells: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_]
-) -> None:
-    assert mask.cells is not None
-    mine = mask.cells[min(max(head, 0), len(mask.cells) - 1)]
-    n_rows, n_keys = mine.shape
-    rows, keys = mask.q_offset, mask.kv_offset
-    if rows + n_rows <= len(known) and keys + n_keys <= len(known):
-        cells[rows : rows + n_rows, keys : keys + n_keys] = mine
-        known[rows : rows + n_rows] = True
+def _place(mask: StepMask, cells: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_]) -> None:
+    row, key = mask.row + len(mask.cells), mask.key + mask.cells.shape[1]
+    if row <= len(known) and key <= len(known):
+        cells[mask.row : row, mask.key : key] = mask.cells
+        known[mask.row : row] = True

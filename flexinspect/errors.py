@@ -47,7 +47,12 @@ class TraceError(FlexInspectError):
 
 
 class TraceWriteError(FlexInspectError):
-    """The trace cannot be written any further (full disk, read-only folder)."""
+    """The trace cannot be written any further (full disk, read-only folder).
+
+    `stored` are the places, from 0, of what was stored all the same, of several given together.
+    """
+
+    stored: tuple[int, ...] = ()
 
 
 class ControlError(FlexInspectError):

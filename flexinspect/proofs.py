@@ -158,9 +158,10 @@ class Proof:
     def add_to(self, trace: str | Path, generation: int | None = None) -> int:
         """Store the findings in a finished trace, and return the generation that has them.
 
-        Without `generation` it is the one that was fed the same prompt, if the proof is of a
-        program, else the first. Raises `UsageError` for a generation that is not there,
-        `TraceWriteError` where the trace cannot be written to, `TraceError` for none.
+        Without `generation` it is that of the same sample, if the proof is of our own
+        generation; the one that was fed the same prompt, if it is of a program; else the first.
+        Raises `UsageError` for a generation that is not there, `TraceWriteError` where the trace
+        cannot be written to, `TraceError` for none.
         """
         from flexinspect.trace.proven import add_proof
 

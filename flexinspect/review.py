@@ -2,8 +2,8 @@
 
 While a run records, the cheap rules look at every step. The dear ones, and those that were not
 installed then, look here: at the steps as they are in the trace, generation by generation, each
-rule once. Of a generation that never came to its end (its process was killed) the rules that looked
-live say here what they say at an end.
+rule once. Of a generation that never came to its end, or a branch of which did not (its process was
+killed), the rules that looked live say here what they say at an end.
 
 `python -m flexinspect.review TRACE` does it in a process of its own and prints what could not be
 stored, as JSON: so the interface is not held up.
@@ -66,14 +66,14 @@ def tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[Task]:
     live, done = looked_live(run, rules), set(reader.reviews())
     found = []
     for about in reader.generations():
-        if is_recorded and about.state != "finished":
+        ended = _has_ended(reader, about)
+        if is_recorded and not ended:
             continue
         left = [rule for rule in rules if (rule.name, about.generation) not in done]
         if is_loose(about):
             left = [rule for rule in left if rule.loose]
         news = tuple(rule for rule in left if rule.name not in live)
         enders = tuple(rule for rule in left if rule.name in live and _speaks_at_end(rule))
-        ended = about.state == "finished"
         if news or (enders and not ended):
             found.append(Task(about, news, () if ended else enders))
     return found
@@ -92,6 +92,11 @@ def looked_live(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]
 
 def _is_recorded(run: Mapping[str, Any]) -> bool:
     return run.get("state") == "recording" and recorder_lives(run)
+
+
+def _has_ended(reader: TraceReader, about: GenerationRow) -> bool:
+    """Tell whether a generation and all its branches came to their end."""
+    return all(row.state == "finished" for row in reader.branches(about.generation))
 
 
 def _speaks_at_end(rule: Rule) -> bool:

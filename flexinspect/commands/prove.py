@@ -107,10 +107,10 @@ def _run(args: argparse.Namespace) -> int:
     is_program = hasattr(args, "program") or hasattr(args, "module")
     for proof in _of_program(args) if is_program else _proofs(args, _job(args)):
         done.append(proof)
-        if hasattr(args, "add_to"):
-            proof.add_to(args.add_to)
         if not args.json:
             _show(proof, console)
+        if hasattr(args, "add_to"):
+            proof.add_to(args.add_to)
     holds = all(proof.holds for proof in done)
     if args.json:
         facts = {"proofs": [proof.as_json() for proof in done], "exit_code": int(not holds)}

@@ -25,7 +25,7 @@ def choose(
     if pid is not None:
         found = [entry for entry in found if entry.pid == pid]
     if trace is not None:
-        found = [entry for entry in found if Path(entry.trace) == trace.absolute()]
+        found = [entry for entry in found if entry.records(trace)]
     if len(found) == 1:
         return found[0]
     if found:

@@ -47,6 +47,14 @@ class Entry:
     title: str = ""
     kind: Literal["generation", "program", "watch"] = "generation"
 
+    def records(self, path: Path) -> bool:
+        """Tell whether `path` leads to the file being written, by a link or another way too."""
+        mine = Path(self.trace)
+        try:
+            return mine.samefile(path)
+        except OSError:
+            return mine == path.absolute()
+
 
 def runtime_folder() -> Path:
     """Return the folder of sockets, made if need be, mode 0700.

@@ -11,9 +11,11 @@ from flexinspect.branches import (
     MaskChange,
     Node,
     StepChange,
+    StepMask,
     first_difference,
     mask_change,
     step_change,
+    step_mask,
     tree,
 )
 from flexinspect.panels.base import Go, Help, Missing, NoOptions, Panel, Picture, Place, Request
@@ -26,6 +28,7 @@ from flexinspect.widgets.lines import Span, clipped, line, paragraph, right
 from flexinspect.widgets.look import Look
 
 _STEP, _KL, _LOGIT = 5, 11, 8
+_MASK_BYTES = 512
 _COMPARISON = 4
 """Lines that the comparison keeps at least: its heading, two steps and the masks."""
 
@@ -93,9 +96,7 @@ class BranchesPanel(Panel[BranchesData, NoOptions]):
         pairs = _pairs(reader, shown, place.step, request.height - len(nodes) - 2)
         masks = None
         if any(pair.step == place.step and pair.change is not None for pair in pairs):
-            both = (shown.parent, shown.branch)
-            where = {"layer": place.layer, "head": place.head}
-            masks = mask_change(reader, place.generation, place.step, *both, **where)
+            masks = _masks(source, place, shown.parent, shown.branch)
         parting = _parting(reader, shown)
         return BranchesData(nodes, place, shown, tuple(pairs), parting, masks)
 
@@ -151,6 +152,21 @@ def _shown(nodes: tuple[Node, ...], branch: int) -> BranchRow | None:
     rows = [node.row for node in nodes]
     here = next((row for row in rows if row.branch == branch and row.parent is not None), None)
     return here or next((row for row in reversed(rows) if row.parent == branch), None)
+
+
+def _masks(source: Source, place: Place, parent: int, branch: int) -> MaskChange | None:
+    """Compare the masks of all steps up to this one; of each, what was read before is kept."""
+    reader, generation, layer, head = source.reader, place.generation, place.layer, place.head
+
+    def find(owner: int, step: int) -> StepMask | None:
+        return source.keep(
+            ("branches.mask", generation, owner, step, layer, head),
+            lambda: step_mask(reader, generation, step, owner, layer, head),
+            lambda mask: _MASK_BYTES + (0 if mask is None else mask.cells.nbytes),
+        )
+
+    about = (reader, generation, place.step, parent, branch)
+    return mask_change(*about, layer=layer, head=head, find=find)
 
 
 def _pairs(reader: TraceReader, shown: BranchRow, step: int, room: int) -> list[Pair]:

@@ -134,10 +134,12 @@ def _rows(data: StripData, room: int) -> list[int]:
     n_groups = len(data.groups)
     if n_groups <= room:
         return list(range(n_groups))
-    with np.errstate(all="ignore"):
-        high = np.nan_to_num(data.norms, nan=np.inf, posinf=np.inf).max(axis=1)
-    bright = sorted(range(n_groups), key=lambda row: -high[row])
-    return sorted(bright[: max(room, 0)])
+    norms = np.nan_to_num(data.norms, nan=np.inf, posinf=np.inf)
+    high, low = norms.max(axis=1), np.where(norms < 0, np.inf, norms).min(axis=1)
+    n_dark = max(room, 0) // 2
+    bright = np.argsort(-high, kind="stable")[: max(room, 0) - n_dark].tolist()
+    dark = [row for row in np.argsort(low, kind="stable").tolist() if row not in bright]
+    return sorted([*bright, *dark[:n_dark]])
 
 
 def _name(data: StripData, row: int, width: int, look: Look) -> Strip:

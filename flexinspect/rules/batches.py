@@ -60,7 +60,7 @@ class BatchesRule(Rule):
         """Return what the step's events say of its masks' batch rows."""
         found: list[Finding] = []
         for event in step.events:
-            if event.kind == EVENT:
+            if event.kind == EVENT and event.data["differ"]:
                 found += self._judge(step, event)
         return found
 

@@ -23,9 +23,7 @@ from flexinspect.rules.words import layers as in_layers
 
 BATCH_PADDING = "mask.batch-padding"
 
-LOOKED_AT = 1 << 22
-"""Cells over batch rows; of masks with more the capture does not look at the other rows."""
-_SAMPLE, _MOST = 32, 8
+_MOST = 8
 
 Counts = npt.NDArray[np.int64]
 
@@ -71,8 +69,8 @@ class PaddingsRule(Rule):
             self._learn(step)
         if self._pads is None or len(self._pads) != inputs.batch:
             return ()
-        kind = step.q_len == 1
-        if kind in self._judged:
+        kind, is_looked_at = step.q_len == 1, any(event.kind == EVENT for event in step.events)
+        if kind in self._judged or not is_looked_at:
             return ()
         self._judged.add(kind)
         return self._judge(step, self._pads)
@@ -80,7 +78,7 @@ class PaddingsRule(Rule):
     def _learn(self, step: StepRecord) -> None:
         """Take how many padding tokens each sequence begins with."""
         tables = {one.stream: one.array for one in step.arrays if one.stream in self.streams}
-        self._pads, self._judged = None, set()
+        self._pads = None
         self._is_fed = "inputs.mask" in tables
         if self._is_fed:
             real = np.asarray(tables["inputs.mask"], np.bool_)
@@ -109,17 +107,17 @@ class PaddingsRule(Rule):
         is_seen = call.batch == batch and call.q_len == step.q_len and call.causal is not False
         if mask is None or mask.cells is None or not is_seen or _is_averaged(mask):
             return None
-        if batch * min(call.q_len, _SAMPLE) * call.kv_len > LOOKED_AT:
-            return None
         start = max(step.kv_after - mask.kv_len, 0)
         for event in step.events:
             if event.kind == EVENT and event.data["mask"] == call.mask:
+                if not event.data["differ"]:
+                    keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
+                    return np.full(batch, start + int(keys[0])) if len(keys) else None
                 made_for_one = mask.kind == "block" and event.data["made_for"] == 1
                 if made_for_one or "newest_from" not in event.data:
                     return None
                 return start + np.asarray(event.data["newest_from"], np.int64)
-        keys = np.flatnonzero(mask.cells[:, -1].any(axis=0))
-        return np.full(batch, start + int(keys[0])) if len(keys) else None
+        return None  # the capture did not look at the other rows of this mask
 
     def _finding(
         self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: Counts

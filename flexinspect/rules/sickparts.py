@@ -88,15 +88,16 @@ def _of_scores(
     """Say that the scores are sick already, or that there are none as the row sees nothing."""
     if call.gate is None:
         return None
-    if call.dtype == "float16" and call.gate != call.gate and np.nanmax(np.abs(lse)) > LARGEST:
-        words = f"its scores lie beyond the largest float16 ({LARGEST}), in which softmax sees Inf"
-        return Part("scores", words)
-    if np.isfinite(lse).all():
-        return None
     if np.isneginf(lse).any():
         words = "its newest row sees no key, and a softmax over nothing is NaN"
         return Part("row without keys", words) if call.gate != call.gate else None
     bad = ~np.isfinite(lse)
+    is_beyond = bool((np.abs(lse[~bad]) > LARGEST).any())
+    if call.dtype == "float16" and call.gate != call.gate and is_beyond:
+        words = f"its scores lie beyond the largest float16 ({LARGEST}), in which softmax sees Inf"
+        return Part("scores", words)
+    if not bad.any():
+        return None
     n_sick = int(bad.sum())
     heads = "every head" if n_sick == len(lse) else f"{n_sick} of {counted(len(lse), 'head')}"
     if np.isposinf(lse).any():

@@ -313,7 +313,9 @@ def _origin(producer: Producer) -> str:
         return f"the weights {name} are not finite before the step{carried}"
     if producer.kind == "module":
         where = "what the model returns" if name == "(output)" else f"the output of {name}"
-        return f"it first appears in {where} ({producer.detail}), whose weights are finite{carried}"
+        dtype, _, weights = producer.detail.partition("; ")
+        weights = printable(weights) or "whose weights are finite"
+        return f"it first appears in {where} ({printable(dtype)}), {weights}{carried}"
     return (
         "the model's outputs are finite, so the loss itself makes it (a logarithm of 0, a square "
         "that overflows)"

@@ -146,17 +146,23 @@ def _told(a: _Life, b: _Life) -> Sequence[Finding]:
         differences.append(difference)
         if difference.is_parted or difference.lengths:
             break  # from here on they were fed other tokens
-    if all(one.is_same for one in differences):
-        return ()
+    if all(replace(one, tokens=None).is_same for one in differences):
+        return ()  # another token from the very same logits is the draw
     limit = limit_of(a.steps[0], b.steps[0])
     odd = next((one for one in differences if _is_odd(one, limit)), None)
     if odd is not None:
         return [_finding(b, DIFFER, _differ(a, b, odd, limit), odd, _jumping(odd, limit))]
-    parted = next((one for one in differences if one.is_parted), None)
+    parted, last = next((one for one in differences if one.is_parted), None), len(differences) - 1
     at = parted or differences[0]
-    is_same = parted is None and all(_is_small(one) for one in differences)
-    words = _same(a, b, differences) if is_same else _rounding(a, b, differences, parted)
+    is_drawn = parted is not None and _best(a.steps[last]) == _best(b.steps[last])
+    is_same = (parted is None or is_drawn) and all(_is_small(one) for one in differences)
+    words = _same(a, b, differences) if is_same else _rounding(a, b, differences, is_drawn)
     return [_finding(b, SAME if is_same else ROUNDING, words, at, None)]
+
+
+def _best(step: StepRecord) -> int | None:
+    logits = step.logits
+    return logits.candidates[0].token_id if logits is not None and logits.candidates else None
 
 
 def _is_odd(one: StepDifference, limit: float) -> bool:
@@ -229,21 +235,29 @@ def _padding(life: _Life) -> str:
 def _same(a: _Life, b: _Life, differences: Sequence[StepDifference]) -> str:
     moved = max((one.logits or 0.0 for one in differences), default=0.0)
     what = counted(len(differences), "step")
-    return f"{_head(a, b)}, and {what} came out the same (logits to {moved:.1g}){_padding(b)}."
+    drawn = _drawn(differences[-1]) if differences[-1].is_parted else ""
+    same = f"{_head(a, b)}, and {what} came out the same (logits to {moved:.1g})"
+    return f"{same}{drawn}{_padding(b)}."
+
+
+def _drawn(parted: StepDifference) -> str:
+    return f"; step {parted.step} draws another token, the best one is the same"
 
 
 def _rounding(
     a: _Life,
     b: _Life,
     differences: Sequence[StepDifference],
-    parted: StepDifference | None,
+    is_drawn: bool,
 ) -> str:
-    first = differences[0]
+    first, parted = differences[0], differences[-1]
     each = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
     layers = f"; the difference grows evenly over the layers ({each}{_more(first)}), no single jump"
     if not first.layers:
         layers = ""
-    if parted is None:
+    if is_drawn:
+        token = _drawn(parted)
+    elif not parted.is_parted:
         margin = min((min(one.margins) for one in differences if one.margins), default=math.nan)
         n_steps = counted(len(differences), "step")
         token = f"; no other token in {n_steps} (smallest margin {margin:.3g})"

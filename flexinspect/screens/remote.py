@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flexinspect.errors import ControlError
@@ -107,13 +106,6 @@ class Remote:
         process, path = self._feed.process, self._feed.path
         pid = process.pid if process is not None else None
         for entry in running():
-            if entry.pid == pid or (path is not None and _is_same(Path(entry.trace), path)):
+            if entry.pid == pid or (path is not None and entry.records(path)):
                 return ControlClient(entry.address)
         return None
-
-
-def _is_same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return one == other

@@ -33,10 +33,13 @@ class ReviewingScreen(Screen[None]):
     def review_once(self, feed: Feed, pool: Executor, held: int = 0) -> None:
         """Let rules look that have not yet, beside all else; of one file once.
 
-        While the model is held after `held` generations, once for each number of them.
+        While the model is held after `held` generations, once for each number of them; what is
+        said then is of what there was, so at the end they look again, and that can be stored.
         """
         if self._reviewed != (feed.path, held):
             self._reviewed = (feed.path, held)
+            if not held and feed.reader is not None:
+                feed.reader.take_back()
             self._review(feed, pool)
 
     @work(exclusive=True, group="review")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding
 from flexinspect.records import EventRecord
 from flexinspect.trace import encode
-from flexinspect.trace.connections import check_header
+from flexinspect.trace.connections import ReviewKey, check_header
 from flexinspect.trace.encode import Statement
 from flexinspect.trace.owner import recorded_by
 from flexinspect.trace.salvage import is_copy
@@ -63,8 +63,9 @@ def _transaction(db: sqlite3.Connection, reviewed: Iterable[Reviewed]) -> None:
     db.execute("BEGIN IMMEDIATE")
     try:
         done = set(db.execute("SELECT rule, generation FROM reviews"))
-        for sql, params in statements(reviewed, done):
-            db.execute(sql, params)
+        for key, parts in statements(reviewed).items():
+            for sql, params in () if key in done else parts:
+                db.execute(sql, params)
         db.execute("COMMIT")
     except BaseException:
         if db.in_transaction:
@@ -72,16 +73,14 @@ def _transaction(db: sqlite3.Connection, reviewed: Iterable[Reviewed]) -> None:
         raise
 
 
-def statements(
-    reviewed: Iterable[Reviewed], done: Collection[tuple[str, int]] = ()
-) -> list[Statement]:
-    """Return what writes these reviews, but for pairs of rule and generation that are `done`."""
-    out: list[Statement] = []
+def statements(reviewed: Iterable[Reviewed]) -> dict[ReviewKey, list[Statement]]:
+    """Return by rule and generation what writes these reviews."""
+    out: dict[ReviewKey, list[Statement]] = {}
     for one in reviewed:
-        if (one.rule, one.generation) not in done:
-            encode.findings(out, one.findings)
-            encode.events(out, one.events)
-            out.append(encode.review(one.rule, one.generation, one.at, one.wall_ms))
+        parts = out[one.rule, one.generation] = []
+        encode.findings(parts, one.findings)
+        encode.events(parts, one.events)
+        parts.append(encode.review(one.rule, one.generation, one.at, one.wall_ms))
     return out
 
 

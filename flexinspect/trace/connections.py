@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,16 @@ from flexinspect.trace.older import completions
 from flexinspect.trace.saidtables import EVENTS, FINDINGS, REVIEWS
 from flexinspect.trace.schema import APPLICATION_ID, VERSION
 
+ReviewKey = tuple[str, int]
+"""A rule and a generation that it has looked at."""
+
+Overlay = Mapping[ReviewKey, Sequence[tuple[str, Sequence[Any]]]]
+"""By review, the statements that would write it and what it found."""
+
 BUSY_S = 2.0
 """How long a query waits for a program that holds the file exclusively."""
 
+_NONE: Overlay = {}
 _MAGIC = b"SQLite format 3\0"
 _COPY = "Copy it again from where it was recorded, with the -wal file beside it if there is one."
 
@@ -58,7 +65,8 @@ class Connections:
         self._poll_version: object = None
         self._transient = False
         self._saw_wal = False
-        self._overlay: list[tuple[str, Sequence[Any]]] = []
+        self._overlay: dict[ReviewKey, Sequence[tuple[str, Sequence[Any]]]] = {}
+        self._said: object = None
         check_header(path)
         self.changed()
 
@@ -96,16 +104,30 @@ class Connections:
             version = self._ready(self._poll).execute("PRAGMA data_version").fetchone()
             moved = not fresh and version != self._poll_version
             self._poll_version = version
-            if moved and self._overlay:  # its copies are of what was said before
-                self._renew()
+            if moved and self._overlay and self._says_more():
+                self._renew()  # its copies are of what was said before
             if self._transient:
                 self._poll.close()
             return moved
 
-    def overlay(self, statements: Sequence[tuple[str, Sequence[Any]]]) -> None:
+    def overlay(self, reviews: Overlay) -> None:
         """Run these in copies that all connections have from now on of what is said of a run."""
-        self._overlay += statements
+        self._overlay = {**self._overlay, **reviews}
         self._renew()
+
+    def lift(self) -> None:
+        """Do without such copies again."""
+        if self._overlay:
+            self._overlay = {}
+            self._renew()
+
+    def _says_more(self) -> bool:
+        """Tell whether what the overlay copies has changed in the file since the last call."""
+        db = self._ready(self._poll)
+        findings = db.execute(f"SELECT * FROM main.{FINDINGS.name}").fetchall()
+        n_events = db.execute(f"SELECT max(event) FROM main.{EVENTS.name}").fetchone()
+        before, self._said = self._said, (findings, n_events)
+        return before != self._said
 
     def _renew(self) -> None:
         """Let every thread open its connection anew, but for the one that looks for changes."""
@@ -156,10 +178,11 @@ class Connections:
         return handle.db
 
 
-def connect(path: Path, overlay: Sequence[tuple[str, Sequence[Any]]] = ()) -> sqlite3.Connection:
+def connect(path: Path, overlay: Overlay = _NONE) -> sqlite3.Connection:
     """Open a connection that only reads. Raises `sqlite3.Error`.
 
     `overlay` is run in temporary copies of the tables of what is said, which hide the true ones.
+    A review that the file holds counts, and not that of the overlay.
 
     A file left in WAL mode cannot be opened in a folder that cannot be written; without a WAL
     beside it, nothing is lost by calling it immutable.
@@ -172,7 +195,7 @@ def connect(path: Path, overlay: Sequence[tuple[str, Sequence[Any]]] = ()) -> sq
         return _connect(f"{path.as_uri()}?immutable=1", overlay)
 
 
-def _connect(uri: str, overlay: Sequence[tuple[str, Sequence[Any]]]) -> sqlite3.Connection:
+def _connect(uri: str, overlay: Overlay) -> sqlite3.Connection:
     db = sqlite3.connect(
         uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
     )
@@ -188,7 +211,7 @@ def _connect(uri: str, overlay: Sequence[tuple[str, Sequence[Any]]]) -> sqlite3.
     return db
 
 
-def _lay_over(db: sqlite3.Connection, overlay: Sequence[tuple[str, Sequence[Any]]]) -> None:
+def _lay_over(db: sqlite3.Connection, overlay: Overlay) -> None:
     """A temporary table or view of the same name is what an unqualified name means from then on."""
     older = completions(db)
     if not overlay and not older:
@@ -200,8 +223,10 @@ def _lay_over(db: sqlite3.Connection, overlay: Sequence[tuple[str, Sequence[Any]
         db.execute(f"INSERT INTO temp.{table.name} {whole}")
     for name, whole in older.items():
         db.execute(f"CREATE TEMP VIEW {name} AS {whole}")
-    for sql, params in overlay:
-        db.execute(sql, params)
+    done = set(db.execute("SELECT rule, generation FROM temp.reviews")) if overlay else set()
+    for key, statements in overlay.items():
+        for sql, params in () if key in done else statements:
+            db.execute(sql, params)
 
 
 def in_wal_mode(path: Path) -> bool:

@@ -10,6 +10,7 @@ from flexinspect.trace.queries import BRANCH, STEP
 from flexinspect.trace.reader import TraceReader
 
 _KNOWS = "SELECT count(*) FROM sqlite_schema WHERE type = 'table' AND name = ?"
+_WIDE = "AND owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
 
 
 def knows_gradients(reader: TraceReader) -> bool:
@@ -28,11 +29,7 @@ def gradients_of(
     stats = reader._records(
         decode.gradient_stat, schema.GRADS, f"{STEP} ORDER BY layer, name", key, skip=3
     )
-    found = {
-        record.stream: record.array
-        for record in reader.array_records(generation, step, branch)
-        if record.stream.startswith("grads.")
-    }
+    found = {record.stream: record.array for record in reader._arrays(key, _WIDE, ())}
     return reader._guard(lambda row: decode.gradients(row, tuple(stats), found), rows[0])
 
 

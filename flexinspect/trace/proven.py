@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexinspect.errors import UsageError
+from flexinspect.findings import Finding
 from flexinspect.trace.append import Reviewed, append
 from flexinspect.trace.reader import TraceReader, open_trace
 
@@ -24,12 +25,32 @@ def add_proof(proof: Proof, path: Path, generation: int | None = None) -> int:
             which = "generation" if generation is None else f"generation {generation}"
             raise UsageError(f"{path} has no {which} to add a proof to.")
         if generation is None:
-            generation = _fed_the_same(reader, str(proof.facts.get("fed", "")), numbers)
+            generation = _proved(reader, proof, numbers)
     at = time.time()
-    findings = tuple(replace(one, generation=generation) for one in proof.findings)
+    findings = tuple(_placed(one, generation) for one in proof.findings)
     # A proof may be made again, after a repair: each has a name of its own.
     append(path, [Reviewed(f"prove {proof.kind} at {at:.3f}", generation, findings, (), at, 0.0)])
     return generation
+
+
+def _placed(finding: Finding, generation: int) -> Finding:
+    before, now = f"generation = {finding.generation}", f"generation = {generation}"
+    query = finding.query.replace(before, now)
+    return replace(finding, generation=generation, query=query)
+
+
+def _proved(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
+    """Return the generation that a proof is of; the first, if it does not say."""
+    sample = proof.facts.get("sample")
+    if sample is None:
+        return _fed_the_same(reader, str(proof.facts.get("fed", "")), numbers)
+    for about in reader.generations():
+        if about.sample_id == sample:
+            return about.generation
+    raise UsageError(
+        f"{reader.path} has no generation of sample {sample!r}, so its proof is not stored.",
+        hint="Name a trace of a run with the same data and --max-samples.",
+    )
 
 
 def _fed_the_same(reader: TraceReader, fed: str, numbers: list[int]) -> int:

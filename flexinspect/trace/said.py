@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flexinspect.findings import Finding
 from flexinspect.trace import decode, schema
+from flexinspect.trace.connections import ReviewKey
 from flexinspect.trace.encode import Statement
 from flexinspect.trace.queries import Queries, place
 from flexinspect.trace.rows import EventRow, FindingRow, OutputRow
@@ -40,13 +41,18 @@ class SaidQueries(Queries):
         rows = self._select(schema.REVIEWS, "ORDER BY rule, generation")
         return [(str(row[0]), int(row[1])) for row in rows]
 
-    def add(self, statements: Sequence[Statement]) -> None:
+    def add(self, reviews: Mapping[ReviewKey, Sequence[Statement]]) -> None:
         """Let this reader say more findings, events and reviews than its file holds.
 
-        `statements` are those that would write them; the file stays as it is.
+        `reviews` are by rule and generation what would write them; the file stays as it is, and
+        what it holds by then of the same rule and generation counts.
         """
-        self._connections.overlay(statements)
+        self._connections.overlay(reviews)
         self._added = True
+
+    def take_back(self) -> None:
+        """Say again what the file holds, and nothing of what was added."""
+        self._connections.lift()
 
     def events(
         self,

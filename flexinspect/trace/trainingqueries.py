@@ -20,13 +20,19 @@ _CURVE = (
     "max(loss IS NULL AND loss_source <> ''), max(n_sick > 0) "
     f"FROM training_steps {BRANCH} GROUP BY bucket ORDER BY bucket"
 )
+_SICK = (
+    "SELECT step FROM (SELECT step, row_number() OVER "
+    "(PARTITION BY (step - ?) * ? / ? ORDER BY step) AS nth "
+    f"FROM training_steps {BRANCH} AND n_sick > 0) WHERE nth <= ?"
+)
 _GROUPS = (
     "SELECT (step - ?) * ? / ? AS bucket, key, max(value), max(type = 'object') "
-    "FROM training_steps, json_each(group_norms) "
-    f"{BRANCH} AND (step % ? = 0 OR n_exploding > 0) GROUP BY bucket, key"
+    f"FROM training_steps, json_each(group_norms) {BRANCH} "
+    f"AND (step % ? = 0 OR n_exploding > 0 OR step IN ({_SICK})) GROUP BY bucket, key"
 )
 MOST_READ = 4096
-"""Steps whose norms by group are read for a picture; of more, evenly spread ones, and bad ones."""
+"""Steps whose norms by group are read for a picture; of more, evenly spread ones, those with
+large norms, and as many of those with NaN or Inf (a run may end in nothing else)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +94,8 @@ class TrainingQueries(SaidQueries):
     ) -> dict[tuple[int, int], float]:
         """Return the highest norm by point and group, NaN where one was not finite."""
         stride = max(n_steps // MOST_READ, 1)
-        params = (first, n_points, n_steps, generation, branch, stride)
+        key = (first, n_points, n_steps, generation, branch)
+        params = (*key, stride, *key, max(MOST_READ // n_points, 1))
         return {
             (row[0], row[1]): math.nan if row[3] else float(row[2])
             for row in self._query(_GROUPS, params)

@@ -28,18 +28,13 @@ from flexinspect.records import (
     OutputRecord,
     StepRecord,
 )
-from flexinspect.trace import encode, places, schema
+from flexinspect.trace import encode, places
 from flexinspect.trace.encode import Statement
+from flexinspect.trace.fresh import failure, fresh
 from flexinspect.trace.values import bindable
-
-WAL_LIMIT = 16_384
-"""Pages (64 MiB) of WAL after which a commit folds them into the file, in the middle of a run."""
 
 WAL_TIDY = 1_024
 """Pages (4 MiB) of WAL worth folding into the file between two generations."""
-
-BUSY_S = 10.0
-"""How long a commit waits for another program that holds the file."""
 
 LET_GO_S = 1.5
 """How long closing waits for live readers to let go of the WAL."""
@@ -87,7 +82,7 @@ class TraceWriter:
             target.unlink(missing_ok=True)
             here = places.temporary_place(target)
             places.claim(here, overwrite=False)
-        writer = cls(target, here, _open(here, {**run, "state": "recording"}))
+        writer = cls(target, here, fresh(here, {**run, "state": "recording"}))
         if network is not None:
             writer.note = (
                 f"{target.parent} is on a network file system ({network}): recording to {here}, "
@@ -177,7 +172,8 @@ class TraceWriter:
         """Record steps that waited together, in one transaction: afterwards all of them are there.
 
         Committing is more than half of what a step costs, and steps in a row dirty the same pages.
-        Raises as `write_step` does; a record that cannot be stored takes none of the others along.
+        Raises as `write_step` does; a record that cannot be stored takes none of the others along,
+        and the error's `stored` says which these are.
         """
         if len(records) == 1:
             self.write_step(records[0])
@@ -185,31 +181,36 @@ class TraceWriter:
         with self._lock:
             if self._refuses():
                 return
-            known = set(self._known)
-            statements: list[Statement] = []
-            for record in records:
-                statements += encode.step(record, known)
-                known.update(mask.fingerprint for mask in record.masks)
-            what = f"steps {records[0].step} to {records[-1].step}"
             try:
-                self._commit(statements, what)
-                self._known = known
+                self._write_together(records)
                 return
             except TraceWriteError:
                 if self.failed:
                     raise
         self._write_one_by_one(records)
 
+    def _write_together(self, records: Sequence[StepRecord]) -> None:
+        known = set(self._known)
+        statements: list[Statement] = []
+        for record in records:
+            statements += encode.step(record, known)
+            known.update(mask.fingerprint for mask in record.masks)
+        self._commit(statements, f"steps {records[0].step} to {records[-1].step}")
+        self._known = known
+
     def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
         refused: TraceWriteError | None = None
-        for record in records:
+        stored: list[int] = []
+        for number, record in enumerate(records):
             try:
                 self.write_step(record)
+                stored.append(number)
             except TraceWriteError as error:
                 refused = error
                 if self.failed:
                     break
         if refused is not None:
+            refused.stored = tuple(stored)
             raise refused
 
     def end_generation(self, record: GenerationEnd) -> None:
@@ -270,9 +271,9 @@ class TraceWriter:
             ) from error
         except sqlite3.Error as error:
             self.failed = True
-            failure = _failure(self.recording_path, what, error)
-            self._reason = failure.message
-            raise failure from error
+            ended = failure(self.recording_path, what, error)
+            self._reason = ended.message
+            raise ended from error
         return True
 
     def _bind_and_run(self, statements: Sequence[Statement]) -> None:
@@ -337,64 +338,3 @@ class TraceWriter:
                 f"Another program or the disk kept {self.recording_path} from being folded into "
                 "one file: as long as a -wal file lies beside it, keep the two together."
             )
-
-
-def _open(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
-    """Open the empty file `path` as a trace with the manifest `run`."""
-    if sqlite3.sqlite_version_info < (3, 37):
-        raise TraceWriteError(
-            f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer.",
-            hint="Use a Python of 2022 or later.",
-        )
-    db = None
-    try:
-        db = sqlite3.connect(
-            f"{path.as_uri()}?mode=rw",
-            uri=True,
-            timeout=BUSY_S,
-            isolation_level=None,
-            check_same_thread=False,
-            cached_statements=512,
-        )
-        _prepare(db, run)
-    except sqlite3.Error as error:
-        if db is not None:
-            db.close()
-        with suppress(OSError):
-            path.unlink()
-        raise _failure(path, "the beginning of the trace", error) from error
-    return db
-
-
-def _prepare(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
-    # Without a journal: nothing is lost if this fails, and the file itself (not only its WAL) says
-    # from the first moment what it is.
-    db.execute("PRAGMA journal_mode = OFF")
-    db.execute("PRAGMA synchronous = OFF")
-    db.execute("BEGIN")
-    for sql in schema.create_statements():
-        db.execute(sql)
-    for sql, params in encode.run(run):
-        db.execute(sql, params)
-    db.execute("COMMIT")
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = NORMAL")
-    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT}")
-
-
-def _failure(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
-    reason = str(error)
-    name = getattr(error, "sqlite_errorname", "")
-    hint = "Everything recorded so far stays readable; the generation itself goes on."
-    if name.startswith("SQLITE_FULL"):
-        reason = "the disk is full"
-        hint += " Free some space, or choose another disk with --out."
-    elif name.startswith("SQLITE_READONLY"):
-        reason = "it has become read-only"
-    elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        reason = "another program holds it locked"
-        hint += " Close the program that has it open for writing."
-    elif name.startswith("SQLITE_IOERR"):
-        reason = f"the disk reports an error ({reason})"
-        hint += " Check the disk and the space left on it."
-    return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)

@@ -274,7 +274,8 @@ class AttentionHook:
             return
         draft.builds += kept.builds
         fingerprints = [self._book.record(mask, values, draft) for mask in kept.masks]
-        record_batch_rows(values, kept.masks, fingerprints, step, draft)
+        told = {"tells_alike": not self.are_loose}  # no rule asks it of calls outside of a model
+        record_batch_rows(values, kept.masks, fingerprints, step, draft, **told)
         record_repeats(values, kept.calls, step, draft)
         record_scales(values, kept.calls, step, draft)
         rows = gathered(values, len(kept.calls)) if kept.gate_kinds else {}

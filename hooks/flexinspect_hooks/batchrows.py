@@ -32,11 +32,11 @@ SAMPLE = 32
 MOST = 1 << 22
 """Cells, over batch rows, that are evaluated at once; larger masks are left alone."""
 
-_PREFIX = "batchrows/"
+_PREFIX, _NUMBERS = "batchrows/", 6
 
 
 class BatchRows:
-    """Looks at each mask of a batch once, and tells where its batch rows differ."""
+    """Looks at each mask of a batch once, and tells where its batch rows differ, if they do."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[Any, ...]] = set()
@@ -61,9 +61,9 @@ class BatchRows:
             if ref is None or not self._is_new(ref, mask):
                 continue
             with suppress(Exception):  # a rule may not take what the call itself never gave it
-                cells = _cells(ref.mask, ref.query.shape[0], mask)
-                if cells is not None:
-                    buffer.put(f"{_PREFIX}{mask.number}", _summary(cells, mask))
+                found = _look(ref, mask)
+                if found is not None:
+                    buffer.put(f"{_PREFIX}{mask.number}", found)
 
     def _is_new(self, ref: CallRef, mask: ReceivedMask) -> bool:
         rule = None if mask.rule is None else rule_name(mask.rule)
@@ -74,22 +74,26 @@ class BatchRows:
         return True
 
 
-def _cells(received: Any, batch: int, mask: ReceivedMask) -> Tensor | None:
-    """Return the sampled rows of every batch row in head 0, bool (batch, sample, keys).
+def _look(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
+    """Return the summary of a mask's batch rows, zeros where one mask is given to all of them.
 
-    None for what is one and the same for all of them.
+    None where they cannot be looked at.
     """
-    rows = _sampled(mask.q_len)
+    received, batch, rows = ref.mask, ref.query.shape[0], _sampled(mask.q_len)
+    alike = torch.zeros((batch, _NUMBERS), dtype=torch.int64, device=ref.query.device)
+    is_dense = isinstance(received, Tensor)
+    if received is None or (is_dense and (received.dim() < 4 or received.shape[0] == 1)):
+        return alike
     if batch * len(rows) * mask.kv_len > MOST:
         return None
     if isinstance(received, BlockMask):
-        return _of_rule(received, batch, rows, mask.kv_len)
-    if not isinstance(received, Tensor) or received.dim() != 4 or received.shape[0] != batch:
-        return None
-    if received.shape[2] != mask.q_len:
+        cells = _of_rule(received, batch, rows, mask.kv_len)
+        return alike if cells.stride(0) == 0 else _summary(cells, mask)
+    if not is_dense or received.shape[0] != batch or received.shape[2] != mask.q_len:
         return None
     part = received[:, 0, rows.to(received.device), : mask.kv_len]
-    return part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
+    is_open = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
+    return _summary(is_open, mask)
 
 
 def _sampled(n_rows: int) -> Tensor:
@@ -97,7 +101,7 @@ def _sampled(n_rows: int) -> Tensor:
     return torch.linspace(0, n_rows - 1, min(n_rows, SAMPLE)).round().long()
 
 
-def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Tensor | None:
+def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Tensor:
     """Evaluate a rule as flex does. vmap gives batch rows that it ignores a stride of 0."""
     device = block_mask.kv_num_blocks.device
     over_kv = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
@@ -107,7 +111,7 @@ def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Te
     batches = torch.arange(batch, device=device)
     with unseen():
         cells: Tensor = over_b(batches, zero, rows.to(device), keys.to(device))
-    return None if cells.stride(0) == 0 else cells
+    return cells
 
 
 def _summary(cells: Tensor, mask: ReceivedMask) -> Tensor:
@@ -134,24 +138,29 @@ def record_batch_rows(
     names: Sequence[str],
     about: StepContext,
     draft: StepDraft,
+    *,
+    tells_alike: bool,
 ) -> None:
-    """Tell of the masks whose batch rows differ (writer thread); `names` are fingerprints."""
+    """Tell of the masks whose batch rows differ (writer thread); `names` are fingerprints.
+
+    `tells_alike` says that those are told of as well that were looked at and do not differ.
+    """
     for mask, name in zip(masks, names, strict=True):
         found = values.get(f"{_PREFIX}{mask.number}")
-        if found is None or not found[:, 0].any():
+        if found is None or not (tells_alike or found[:, 0].any()):
             continue
-        other = int(np.flatnonzero(found[:, 0])[0])
-        data = {
-            "mask": name,
-            "made_for": int(mask.batch),
-            "batch": len(found),
-            "differ": np.flatnonzero(found[:, 0]).tolist(),
-            "first": [other, *(int(n) for n in found[other, 1:3])],
-            "open": found[:, 3].tolist(),
-            "future": found[:, 4].tolist(),
-            "newest_from": found[:, 5].tolist(),
-        }
-        text = f"A mask differs between {len(data['differ']) + 1} of {len(found)} batch rows."
+        data: dict[str, Any] = {"mask": name, "made_for": int(mask.batch), "batch": len(found)}
+        differ = np.flatnonzero(found[:, 0]).tolist()
+        text = f"A mask is the same in all {len(found)} batch rows."
+        if differ:
+            text = f"A mask differs between {len(differ) + 1} of {len(found)} batch rows."
+            data |= {
+                "first": [differ[0], *(int(n) for n in found[differ[0], 1:3])],
+                "open": found[:, 3].tolist(),
+                "future": found[:, 4].tolist(),
+                "newest_from": found[:, 5].tolist(),
+            }
+        data["differ"] = differ
         draft.events.append(
             EventRecord(BATCH_ROWS, text, about.started_at, about.generation, about.step, data)
         )

@@ -333,8 +333,16 @@ class Recorder:
         if self.failure is not None:
             return
         records = self._records(items)
-        self._sink.write_steps(records)
-        self.n_steps += len(items)
+        try:
+            self._sink.write_steps(records)
+        except TraceWriteError as error:
+            self._count([records[place] for place in error.stored])
+            raise
+        self._count(records)
+
+    def _count(self, records: Sequence[StepRecord]) -> None:
+        """Count steps that were written, and have them judged."""
+        self.n_steps += len(records)
         if self.judge is not None:
             for record in records:
                 self.judge.judge(record)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from flexinspect.commands import build_parser, main
 from flexinspect.commands.ctl import _waited
 from flexinspect.commands.ctlwords import lines
 from flexinspect.commands.maskflags import edits_of
-from flexinspect.control.choosing import address_of
+from flexinspect.control import registry
+from flexinspect.control.choosing import address_of, choose
 from flexinspect.control.messages import (
     Answer,
     BreakpointInfo,
@@ -21,10 +23,27 @@ from flexinspect.control.messages import (
     Place,
     Status,
 )
+from flexinspect.control.registry import Address, Entry
 from flexinspect.control.waiting import wait_for_effect
 from flexinspect.errors import ControlError, UsageError
 
 STATUS = Status("paused", Place(0, 1, 7), "paused after step 7 (branch 1)", "entropy > 3")
+
+
+def test_a_capture_is_found_by_any_way_to_its_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, link = tmp_path / "a.flextrace", tmp_path / "link.flextrace"
+    trace.touch()
+    link.symlink_to(trace)
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    entry = Entry(1, 0.0, Address("a.sock"), str(trace))
+    monkeypatch.setattr(registry, "running", lambda: [entry])
+    for name in (trace, link, Path("../a.flextrace"), Path("../below/../link.flextrace")):
+        assert choose(trace=name) is entry
+    with pytest.raises(UsageError, match="that records other is running"):
+        choose(trace=Path("other"))
 
 
 def test_edits_are_read_in_the_order_they_are_given() -> None:

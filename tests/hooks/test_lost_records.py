@@ -5,13 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from support.traces import sample_generation, sample_step
 
 from flexinspect import protocol
+from flexinspect.errors import TraceWriteError
 from flexinspect.job import Job
+from flexinspect.records import ArrayRecord, StepRecord
 from flexinspect.trace.reader import open_trace
+from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.recorder import Recorder
 
 CHILD = """
 import sys
@@ -26,6 +33,37 @@ def write_steps(self, records):
 TraceWriter.write_steps = write_steps
 sys.exit(main())
 """
+
+
+class Seen:
+    """A judge that notes which steps it was shown."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def judge(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+    def judge_findings(self, findings: object, generation: int) -> None: ...
+
+
+@pytest.mark.parametrize("spoiled", ["an array of objects", "a step written before"])
+def test_a_step_that_cannot_be_stored_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
+) -> None:
+    steps = [sample_step(number) for number in range(4)]
+    objects = (ArrayRecord("odd", np.array([object()])),)
+    steps[2] = replace(steps[2], arrays=objects) if spoiled.endswith("objects") else steps[1]
+    with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
+        writer.begin_generation(sample_generation(0))
+        recorder, seen = Recorder(writer), Seen()
+        recorder.judge = seen
+        monkeypatch.setattr(recorder, "_records", lambda items: steps)
+        with pytest.raises(TraceWriteError):
+            recorder._write_steps([])
+    assert (seen.steps, recorder.n_steps) == ([0, 1, 3], 3)
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert [row.step for row in reader.steps(0)] == [0, 1, 3]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.traces import sample_trace
 
+from flexinspect.errors import UsageError
 from flexinspect.findings import Severity
 from flexinspect.proofs import FINDINGS, KINDS, Proof, amount, found
 from flexinspect.trace.reader import open_trace
@@ -50,6 +52,20 @@ def test_a_proof_holds_unless_something_is_an_error() -> None:
     assert [one["severity"] for one in bad.as_json()["findings"]] == ["error", "note"]
     assert leak.severity is Severity.ERROR
     assert leak.why
+
+
+def test_a_proof_is_stored_with_the_generation_of_its_sample(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "sample.flextrace")
+    made = Proof("isolation", (), (found("proof.isolated", "Fine."),), {"sample": "sample-1"})
+    assert made.add_to(path) == 1
+    with open_trace(path) as reader:
+        (stored,) = [one for one in reader.findings() if one.id == "proof.isolated"]
+    assert stored.generation == 1
+    assert stored.query.endswith("WHERE generation = 1")
+    other = replace(made, facts={"sample": "sample-9"})
+    with pytest.raises(UsageError, match="no generation of sample 'sample-9'"):
+        other.add_to(path)
+    assert other.add_to(path, 0) == 0
 
 
 def test_words_of_a_model_cannot_move_the_cursor() -> None:

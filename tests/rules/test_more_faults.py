@@ -79,6 +79,23 @@ def test_sequences_whose_padding_is_closed_are_left_alone(plant: Planted) -> Non
         assert serious(plant(model, run, name=str(number))) == []
 
 
+def test_a_batch_without_a_cache_is_judged_by_the_step_whose_rows_were_looked_at(
+    plant: Planted,
+) -> None:
+    model, (batch, mask) = model_on("sdpa"), left_padded((9, 6, 4))
+    given = {"attention_mask": mask, "use_cache": False, "max_new_tokens": 3}
+    healthy = plant(model, lambda: model.generate(batch, do_sample=False, **given))
+    assert serious(healthy) == []
+
+
+def test_other_rows_of_a_mask_that_the_capture_did_not_look_at_are_not_judged(
+    plant: Planted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect_hooks.batchrows.MOST", 8)
+    model, (batch, mask) = model_on("sdpa"), left_padded((9, 6, 4))
+    assert serious(plant(model, lambda: model(batch, attention_mask=mask))) == []
+
+
 def test_ids_that_count_padding_matter_where_positions_are_learnt(plant: Planted) -> None:
     (batch, mask), places = left_padded((4, 9)), torch.arange(9).expand(2, 9)
     severities = {}

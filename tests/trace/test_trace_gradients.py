@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from trace_samples import INF, NAN, generation, step, write
 
+from flexinspect.errors import TraceError
 from flexinspect.gradientrecords import GradientRecord, GradientStat
 from flexinspect.trace.dump import Selection, dump_json
 from flexinspect.trace.dumptext import dump_text
@@ -76,6 +78,19 @@ def test_a_trace_without_the_tables_of_gradients_has_none(tmp_path: Path) -> Non
         assert reader.gradients(1, 2) is None
         assert steps_with_gradients(reader, 1) == []
         assert reader.record(1, 2) is not None
+
+
+def test_gradients_are_read_without_the_other_arrays_of_their_step(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.flextrace")
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE arrays SET checksum = checksum + 1 WHERE stream NOT LIKE 'grads.%'")
+        db.commit()
+    with open_trace(path) as reader:
+        with pytest.raises(TraceError, match="damaged"):
+            reader.array_records(1, 2)
+        found = reader.gradients(1, 2)
+    assert found is not None
+    assert found.tokens is not None
 
 
 def test_a_replay_has_gradients_behind_all_steps(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from flexinspect.trace.reader import open_trace
 CHILD = """
 import os, sys
 from trace_samples import generation, end, step
-from flexinspect.trace import writer as module
-module.WAL_LIMIT = int(sys.argv[2])
+from flexinspect.trace import fresh, writer as module
+fresh.WAL_LIMIT = int(sys.argv[2])
 module.WAL_TIDY = 0
 steps_each = int(sys.argv[3])
 writer = module.TraceWriter.create(sys.argv[1], {"model": "demo"})

@@ -3,63 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
+from support.nets import Log, mlp, squares, the, trained
 from torch import Tensor, nn
 
-from flexinspect.findings import Finding, Severity
+from flexinspect.findings import Severity
 from flexinspect.rules.trainingsteps import is_spike
-from flexinspect.trainingfacts import TrainingStepRecord
-from flexinspect_hooks.training import forwards
 from flexinspect_hooks.training.watching import watch_training
-
-LossOf = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
-
-
-def mlp(*widths: int, activation: type[nn.Module] = nn.Tanh) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for n_in, n_out in pairwise(widths):
-        layers += [nn.Linear(n_in, n_out), activation()]
-    return nn.Sequential(*layers[:-1])
-
-
-def squares(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
-    return ((model(x) - y) ** 2).mean()
-
-
-def trained(
-    path: Path,
-    model: nn.Module,
-    *,
-    rate: float = 0.05,
-    steps: int = 12,
-    loss_of: LossOf = squares,
-    level: str = "basic",
-) -> tuple[list[Finding], dict[int, TrainingStepRecord]]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
-    y = torch.sin(x.sum(1, keepdim=True))
-    with watch_training(model, optimizer, out=path, level=level, quiet=True) as trace:
-        for step in range(steps):
-            loss = loss_of(model, x, y, step)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            trace.step(loss=loss)
-    with trace.reader() as reader:
-        return reader.findings(), reader.training_steps(0)
-
-
-def the(findings: list[Finding], id_: str) -> Finding:
-    (found,) = [one for one in findings if one.id == id_]
-    return found
 
 
 @pytest.fixture
@@ -93,42 +48,6 @@ def test_a_bad_initialisation_explodes_in_the_first_step(path: Path) -> None:
     assert finding.evidence["carriers"] > 0
 
 
-@pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_on_an_accelerator_the_producer_is_found_when_the_step_is_measured(
-    path: Path, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forwards, "is_remote", lambda tensor: True)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), Log(), nn.Linear(4, 1))
-    found, _ = trained(path, model, steps=2, level=level)
-    finding = the(found, "training.loss-nan")
-    assert (finding.step, finding.evidence["producer"], finding.evidence["name"]) == (
-        *(0, "module"),
-        "2",
-    )
-    sick = mlp(8, 16, 16, 1)
-    with torch.no_grad():
-        sick[2].weight[3, 4] = math.nan
-    found, _ = trained(path.with_name("b.flextrace"), sick, steps=2, level=level)
-    assert the(found, "training.loss-nan").evidence["name"] == "2.weight"
-
-
-class Masked(nn.Module):
-    """Sets values to -inf that softmax then turns into 0."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.masked_fill(torch.eye(*x.shape, dtype=torch.bool), -math.inf)
-
-
-def test_on_an_accelerator_a_mask_within_the_model_is_no_trouble(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forwards, "is_remote", lambda tensor: True)
-    model = nn.Sequential(nn.Linear(8, 8), Masked(), nn.Softmax(-1), nn.Linear(8, 1))
-    found, _ = trained(path, model, steps=2, level="advanced")
-    assert not found
-
-
 def test_weights_that_are_nan_from_the_start_are_the_producer(path: Path) -> None:
     model = mlp(8, 16, 16, 1)
     with torch.no_grad():
@@ -148,13 +67,6 @@ def test_a_signal_lost_on_the_way_back_vanishes(path: Path) -> None:
     assert finding.evidence["name"] == "0.weight"
     assert float(finding.evidence["detail"]) < 1e-6
     assert steps[0].n_vanishing == finding.evidence["carriers"] + 1
-
-
-class Log(nn.Module):
-    """The logarithm, of 0 too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.log()
 
 
 def test_a_log_of_zero_within_the_model_is_named(path: Path) -> None:
@@ -191,15 +103,6 @@ def test_a_gradient_that_is_nan_under_a_finite_loss_is_named(path: Path) -> None
     assert finding.evidence["name"] == "2.bias"
     assert finding.evidence["carriers"] == 3
     assert "what arrives from the loss is not" in finding.sentence
-
-
-def test_a_batch_that_is_nan_is_blamed_on_the_batch(path: Path) -> None:
-    def loss_of(model: nn.Module, x: Tensor, y: Tensor, step: int) -> Tensor:
-        return squares(model, x * math.nan if step == 2 else x, y, step)
-
-    found, _ = trained(path, mlp(8, 16, 1), steps=3, loss_of=loss_of)
-    finding = the(found, "training.loss-nan")
-    assert (finding.step, finding.evidence["producer"]) == (2, "input")
 
 
 def test_an_output_beyond_float16_names_its_module(path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.traces import SEGMENTS, sample_step, sample_trace
+from support.traces import N_PROMPT, SEGMENTS, sample_step, sample_trace
 from support.tui import screen_text, settle
 
 from flexinspect.app import InspectorApp
@@ -106,6 +106,24 @@ def test_the_step_at_which_texts_part_is_the_first_of_all_and_the_masks_are_said
     shown = " ".join(" ".join(strip.text for strip in picture.strips).split())
     assert "Masks: the same in all" in shown
     assert "rows that both computed (layer 0, head 0, up to this step)." in shown
+
+
+def test_another_step_reads_only_the_masks_that_were_not_read_yet(
+    forked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    of_trace = TraceReader.mask
+    monkeypatch.setattr(
+        TraceReader, "mask", lambda *asked: read.append(asked[1]) or of_trace(*asked)
+    )
+    source = Source(TraceReader(forked))
+    for step, n_new in ((2, 4), (3, 2), (3, 0), (2, 0)):
+        read.clear()
+        request = Request(Place(branch=1, step=step), NoOptions(), 90, 20)
+        masks = BranchesPanel().load(source, request).masks
+        assert masks is not None
+        assert (masks.n_rows, masks.n_opened, masks.n_closed) == (N_PROMPT + step, 0, 0)
+        assert len(read) == n_new
 
 
 def test_the_base_shows_the_last_branch_that_left_it(forked: Path) -> None:

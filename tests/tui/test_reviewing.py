@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from textual.pilot import Pilot
 
 from flexinspect import plugins, review
 from flexinspect.app import InspectorApp
+from flexinspect.feed import Feed
 from flexinspect.rules.numbers import NumbersRule
 from flexinspect.screens import reviewing
 from flexinspect.state import remember
+from flexinspect.trace.append import statements
 from flexinspect.trace.reader import open_trace
 
 CHILD = """
@@ -67,6 +70,24 @@ async def test_what_dear_rules_say_appears_while_somebody_looks(
     assert "query: SELECT * FROM steps" in shown
     with open_trace(trace) as reader:
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
+
+
+def test_what_was_said_of_a_held_run_is_looked_for_again_at_its_end(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, screen = Feed(trace), reviewing.ReviewingScreen()
+    reviewed: list[list[tuple[str, int]]] = []
+    assert feed.reader is not None
+    reader = feed.reader
+    monkeypatch.setattr(screen, "_review", lambda feed, pool: reviewed.append(reader.reviews()))
+    with ThreadPoolExecutor(1) as pool:
+        screen.review_once(feed, pool, held=2)
+        reader.add(statements(review.review(reader, [Slow()], store=False).unstored))
+        screen.review_once(feed, pool, held=2)
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+        screen.review_once(feed, pool)
+    assert reviewed == [[], []]
+    feed.close()
 
 
 async def test_what_cannot_be_stored_is_shown_and_said(trace: Path, child: list[str]) -> None:

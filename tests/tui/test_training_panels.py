@@ -127,6 +127,26 @@ def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) 
     assert source.reader.group_curve(0, 0, N_STEPS, 4)[2, 0] == 100.0
 
 
+def test_of_steps_too_many_to_read_those_with_nan_or_large_norms_are_read(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect.trace.trainingqueries.MOST_READ", 1)
+    curve = source.reader.group_curve(0, 0, N_STEPS, 4)
+    assert {point for point, _ in curve} == {0, 2, 3}
+    assert curve[2, 0] == 100.0
+    assert math.isnan(curve[3, 0])
+
+
+def test_a_strip_without_room_for_all_keeps_the_highest_and_the_lowest_groups(
+    source: Source,
+) -> None:
+    norms = [[1.0, 1.0], [9.0, 2.0], [1.0, math.nan], [0.5, 1e-9], [-1.0, -1.0], [-1.0, 1e-7]]
+    data = replace(STRIP.load(source, request(2)), groups=tuple("abcdef"), norms=np.array(norms))
+    for height, shown in ((7, "abcdef"), (6, "abcdf"), (5, "bcdf"), (4, "bcd"), (2, "c"), (1, "")):
+        picture = STRIP.paint(data, request(2, 60, height), Look("none"))
+        assert "".join(strip.text[0] for strip in picture.strips[1:]) == shown
+
+
 def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) -> None:
     point = CurvePoint(0, 0.5, None, 0.1, has_sick_loss=False, has_sick_gradient=True)
     data = replace(PANEL.load(source, request(0, 80, 20)), points={0: point})

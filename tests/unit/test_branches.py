@@ -147,12 +147,21 @@ def test_masks_are_compared_row_by_row_where_both_are_known(tmp_path: Path) -> N
     assert same.n_rows > 0
 
 
-def test_a_cell_that_differs_is_named() -> None:
-    cells = np.tril(np.ones((1, 3, 3), np.bool_))
-    known, out = np.zeros(4, np.bool_), np.zeros((4, 4), np.bool_)
-    branches._place(MaskRecord("f", "block", 1, 1, 3, 3, 1, cells=cells), 0, out, known)
-    assert known.tolist() == [False, True, True, True]
-    assert out[1:, :3].tolist() == cells[0].tolist()
+def test_equal_masks_of_later_steps_lie_where_their_steps_are(tmp_path: Path) -> None:
+    window = MaskRecord("window", "block", 1, 1, 1, 4, N_PROMPT, N_PROMPT - 3, 128, 128)
+    window = replace(window, cells=np.array([[[False, True, True, True]]]))
+    with TraceWriter.create(tmp_path / "run.flextrace", RUN) as writer:
+        writer.begin_generation(sample_generation(0))
+        writer.write_step(sample_step(0))
+        for number in (1, 2, 3):  # the same mask, which is stored with the first of them
+            step = sample_step(number)
+            calls = tuple(replace(call, mask="window", kv_len=4) for call in step.calls)
+            writer.write_step(replace(step, calls=calls, masks=(window,) if number == 1 else ()))
+    rows = branches.mask_rows(TraceReader(tmp_path / "run.flextrace"), 0, 3, 0)
+    assert rows is not None
+    assert rows.known.all()
+    for row in range(N_PROMPT, N_PROMPT + 3):
+        assert np.flatnonzero(rows.cells[row]).tolist() == [row - 2, row - 1, row]
 
 
 def test_a_replayed_branch_says_so() -> None:

@@ -18,7 +18,7 @@ from support.traces import RUN, SEGMENTS, sample_step, sample_trace
 
 from flexinspect import review as reviewing
 from flexinspect.errors import TraceWriteError
-from flexinspect.findings import Finding
+from flexinspect.findings import Finding, Severity
 from flexinspect.records import LOOSE_CALLS, EventRecord, GenerationEnd, GenerationRecord
 from flexinspect.review import review
 from flexinspect.trace import append
@@ -130,6 +130,25 @@ def test_a_killed_run_hears_at_its_end_what_live_rules_had_to_say(tmp_path: Path
         assert review(reader, [Late(), Slow()]).n_rules == 0
 
 
+def test_a_killed_branch_of_a_finished_generation_hears_live_rules_at_its_end(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "forked.flextrace"
+    writer = TraceWriter.create(path, {**DEAD, "rules": ["late"]})
+    writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+    writer.write_step(sample_step(0))
+    said_live = Finding("late.end", Severity.NOTE, "1 steps, heard []", generation=0)
+    writer.write_findings([said_live])
+    writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS))
+    writer.begin_branch(0, 1, 0, 1)
+    writer.write_step(replace(sample_step(1), branch=1))
+    writer._db.close()
+    with open_trace(path) as reader:
+        assert review(reader, [Late()]).n_rules == 1
+        ends = [(f.branch, f.sentence) for f in reader.findings() if f.id == "late.end"]
+    assert ends == [(0, "1 steps, heard []"), (1, "2 steps, heard []")]
+
+
 def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_at(
     tmp_path: Path,
 ) -> None:
@@ -154,7 +173,28 @@ def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_
             writer.write_step(sample_step(0, 1, nan_at=(0, 0)))
             assert reader.changed()
             assert [one.id for one in reader.findings()] != found, "what comes later is seen, too"
+            epoch = reader._connections._epoch
+            writer.write_step(sample_step(1, 1))
+            assert reader.changed()
+            assert reader._connections._epoch == epoch, "a step that says nothing costs no thread"
+            assert reader.last_step(1) == 1
     assert said(path, "slow.long-token") == []
+
+
+def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
+    with open_trace(path) as reader:
+        held = review(reader, [Slow()], store=False).unstored
+        reader.add(append.statements(held))
+        reader.add(append.statements(held))  # as a later review of the same run does
+        append.append(path, held[:1])
+        assert reader.changed()
+        where = [f.generation for f in reader.findings() if f.id == "slow.long-token"]
+        assert where == [0, 1]
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+        reader.take_back()
+        assert reader.reviews() == [("slow", 0)]
+        assert review(reader, [Slow()]).n_rules == 1
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
 
 
 def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ at only when the model's own output tells of trouble, so a healthy forward costs
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +17,23 @@ from torch import Tensor, nn
 
 from flexinspect.records import LayerStatRecord
 from flexinspect.trainingfacts import Producer
-from flexinspect_hooks.training.analysis import tensor_facts
 from flexinspect_hooks.training.modules import (
     blocks_of,
     is_compiled,
     is_compiled_in_place,
     leaves_of,
     wrap_compiled,
+)
+from flexinspect_hooks.training.outputstats import PendingStats, pending_stats, stats
+from flexinspect_hooks.training.reductions import (
+    OUTPUT,
+    Extremes,
+    dense,
+    extremes,
+    floating,
+    is_finite,
+    is_remote,
+    largest,
 )
 
 Remove = Callable[[], None]
@@ -38,26 +47,6 @@ MOST = 4096
 KEEP_S = 2e-6
 """What a hook that only keeps a reference takes; measured, because timing it would cost more."""
 
-SAMPLE = 1 << 20
-"""Values of an output that are looked at in every forward; of larger ones, rows between."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Norms:
-    """Norms of the outputs of one forward, still on their device; the last is the model's own."""
-
-    values: Tensor
-    of: tuple[tuple[str, nn.Module, torch.dtype], ...]
-
-    def producer(self) -> Producer | None:
-        """Return where the first sick output came from, after a synchronisation."""
-        sick = [not math.isfinite(value) for value in self.values.tolist()]
-        if not sick[-1]:
-            return None  # what a mask sets to -inf within is no trouble
-        first = sick.index(True)
-        name, module, dtype = self.of[first]
-        return _producer(name, module, str(dtype).removeprefix("torch."), sum(sick[:-1]) - 1)
-
 
 @dataclass(slots=True)
 class Forward:
@@ -66,8 +55,9 @@ class Forward:
     seconds: float
     is_share: bool
     losses: list[Tensor | float] = field(default_factory=list)
-    norms: list[_Norms] = field(default_factory=list)
+    extremes: list[Extremes] = field(default_factory=list)
     stats: list[LayerStatRecord] = field(default_factory=list)
+    pending: PendingStats | None = None
     producer: Producer | None = None
     device: str = ""
     autocast: str = ""
@@ -90,7 +80,10 @@ class Passes:
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
-    norms: deque[_Norms] = field(default_factory=lambda: deque(maxlen=MOST))
+    pending: PendingStats | None = None
+    extremes: deque[Extremes] = field(default_factory=lambda: deque(maxlen=MOST))
+    is_updated: bool = False
+    """Whether the weights may have changed since."""
 
     def add(self, one: Forward) -> None:
         """Count in a forward that the step learns from."""
@@ -98,17 +91,19 @@ class Passes:
         self.forward_s += one.seconds
         self.are_shares = one.is_share
         self.losses += one.losses
-        self.norms += one.norms
-        self.stats = one.stats or self.stats
+        self.extremes += one.extremes
+        self.stats, self.pending = one.stats or self.stats, one.pending or self.pending
         self.device, self.autocast = one.device or self.device, one.autocast or self.autocast
         self.producer = self.producer or one.producer
 
     def settle(self) -> None:
-        """Find the producer in what an accelerator was left to compute."""
-        for one in self.norms:
+        """Read what an accelerator was left to compute, and find the producer in it."""
+        if self.pending is not None:
+            self.stats, self.pending = self.pending.records(), None
+        for one in self.extremes:
             if self.producer is None:
-                self.producer = one.producer()
-        self.norms.clear()
+                self.producer = one.producer(is_updated=self.is_updated)
+        self.extremes.clear()
 
 
 class ForwardWatch:
@@ -230,7 +225,7 @@ class ForwardWatch:
     def _read(self, output: Any, ended: float) -> None:
         forward, loss = Forward(ended - self._started, self._is_share), loss_of(output)
         self._alone.append(forward)
-        main = loss if loss is not None else next(_floating(output), None)
+        main = loss if loss is not None else next(floating(output), None)
         if main is None:
             return
         forward.device = str(main.device)
@@ -243,32 +238,24 @@ class ForwardWatch:
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += len(self._kept) * KEEP_S
-        if self.keeps_stats:
-            forward.stats = _stats(self._kept)
+        if self.keeps_stats and is_remote(main):
+            forward.pending = pending_stats(self._kept, main.device)
+        elif self.keeps_stats:
+            forward.stats = stats(self._kept)
         if is_remote(main):
-            forward.norms.append(self._norms(main, is_loss=loss is not None))
-        elif not _is_finite(main):
-            forward.producer = self._first_sick(is_loss=loss is not None)
+            forward.extremes.append(self._extremes(output, loss, main.device))
+        elif not all(map(is_finite, dense(output) if loss is None else (loss,))):
+            forward.producer = self._extremes(output, loss, main.device).producer()
 
-    def _norms(self, main: Tensor, *, is_loss: bool) -> _Norms:
-        """Reduce what was kept without waiting for the device."""
-        outs = [(n, m, t) for n, m, out in self._kept for t in _floating(out)]
-        outs = [one for one in outs if one[2].device == main.device]
-        outs.append(("" if is_loss else "(output)", self._model, _sample(main)))
-        values = [torch.linalg.vector_norm(one[2], dtype=_wide(one[2])) for one in outs]
-        of = tuple((name, module, tensor.dtype) for name, module, tensor in outs)
-        return _Norms(torch.stack([value.float() for value in values]), of)
-
-    def _first_sick(self, *, is_loss: bool) -> Producer:
-        """Return where the first sick output of this forward came from."""
-        if any(_sick(one) for one in self._inputs):
-            return Producer("input", "", detail="the batch")
-        sick = [(name, module, out) for name, module, out in self._kept if _sick(out)]
-        if not sick:
-            return Producer("loss", "") if is_loss else Producer("module", "(output)")
-        name, module, out = sick[0]
-        first = next(tensor for tensor in _floating(out) if not torch.isfinite(tensor).all())
-        return _producer(name, module, str(first.dtype).removeprefix("torch."), len(sick) - 1)
+    def _extremes(self, output: Any, loss: Tensor | None, device: torch.device) -> Extremes:
+        """Reduce what was kept, and what the model returned, without waiting for the device."""
+        kept = [(name, module, one) for name, module, out in self._kept for one in dense(out)]
+        whole = [(OUTPUT, self._model, one) for one in dense(output)]
+        if loss is None:
+            return extremes(self._inputs, [*kept, *whole], len(whole), device)
+        # Other numbers are parts of the loss, or the loss itself.
+        whole = [one for one in whole if one[2].dim() and one[2] is not loss]
+        return extremes(self._inputs, [*kept, *whole, ("", self._model, loss)], 1, device)
 
     def _let_go(self) -> None:
         self._kept.clear()
@@ -282,7 +269,7 @@ class ForwardWatch:
             passes = self.passes
             self._count(forward)
             if not is_loss:
-                passes.arrived.append(torch.linalg.vector_norm(_sample(grad.detach())))
+                passes.arrived.append(largest(grad.detach()))
             # Of several forwards that one backward pass goes through, the first hook is its begin.
             number = torch._C._current_graph_task_id()
             if number == self._backward:
@@ -298,32 +285,9 @@ class ForwardWatch:
         return self._guarded(begun)
 
 
-def _producer(name: str, module: nn.Module, dtype: str, n_carriers: int) -> Producer:
-    """Return what made the output of a module sick: its weights, itself, or (no name) the loss."""
-    for parameter_name, parameter in module.named_parameters() if name else ():
-        if not torch.isfinite(parameter).all():
-            return Producer("weights", f"{name}.{parameter_name}", n_carriers + 1, dtype)
-    return Producer("module", name, n_carriers, dtype) if name else Producer("loss", "")
-
-
-def _wide(tensor: Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype.itemsize < 4 else None
-
-
 def _kept_number(loss: Tensor) -> Tensor | float:
     """Return a loss as it is now, for the program may go on to change its own."""
     return loss.detach().clone() if is_remote(loss) else loss.item()
-
-
-def _is_finite(main: Tensor) -> bool:
-    if main.numel() == 1:
-        return math.isfinite(main.item())
-    return bool(torch.isfinite(_sample(main)).all())
-
-
-def is_remote(tensor: Tensor) -> bool:
-    """Tell whether looking at a tensor would wait for its device."""
-    return tensor.device.type != "cpu"
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -337,55 +301,3 @@ def loss_of(output: Any) -> Tensor | None:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         return None
     return found
-
-
-def _floating(value: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors in a module's input or output, one level deep."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _floating(one) if isinstance(one, Tensor) else ()
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for one in value:
-            yield from _floating(one) if isinstance(one, Tensor) else ()
-
-
-def _sick(value: Any) -> bool:
-    return any(not bool(torch.isfinite(tensor).all()) for tensor in _floating(value))
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return a tensor, or of a large one evenly spread parts along its last axis."""
-    if tensor.numel() <= SAMPLE:
-        return tensor
-    # A sick row of logits is sick in every column, because its hidden state is.
-    return tensor[..., :: -(-tensor.numel() // SAMPLE)]
-
-
-def _stats(kept: Sequence[tuple[str, nn.Module, Any]]) -> list[LayerStatRecord]:
-    found: list[LayerStatRecord] = []
-    for index, (name, _, output) in enumerate(kept):
-        tensor = next(_floating(output), None)
-        if tensor is None:
-            continue
-        found.append(_stat(index, name, tensor.detach()))
-    return found
-
-
-def _stat(index: int, name: str, tensor: Tensor) -> LayerStatRecord:
-    """Return statistics of one output in three passes; more only where it is not finite."""
-    tensor = tensor.float() if tensor.dtype.itemsize < 4 else tensor
-    if not tensor.numel():
-        nothing = math.nan
-        return LayerStatRecord(index, name, 0, 0, nothing, nothing, nothing, nothing, 0.0)
-    low, high = torch.aminmax(tensor)
-    sums = [torch.linalg.vector_norm(tensor), tensor.mean(), low, high]
-    norm, mean, least, most = torch.stack(sums).tolist()
-    if math.isfinite(norm):
-        deviation = math.sqrt(max(norm * norm / tensor.numel() - mean * mean, 0.0))
-        return LayerStatRecord(index, name, 0, 0, least, most, mean, deviation, norm)
-    facts = tensor_facts(tensor, name)
-    values = (facts.min_value, facts.max_value, facts.mean_value, facts.std_value)
-    return LayerStatRecord(index, name, facts.n_nan, facts.n_inf, *values, norm)

@@ -198,6 +198,7 @@ class TrainingSession:
             return
         started = time.perf_counter()
         self._flush()
+        self._forwards.passes.is_updated = True  # by the program itself, as far as is known
         self._measure()
         self._close(started)
 
@@ -224,6 +225,7 @@ class TrainingSession:
             inside = self._inside_s() - self._before_s  # a closure runs forward and backward
             self._now.optimizer_s = max(started - self._now.optimizer_started - inside, 0.0)
         if has_closure(args, kwargs):
+            self._forwards.passes.is_updated = True
             self._measure()
         if self._meter.is_comparing:
             self._wait()
@@ -284,8 +286,7 @@ class TrainingSession:
         """See whether other parameters are trained now."""
         if (change := self._meter.refresh()) is not None:
             self._own = self._ids()
-            groups = {"groups": [*self._meter.groups]}
-            self._now.notes.append(("parameters", change, groups))
+            self._now.notes.append(("parameters", change, {"groups": [*self._meter.groups]}))
 
     def _ids(self) -> set[int]:
         return {id(one.parameter) for one in self._meter.named}
@@ -298,8 +299,7 @@ class TrainingSession:
 
     def _wait(self) -> None:
         """Wait for the device: its work is the program's, and no cost."""
-        waited = waited_for(self._device)
-        self._now.waited_s += waited
+        self._now.waited_s += (waited := waited_for(self._device))
         self._step_own_s -= waited
 
     def _close(self, started: float) -> None:

@@ -23,8 +23,9 @@ from flexinspect_hooks.buffer import Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.memory import rss_reader
-from flexinspect_hooks.training.forwards import Passes, is_remote
+from flexinspect_hooks.training.forwards import Passes
 from flexinspect_hooks.training.measuring import Measured
+from flexinspect_hooks.training.reductions import is_remote
 
 Loss = float | Tensor
 
@@ -73,11 +74,14 @@ class Gathered:
     def needs_wait(self) -> bool:
         """Tell whether to `read` this would wait for a device."""
         kept = (self.told, self.clipped_from, *self.passes.losses, *self.passes.arrived)
-        tensors = (*kept, *(one.values for one in self.passes.norms))
-        return any(isinstance(one, Tensor) and is_remote(one) for one in tensors)
+        tensors = (*kept, *(one.values for one in self.passes.extremes))
+        return self.passes.pending is not None or any(
+            isinstance(one, Tensor) and is_remote(one) for one in tensors
+        )
 
     def record(self) -> TrainingStepRecord:
         """Return all that is known by now."""
+        self.passes.is_updated = True  # what was not read before the optimizer's step is read now
         self.read(self.passes)
         loss, source = self._loss()
         passes, measured = self.passes, self.measured
