@@ -77,10 +77,12 @@ class Training:
 
     def _block(self, trace: TrainingWatch | None) -> Block:
         self._step()  # the first one learns the order, and warms up
+        self._wait()
         spent, total = _stated(trace)
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(self._steps - 1):
             self._step()
+        self._wait()
         wall = time.perf_counter() - wall
         after, total_after = _stated(trace)  # all is written then: the writer counts as CPU too
         cpu = time.process_time() - cpu
@@ -91,6 +93,9 @@ class Training:
         loss = self.model(self._ids, labels=self._ids).loss
         loss.backward()
         self._optimizer.step()
+
+    def _wait(self) -> None:
+        # Not after each step, which would hide where capture makes the next one wait.
         if self._device.startswith("cuda"):
             torch.cuda.synchronize()
 

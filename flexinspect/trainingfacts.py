@@ -119,13 +119,15 @@ class TrainingStepRecord:
     """One optimizer step: what it learned from, what it did, and what it took.
 
     `loss` is NaN with an empty `loss_source` when nobody told it; the source is "told" or "output"
-    (the `.loss` that the model returned, the mean over micro-batches). `total_norm` is that of the
+    (the `.loss` that the model returned, the mean over micro-batches). A learning rate that the
+    optimizer does not tell is NaN. `total_norm` is that of the
     gradients as the optimizer got them, `norm_before_clip` that before `clip_grad_norm_`, and
     `max_norm` the limit given to it; all None where not seen. `group_norms` are in the order of the
     run's groups; `group_ratios` are the norm of each group's change over that of its weights, from
     a sample of rows where a parameter is large. `gradients` are those of the parameters that were
     recorded for this step; the counts are of all parameters. `data_ms` is the time in the watched
-    loader, `other_ms` all that lay outside of forward, backward, optimizer and loader. `detail` is
+    loader, `other_ms` all that lay outside of forward, backward, optimizer and loader (and of
+    our wait for a GPU, on which passes take the time to launch them). `detail` is
     how much was measured.
     """
 

@@ -134,7 +134,7 @@ def arrange(data: TrainingData, width: int, height: int) -> dict[str, Area]:
 def facts_of(data: TrainingData) -> list[tuple[str, str]]:
     """Return what there is to say of the step, names with values."""
     step = data.step
-    rates = " ".join(number(rate) for rate in step.learning_rates) or "-"
+    rates = " ".join(map(_rate, step.learning_rates)) or "-"
     facts = [
         ("loss", f"{number(step.loss)} ({step.loss_source})" if step.has_loss else "not told"),
         ("learning rate", rates),
@@ -153,6 +153,10 @@ def facts_of(data: TrainingData) -> list[tuple[str, str]]:
     if weights not in ("", step.device):
         where = f"{where or '-'}, weights on {weights}"
     return [*facts, ("device", visible(where) or "-"), ("measured", visible(step.detail) or "-")]
+
+
+def _rate(rate: float) -> str:
+    return "unknown" if math.isnan(rate) else number(rate)
 
 
 def _norm_words(step: TrainingStepRecord) -> str:

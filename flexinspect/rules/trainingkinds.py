@@ -99,8 +99,9 @@ KINDS: Mapping[str, FindingKind] = {
     ),
     OVERFLOW: FindingKind(
         Severity.ERROR,
-        "an output left the range of float16",
-        "float16 ends at 65504: what lies above is infinite, and NaN in what is computed next.",
+        "an output in float16 is NaN or infinite, though the weights are finite",
+        "float16 ends at 65504: what lies above is infinite, and NaN in what is computed next. A 0 "
+        "divided by 0 is NaN in any type.",
         "Go to the step: the training panel names the module, which in float32 stays finite.",
         "Train in bfloat16, keep this module in float32, or scale its inputs down.",
         _CURVE,

@@ -130,8 +130,9 @@ class TrainingRule(Rule):
     def _overflow(self, step: StepRecord, producer: Producer) -> Finding:
         others = _carried(producer, "module")
         sentence = (
-            f"The output of {printable(producer.name)} leaves the range of float16 in step "
-            f"{step.step} (largest value 65504); its weights are finite{others}."
+            f"The output of {printable(producer.name)}, which is float16, is not finite in step "
+            f"{step.step}: it may have left the range (largest value 65504); its weights are "
+            f"finite{others}."
         )
         return _finding(step, OVERFLOW, sentence, _evidence(producer))
 
@@ -151,7 +152,7 @@ class TrainingRule(Rule):
         if self._exploded is not None and self._exploded[0] < step.step:
             number, name = self._exploded
             said = f"; gradients explode from step {number} on, first {printable(name)}"
-        high = max(training.learning_rates, default=0.0)
+        high = _highest_rate(training)
         return said + (f"; the learning rate is {high:g}" if high > HIGH_RATE else "")
 
     def _sick_gradient(
@@ -235,7 +236,7 @@ class TrainingRule(Rule):
     # -- losses and rates ------------------------------------------------------------------------
 
     def _rate(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        high = max(training.learning_rates, default=0.0)
+        high = _highest_rate(training)
         if high <= HIGH_RATE:
             return None
         sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0."
@@ -269,7 +270,7 @@ class TrainingRule(Rule):
             return None
         producer = training.producer
         scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
-        named = f"; the gradient of {printable(producer.name)} is not finite" if producer else ""
+        named = "" if producer is None else _sick_part(producer)
         sentence = (
             f"The gradient scaler has left out {self._skips} steps in a row up to step "
             f"{step.step}{scale}{named}."
@@ -280,6 +281,8 @@ class TrainingRule(Rule):
         if step.step < WARM_UP:
             return None
         is_measured = training.data_ms is not None
+        if not is_measured and training.device not in ("", "cpu"):
+            return None  # passes are only launched in their time: the device works in the rest
         wait = training.data_ms if training.data_ms is not None else training.other_ms
         self._waits.append((wait, step.wall_ms))
         if len(self._waits) < WAITS:
@@ -317,6 +320,26 @@ def _origin(producer: Producer) -> str:
         "the model's outputs are finite, so the loss itself makes it (a logarithm of 0, a square "
         "that overflows)"
     )
+
+
+def _sick_part(producer: Producer) -> str:
+    """Return what is not finite, as the end of a sentence; nothing where all is."""
+    name = printable(producer.name)
+    words = {
+        "input": "the batch is",
+        "weights": f"the weights {name} are",
+        "module": "what the model returns is"
+        if producer.name == "(output)"
+        else f"the output of {name} is",
+        "loss": "the loss is",
+        "backward": f"the gradient of {name} is",
+    }
+    return f"; {words[producer.kind]} not finite" if producer.kind in words else ""
+
+
+def _highest_rate(training: TrainingStepRecord) -> float:
+    known = (rate for rate in training.learning_rates if not math.isnan(rate))
+    return max(known, default=0.0)
 
 
 def _carried(producer: Producer, what: str) -> str:

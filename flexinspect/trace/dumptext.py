@@ -150,7 +150,7 @@ def _step(reader: TraceReader, row: StepRow) -> Iterator[str]:
 
 
 def _training(row: TrainingStepRecord) -> Iterator[str]:
-    rates = " ".join(map(_cell, row.learning_rates)) or "-"
+    rates = " ".join(_cell(None if one != one else one) for one in row.learning_rates) or "-"
     loss = f"{_cell(row.loss)} ({visible(row.loss_source)})" if row.has_loss else "-"
     yield f"      training loss {loss}  lr {rates}  detail {visible(row.detail)}"
     norms = (row.total_norm, row.norm_before_clip, row.max_norm)

@@ -104,7 +104,8 @@ class TrainingQueries(SaidQueries):
 
 def _point(row: Sequence[Any]) -> CurvePoint:
     _, step, loss, norm, rate, *sick = row
-    return CurvePoint(step, _number(loss), _number(norm), _number(rate), *map(bool, sick))
+    known = None if isinstance(rate, str) else rate  # of a rate NaN means that nobody knows it
+    return CurvePoint(step, _number(loss), _number(norm), _number(known), *map(bool, sick))
 
 
 def _number(value: Any) -> float | None:

@@ -16,7 +16,7 @@ TRAINING_STEPS = table(
     step              int    the optimizer step
     loss              real   the loss
     loss_source       text   told, output (the loss that the model returned), or empty: not known
-    learning_rates    json   of each group of the optimizer, a list of numbers
+    learning_rates    json   of each group of the optimizer, a list of numbers; NaN: unknown
     total_norm        real?  norm of all gradients together, NULL when not measured
     norm_before_clip  real?  norm before clip_grad_norm_, NULL when that was not seen
     max_norm          real?  limit given to clip_grad_norm_

@@ -34,7 +34,8 @@ def test_above_the_band_detail_goes_step_by_step_and_says_what_was_dropped() -> 
     assert "instead of everything" in changes[0].text
     fed(governor, 0.05, 4 * WINDOW)
     assert governor.detail.gradients_every == 16
-    assert fed(governor, 0.05, 4 * WINDOW) == []
+    assert fed(governor, 0.05, 2 * (WINDOW + CALM)) == []  # there is no less, and it is no calm
+    assert governor.detail.gradients_every == 16
 
 
 def test_one_dear_step_among_long_ones_changes_nothing() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import VOCAB, make_model
+from transformers import TrainerState
 
 import flexinspect
 from flexinspect.errors import UsageError
@@ -27,7 +28,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
         return {"input_ids": ids % VOCAB, "labels": ids % VOCAB}
 
 
-def trained(tmp_path: Path, callback: Any, **options: Any) -> Any:
+def trained(tmp_path: Path, callback: Any, data: Sentences | None = None, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
     model = make_model("llama", initializer_range=0.02).train().requires_grad_(True)
@@ -43,7 +44,9 @@ def trained(tmp_path: Path, callback: Any, **options: Any) -> Any:
         disable_tqdm=True,
         **options,
     )
-    trainer = Trainer(model=model, args=args, train_dataset=Sentences(), callbacks=[callback])
+    trainer = Trainer(
+        model=model, args=args, train_dataset=data or Sentences(), callbacks=[callback]
+    )
     trainer.train()
     return trainer
 
@@ -95,6 +98,42 @@ def test_a_training_that_was_interrupted_ends_as_failed_when_the_next_begins(
     with second.watch.reader() as reader:
         assert reader.state == "finished"
     assert not model._forward_hooks
+
+
+class FailsOnce(Sentences):
+    """Does not fit into memory the first time."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("CPU out of memory.")
+        return super().__getitem__(index)
+
+
+def test_a_training_that_tries_a_smaller_batch_gets_a_numbered_trace(tmp_path: Path) -> None:
+    callback = TrainerCallback(tmp_path / "a.flextrace")
+    trained(tmp_path, callback, data=FailsOnce(), auto_find_batch_size=True)
+    assert callback.watch is not None
+    assert callback.watch.path == tmp_path / "a-2.flextrace"
+    with callback.watch.reader() as reader:
+        assert (reader.state, len(reader.training_steps(0))) == ("finished", 4)
+    with flexinspect.open_trace(tmp_path / "a.flextrace") as reader:
+        assert reader.state == "failed"
+
+
+def test_of_several_processes_only_the_first_records(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    callback = TrainerCallback(tmp_path / "a.flextrace")
+    other = TrainerState(is_world_process_zero=False)
+    callback.on_train_begin(None, other, None, model=model, optimizer=optimizer)
+    callback.on_train_end(None, other, None)
+    assert callback.watch is None
+    assert not model._forward_hooks
+    assert not (tmp_path / "a.flextrace").exists()
 
 
 def test_what_cannot_be_is_said_before_the_training_begins() -> None:

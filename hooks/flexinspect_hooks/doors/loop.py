@@ -16,10 +16,11 @@ from flexinspect.debugging import DebugLevel, DebugSwitches, Facts
 from flexinspect.errors import UsageError
 from flexinspect_hooks import given
 from flexinspect_hooks.doors.profiling import FOLDER, ProfileSummary, profile_model_performance
-from flexinspect_hooks.doors.saying import rates_of, samples_in
+from flexinspect_hooks.doors.saying import samples_in
 from flexinspect_hooks.doors.splits import DatasetSplits, make_splits
 from flexinspect_hooks.doors.steps import TrainingDebugger
 from flexinspect_hooks.doors.switches import SwitchBoard, When
+from flexinspect_hooks.training.optimizers import rates_of
 
 
 @dataclass(frozen=True, eq=False)

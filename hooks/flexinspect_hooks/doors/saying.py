@@ -14,6 +14,7 @@ from flexinspect_hooks.doors.base import LINES, log
 from flexinspect_hooks.doors.components import memory_of, tensors_in
 from flexinspect_hooks.doors.general import gradient_troubles
 from flexinspect_hooks.doors.switches import SwitchBoard
+from flexinspect_hooks.training.optimizers import rates_of
 
 MB = 2**20
 DEVICES_SHOWN = 8
@@ -286,10 +287,5 @@ def _dataset(
     return text, {"name": name, "sizes": dict(sizes), **about}
 
 
-def rates_of(optimizer: Any) -> tuple[float, ...]:
-    """Return the learning rate of each parameter group."""
-    return tuple(float(group["lr"]) for group in optimizer.param_groups)
-
-
 def _rates(rates: Iterable[float]) -> str:
-    return ", ".join(f"{rate:.4g}" for rate in rates)
+    return ", ".join("unknown" if rate != rate else f"{rate:.4g}" for rate in rates)

@@ -38,11 +38,12 @@ from flexinspect_hooks.doors.results import (
     TensorInfo,
     TrainingFigures,
 )
-from flexinspect_hooks.doors.saying import SwitchLog, rates_of
+from flexinspect_hooks.doors.saying import SwitchLog
 from flexinspect_hooks.doors.switches import SwitchBoard, When, checked_board, common_board
 from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
 from flexinspect_hooks.training.gradstats import Gradients
+from flexinspect_hooks.training.optimizers import rates_of
 from flexinspect_hooks.training.parameters import ParameterList
 
 PROFILED_STEPS = 10

@@ -76,7 +76,7 @@ class Passes:
     are_shares: bool = False
     """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
     producer: Producer | None = None
-    arrived: deque[Tensor] = field(default_factory=lambda: deque(maxlen=MOST))
+    arrived: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MOST))
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
@@ -131,6 +131,7 @@ class ForwardWatch:
         self._is_open = self._is_share = False
         self._alone: deque[Forward] = deque(maxlen=UNSEEN)
         self._started = 0.0
+        self._backward = -1
         self._removers: list[Remove] = []
 
     def install(self) -> None:
@@ -169,12 +170,11 @@ class ForwardWatch:
         return bool(self._alone) or self.passes.n_forward > 0
 
     def settle(self) -> None:
-        """Count in the forwards of a step whose backward pass was not seen; find the producer."""
+        """Count in the forwards of a step whose backward pass was not seen."""
         if self.passes.n_backward == 0:
             for one in self._alone:
                 self._count(one)
         self._alone.clear()
-        self.passes.settle()
 
     def take(self) -> Passes:
         """Return what the passes left, and begin anew."""
@@ -234,7 +234,7 @@ class ForwardWatch:
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
             forward.losses.append(_kept_number(loss))
-        if main.requires_grad:
+        if main.requires_grad and not main.is_leaf:  # the hooks of a parameter would pile up
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
         self.own_s += len(self._kept) * KEEP_S
@@ -268,9 +268,14 @@ class ForwardWatch:
             started = time.perf_counter()
             passes = self.passes
             self._count(forward)
-            passes.n_backward += 1
             if not is_loss:
                 passes.arrived.append(largest(grad.detach()))
+            # Of several forwards that one backward pass goes through, the first hook is its begin.
+            number = torch._C._current_graph_task_id()
+            if number == self._backward:
+                return
+            self._backward = number
+            passes.n_backward += 1
 
             def over() -> None:
                 passes.backward_s += time.perf_counter() - started

@@ -26,6 +26,10 @@ class Detail:
     is_fine: bool = False
     keeps_stats: bool = False
 
+    def measures(self, step: int) -> bool:
+        """Tell whether the gradients of a step are measured."""
+        return step % self.gradients_every == 0
+
     def says(self) -> str:
         """Return in words what is measured."""
         return _WORDS[self]
@@ -106,8 +110,9 @@ class Governor:
         # Steps of microseconds may take less than what is estimated of us.
         cost, limit = own / max(all_ - own, own / 100, 1e-9), self._band - 1.0
         self._known[self._at] = cost
-        if cost > limit and self._at < len(LADDER) - 1:
-            return self._thin(cost, limit)
+        if cost > limit:
+            self._calm = 0
+            return self._thin(cost, limit) if self._at < len(LADDER) - 1 else None
         self._calm += 1
         if self._at > self._top and self._calm >= self._patience:
             return self._restore(cost, limit)

@@ -12,7 +12,7 @@ from torch import nn
 from flexinspect.trainingfacts import GradientFacts, Producer
 from flexinspect_hooks.training.governor import Detail
 from flexinspect_hooks.training.gradstats import Gradients, gradient_facts
-from flexinspect_hooks.training.parameters import trainable
+from flexinspect_hooks.training.parameters import Named, ParameterList
 from flexinspect_hooks.training.updates import UpdateMeter
 
 MOST_ROWS = 10
@@ -65,15 +65,35 @@ class Meter:
     """Measures a model's gradients step by step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.named = trainable(model)
-        names = [one.group for one in self.named]
-        self.groups = tuple(dict.fromkeys(names))
-        self._group_at = {group: at for at, group in enumerate(self.groups)}
-        self._updates = UpdateMeter(
-            self.named, self.groups, [self._group_at[name] for name in names]
-        )
+        self._model, self._parameters = model, ParameterList()
+        self.groups: tuple[str, ...] = ()
+        self._take(self._parameters.of(model))
         self._order: dict[str, int] = {}
+        self._hooked: list[str] = []
         self._n_sick_steps = 0
+
+    def refresh(self) -> str | None:
+        """Take other parameters where they were added, replaced, frozen or unfrozen meanwhile.
+
+        Returns the change as a sentence. New groups come behind those that are known.
+        """
+        named = self._parameters.of(self._model)
+        pairs = zip(named, self.named, strict=False)
+        if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
+            return None
+        known = len(self.groups)
+        self._take(named)
+        new = ", ".join(self.groups[known:][:10])
+        return f"{len(named)} parameters are trained from this step on" + (
+            f"; new groups: {new}." if new else "."
+        )
+
+    def _take(self, named: Named) -> None:
+        self.named = named
+        names = [one.group for one in named]
+        self.groups = tuple(dict.fromkeys((*self.groups, *names)))
+        self._group_at = {group: at for at, group in enumerate(self.groups)}
+        self._updates = UpdateMeter(named, self.groups, [self._group_at[name] for name in names])
 
     # -- the order of the backward pass ----------------------------------------------------------
 
@@ -87,6 +107,7 @@ class Meter:
         for name, parameter, *_ in self.named:
             add: Any = parameter.register_post_accumulate_grad_hook
             handles.append(add(lambda _, name=name: arrived(name)))
+            self._hooked.append(name)
         return handles
 
     @property
@@ -96,7 +117,7 @@ class Meter:
 
     def unreached(self) -> list[str]:
         """Return the parameters that got no gradient in the backward pass that was watched."""
-        return [one.name for one in self.named if one.name not in self._order]
+        return [name for name in self._hooked if name not in self._order]
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -108,7 +129,7 @@ class Meter:
         `scale` is what they are still multiplied with; `is_warming` says that the learning rate
         rises.
         """
-        if step % detail.gradients_every:
+        if not detail.measures(step):
             return None
         found = gradient_facts(self.named, with_max=detail.maxima)
         if scale != 1.0:
@@ -158,6 +179,11 @@ class Meter:
         """Copy a sample of the weights in a step whose change is measured."""
         if detail.ratios_every and step % detail.ratios_every == 0:
             self._updates.before()
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether weights were copied, and wait to be compared."""
+        return self._updates.is_before
 
     def after_update(self) -> tuple[float, ...]:
         """Return how much each group changed; empty in a step that is not measured."""

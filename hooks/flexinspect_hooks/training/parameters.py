@@ -35,6 +35,14 @@ def trainable(model: nn.Module) -> list[Watched]:
     return [one for one in parameters_of(model) if one.parameter.requires_grad]
 
 
+def placement_of(model: nn.Module) -> dict[str, int]:
+    """Return how many values of the parameters are on each device."""
+    found: dict[str, int] = {}
+    for one in model.parameters():
+        found[str(one.device)] = found.get(str(one.device), 0) + one.numel()
+    return found
+
+
 class ParameterList:
     """The trainable parameters of the model asked about last.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -29,18 +30,24 @@ from flexinspect_hooks.training import seen
 from flexinspect_hooks.training.forwards import ForwardWatch
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.measuring import Meter
+from flexinspect_hooks.training.optimizers import has_closure, rates_of, scale_left
+from flexinspect_hooks.training.parameters import placement_of
 from flexinspect_hooks.training.stepdraft import (
     Finished,
     Gathered,
     Loss,
     StepMemory,
     TrainingRecords,
+    waited_for,
 )
 
 T = TypeVar("T")
 
 NAME = "training"
 """The `sample_id` of the generation that a training run is."""
+
+MOST_LATE = 16
+"""Steps that may wait for one that waits for the device anyway, before they wait by themselves."""
 
 LINGER_S = 0.5
 """How long a step may wait to be written: a training step takes longer than one that decodes."""
@@ -58,7 +65,7 @@ class TrainingSession:
         self._model, self._optimizer = model, optimizer
         self._governor = governor
         self._meter = Meter(model)
-        self._own = {id(one.parameter) for one in self._meter.named}
+        self._own = self._ids()
         self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
@@ -68,10 +75,11 @@ class TrainingSession:
         self._order_hooks: list[Any] = []
         self._now = Gathered(0, 0.0, 0.0)
         self._waiting: Gathered | None = None
+        self._late: deque[Gathered] = deque()
         self._told: Loss | None = None
         self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
-        self._step_own_s = self._writer_s = 0.0
+        self._step_own_s = self._writer_s = self._before_s = 0.0
         self._scaled_at: int | None = None
         self._is_off = False
 
@@ -98,6 +106,7 @@ class TrainingSession:
         """Write what waits, end the generation, and take everything out, whatever fails."""
         try:
             self._flush()
+            self._write()
         except Exception as error:
             self._switch_off(error)
         try:
@@ -142,7 +151,7 @@ class TrainingSession:
             "parameters": len(self._meter.named),
             "values": sum(one.parameter.numel() for one in self._meter.named),
             "optimizer": "" if self._optimizer is None else type(self._optimizer).__name__,
-            "placement": _placement(self._model),
+            "placement": placement_of(self._model),
         }
         return GenerationRecord(
             *(0, NAME, "", "", (), ()), declared={"training": about}, started_at=time.time()
@@ -198,24 +207,34 @@ class TrainingSession:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         self._flush()
-        self._now.rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
-        if not _has_closure(args, kwargs):
+        self._now.rates = rates_of(optimizer)
+        if not has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is not None:
+                self._wait()
             self._now.is_skipped = found_inf is not None and bool(found_inf)
-            self._measure(_scale_left(optimizer))
+            self._measure(scale_left(optimizer))
         self._meter.before_update(self._now.number, self._governor.detail)
+        self._before_s = self._inside_s()
         self._now.optimizer_started = time.perf_counter()
         self._step_own_s += self._now.optimizer_started - started
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         if self._now.optimizer_started is not None:
-            self._now.optimizer_s = started - self._now.optimizer_started
-        if _has_closure(args, kwargs):
+            inside = self._inside_s() - self._before_s  # a closure runs forward and backward
+            self._now.optimizer_s = max(started - self._now.optimizer_started - inside, 0.0)
+        if has_closure(args, kwargs):
             self._forwards.passes.is_updated = True
             self._measure()
+        if self._meter.is_comparing:
+            self._wait()
         self._now.ratios = self._meter.after_update()
         self._close(started)
+
+    def _inside_s(self) -> float:
+        passes = self._forwards.passes
+        return passes.forward_s + passes.backward_s + self._forwards.own_s
 
     def clipped(self, parameters: Sequence[Tensor], before: Tensor, max_norm: float) -> None:
         """Gradients were clipped; those of another model are none of ours."""
@@ -239,7 +258,7 @@ class TrainingSession:
     def _skipped(self, optimizer: Optimizer) -> None:
         started = time.perf_counter()
         self._flush()
-        self._now.rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
+        self._now.rates = rates_of(optimizer)
         self._now.is_skipped = True
         self._measure()
         self._close(started)
@@ -253,25 +272,41 @@ class TrainingSession:
 
     def _measure(self, scale: float = 1.0) -> None:
         now, detail = self._now, self._governor.detail
-        self._step_own_s -= self._waited()
         self._forwards.settle()
+        self._refresh()
+        if detail.measures(now.number):
+            self._wait()
+            self._read()
         is_rising = is_warming(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
         now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_rising)
 
-    def _waited(self) -> float:
-        """Wait for the device and return how long: its work is the program's, and no cost."""
-        if self._device.type != "cuda":
-            return 0.0
-        started = time.perf_counter()
-        torch.cuda.synchronize(self._device)
-        return time.perf_counter() - started
+    def _refresh(self) -> None:
+        """See whether other parameters are trained now."""
+        if (change := self._meter.refresh()) is not None:
+            self._own = self._ids()
+            self._now.notes.append(("parameters", change, {"groups": [*self._meter.groups]}))
+
+    def _ids(self) -> set[int]:
+        return {id(one.parameter) for one in self._meter.named}
+
+    def _read(self) -> None:
+        """Turn into numbers what the device has done, before the optimizer gives it more to do."""
+        self._now.told, self._told = self._told, None
+        self._now.read(self._forwards.passes)
+        self._write()
+
+    def _wait(self) -> None:
+        """Wait for the device: its work is the program's, and no cost."""
+        self._now.waited_s += (waited := waited_for(self._device))
+        self._step_own_s -= waited
 
     def _close(self, started: float) -> None:
         """End the step that is on, at what was `started` then."""
         now = self._now
         now.passes, now.detail = self._forwards.take(), self._governor.detail.name
+        now.passes.device = now.passes.device or str(self._device)
         now.memory = self._memory.read()
         if self._order_hooks and self._meter.knows_order:
             self._learned()
@@ -279,7 +314,8 @@ class TrainingSession:
         since = ended if self._since is None else self._since
         now.started, now.started_at = since, time.time() - (ended - since)
         now.own_s = self._step_own_s + (ended - started) + self._forwards.own_s
-        now.wall_s, now.told = ended - since, self._told
+        now.wall_s = ended - since
+        now.told = now.told if self._told is None else self._told
         self.own_s += now.own_s
         self.total_s += now.wall_s
         self._govern(now)
@@ -315,17 +351,22 @@ class TrainingSession:
         self._order_hooks = []
 
     def _flush(self) -> None:
-        """Send the step that waits to the writer thread."""
+        """End the wait of the newest step for its loss; write all that need not wait for a GPU."""
         waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            return
-        started = time.perf_counter()
-        training = waiting.record()
-        self.summary.add(training)
-        kept = Finished(training, waiting.memory, waiting.passes.stats)
-        buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
-        self.recorder.put(FinishedStep(waiting.context(), buffer, ((hook, kept),)))
-        self._step_own_s += time.perf_counter() - started
+        if waiting is not None:
+            self._late.append(waiting)
+        if len(self._late) > MOST_LATE or not any(one.needs_wait() for one in self._late):
+            self._write()
+
+    def _write(self) -> None:
+        """Send the steps that are over to the writer thread."""
+        while self._late:
+            step = self._late.popleft()
+            training = step.record()
+            self.summary.add(training)
+            kept = Finished(training, step.memory, step.passes.stats)
+            buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
+            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, kept),)))
 
     # -- trouble ---------------------------------------------------------------------------------
 
@@ -356,22 +397,3 @@ class TrainingSession:
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
         """Copies of the model or the optimizer carry hooks along, and they must not carry this."""
         return self
-
-
-def _has_closure(args: Any, kwargs: Any) -> bool:
-    # The optimizer itself comes first among the arguments.
-    return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
-
-
-def _scale_left(optimizer: Optimizer) -> float:
-    """Return what gradients are still multiplied with: a fused optimizer divides by itself."""
-    scale = getattr(optimizer, "grad_scale", None)
-    return 1.0 if scale is None else float(scale)
-
-
-def _placement(model: nn.Module) -> dict[str, int]:
-    """Return how many values of the parameters are on each device."""
-    found: dict[str, int] = {}
-    for one in model.parameters():
-        found[str(one.device)] = found.get(str(one.device), 0) + one.numel()
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -24,6 +25,7 @@ from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.memory import rss_reader
 from flexinspect_hooks.training.forwards import Passes
 from flexinspect_hooks.training.measuring import Measured
+from flexinspect_hooks.training.reductions import is_remote
 
 Loss = float | Tensor
 
@@ -39,13 +41,14 @@ class Gathered:
     measured: Measured | None = None
     rates: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
-    clipped_from: Tensor | None = None
+    clipped_from: Loss | None = None
     max_norm: float | None = None
     scale: float | None = None
     is_skipped: bool = False
     optimizer_started: float | None = None
     optimizer_s: float = 0.0
     data_s: float | None = None
+    waited_s: float = 0.0
     own_s: float = 0.0
     wall_s: float = 0.0
     detail: str = ""
@@ -60,12 +63,30 @@ class Gathered:
         context.events += self.notes
         return context
 
+    def read(self, passes: Passes) -> None:
+        """Turn into numbers what a device has computed; it waits for all that was given to it."""
+        passes.settle()
+        for kept in (passes.losses, passes.arrived):
+            kept.extend([float(kept.popleft()) for _ in range(len(kept))])
+        self.told = None if self.told is None else float(self.told)
+        self.clipped_from = None if self.clipped_from is None else float(self.clipped_from)
+
+    def needs_wait(self) -> bool:
+        """Tell whether to `read` this would wait for a device."""
+        kept = (self.told, self.clipped_from, *self.passes.losses, *self.passes.arrived)
+        tensors = (*kept, *(one.values for one in self.passes.extremes))
+        return self.passes.pending is not None or any(
+            isinstance(one, Tensor) and is_remote(one) for one in tensors
+        )
+
     def record(self) -> TrainingStepRecord:
         """Return all that is known by now."""
+        self.passes.is_updated = True  # what was not read before the optimizer's step is read now
+        self.read(self.passes)
         loss, source = self._loss()
         passes, measured = self.passes, self.measured
         spent = passes.forward_s + passes.backward_s + self.optimizer_s
-        spent += (self.data_s or 0.0) + self.own_s
+        spent += (self.data_s or 0.0) + self.own_s + self.waited_s
         return TrainingStepRecord(
             loss=loss,
             loss_source=source,
@@ -138,6 +159,15 @@ class TrainingRecords:
         """Fill in the step's records."""
         draft.training, draft.memory = kept.training, kept.memory
         draft.layer_stats += kept.stats
+
+
+def waited_for(device: torch.device) -> float:
+    """Wait until a GPU has done all that it was given, and return the seconds; else 0."""
+    if device.type != "cuda":
+        return 0.0
+    started = time.perf_counter()
+    torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 class StepMemory:

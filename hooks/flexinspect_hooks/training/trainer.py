@@ -20,7 +20,9 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """Records each call of `Trainer.train` into a trace, as `flexinspect.watch_training` does.
 
     `out`, `level` and `band` are those of `watch_training`; a second training by the same trainer
-    gets a trace of its own only where `out` is None. `watch` is the handle of the last one.
+    gets a trace of its own only where `out` is None, and one that begins again before its end (as
+    with `auto_find_batch_size`) a numbered one. `watch` is the handle of the last one. Of several
+    processes only the first records: `watch` stays None in the others.
     """
 
     def __init__(
@@ -36,12 +38,15 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
     ) -> None:
         """Begin to record; a training of the same model that was interrupted ends as failed."""
-        self._abandon()
+        if not getattr(state, "is_world_process_zero", True):
+            return
+        out = self._out
+        if self._is_open:
+            self._abandon()
+            out = _numbered(self._out)
         if id(model) in _open:
             _open[id(model)]._abandon()
-        self.watch = watch_training(
-            model, optimizer, out=self._out, level=self._level, band=self._band
-        )
+        self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
         self.watch.__enter__()
         self._is_open = True
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
@@ -63,3 +68,14 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         _open.pop(self._model_id, None)
         atexit.unregister(self._abandon)
         self.watch.__exit__(type(error) if error else None, error, None)
+
+
+def _numbered(out: str | Path | None) -> Path | None:
+    """Return a free name like `out`."""
+    if out is None:
+        return None
+    first = path = Path(out)
+    number = 2
+    while path.exists():
+        path, number = first.with_name(f"{first.stem}-{number}{first.suffix}"), number + 1
+    return path

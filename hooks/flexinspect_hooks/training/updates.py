@@ -22,31 +22,36 @@ class UpdateMeter:
     """
 
     def __init__(self, named: Named, groups: Sequence[str], group_of: Sequence[int]) -> None:
-        self._samples = [_rows(one.parameter) for one in named]
-        self._sizes = [
-            one.parameter.numel() / max(sample.numel(), 1)
-            for one, sample in zip(named, self._samples, strict=True)
-        ]
+        self._named = named
+        self._samples: list[Tensor] = []
+        self._sizes: list[float] = []
         self._n_groups, self._group_of = len(groups), group_of
         self._copies: list[Tensor] | None = None
-        self._is_before = False
+        self.is_before = False
 
     @torch.no_grad()
     def before(self) -> None:
         """Copy the samples."""
-        if self._copies is None:
+        # Not kept from step to step: a parameter may get another memory, and the old one is freed.
+        self._samples = [_rows(one.parameter) for one in self._named]
+        if self._copies is None or not all(map(_are_alike, self._copies, self._samples)):
+            self._sizes = [
+                one.parameter.numel() / max(sample.numel(), 1)
+                for one, sample in zip(self._named, self._samples, strict=True)
+            ]
             self._copies = [torch.empty_like(one) for one in self._samples]
         _by_kind(torch._foreach_copy_, self._copies, self._samples)
-        self._is_before = True
+        self.is_before = True
 
     @torch.no_grad()
     def after(self) -> tuple[float, ...]:
         """Return the ratio of each group, NaN for one without weights; empty without `before`."""
-        if not self._is_before or self._copies is None:
+        if not self.is_before or self._copies is None:
             return ()
-        self._is_before = False
+        self.is_before = False
         weights = tensor_norms(self._copies)
         _by_kind(torch._foreach_sub_, self._copies, self._samples)
+        self._samples = []
         return self._ratios(tensor_norms(self._copies), weights)
 
     def _ratios(self, changes: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
@@ -60,7 +65,11 @@ class UpdateMeter:
 
     def forget(self) -> None:
         """Let go of the copies."""
-        self._copies, self._is_before = None, False
+        self._samples, self._copies, self.is_before = [], None, False
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
 def _rows(parameter: Tensor) -> Tensor:
