@@ -46,7 +46,7 @@ def measure(rounds: int = 100) -> dict[str, Any]:
         measured = _commands(_client(), rounds, folder / "t.flextrace")
         return {"milliseconds": measured, "gate": _gate_ns()}
     finally:
-        process.kill()
+        process.terminate()  # it ends the program too, which would go on for ever
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -246,7 +246,9 @@ class ScriptRun:
             elif facts["kind"] == protocol.TERMINAL:
                 self._debugging.granted()
         if not self._is_closing:
-            os.kill(os.getpid(), signal.SIGINT)
+            # A shell that runs us in the background lets SIGINT be ignored.
+            is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGTERM if is_deaf else signal.SIGINT)
         self._drained.set()
 
     def _keep(self, items: list[tuple[float, str, str]]) -> None:

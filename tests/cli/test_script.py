@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flexinspect.trace.owner import recorder_lives
 from flexinspect.trace.reader import TraceReader, open_trace
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
@@ -262,6 +263,23 @@ def test_a_program_whose_starter_is_killed_ends_its_trace(tmp_path: Path) -> Non
     while trace(tmp_path).state == "recording" and time.monotonic() < until:
         time.sleep(0.1)
     assert trace(tmp_path).state == "interrupted"
+
+
+def test_a_program_that_ignores_ctrl_c_ends_with_its_starter_too(tmp_path: Path) -> None:
+    write(tmp_path, "script.py", SIGNALS)
+    words = [*FLEXINSPECT, "run", "--no-ui", "--out", "t.flextrace", "script.py"]
+    deaf = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words]  # as a shell's background jobs are
+    with started(deaf, tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with trace(tmp_path) as reader:
+            run = reader.run()
+        assert recorder_lives(run)
+        process.kill()
+    until = time.monotonic() + PATIENCE_S
+    while recorder_lives(run) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not recorder_lives(run)
 
 
 def test_a_closed_stdout_reaches_the_program(tmp_path: Path) -> None:
