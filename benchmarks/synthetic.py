@@ -9,12 +9,10 @@ arguments give the same records.
 `long`: one generation of 100 000 steps after a prompt of five paraphrases of 50 tokens. Every step
 has its token, logits with 10 candidates and a histogram, 8 calls, 8 layer statistics, memory, and
 a mask of its own with cells and block tables. Thinner than a real one: attention (mass, lse,
-entropy) is there at every `ATTENTION_EVERY`th step and at the last `ATTENTION_LAST`; a real trace
-has it at all of them and would have 3.8 kB more per step. A few steps at 70 % have NaN in layer 5,
-with findings.
+entropy) is there at every `ATTENTION_EVERY`th step and at the last `ATTENTION_LAST` only, 3.8 kB
+less per step. A few steps at 70 % have NaN in layer 5, with findings.
 
-`wide`: a prefill of 32 768 tokens (eight isolated paraphrases) with the whole executed mask of one
-head, 1 GiB of bools before it is packed, then 64 decode steps; nothing is left out.
+`wide`: a prefill of 32 768 tokens (eight isolated paraphrases) with its whole mask (1 GiB of bools).
 """
 
 from __future__ import annotations

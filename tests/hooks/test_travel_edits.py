@@ -125,7 +125,8 @@ def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) 
     assert trip.go() == tokens
     trip.journey.restore(1, 6)
     assert trip.go() == tokens
-    trip.journey.fork(1, 4, [other_token(trip, 4)])
+    fork = trip.journey.fork(1, 4, [other_token(trip, 4)])
+    assert fork.change["recomputed"] is True  # a review shows rules what was given then
     forked = trip.go()
     assert forked[:4] == tokens[:4]
     for branch in (0, 2):
@@ -168,6 +169,7 @@ def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() 
         tokens = trip.go()
         line = trip.journey.line
         assert (line.branch, line.fork_step, line.recomputed) == (3, 4, True)
+        assert line.change["recomputed"] is True
         assert tokens[4:7] == forced
         first = trip.seen[4]
         trip.journey.restore(3, 3)

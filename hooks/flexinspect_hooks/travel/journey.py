@@ -124,7 +124,8 @@ class Journey:
         self._scribe.tell("replay-differs", text, line, step, {"why": why})
         parent = line.owner(step)
         new = self._new_line(parent, step, parent.source)
-        new.change, new.recomputed = {"kind": "replay", "why": why}, parent.recomputed_at(step)
+        new.recomputed = parent.recomputed_at(step)
+        new.change = {"kind": "replay", "why": why, **_anew(new.recomputed)}
         new.forced = parent.forced[step - parent.fork_step :]
         self._scribe.begin(new)
         # The live cache is the new line's from here on: its newest row is not the recorded one.
@@ -268,7 +269,7 @@ class Journey:
         self._go_before(parent, step, recomputed=recomputed)
         new = self._new_line(parent, step, parent.source)
         new.forced, new.recomputed = tuple(token_ids), recomputed
-        return self._begun(new, {**change, **(facts or {})})
+        return self._begun(new, {**change, **_anew(recomputed), **(facts or {})})
 
     def fork_price(self, branch: int, step: int, token_ids: Sequence[int]) -> Price:
         """Return what a fork costs until its first own step is over. Raises as `fork` does."""
@@ -364,6 +365,11 @@ class Journey:
         self.line, new.change = new, change
         self._scribe.begin(new)
         return new
+
+
+def _anew(recomputed: bool) -> dict[str, bool]:
+    """Return what a change says of a first own step that fed the whole sequence."""
+    return {"recomputed": True} if recomputed else {}
 
 
 def _is_same(one: StepMark, other: StepMark) -> bool:
