@@ -12,7 +12,7 @@ a mask of its own with cells and block tables. Thinner than a real one: attentio
 entropy) is there at every `ATTENTION_EVERY`th step and at the last `ATTENTION_LAST` only, 3.8 kB
 less per step. A few steps at 70 % have NaN in layer 5, with findings.
 
-`wide`: a prefill of 32 768 tokens (eight isolated paraphrases) with its whole mask (1 GiB of bools).
+`wide`: a prefill of 32 768 tokens (eight isolated paraphrases) with its whole mask, 1 GiB of bools.
 """
 
 from __future__ import annotations
