@@ -16,6 +16,7 @@ from benchmarks import (
     control,
     doors,
     engine,
+    floor,
     own,
     rules,
     training,
@@ -23,16 +24,26 @@ from benchmarks import (
     tui,
     writing,
 )
-from benchmarks.common import bench_model, machine, real_model, save
+from benchmarks.common import NEW, bench_model, machine, real_model, save
 
-CASES: dict[str, Callable[[Any, int], dict[str, Any]]] = {
-    "engine-uncompiled": lambda model, rounds: engine.measure(model, rounds=rounds, compiled=False),
-    "engine-compiled": lambda model, rounds: engine.measure(model, rounds=rounds, compiled=True),
-    "naive": lambda model, rounds: engine.measure_naive(model),
-    "capture": lambda model, rounds: capture.measure(model, rounds=rounds),
-    "capture-compiled": lambda model, rounds: capture.measure(model, rounds=rounds, compiled=True),
-    "own": lambda model, rounds: own.measure(model, rounds=rounds),
-    "writing": lambda model, rounds: writing.measure(model),
+CASES: dict[str, Callable[[Any, argparse.Namespace], dict[str, Any]]] = {
+    "engine-uncompiled": lambda model, a: engine.measure(
+        model, a.seconds, a.tokens, compiled=False
+    ),
+    "engine-compiled": lambda model, a: engine.measure(model, a.seconds, a.tokens, compiled=True),
+    "naive": lambda model, a: engine.measure_naive(model, a.tokens),
+    "capture": lambda model, a: capture.measure(model, a.seconds, a.tokens, compiled=False),
+    "capture-compiled": lambda model, a: capture.measure(model, a.seconds, a.tokens, compiled=True),
+    "own": lambda model, a: own.measure(model, a.seconds, a.tokens),
+    "own-steps": lambda model, a: own.measure_steps(model, a.seconds, a.tokens),
+    "floor": lambda model, a: floor.measure(model, a.seconds, a.tokens),
+    "writing": lambda model, _: writing.measure(model),
+}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "capture": capture.table,
+    "capture-compiled": capture.table,
+    "own": capture.table,
+    "own-steps": own.steps_table,
 }
 WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "tui": tui.measure,
@@ -55,10 +66,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     known = [*CASES, *TIMED, *WITHOUT_MODEL]
     parser.add_argument("cases", nargs="*", default=known, metavar="CASE")
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument(
-        "--seconds", type=float, default=180, help="of training and of doors (default: %(default)s)"
+        "--seconds",
+        type=float,
+        default=180,
+        help="of each case that runs in turns (default: %(default)s)",
     )
+    parser.add_argument("--tokens", type=int, default=NEW, help="of a generation (%(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -77,8 +91,8 @@ def main() -> None:
 
 
 def _flags(args: argparse.Namespace) -> list[str]:
-    flags = [f"--rounds={args.rounds}", f"--threads={args.threads}", f"--device={args.device}"]
-    flags.append(f"--seconds={args.seconds}")
+    flags = [f"--threads={args.threads}", f"--device={args.device}", f"--seconds={args.seconds}"]
+    flags.append(f"--tokens={args.tokens}")
     return flags + ([f"--model={args.model}"] if args.model else [])
 
 
@@ -89,6 +103,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         return
     torch.set_num_threads(args.threads)
     file = name if args.threads == 2 else f"{name}-{args.threads}-threads"
+    file += f"-{args.model}" if args.model else ""
     if name in TIMED:
         measured, table = TIMED[name]
         facts = measured(args)
@@ -97,8 +112,10 @@ def measure(name: str, args: argparse.Namespace) -> None:
         return
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
     model = real_model(args.model, args.device) if args.model else bench_model(args.device)
-    facts = CASES[name](model, args.rounds)
+    facts = CASES[name](model, args)
     save(file, {"case": name, "model": args.model, "machine": machine(args.device), **facts})
+    if name in TABLES:
+        print(TABLES[name](facts), flush=True)
 
 
 if __name__ == "__main__":

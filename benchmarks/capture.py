@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
+    NEW,
+    Sandwich,
     Timing,
     bench_prompt,
-    interleave,
+    cell,
+    compared,
+    markdown,
     milliseconds,
-    ratio,
+    sandwiched,
     time_flex,
 )
 from flexinspect.prompts import Prompt
@@ -29,12 +35,13 @@ AIMS = {"basic": 1.01, "advanced": 1.03, "extreme": 1.10}
 class CapturedRun:
     """Our generation under capture, written to a real trace; keeps what it wrote."""
 
-    def __init__(self, model: Any, prompt: Prompt, level: str, *, compiled: bool) -> None:
-        self._model, self._prompt, self._level = model, prompt, level
+    def __init__(
+        self, model: Any, prompt: Prompt, level: str, *, compiled: bool, tokens: int = NEW
+    ) -> None:
+        self._model, self._prompt, self._level, self._tokens = model, prompt, level, tokens
         self._compiled = compiled
         self.bytes_per_step: list[float] = []
         self.writer_ms: list[float] = []
-        self.stated: list[float] = []
 
     def __call__(self) -> Timing:
         """Run once; the session's installation and the trace's closing are outside the timing."""
@@ -58,45 +65,70 @@ class CapturedRun:
                 token = TokenRecord(pos, choice.token_id, "t", "t", pos, 0, step=choice.step)
                 session.chose(token, choice.chosen, choice.scores)
 
-            timing = time_flex(self._model, prompt, compiled=self._compiled, on_choice=chose)
+            timing = time_flex(
+                self._model,
+                prompt,
+                compiled=self._compiled,
+                new_tokens=self._tokens,
+                on_choice=chose,
+            )
+            written = time.perf_counter()
+            session.recorder.drain()
+            written = time.perf_counter() - written
             session.end_generation(GenerationEnd(0, "finished", "", prompt.segments))
         cost = session.cost()
         self.writer_ms.append(1e3 * cost["writer_s"] / max(cost["steps"], 1))
-        self.stated.append(1 + cost["ratio"])
-        return timing
+        return replace(timing, written=written, told=cost["ratio"])
 
 
-def measure(model: Any, *, rounds: int, compiled: bool = False) -> dict[str, Any]:
+def measure(model: Any, seconds: float, tokens: int, *, compiled: bool) -> dict[str, Any]:
     """Return ratio of decode and of the whole generation, per level, with trace sizes."""
-    prompt = bench_prompt()
-    captured = {level: CapturedRun(model, prompt, level, compiled=compiled) for level in LEVELS}
-    cases: dict[str, Callable[[], Timing]] = {
-        "without": lambda: time_flex(model, prompt, compiled=compiled),
-        **captured,
+    prompt = bench_prompt(tokens)
+    captured = {
+        level: CapturedRun(model, prompt, level, compiled=compiled, tokens=tokens)
+        for level in LEVELS
     }
-    timings = interleave(cases, rounds)
-    plain = timings["without"]
-    facts: dict[str, Any] = {
-        "decode_ms_without": milliseconds([t.decode / len(t.steps) for t in plain])
-    }
+
+    def plain() -> Timing:
+        return time_flex(model, prompt, compiled=compiled, new_tokens=tokens)
+
+    found = sandwiched(plain, captured, seconds=seconds)
+    facts: dict[str, Any] = {"decode_ms_without": decode_ms(found)}
     for level, run in captured.items():
-        with_it = timings[level]
         facts[level] = {
-            **level_facts(level, with_it, plain, run.stated),
+            **level_facts(level, found[level]),
             "writer_thread_ms_per_step": round(statistics.median(run.writer_ms), 3),
             "trace_bytes_per_step": round(run.bytes_per_step[-1]),
         }
     return facts
 
 
-def level_facts(
-    level: str, with_it: Sequence[Timing], plain: Sequence[Timing], stated: Sequence[float]
-) -> dict[str, Any]:
+def decode_ms(found: dict[str, list[Sandwich]]) -> float:
+    """Return milliseconds per decode step of the plain generations."""
+    plain = [one.after for blocks in found.values() for one in blocks]
+    return milliseconds([t.decode / len(t.steps) for t in plain if isinstance(t, Timing)])
+
+
+def level_facts(level: str, blocks: Sequence[Sandwich]) -> dict[str, Any]:
     """Return the ratios of a level beside its bound, its aim and what the runs said themselves."""
     return {
-        "ratio": ratio([t.total for t in with_it], [t.total for t in plain]),
-        "decode_ratio": ratio([t.decode for t in with_it], [t.decode for t in plain]),
+        "ratio": compared(blocks, "total"),
+        "decode_ratio": compared(blocks, "decode", "total"),
         "bound": BOUNDS[level],
         "aim": AIMS[level],
-        "stated_by_the_run": round(statistics.median(stated), 4),
+        "stated_by_the_run": round(1 + statistics.median(one.case.told for one in blocks), 4),
     }
+
+
+def table(facts: dict[str, Any]) -> str:
+    """Return the figures as a table in Markdown."""
+    head = ["level", "whole generation", "decode", "stated by the run", "wanted", "rounds"]
+    rows = [_row(level, facts[level]) for level in LEVELS]
+    return f"{facts['decode_ms_without']:.1f} ms per token without\n\n{markdown(head, rows)}"
+
+
+def _row(level: str, found: dict[str, Any]) -> list[str]:
+    whole = found["ratio"]
+    figures = [cell(whole), cell(found["decode_ratio"]), f"{found['stated_by_the_run']:.3f}"]
+    of = whole["rounds"] + whole["left_out"]
+    return [level, *figures, f"{found['bound']:.2f}", f"{whole['rounds']} of {of}"]

@@ -66,19 +66,30 @@ def bench_prompt(new_tokens: int = NEW) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One generation: prefill and decode in seconds, and each decode step."""
+    """One generation: prefill and each decode step in seconds.
+
+    `written` is how long after the last token the last step was in the trace, and `told` what the
+    run says that capture took, as a share of the rest.
+    """
 
     prefill: float
     steps: tuple[float, ...]
+    written: float = 0.0
+    told: float = 0.0
 
     @property
     def decode(self) -> float:
         """Seconds of all decode steps together, so that no stall hides behind a median."""
-        return sum(self.steps)
+        return sum(self.steps) + self.written
+
+    @property
+    def median(self) -> float:
+        """Seconds of the decode step in the middle."""
+        return statistics.median(self.steps)
 
     @property
     def total(self) -> float:
-        """Seconds from the first forward to the last token."""
+        """Seconds from the first forward until all is known and written."""
         return self.prefill + self.decode
 
     @classmethod
@@ -119,20 +130,6 @@ def time_flex(
     return Timing.of(started, stamps)
 
 
-def interleave(
-    cases: dict[str, Callable[[], Timing]], rounds: int, *, warm: int = 1
-) -> dict[str, list[Timing]]:
-    """Run the cases in turn, `rounds` times, after `warm` rounds that do not count."""
-    timings: dict[str, list[Timing]] = {name: [] for name in cases}
-    for number in range(warm + rounds):
-        order = list(cases) if number % 2 == 0 else list(cases)[::-1]
-        for name in order:
-            timing = cases[name]()
-            if number >= warm:
-                timings[name].append(timing)
-    return timings
-
-
 def ratio(top: Sequence[float], bottom: Sequence[float]) -> dict[str, float]:
     """Return the median of the ratios of neighbouring runs, with its quartiles."""
     each = sorted(a / b for a, b in zip(top, bottom, strict=True))
@@ -157,17 +154,25 @@ class Block:
     told: float = 0.0
 
 
+Run = Block | Timing
+
+
 @dataclass(frozen=True, slots=True)
 class Sandwich:
     """A block of a case, and the plain ones right before and after it."""
 
-    case: Block
-    before: Block
-    after: Block
+    case: Run
+    before: Run
+    after: Run
 
     def bottom(self, clock: str) -> float:
         """Return the mean of the plain ones by a clock: drift between the two cancels out."""
         return (float(getattr(self.before, clock)) + float(getattr(self.after, clock))) / 2
+
+    def drift(self, clock: str) -> float:
+        """Return by how much the plain ones differ, as a share of their mean."""
+        apart = float(getattr(self.before, clock)) - float(getattr(self.after, clock))
+        return abs(apart) / self.bottom(clock)
 
 
 FEWEST = 3
@@ -175,7 +180,7 @@ FEWEST = 3
 
 
 def sandwiched(
-    plain: Callable[[], Block], cases: Mapping[str, Callable[[], Block]], *, seconds: float
+    plain: Callable[[], Run], cases: Mapping[str, Callable[[], Run]], *, seconds: float
 ) -> dict[str, list[Sandwich]]:
     """Run the cases in turn, a plain block between any two, until `seconds` are over.
 
@@ -196,15 +201,26 @@ def sandwiched(
     return found
 
 
+STEADY = 0.06
+"""By how much the plain blocks of a sandwich may differ: past that, the machine changed its speed
+in between, and what lies there says nothing. What is measured has no part in the choice."""
+
+
+def compared(blocks: Sequence[Sandwich], clock: str, steadied_by: str = "") -> dict[str, float]:
+    """Return the median of a case's ratios by a clock, quartiles, how many, and how many are left
+    out for an unsteady machine, as the clock `steadied_by` tells (the same one unless given).
+    """
+    steady = [one for one in blocks if one.drift(steadied_by or clock) <= STEADY]
+    if len(steady) < FEWEST:
+        steady = list(blocks)
+    top = [float(getattr(one.case, clock)) for one in steady]
+    found = ratio(top, [one.bottom(clock) for one in steady])
+    return {**found, "left_out": len(blocks) - len(steady)}
+
+
 def clocks(blocks: Sequence[Sandwich]) -> dict[str, Any]:
     """Return the ratios of a case by wall clock and by CPU, and the median of what it told."""
-    ratios: dict[str, Any] = {
-        clock: ratio(
-            [float(getattr(one.case, clock)) for one in blocks],
-            [one.bottom(clock) for one in blocks],
-        )
-        for clock in ("wall", "cpu")
-    }
+    ratios: dict[str, Any] = {clock: compared(blocks, clock, "wall") for clock in ("wall", "cpu")}
     told = statistics.median(one.case.told for one in blocks)
     return {**ratios, "told": round(1 + told, 4)} if told else ratios
 

@@ -14,9 +14,9 @@ from benchmarks.common import (
     NEW,
     Timing,
     bench_prompt,
-    interleave,
+    compared,
     milliseconds,
-    ratio,
+    sandwiched,
     time_flex,
 )
 from flexinspect import masks
@@ -25,6 +25,15 @@ from flexinspect.prompts import Prompt
 
 def time_generate(model: Any, prompt: Prompt, new_tokens: int = NEW) -> Timing:
     """Time transformers' own greedy `generate` under SDPA, token by token."""
+    fed = torch.tensor([prompt.ids], device=next(model.parameters()).device)
+    started = time.perf_counter()
+    return Timing.of(started, generate_stamps(model, fed, new_tokens))
+
+
+def generate_stamps(
+    model: Any, fed: Tensor, new_tokens: int, past_key_values: Any = None
+) -> list[float]:
+    """Run `generate` on ids (1, L), some perhaps cached; return when each token was known."""
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     stamps: list[float] = []
@@ -36,16 +45,15 @@ def time_generate(model: Any, prompt: Prompt, new_tokens: int = NEW) -> Timing:
             stamps.append(time.perf_counter())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    fed = torch.tensor([prompt.ids], device=next(model.parameters()).device)
-    started = time.perf_counter()
     model.generate(
         fed,
         attention_mask=torch.ones_like(fed),
+        past_key_values=past_key_values,
         max_new_tokens=new_tokens,
         do_sample=False,
         stopping_criteria=StoppingCriteriaList([Stamp()]),
     )
-    return Timing.of(started, stamps)
+    return stamps
 
 
 def time_naive(model: Any, prompt: Prompt, new_tokens: int) -> Timing:
@@ -108,43 +116,39 @@ def _naive_forward(module: Any, allowed: Tensor) -> Callable[..., tuple[Tensor, 
     return forward
 
 
-def measure(model: Any, *, rounds: int, compiled: bool) -> dict[str, Any]:
+def measure(model: Any, seconds: float, tokens: int, *, compiled: bool) -> dict[str, Any]:
     """Return decode and prefill of our generation against `generate` under SDPA."""
-    prompt = bench_prompt()
-    cases: dict[str, Callable[[], Timing]] = {
-        "sdpa": lambda: time_generate(model, prompt),
-        "flex": lambda: time_flex(model, prompt, compiled=compiled),
-    }
-    timings = interleave(cases, rounds, warm=2)
-    sdpa, flex = timings["sdpa"], timings["flex"]
+    prompt = bench_prompt(tokens)
+
+    def ours() -> Timing:
+        return time_flex(model, prompt, compiled=compiled, new_tokens=tokens)
+
+    def plain() -> Timing:
+        return time_generate(model, prompt, tokens)
+
+    ours()  # compiles, where it does
+    blocks = sandwiched(plain, {"flex": ours}, seconds=seconds)["flex"]
+    sdpa, flex = ([getattr(one, name) for one in blocks] for name in ("after", "case"))
     return {
         "sdpa_decode_ms": milliseconds([s for t in sdpa for s in t.steps]),
         "flex_decode_ms": milliseconds([s for t in flex for s in t.steps]),
         "sdpa_prefill_ms": milliseconds([t.prefill for t in sdpa]),
         "flex_prefill_ms": milliseconds([t.prefill for t in flex]),
-        "decode_ratio": ratio([_median(t.steps) for t in flex], [_median(t.steps) for t in sdpa]),
-        "prefill_ratio": ratio([t.prefill for t in flex], [t.prefill for t in sdpa]),
+        "decode_ratio": compared(blocks, "median"),
+        "prefill_ratio": compared(blocks, "prefill", "median"),
         "bound": {"decode": 1.08, "prefill": 1.1} if compiled else {"decode": 1.7, "prefill": 1.5},
     }
 
 
-def measure_naive(model: Any, *, new_tokens: int = NEW, rounds: int = 1) -> dict[str, Any]:
+def measure_naive(model: Any, new_tokens: int = NEW) -> dict[str, Any]:
     """Return how many times faster our generation is than the naive way, whole generation."""
     prompt = bench_prompt(new_tokens)
-    cases: dict[str, Callable[[], Timing]] = {
-        "naive": lambda: time_naive(model, prompt, new_tokens),
-        "ours": lambda: time_flex(model, prompt, new_tokens=new_tokens),
-    }
-    timings = interleave(cases, rounds, warm=0)
-    naive, ours = timings["naive"], timings["ours"]
+    naive = time_naive(model, prompt, new_tokens).total
+    ours = time_flex(model, prompt, new_tokens=new_tokens).total
     return {
         "tokens": new_tokens,
-        "naive_s": round(min(t.total for t in naive), 2),
-        "ours_s": round(min(t.total for t in ours), 2),
-        "times_faster": ratio([t.total for t in naive], [t.total for t in ours]),
+        "naive_s": round(naive, 2),
+        "ours_s": round(ours, 2),
+        "times_faster": round(naive / ours, 2),
         "bound": 10,
     }
-
-
-def _median(values: tuple[float, ...]) -> float:
-    return sorted(values)[len(values) // 2]

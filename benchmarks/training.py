@@ -2,6 +2,7 @@
 
 Each block of watched steps lies between two plain ones. The wide model has few tokens for many
 weights, which is the hard case: reading every gradient once costs the same, however long a step is.
+It is trained with clipping too, which reads them anyway.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ class Size:
     batch: int
     length: int
     steps: int
+    clips: bool = False
 
 
 SIZES = {
-    "wide": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96, steps=6),
+    "wide": Size(hidden=512, layers=8, vocabulary=4096, batch=2, length=96, steps=4),
+    "clipping": Size(
+        hidden=512, layers=8, vocabulary=4096, batch=2, length=96, steps=11, clips=True
+    ),
     "usual": Size(hidden=256, layers=6, vocabulary=2048, batch=4, length=128, steps=11),
 }
 
@@ -60,7 +65,7 @@ class Training:
         self.model = LlamaForCausalLM(config).to(device).train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self._ids = torch.randint(0, size.vocabulary, (size.batch, size.length), device=device)
-        self._device, self._steps = device, size.steps
+        self._device, self._steps, self._clips = device, size.steps, size.clips
 
     def plain(self) -> Block:
         """Train without anybody watching."""
@@ -92,6 +97,8 @@ class Training:
         self._optimizer.zero_grad()
         loss = self.model(self._ids, labels=self._ids).loss
         loss.backward()
+        if self._clips:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
 
     def _wait(self) -> None:
@@ -124,6 +131,7 @@ def _measure(size: Size, device: str, seconds: float) -> dict[str, Any]:
     return {
         "parameters": sum(one.numel() for one in training.model.parameters()),
         "tokens_per_step": size.batch * size.length,
+        "clips": size.clips,
         "step_ms_without": _step_ms(blocks, size.steps - 1),
         "levels": {level: clocks(blocks[level]) for level in LEVELS},
     }
@@ -145,7 +153,7 @@ def _row(size: dict[str, Any], level: str) -> list[str]:
     found = size["levels"][level]
     model = (
         f"{size['parameters'] / 1e6:.0f} million weights, {size['tokens_per_step']} tokens, "
-        f"{size['step_ms_without']:.0f} ms"
+        f"{size['step_ms_without']:.0f} ms{', clipping' if size['clips'] else ''}"
     )
     figures = [cell(found["wall"]), cell(found["cpu"]), f"{found['told']:.3f}"]
     return [model, level, *figures, f"{WANTED[level]:.2f}"]

@@ -2,7 +2,17 @@
 
 import sys
 
-from flexinspect.commands import main
+
+def main() -> int:
+    """Run the command line; Ctrl-C is a word from the first moment, not a traceback."""
+    try:
+        from flexinspect.commands import main as run_command
+
+        return run_command()
+    except KeyboardInterrupt:  # while the commands themselves were loaded
+        sys.stderr.write("flexinspect: interrupted\n")
+        return 130
+
 
 if __name__ == "__main__":
     sys.exit(main())

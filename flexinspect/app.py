@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from textual.app import App, SystemCommand
 from textual.binding import BindingType
+from textual.filter import LineFilter
 from textual.screen import Screen
 
 from flexinspect import state
@@ -26,6 +27,9 @@ from flexinspect.screens.start import JobOf, StartScreen
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.trace.salvage import is_copy
 from flexinspect.widgets.canvas import Canvas
+from flexinspect.widgets.nocolor import WithoutColors
+
+_WITHOUT_COLORS = WithoutColors()
 
 
 class InspectorApp(App[None]):
@@ -116,6 +120,10 @@ class InspectorApp(App[None]):
         """Offer none of Textual's own commands: our table has them all, once and with its care."""
         return ()
 
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Let no colour reach the terminal under `NO_COLOR`."""
+        return (_WITHOUT_COLORS,) if self.no_color else super().get_line_filters()
+
     def keys_of(self, name: str) -> str:
         """Return the keys of an action as the user has them, for help."""
         default = next((key.keys for key in all_keys() if key.id == name), ())
@@ -141,12 +149,13 @@ class InspectorApp(App[None]):
         for name in ("SIGTERM", "SIGHUP"):
             if hasattr(signal, name):
                 with suppress(NotImplementedError, RuntimeError, ValueError):
-                    loop.add_signal_handler(getattr(signal, name), self._ended)
+                    number = getattr(signal, name)
+                    loop.add_signal_handler(number, self._ended, number)
 
-    def _ended(self) -> None:
+    def _ended(self, number: int) -> None:
         if self.feed is not None:
             self.feed.interrupt()
-        self.exit(return_code=143)
+        self.exit(return_code=128 + number)
 
 
 def _spare_the_collector() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from flexinspect import protocol
+from flexinspect.ending import is_request
 from flexinspect.job import Job, ScriptJob
 
 LAST_WORDS = 40
@@ -96,6 +97,8 @@ class Capture:
 
     def how_it_ended(self, code: int) -> str:
         """Say in words how the process ended, for an exit that nobody explained."""
+        if not self.has_own_streams and is_request(code):
+            code = 128 - code
         if code >= 0:
             return f"{self.called} ended with exit code {code}."
         try:

@@ -26,7 +26,7 @@ from typing import Any
 
 from flexinspect import dataset_formats as formats
 from flexinspect.dataset_formats import Sample
-from flexinspect.errors import DatasetError, FlexInspectError, UsageError
+from flexinspect.errors import DatasetError, FlexInspectError, UsageError, in_a_line
 
 __all__ = [
     "ParaPharaseDataset",
@@ -163,7 +163,7 @@ def _own(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
         items = iter(dataset.load_dataset())
     except FlexInspectError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # its module may be a script that ends itself
         raise _own_failed(spec, error) from error
     return _own_samples(spec, items)
 
@@ -184,9 +184,9 @@ def _own_samples(spec: str, items: Iterator[Any]) -> Iterator[Sample]:
             yield formats.sample_from(item, f"{spec}, sample {number}", f"{number}")
 
 
-def _own_failed(spec: str, error: Exception) -> DatasetError:
+def _own_failed(spec: str, error: BaseException) -> DatasetError:
     return DatasetError(
-        f"The dataset {spec} failed: {type(error).__name__}: {error}.",
+        f"The dataset {spec} failed: {in_a_line(error)}.",
         hint="It needs a constructor without arguments and load_dataset() that returns samples.",
     )
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 class FlexInspectError(Exception):
     """Base of everything flexinspect raises on purpose.
@@ -20,6 +25,12 @@ class FlexInspectError(Exception):
     def sentence(self) -> str:
         """Return the message with its hint, as a command prints it."""
         return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return what somebody else's exception says: its kind and the first line of its message."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 class UsageError(FlexInspectError):
@@ -46,13 +57,23 @@ class TraceError(FlexInspectError):
     exit_code = 2
 
 
+class CutShortError(TraceError):
+    """The trace at `path` lacks its end; `flexinspect.trace.salvage` tells what is left of it."""
+
+    def __init__(self, message: str, path: Path, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
+
+
 class TraceWriteError(FlexInspectError):
     """The trace cannot be written any further (full disk, read-only folder).
 
-    `stored` are the places, from 0, of what was stored all the same, of several given together.
+    `stored` are the places, from 0, of what was stored all the same, of several given together,
+    and `others` the messages of those that were refused beside the one that is named.
     """
 
     stored: tuple[int, ...] = ()
+    others: tuple[str, ...] = ()
 
 
 class ControlError(FlexInspectError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from flexinspect.trace.owner import recorder_lives
 from flexinspect.trace.places import discard
 from flexinspect.trace.ranges import step_bounds
 from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import EventRow
 from flexinspect.trace.sequences import n_generations, newest_events
 
 LAST_LINES = 6
@@ -191,7 +192,10 @@ class Feed:
 
     def _phase(self, reader: TraceReader) -> tuple[str, float | None, str]:
         phase, fraction, detail = self._status.phase, self._status.fraction, self._status.detail
-        for row in newest_events(reader, "phase", self._last_event, MOST_EVENTS):
+        rows: Sequence[EventRow] = ()
+        with suppress(TraceError):  # a cut trace may have lost them, and still have its steps
+            rows = newest_events(reader, "phase", self._last_event, MOST_EVENTS)
+        for row in rows:
             self._last_event = row.id
             if row.event.text in ("plan", "note"):
                 detail = str(row.event.data.get("text", "")) or detail

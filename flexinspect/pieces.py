@@ -29,7 +29,8 @@ class WordFacts:
     """What a tokenizer, or the model's configuration, says of special tokens.
 
     `adds_bos` tells whether the tokenizer puts a BOS before a text by default, None when there was
-    no tokenizer to ask. `special` gives the ids of special tokens by their characters: those whose
+    no tokenizer to ask; `adds_eos` whether it puts an EOS behind one, and no chat template of its
+    own ends turns so. `special` gives the ids of special tokens by their characters: those whose
     characters occur among the words of the prompt, as a vocabulary may have hundreds.
     """
 
@@ -37,6 +38,7 @@ class WordFacts:
     eos: tuple[int, ...] = ()
     pad: int | None = None
     adds_bos: bool | None = None
+    adds_eos: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -51,6 +53,7 @@ def to_declared(pieces: Sequence[Piece], facts: WordFacts) -> dict[str, Any]:
         "eos": list(facts.eos) or None,
         "pad": facts.pad,
         "adds_bos": facts.adds_bos,
+        "adds_eos": facts.adds_eos or None,
         "special": dict(facts.special) or None,
     }
     words = {name: value for name, value in said.items() if value is not None}
@@ -86,6 +89,7 @@ def declared_words(declared: Mapping[str, Any]) -> WordFacts:
         tuple(said.get("eos", ())),
         said.get("pad"),
         said.get("adds_bos"),
+        bool(said.get("adds_eos", False)),
         dict(said.get("special", {})),
     )
 

@@ -44,6 +44,16 @@ def canonical_dtype(name: str) -> str:
         ) from None
 
 
+def check_dtype(name: str) -> None:
+    """Raise `ModelError` unless this is the name of a dtype, or `auto`."""
+    if name.strip().lower() == "auto":
+        return
+    try:
+        canonical_dtype(name)
+    except UsageError as error:
+        raise ModelError(error.message, hint=f"{error.hint} Or auto.") from None
+
+
 def parameter_count(config: Mapping[str, Any]) -> int | None:
     """Return the number of parameters of a Llama, Mistral, Qwen2 or Qwen3 configuration.
 

@@ -7,10 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from flexinspect import __version__
-from flexinspect.errors import FlexInspectError
+from flexinspect.ending import exit_code_of
+from flexinspect.errors import CutShortError, FlexInspectError
 from flexinspect.text import visible
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 EXAMPLES = """\
 examples:
@@ -29,7 +34,8 @@ examples:
   flexinspect vscode
 
 exit codes: 0 done, 1 the run failed or what was to be proved is not so,
-2 it could not be done as asked, 3 a breakpoint ended the run, 130 interrupted
+2 it could not be done as asked, 3 a breakpoint ended the run, 130 interrupted,
+143 ended by SIGTERM
 """
 
 
@@ -89,10 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _begin(parser) if args.command is None else int(args.run(args))
     except FlexInspectError as error:
         _say(error.sentence())
+        if isinstance(error, CutShortError):
+            _say_what_is_left(error.path)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         _say("interrupted")
-        return 130
+        return exit_code_of(error)
     except BrokenPipeError:
         # The reader of our output is gone; point stdout at nothing so that exit stays quiet.
         _drop_output()
@@ -117,6 +125,18 @@ def _begin(parser: argparse.ArgumentParser) -> int:
 def _say(sentence: str) -> None:
     lines = [visible(line) for line in sentence.splitlines()]
     print("flexinspect: " + "\n".join(lines), file=sys.stderr)
+
+
+def _say_what_is_left(path: Path) -> None:
+    """Say what a trace that is cut short still holds, and how to see it."""
+    from flexinspect.trace.salvage import can_be_mended, what_is_left
+
+    for line in what_is_left(path)[1:]:
+        print(line, file=sys.stderr)
+    if can_be_mended(path):
+        print(f"To see that: flexinspect open {visible(str(path))}", file=sys.stderr)
+    else:
+        print("It cannot be opened without the part that is missing.", file=sys.stderr)
 
 
 def _make_output_safe() -> None:

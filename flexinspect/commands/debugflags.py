@@ -38,6 +38,7 @@ def add_debugger_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--pdb",
+        "--interactive",
         default=False,
         action="store_true",
         help="plain pdb on this terminal at a breakpoint() or an exception",

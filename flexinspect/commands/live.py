@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
@@ -15,6 +14,7 @@ from flexinspect.capture import Capture, start
 from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgress
 from flexinspect.commands.summary import Summary, print_summary, summarise
 from flexinspect.crash import settle_dead
+from flexinspect.ending import INTERRUPTED, end_on, is_request, signal_of
 from flexinspect.errors import TraceError
 from flexinspect.follow import News, Started, Stepped, TraceFollower
 from flexinspect.heartbeat import Held, held_now
@@ -26,7 +26,6 @@ from flexinspect.trace.places import discard
 from flexinspect.trace.reader import TraceReader
 
 LOOK_EVERY_S = 0.05
-INTERRUPTED = 130
 
 
 def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
@@ -57,19 +56,15 @@ def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
         process.state.stops.get()  # the interface has shown them
     kind = ScriptRun if process.has_own_streams else LiveRun
     run = kind(process, PlainProgress(console, quiet=True), stops=int(stopping))
-    ended = run.watch()
-    return run.conclude(ended, console, as_json=False) or code
+    ended = run.conclude(run.watch(), console, as_json=False)
+    return code or ended
 
 
 def _end_like_ctrl_c() -> None:
     """Let `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
-            signal.signal(getattr(signal, name), _interrupt)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+            end_on(name)
 
 
 def _progress(console: Console, *, quiet: bool, verbose: bool) -> Progress:
@@ -86,6 +81,7 @@ class LiveRun:
         self._progress = progress
         self._follower: TraceFollower | None = None
         self._stops = stops
+        self._asked_by = int(signal.SIGINT)
         self._held: Held | None = None
 
     def watch(self) -> int:
@@ -105,8 +101,8 @@ class LiveRun:
                     self._close()
                     return code
                 time.sleep(LOOK_EVERY_S)
-            except KeyboardInterrupt:
-                self._stop()
+            except KeyboardInterrupt as error:
+                self._stop(signal_of(error))
 
     def _tell_stops(self) -> None:
         """Say that the run pauses, even when nothing else is said: else it would seem to hang."""
@@ -114,11 +110,12 @@ class LiveRun:
         while not stops.empty():
             self._progress.console.print(f"flexinspect: {visible(stops.get())}", soft_wrap=True)
 
-    def _stop(self) -> None:
+    def _stop(self, number: int) -> None:
         self._stops += 1
         if self._stops == 1:
+            self._asked_by = number
             self._progress.say("stopping after this step (Ctrl-C again ends it at once)")
-            self._process.interrupt()
+            self._process.signal(number)
         else:
             self._process.kill()
 
@@ -193,7 +190,7 @@ class LiveRun:
 
     def _exit_code(self, code: int) -> int:
         if self._stops and code != 0:
-            return INTERRUPTED
+            return 128 + self._asked_by
         return code if code >= 0 else 1
 
     def _explain(self, code: int, console: Console, *, kept: bool) -> None:
@@ -205,9 +202,10 @@ class LiveRun:
             lines.append(f"flexinspect: {self._process.how_it_ended(code)}")
         elif not kept:
             lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
-        if not state.error:
-            # Warnings of a good run, or the last words of one that died without a sentence.
-            lines += self._process.last_words() if code != INTERRUPTED else []
+        if not state.error and not is_request(code) and (kept or not self._stops):
+            # Warnings of a good run, or the last words of one that died without a sentence; what
+            # one says that was asked to end before it was up is Python's own end.
+            lines += self._process.last_words()
         for line in filter(None, lines):
             console.print(visible(line), soft_wrap=True)
 
@@ -237,11 +235,11 @@ class ScriptRun(LiveRun):
         """Say it even though a program's run is quiet otherwise."""
         self._progress.console.print(f"flexinspect: {visible(text)}", soft_wrap=True)
 
-    def _stop(self) -> None:
-        """Hand Ctrl-C on, as often as it comes: what it means is for the program to say."""
+    def _stop(self, number: int) -> None:
+        """Hand a signal on, as often as it comes: what it means is for the program to say."""
         self._stops += 1
         if self._stops < KILLED_AT:
-            self._process.interrupt()
+            self._process.signal(number)
         else:
             self._process.kill()
 

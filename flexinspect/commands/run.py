@@ -349,18 +349,22 @@ def default_name(stem: str, folder: Path) -> str:
 
 
 def check_job(job: Job) -> None:
-    """Refuse at once what needs no model to see: an unknown one, a preset, a text, a seed."""
-    from flexinspect import masks, models
+    """Refuse at once what needs no model to see: an unknown one, a preset, a dtype, a seed."""
+    from flexinspect import masks, models, ownmodules
     from flexinspect.config import load_config
+    from flexinspect.sizes import check_dtype
 
     if not 0 <= job.seed < 1 << 63:
         raise UsageError("--seed must lie between 0 and 2^63 - 1.")
     for text in (*job.prompts, *astuple(job.texts)):
         if not text.isascii() and text.encode("utf-8", "ignore").decode() != text:
             raise UsageError(f"The text {text!a} is not valid UTF-8.")
+    check_dtype(job.dtype)
     _check_gradients(job)
     models.resolve(job.model, load_config())
-    if ":" not in job.mask:
+    if ":" in job.mask:
+        ownmodules.check_rule_name(job.mask)
+    else:
         masks.check_preset(job.mask)
 
 

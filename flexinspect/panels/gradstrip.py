@@ -62,7 +62,8 @@ class GradientStripPanel(Panel[StripData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> StripData:
         """Read the norms in as many points as there are columns."""
         place = request.place
-        groups = tuple(map(str, run_of(source, place).get("groups", [])))
+        declared = tuple(map(str, run_of(source, place).get("groups", [])))
+        groups = source.reader.added_groups(place.generation) or declared
         span = span_of(source.reader, place, max(request.width - _label(request.width), 1))
         sizes = (span.first, span.n_steps, span.n_points)
         found = source.reader.group_curve(place.generation, *sizes, place.branch)

@@ -13,6 +13,7 @@ from flexinspect.panels.base import Go, Help, Missing, NoOptions, Panel, Picture
 from flexinspect.panels.parts import curves
 from flexinspect.panels.parts.curves import draw_curve, span_of
 from flexinspect.panels.parts.trainingboxes import placed
+from flexinspect.panels.parts.trainingrates import draw_rates, range_words, rate_curves
 from flexinspect.panels.parts.trainingrun import run_of
 from flexinspect.panels.parts.windows import (
     BESIDE,
@@ -30,7 +31,8 @@ from flexinspect.widgets.lines import clipped, line, paragraph
 from flexinspect.widgets.look import Look
 from flexinspect.widgets.plots import number
 
-CURVES = ("loss", "learning rate", "gradient norm")
+RATE = "learning rate"
+CURVES = ("loss", RATE, "gradient norm")
 _NAME = 15
 _TALLEST = 8
 WIDE_RANGE = 1e3
@@ -60,7 +62,8 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
         "It shows an optimizer step: loss, learning rate, gradient norm before and after clipping, "
         "the loss scaler, where its time went, and the run's curves.",
         "A column of a curve is a step, or the highest of several; '!' is a loss or gradient that "
-        "is not finite; the current step is marked; click a column to go there.",
+        "is not finite; the current step is marked; click a column to go there; learning rates "
+        "that differ by group lie below each other, in the order of the title.",
         "Look for the step before the loss jumps: a gradient norm that rises, a learning rate that "
         "has just changed, steps that the scaler left out.",
     )
@@ -79,14 +82,17 @@ class TrainingPanel(Panel[TrainingData, NoOptions]):
         if step is None:
             raise Missing(f"Step {span.current} is no training step.")
         sizes = (span.first, span.n_steps, span.n_points)
-        points = reader.training_curve(place.generation, *sizes, place.branch)
+        points = reader.training_curve(
+            place.generation, *sizes, place.branch, n_rates=len(step.learning_rates)
+        )
         return TrainingData(step, about, span, points)
 
     def describe(self, data: TrainingData) -> list[str]:
         """Return the facts of the step, then the ends of each curve."""
         lines = [f"{name}: {value}" for name, value in facts_of(data)]
         trouble = _trouble(data)
-        return [*([trouble] if trouble else []), *lines, *map(data_words(data), CURVES)]
+        words = [said for name in CURVES for said in _curve_words(data, name)]
+        return [*([trouble] if trouble else []), *lines, *words]
 
     def paint(self, data: TrainingData, request: Request[NoOptions], look: Look) -> Picture:
         """Draw the facts with the curves beside or below them."""
@@ -212,21 +218,23 @@ def said_of(producer: Producer) -> str:
 
 
 def _value(name: str, point: CurvePoint) -> float | None:
-    if name == "learning rate":
-        return point.rate
+    if name == RATE:
+        return next(iter(point.rates), None)
     if name == "loss":
         return math.nan if point.has_sick_loss else point.loss
     return math.nan if point.has_sick_gradient else point.norm
 
 
-def data_words(data: TrainingData) -> Any:
-    """Return what says of a curve, by name, its range over the run."""
-
-    def words(name: str) -> str:
-        low, high = _range(data, name)
-        return f"{name} in {data.span.words()}: {number(low)} to {number(high)}."
-
-    return words
+def _curve_words(data: TrainingData, name: str) -> list[str]:
+    """Return sentences about the range of a curve over the run."""
+    shown, curves = data.span.words(), rate_curves(data.points)
+    if name == RATE and len(curves) > 1:
+        return [
+            f"{name} of group {groups} in {shown}: {range_words(curve)}."
+            for groups, curve in curves
+        ]
+    low, high = _range(data, name)
+    return [f"{name} in {shown}: {number(low)} to {number(high)}."]
 
 
 def _range(data: TrainingData, name: str) -> tuple[float | None, float | None]:
@@ -242,12 +250,15 @@ def _above(value: float | None, low: float) -> float | None:
 
 
 def _curve(data: TrainingData, name: str, area: Area, look: Look) -> list[Strip]:
+    rates = rate_curves(data.points) if name == RATE else []
+    if len(rates) > 1:
+        return draw_rates(rates, data.span, area, look)
     low, high = _range(data, name)
     title = [
         (f"{name} ", look.style("title")),
         (f"{number(low)} to {number(high)}", look.style("text")),
     ]
-    style, values = "good" if name == "learning rate" else "accent", data.values(name)
+    style, values = "good" if name == RATE else "accent", data.values(name)
     if low is not None and high is not None and 0 < low < high / WIDE_RANGE:
         title.append(("  logarithmic", look.style("muted")))
         values = {at: _above(value, low) for at, value in values.items()}

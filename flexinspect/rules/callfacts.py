@@ -136,7 +136,7 @@ class CallFactsRule(Rule):
         sentence = (
             f"In {where} scores are scaled by {factor:.4g} times what the layer asked for in step "
             f"{step.step}: the attention function was given `scaling`, and its kernel uses "
-            f"{kernel} on queries and keys that may have been scaled before."
+            f"{kernel} on queries and keys that may have been scaled before{_rule_words(told)}."
         )
         about: dict[str, Any] = {"layers": layers, "evidence": told, "series": "asked"}
         return self.finding(step, SCALE, sentence, **about)
@@ -168,6 +168,11 @@ class CallFactsRule(Rule):
             return True
         masks = {call.mask for call in odd}
         return len(odd) > 1 and not masks & {call.mask for call in others}
+
+
+def _rule_words(told: Mapping[str, Any]) -> str:
+    rule = told.get("score_mod")
+    return "" if rule is None else f", and its `score_mod` multiplies by {float(rule):.4g}"
 
 
 def _share_a_number(calls: Iterable[CallRecord]) -> bool:

@@ -19,6 +19,8 @@ UNCOVERED = "segments.uncovered"
 PADDING = "segments.padding-inside"
 BOS_MISSING = "segments.bos-missing"
 BOS_DOUBLED = "segments.bos-doubled"
+EOS_INSIDE = "segments.eos-inside"
+REORDERED = "segments.reordered"
 SPECIAL_AS_TEXT = "segments.special-as-text"
 
 _HERE = "generation = {generation} AND branch = {branch}"
@@ -162,6 +164,25 @@ KINDS: Mapping[str, FindingKind] = {
         "A chat template that writes the BOS and a tokenizer that adds it are one too many: encode "
         "the template's text, and all pieces but the first, with add_special_tokens=False.",
         _TOKENS,
+    ),
+    EOS_INSIDE: FindingKind(
+        Severity.WARNING,
+        "an EOS ends pieces inside of the prompt, from a tokenizer that puts one behind every text",
+        "An EOS says that the text is over: what follows it is read as another document, and rules "
+        "that tell documents apart by EOS cut the prompt there.",
+        "The query gives the tokens that were fed.",
+        "Encode the pieces with add_special_tokens=False, or switch add_eos_token off; leave it "
+        "if documents are packed one after the other.",
+        _TOKENS,
+    ),
+    REORDERED: FindingKind(
+        Severity.WARNING,
+        "declared texts were fed in another order than they were declared in",
+        "Whatever counts pieces instead of looking for them (a mask made piece by piece, scores of "
+        "the second paraphrase) is about other pieces; and positions depend on the order.",
+        f"{_TOKENS_PANEL} Compare their order with that of the declaration.",
+        "Join and declare the pieces from one list; look for a sort, a set or a dict between them.",
+        _PIECES,
     ),
     SPECIAL_AS_TEXT: FindingKind(
         Severity.WARNING,

@@ -42,7 +42,9 @@ def about_words(scene: Scene, fed: Fed, *, is_other: bool) -> Iterator[Finding]:
         yield from say.lost(is_other=is_other)
         yield from say.between()
     yield from say.texts()
+    yield from say.order()
     yield from say.bos()
+    yield from say.eos()
     yield from say.specials()
 
 
@@ -301,6 +303,38 @@ class _Say:
             )
             evidence = {"bos": bos, "n": len(later)}
             yield self._finding(kinds.BOS_DOUBLED, sentence, later, evidence, Severity.NOTE)
+
+    def eos(self) -> Iterator[Finding]:
+        """Yield EOS that the tokenizer put behind pieces; a note where that may be meant."""
+        fed = self._fed
+        inside = words.inner_eos(fed)
+        if inside:
+            one, ends = len(inside) == 1, " at the end of a declared piece" * bool(fed.pieces)
+            sentence = (
+                f"{len(inside)} EOS (id {fed.ids[inside[0] - fed.start]}) "
+                f"{'lies' if one else 'lie'} inside of the prompt{ends}, first at "
+                f"{self._scene.position(inside[0])}: the tokenizer puts one behind every text, as "
+                "if pieces had been encoded with special tokens one by one."
+            )
+            is_meant = not fed.pieces or words.are_packed(fed)
+            evidence = {"eos": list(fed.words.eos), "n": len(inside)}
+            severity = Severity.NOTE if is_meant else None
+            yield self._finding(kinds.EOS_INSIDE, sentence, inside, evidence, severity)
+
+    def order(self) -> Iterator[Finding]:
+        """Yield that texts were fed in another order; a note where none may have been meant."""
+        found = words.reordered(self._fed)
+        if found:
+            pieces = [one.piece for one in found]
+            declared = [piece.label for piece in self._fed.pieces if piece in pieces]
+            sentence = (
+                f"{len(found)} declared texts were fed in another order than they were declared "
+                f"in: {self._named(pieces)}."
+            )
+            starts = [one.span[0] for one in found if one.span is not None]
+            evidence = {"fed": [piece.label for piece in pieces], "declared": declared}
+            severity = None if words.is_order_said(self._fed) else Severity.NOTE
+            yield self._finding(kinds.REORDERED, sentence, starts, evidence, severity)
 
     def specials(self) -> Iterator[Finding]:
         """Yield special tokens that were fed as characters, each kind once."""

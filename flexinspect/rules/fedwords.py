@@ -66,6 +66,45 @@ def later_bos(fed: Fed) -> list[int]:
     ]
 
 
+def inner_eos(fed: Fed) -> list[int]:
+    """Return where an EOS that the tokenizer adds ends a piece, or a text where none is declared.
+
+    Only between words: at the ends of a prompt it may be padding.
+    """
+    words, eos = fed.words, frozenset(fed.words.eos)
+    if not words.adds_eos or words.bos in eos:
+        return []
+    real = [index for index, id_ in enumerate(fed.ids) if id_ not in (*eos, fed.pad)]
+    inside = [fed.start + n for n in range(*(real[:1] + real[-1:])) if fed.ids[n] in eos]
+    spans = [one.span for one in fed.located if one.span is not None]
+    ends = {stop - back for _, stop in spans for back in (0, 1)}
+    return [at for at in inside if at in ends or not fed.pieces]
+
+
+def are_packed(fed: Fed) -> bool:
+    """Say whether the prompt ends with an EOS behind a declared piece, as packed documents do."""
+    ends = {one.span[1] for one in fed.located if one.span is not None}
+    return fed.ids[-1] in fed.words.eos and bool(ends & {fed.stop, fed.stop - 1})
+
+
+def reordered(fed: Fed) -> list[Located]:
+    """Return the texts that lie in one place each, as they were fed; empty if as declared."""
+    told = [one for one in fed.located if one.piece.text and one.n_places == 1 and not one.shares]
+    placed = [(one.span, one) for one in told if one.span is not None]
+    found = [one for _, one in sorted(placed, key=lambda pair: pair[0])]
+    return [] if found == [one for _, one in placed] else found
+
+
+def is_order_said(fed: Fed) -> bool:
+    """Say whether names leave no doubt that an order was meant: none were given, or numbers."""
+    labels = [one.label for one in fed.pieces if one.text]
+    texts = [one.text[: len(one.label) - 1] for one in fed.pieces if one.text]
+    are_texts = all(label.startswith(text) for label, text in zip(labels, texts, strict=True))
+    numbers = [re.search(r"\d+$", label) for label in labels]
+    order = [int(number[0]) for number in numbers if number is not None]
+    return are_texts or (len(order) == len(labels) and order == sorted(order))
+
+
 def misses_bos(fed: Fed) -> bool:
     """Say whether the tokenizer begins every text with a BOS and this prompt has none there."""
     is_all = fed.start == 0 and len(fed.ids) > fed.n_pads

@@ -138,7 +138,7 @@ RULE: type[Rule] = TwinsRule
 
 def _told(a: _Life, b: _Life) -> Sequence[Finding]:
     """Return the finding of two generations, none when they do not differ in any way."""
-    if (a.real is None) != (b.real is None) or len(a.steps[0].calls) != len(b.steps[0].calls):
+    if (a.real is None) != (b.real is None) or _shape(a) != _shape(b):
         return ()
     differences = []
     for one, other in zip(a.steps, b.steps, strict=False):
@@ -158,6 +158,13 @@ def _told(a: _Life, b: _Life) -> Sequence[Finding]:
     is_same = (parted is None or is_drawn) and all(_is_small(one) for one in differences)
     words = _same(a, b, differences) if is_same else _rounding(a, b, differences, is_drawn)
     return [_finding(b, SAME if is_same else ROUNDING, words, at, None)]
+
+
+def _shape(life: _Life) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Return layers, and heads and head size of each call: two models of unlike shapes differ."""
+    step = life.steps[0]
+    layers = {one.layer for one in step.layer_stats}
+    return len(layers), tuple((call.q_heads, call.head_dim) for call in step.calls)
 
 
 def _best(step: StepRecord) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from flexinspect.errors import TraceError
+from flexinspect.errors import CutShortError, TraceError
 from flexinspect.trace.older import completions
 from flexinspect.trace.saidtables import EVENTS, FINDINGS, REVIEWS
 from flexinspect.trace.schema import APPLICATION_ID, VERSION
@@ -310,8 +310,8 @@ def _check_version(path: Path, version: int) -> None:
         )
 
 
-def _cut_short(path: Path, size: int) -> TraceError:
-    return TraceError(f"{path} is damaged: it is cut short at {size} bytes.", hint=_COPY)
+def _cut_short(path: Path, size: int) -> CutShortError:
+    return CutShortError(f"{path} is damaged: it is cut short at {size} bytes.", path, hint=_COPY)
 
 
 @contextmanager

@@ -44,7 +44,7 @@ def fresh(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
             db.close()
         with suppress(OSError):
             path.unlink()
-        raise failure(path, "the beginning of the trace", error) from error
+        raise not_begun(path, error) from error
     return db
 
 
@@ -66,18 +66,28 @@ def _prepare(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
 
 def failure(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
     """Return the sentence for an error of SQLite that ends a recording at `what`."""
-    reason = str(error)
-    name = getattr(error, "sqlite_errorname", "")
-    hint = "Everything recorded so far stays readable; the generation itself goes on."
-    if name.startswith("SQLITE_FULL"):
-        reason = "the disk is full"
-        hint += " Free some space, or choose another disk with --out."
-    elif name.startswith("SQLITE_READONLY"):
-        reason = "it has become read-only"
-    elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        reason = "another program holds it locked"
-        hint += " Close the program that has it open for writing."
-    elif name.startswith("SQLITE_IOERR"):
-        reason = f"the disk reports an error ({reason})"
-        hint += " Check the disk and the space left on it."
+    reason, remedy = _reason(error)
+    kept = "Everything recorded so far stays readable; the generation itself goes on."
+    hint = f"{kept} {remedy}".rstrip()
     return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)
+
+
+def not_begun(path: Path, error: sqlite3.Error) -> TraceWriteError:
+    """Return the sentence for an error of SQLite at the first write: then nothing is run either."""
+    reason, remedy = _reason(error)
+    return TraceWriteError(f"The trace {path} cannot be begun: {reason}.", hint=remedy or None)
+
+
+def _reason(error: sqlite3.Error) -> tuple[str, str]:
+    """Return what went wrong, and what may be done about it (empty when nobody knows)."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith("SQLITE_FULL"):
+        return "the disk is full", "Free some space, or choose another disk with --out."
+    if name.startswith("SQLITE_READONLY"):
+        return "it has become read-only", ""
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        said = "another program holds it locked"
+        return said, "Close the program that has it open for writing."
+    if name.startswith("SQLITE_IOERR"):
+        return f"the disk reports an error ({error})", "Check the disk and the space left on it."
+    return str(error), ""

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from flexinspect.trace import schema
+from flexinspect.trace.schemapages import UnknownSchemaError, lost_pages
 
 MOST_COPIED = 2 << 30
 """Bytes of a damaged file above which no copy is made of it."""
@@ -23,13 +24,22 @@ _PREFIX = "flexinspect-left-"
 _PIECE = 8 << 20
 """Bytes that are copied at once."""
 
+_SCHEMA_WITHIN = 1 << 20
+"""Bytes at the beginning of a trace that hold its schema."""
+
 _OFTEN = 10_000
 """Instructions of SQLite between two looks at the clock."""
 
 
 def can_be_mended(path: Path) -> bool:
-    """Tell whether a file is a trace that was cut short, and small enough to copy. Quick."""
-    return _missing_bytes(path) > 0
+    """Tell whether a file is a trace that was cut short and can be copied and read. Quick.
+
+    One whose schema is lost is readable if this build writes the same.
+    """
+    try:
+        return _missing_bytes(path) > 0 and _lost_schema(path) is not None
+    except OSError:
+        return False
 
 
 def is_copy(path: Path) -> bool:
@@ -41,21 +51,27 @@ def mended(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
     """Return a temporary copy of a trace that was cut short, filled up with empty pages.
 
     SQLite refuses a file that is shorter than its header says; filled up, it reads all pages that
-    are there and reports the others as damaged. None for a file that is not cut short, where there
-    is no room for a copy, and when `stop`, asked again and again, says so.
+    are there whole and reports the others as damaged. Pages of the schema, without which it reads
+    nothing, are made again. None for a file that is not cut short or whose schema is another
+    build's, where there is no room for a copy, and when `stop`, asked again and again, says so.
     """
     if not can_be_mended(path):
         return None
-    folder = None
+    folder: Path | None = None
     try:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
         copy = folder / path.name
         with path.open("rb") as source, copy.open("wb") as target:
-            wanted = _promised(source.read(100))
+            head = source.read(100)
             source.seek(0)
             while (piece := source.read(_PIECE)) and not stop():
                 target.write(piece)
-            target.truncate(wanted)
+            page = _page_bytes(head)
+            target.truncate(target.tell() // page * page)
+            for number, data in (_lost_schema(path) or {}).items():
+                target.seek((number - 1) * page)
+                target.write(data)
+            target.truncate(_promised(head))
     except OSError:
         copy = None
     if folder is not None and (copy is None or stop()):
@@ -80,8 +96,23 @@ def _promised(head: bytes) -> int:
     """Return the bytes that a SQLite header promises, 0 for anything else."""
     if len(head) < 100 or int.from_bytes(head[68:72], "big") != schema.APPLICATION_ID:
         return 0
+    return int.from_bytes(head[28:32], "big") * _page_bytes(head)
+
+
+def _page_bytes(head: bytes) -> int:
     page = int.from_bytes(head[16:18], "big")
-    return int.from_bytes(head[28:32], "big") * (65536 if page == 1 else page)
+    return 65536 if page == 1 else max(page, 512)
+
+
+def _lost_schema(path: Path) -> dict[int, bytes] | None:
+    """Return what `lost_pages` does; None where that is not known. Raises `OSError`."""
+    with path.open("rb") as file:
+        kept = file.read(_SCHEMA_WITHIN)
+    page = _page_bytes(kept)
+    try:
+        return lost_pages(kept[: len(kept) // page * page], page)
+    except UnknownSchemaError:
+        return None
 
 
 def forget(copy: Path) -> None:
@@ -117,7 +148,7 @@ def _counts(path: Path) -> tuple[dict[str, str], bool]:
     clock = _Clock()
     found: dict[str, str] = {}
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        with closing(_opened(path)) as db:
             db.set_progress_handler(clock.late, _OFTEN)
             db.execute("PRAGMA trusted_schema=OFF")
             # Read so, a file that is cut short is not refused; nothing is written either way.
@@ -131,6 +162,23 @@ def _counts(path: Path) -> tuple[dict[str, str], bool]:
     except (sqlite3.Error, OSError, ValueError):
         pass
     return found, clock.ran_out
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """Open a file; one whose schema is cut off is read into memory, with that made again."""
+    lost = _lost_schema(path) if _missing_bytes(path) else None
+    if not lost:
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    kept = path.read_bytes()
+    page = _page_bytes(kept)
+    whole = bytearray(kept[: len(kept) // page * page].ljust(max(lost) * page, b"\0"))
+    for number, data in lost.items():
+        whole[(number - 1) * page : number * page] = data
+    whole[18:20] = b"\1\1"  # memory knows no WAL
+    db = sqlite3.connect(":memory:")
+    db.execute("PRAGMA writable_schema=ON")
+    db.deserialize(bytes(whole))
+    return db
 
 
 class _Clock:

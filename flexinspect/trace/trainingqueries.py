@@ -14,10 +14,10 @@ from flexinspect.trainingfacts import GradientFacts, TrainingStepRecord
 
 _MANY = 1 << 62
 
+_RATE = ", max(json_extract(learning_rates, '$[{}]'))"
 _CURVE = (
     "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
-    "max(json_extract(learning_rates, '$[0]')), "
-    "max(loss IS NULL AND loss_source <> ''), max(n_sick > 0) "
+    "max(loss IS NULL AND loss_source <> ''), max(n_sick > 0){} "
     f"FROM training_steps {BRANCH} GROUP BY bucket ORDER BY bucket"
 )
 _SICK = (
@@ -30,6 +30,12 @@ _GROUPS = (
     f"FROM training_steps, json_each(group_norms) {BRANCH} "
     f"AND (step % ? = 0 OR n_exploding > 0 OR step IN ({_SICK})) GROUP BY bucket, key"
 )
+_NEWEST_GROUPS = (
+    "SELECT key, value FROM json_each((SELECT json_extract(data, '$.groups') FROM events "
+    "WHERE generation = ? AND kind = 'parameters' ORDER BY event DESC LIMIT 1)) ORDER BY key"
+)
+MOST_RATES = 8
+"""Groups of an optimizer whose learning rates are read for a curve."""
 MOST_READ = 4096
 """Steps whose norms by group are read for a picture; of more, evenly spread ones, those with
 large norms, and as many of those with NaN or Inf (a run may end in nothing else)."""
@@ -39,16 +45,16 @@ large norms, and as many of those with NaN or Inf (a run may end in nothing else
 class CurvePoint:
     """The highest values of some steps that follow each other, the first of which is `step`.
 
-    None where nothing was recorded. The gradients of a step that a loss scaler left out are not
-    finite, and its loss is.
+    None where nothing was recorded. `rates` are those of the optimizer's groups. The gradients of
+    a step that a loss scaler left out are not finite, and its loss is.
     """
 
     step: int
     loss: float | None
     norm: float | None
-    rate: float | None
     has_sick_loss: bool
     has_sick_gradient: bool
+    rates: tuple[float | None, ...] = ()
 
 
 class TrainingQueries(SaidQueries):
@@ -83,11 +89,22 @@ class TrainingQueries(SaidQueries):
         return [self._guard(_gradient, row) for row in self._query(sql, key)]
 
     def training_curve(
-        self, generation: int, first: int, n_steps: int, n_points: int, branch: int = 0
+        self,
+        generation: int,
+        first: int,
+        n_steps: int,
+        n_points: int,
+        branch: int = 0,
+        *,
+        n_rates: int = 1,
     ) -> dict[int, CurvePoint]:
-        """Return `n_points` points of the steps from `first` on, by number; some may be missing."""
+        """Return `n_points` points of the steps from `first` on, by number; some may be missing.
+
+        They have the learning rates of the optimizer's first `n_rates` groups.
+        """
         params = (first, n_points, n_steps, generation, branch)
-        return {row[0]: _point(row) for row in self._query(_CURVE, params)}
+        rates = "".join(_RATE.format(group) for group in range(min(n_rates, MOST_RATES)))
+        return {row[0]: _point(row) for row in self._query(_CURVE.format(rates), params)}
 
     def group_curve(
         self, generation: int, first: int, n_steps: int, n_points: int, branch: int = 0
@@ -101,11 +118,20 @@ class TrainingQueries(SaidQueries):
             for row in self._query(_GROUPS, params)
         }
 
+    def added_groups(self, generation: int) -> tuple[str, ...]:
+        """Return all groups of parameters as the run told them last; empty if none came later.
+
+        They begin with those that it declared at its start.
+        """
+        return tuple(str(name) for _, name in self._query(_NEWEST_GROUPS, (generation,)))
+
 
 def _point(row: Sequence[Any]) -> CurvePoint:
-    _, step, loss, norm, rate, *sick = row
-    known = None if isinstance(rate, str) else rate  # of a rate NaN means that nobody knows it
-    return CurvePoint(step, _number(loss), _number(norm), _number(known), *map(bool, sick))
+    _, step, loss, norm, sick_loss, sick_gradient, *rates = row
+    # Of a rate NaN means that nobody knows it.
+    known = tuple(None if isinstance(rate, str) else _number(rate) for rate in rates)
+    sick = (bool(sick_loss), bool(sick_gradient))
+    return CurvePoint(step, _number(loss), _number(norm), *sick, known)
 
 
 def _number(value: Any) -> float | None:

@@ -9,7 +9,7 @@ TRAINING_STEPS = table(
     "generation branch step",
     "What a step of phase train learned from, did and took. Counts are of parameters, norms of the "
     "gradients as the optimizer got them; groups are in the order of `declared.training.groups` of "
-    "the generation.",
+    "the generation, or of `groups` in its newest event of kind `parameters`.",
     """
     generation        int    the generation
     branch            int    the branch

@@ -173,7 +173,8 @@ class TraceWriter:
 
         Committing is more than half of what a step costs, and steps in a row dirty the same pages.
         Raises as `write_step` does; a record that cannot be stored takes none of the others along,
-        and the error's `stored` says which these are.
+        and the error's `stored` says which these are. It is that of the first
+        one refused, or of what ended the recording; `others` has what is said of the rest.
         """
         if len(records) == 1:
             self.write_step(records[0])
@@ -199,19 +200,21 @@ class TraceWriter:
         self._known = known
 
     def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
-        refused: TraceWriteError | None = None
+        refused: list[TraceWriteError] = []
         stored: list[int] = []
         for number, record in enumerate(records):
             try:
                 self.write_step(record)
                 stored.append(number)
             except TraceWriteError as error:
-                refused = error
+                refused.append(error)
                 if self.failed:
                     break
-        if refused is not None:
-            refused.stored = tuple(stored)
-            raise refused
+        if refused:
+            told = refused.pop(-1 if self.failed else 0)
+            told.stored = tuple(stored)
+            told.others = tuple(error.message for error in refused)
+            raise told
 
     def end_generation(self, record: GenerationEnd) -> None:
         """Record how a branch ended, with its segments as they came out.

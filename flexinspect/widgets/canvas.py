@@ -40,7 +40,7 @@ class Canvas(Widget):
     def render_lines(self, crop: Region) -> list[Strip]:
         """Return the strips of a region, cut and filled up to the widget's size."""
         width = self.size.width
-        style = self.rich_style
+        style = self.rich_style.without_color if self.app.no_color else self.rich_style
         strips = [
             strip if strip.cell_length == width else strip.adjust_cell_length(width, style)
             for strip in self._strips[crop.y : crop.bottom]

@@ -141,7 +141,7 @@ class ModelBreaks:
 
         def look(module: nn.Module, args: Any, output: Any) -> None:
             # A graph must not hold anything of ours.
-            if context.is_open and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and context.is_open:
                 self._guard(self._look, name, layer, kinds, output)
 
         return look

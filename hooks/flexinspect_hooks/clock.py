@@ -38,6 +38,8 @@ class StepContext:
     """What it returned."""
     wall_ms: float = 0.0
     capture_s: float = 0.0
+    stood_before: float = 0.0
+    """What `stood_s` said when the forward began."""
     events: list[Note] = field(default_factory=list)
 
     @property
@@ -48,6 +50,12 @@ class StepContext:
     def drop_references(self) -> None:
         """Let go of every tensor, so that capture never keeps a step's memory alive."""
         self.logits = self.scores = self.chosen = self.output = None
+
+
+def stood_s() -> float:
+    """Return a clock in seconds that goes only while this thread has no core, in a forward mostly
+    because the writer thread has Python's interpreter."""
+    return time.perf_counter() - time.thread_time()
 
 
 class StepClock:

@@ -7,7 +7,6 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,14 @@ import torch
 from flexinspect import masks
 from flexinspect.control.messages import Order, Place
 from flexinspect.datasets import Sample
-from flexinspect.errors import ControlError, DatasetError, FlexInspectError, MaskError
+from flexinspect.ending import let_end, met
+from flexinspect.errors import (
+    ControlError,
+    DatasetError,
+    FlexInspectError,
+    MaskError,
+    in_a_line,
+)
 from flexinspect.job import Job
 from flexinspect.pieces import to_declared
 from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
@@ -130,13 +136,15 @@ class Ensemble:
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
+            met()
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self.orders.begin(number, None)
-            journey.close(state, reason)
+            with let_end():
+                self.orders.begin(number, None)
+                journey.close(state, reason)
         return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
 
     def _drive(
@@ -152,9 +160,11 @@ class Ensemble:
                 if order is None:
                     return
             if order is None:
-                journey.advance()
+                with let_end():
+                    journey.advance()
             elif gate is not None:
-                self._obey(order, gate)
+                with let_end():
+                    self._obey(order, gate)
 
     def _obey(self, order: Order, gate: Gate) -> None:
         try:
@@ -241,9 +251,11 @@ def _held(session: CaptureSession, place: Place) -> Order | None:
         return None
     text = "holding the model (flexinspect ctl continue ends the run)"
     session.recorder.put(EventRecord("phase", text, time.time()))
-    with suppress(KeyboardInterrupt):
+    try:
         return session.gate.hold(place)
-    return None
+    except KeyboardInterrupt:
+        met()
+        return None
 
 
 def _teller(session: CaptureSession) -> Callable[[str], None]:
@@ -274,24 +286,41 @@ def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch
     The function is a `mask_mod` if it takes four arguments; if it takes one, it is called with the
     prompt's segments and returns the `mask_mod`. Indices are positions of the whole sequence.
 
-    Raises `MaskError` when it cannot be imported or has another form.
+    Raises `MaskError` when it cannot be imported, fails, or has another form.
     """
+    made = _imported_rule(spec)
+    if _takes(made, 1) and not _takes(made, 4):
+        try:
+            made = made(tuple(segments))
+        except Exception as error:
+            raise MaskError(
+                f"--mask {spec} failed when called with the prompt's segments: {in_a_line(error)}"
+            ) from error
+    if not _takes(made, 4):
+        raise MaskError(
+            f"--mask {spec} must take (b, h, q_idx, kv_idx), or (segments) and return such a rule."
+        )
+    rule: Callable[..., torch.Tensor] = made
+    return rule
+
+
+def _imported_rule(spec: str) -> Any:
     module_name, _, name = spec.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last: a file here must not replace an installed module
     try:
-        function = getattr(importlib.import_module(module_name), name)
-    except Exception as error:
+        return getattr(importlib.import_module(module_name), name)
+    except (Exception, SystemExit) as error:  # a module may be a script that ends itself
         raise MaskError(
-            f"--mask {spec} cannot be loaded: {type(error).__name__}: {error}",
+            f"--mask {spec} cannot be loaded: {in_a_line(error)}",
             hint="Write --mask package.module:function, importable from the current folder.",
         ) from error
-    arity = len(inspect.signature(function).parameters) if callable(function) else 0
-    if arity == 1:
-        function, arity = function(tuple(segments)), 4
-    if arity != 4 or not callable(function):
-        raise MaskError(
-            f"--mask {spec} must take (b, h, q_idx, kv_idx), or (segments) and return such a rule."
-        )
-    rule: Callable[..., torch.Tensor] = function
-    return rule
+
+
+def _takes(function: Any, n: int) -> bool:
+    """Say whether something can be called with `n` arguments."""
+    try:
+        inspect.signature(function).bind(*range(n))
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -77,8 +77,18 @@ class FedRows:
         return self._lists
 
 
+_DECODERS = {
+    "input_ids": "decoder_input_ids",
+    "inputs_embeds": "decoder_inputs_embeds",
+    "attention_mask": "decoder_attention_mask",
+}
+
+
 class ArgumentNames:
-    """Gives the positional arguments of a module's forward their names."""
+    """Gives the positional arguments of a module's forward their names.
+
+    Where an encoder stands before the decoder, what the decoder is fed is what counts.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         try:
@@ -88,7 +98,10 @@ class ArgumentNames:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return all arguments by name, as far as names are known."""
-        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None:
+            return named
+        return {**named, **{name: named.get(decoder) for name, decoder in _DECODERS.items()}}
 
 
 def fed_ids(arguments: Mapping[str, Any]) -> Tensor | None:

@@ -32,19 +32,19 @@ from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.control.levels import SessionLevels
-from flexinspect_hooks.fedrows import FedRows
+from flexinspect_hooks.costs import cost_of
+from flexinspect_hooks.foundsession import FoundSession
 from flexinspect_hooks.foundwords import FoundWords, Tokenizers
+from flexinspect_hooks.handles import TAKEN_OUT
 from flexinspect_hooks.layers import attention_layers
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.pickling import hide_hooks
 from flexinspect_hooks.program import chain_of, state_of, without_us
 from flexinspect_hooks.recorder import Recorder
-from flexinspect_hooks.sequence import Place
-from flexinspect_hooks.session import cost_of
 from flexinspect_hooks.spans import read_wishes
 from flexinspect_hooks.story import Wishes
-from flexinspect_hooks.watchsession import Company, WatchSession
+from flexinspect_hooks.watchparts import Company
 
 if TYPE_CHECKING:
     from flexinspect_hooks.loosecalls import LooseCalls
@@ -52,60 +52,10 @@ if TYPE_CHECKING:
 MOST_PLACES = 4096
 """Steps whose beginnings are remembered, to say during which of them something was printed."""
 
+MOST_AGAIN = 16
+"""How often hooks that the program took out of a model are put back."""
+
 _MANY = 1 << 20
-
-
-class FoundSession(WatchSession):
-    """The session of a model that was found. Nothing of it is said on the program's stderr."""
-
-    def __init__(
-        self, model: nn.Module, finder: ModelFinder, company: Company, words: FoundWords
-    ) -> None:
-        self._finder, self._words = finder, words
-        self._thread = self._left_by = 0
-        super().__init__(
-            model,
-            finder.writer,
-            finder.wishes(words),
-            level=finder.job.level,
-            layers=finder.layers_of(model),
-            company=company,
-        )
-
-    def _begin(self, place: Place, rows: FedRows) -> None:
-        self._words.become(self._finder.tokenizers.words_of(self._model))
-        if not self._words.has_text and any(one.text for one in self._wishes.segments):
-            text = "No tokenizer was found in the program, so texts that were declared cannot be "
-            self._event("segments", text + "looked for; spans of positions can.")
-        super()._begin(place, rows)
-
-    def _begin_step(self, step: StepContext) -> None:
-        super()._begin_step(step)
-        self._thread, self._left_by = threading.get_ident(), 0
-        self._finder.entered(step)
-
-    def _tell(self, sentence: str) -> None:
-        """Say nothing: it is in the trace, and stderr is the program's."""
-
-    def has_told(self, error: BaseException) -> bool:
-        """Say whether this exception is in the trace already."""
-        return error is self._told_error
-
-    def left(self, error: BaseException) -> None:
-        """A forward is left by this exception, which somebody may catch."""
-        self._left_by = id(error)  # holding it would hold all that its frames hold
-
-    def stands_in(self, errors: set[int]) -> tuple[bool, float]:
-        """Say whether one of these exceptions, by id, left an open step, and when that step began.
-
-        Without one it is the step that waits for its token; 0.0 when there is none in this thread.
-        """
-        if self._thread != threading.get_ident():
-            return False, 0.0
-        if self._step is not None:
-            is_left = self._left_by in errors
-            return is_left, self._step.started if is_left else 0.0
-        return False, self._waiting.step.started if self._waiting is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +63,8 @@ class _Found:
     model: weakref.ref[nn.Module]
     session: FoundSession | None
     """None for a model that could not be watched."""
+    again: int = 0
+    """How often its hooks were put back."""
 
 
 class ModelFinder:
@@ -160,7 +112,7 @@ class ModelFinder:
             # Within another model's forward it is a part of that one; a graph must not hold us.
             if torch.compiler.is_compiling() or getattr(here, "is_open", False):
                 return nn.Module.__call__(model, *args, **kwargs)
-            here.is_open = True
+            here.is_open, here.root = True, id(model)
             try:
                 compiler = set_compiler(None)  # what finds a model is not for it to compile
                 try:
@@ -175,7 +127,7 @@ class ModelFinder:
                     without_us(error)
                     raise
             finally:
-                here.is_open = False
+                here.is_open, here.root = False, 0
 
         _not_compiled(call)
         PreTrainedModel.__call__ = call
@@ -222,20 +174,39 @@ class ModelFinder:
         """Return the session of a model, made on its first call; None where there is none."""
         known = self._found.get(id(model))
         if known is not None and known.model() is model:
-            return known.session
+            return self._hooked(model, known)
         if self._is_over:
             return None
         with self._lock:
             self._bury()
-            session = self._begin_session(model)
+            session = self._begin_session(model, self._name(model))
             self._found[id(model)] = _Found(weakref.ref(model), session)
+            if session is not None:
+                self._tell_model({**model_facts(model), "name": session.model_name})
             # What is called when a model goes may interrupt anything: it only leaves a note.
             weakref.finalize(model, self._dead.append, id(model)).atexit = False
         return session
 
-    def _begin_session(self, model: nn.Module) -> FoundSession | None:
+    def _hooked(self, model: nn.Module, known: _Found) -> FoundSession | None:
+        """Return a known model's session; another one where its hooks were taken out."""
+        session, n = known.session, known.again + 1
+        if session is None or self._is_over or session.has_its_hooks or session.is_called:
+            return session
+        if n > MOST_AGAIN:
+            if n == MOST_AGAIN + 1:
+                self.event("unseen", f"{TAKEN_OUT} {n} times: what runs from here on is not seen.")
+                self._found[id(model)] = _Found(known.model, session, n)
+            return session
+        with self._lock:
+            self.event("hooks-again", f"{TAKEN_OUT}; they were put back before a forward.")
+            self._end_session(session, "finished", None)
+            again = self._begin_session(model, session.model_name)
+            self._found[id(model)] = _Found(known.model, again, n)
+        return again
+
+    def _begin_session(self, model: nn.Module, name: str) -> FoundSession | None:
         try:
-            company = Company(self.recorder, self._numbers, self._name(model))
+            company = Company(self.recorder, self._numbers, name)
             session = FoundSession(model, self, company, FoundWords())
             session.__enter__()
         except Exception as error:
@@ -248,7 +219,6 @@ class ModelFinder:
         if self._breaking is not None:
             session.break_on(self._breaking)
         self._sessions.append(session)
-        self._tell_model({**model_facts(model), "name": company.name})
         return session
 
     def _name(self, model: nn.Module) -> str:
@@ -287,6 +257,10 @@ class ModelFinder:
         """Return what was declared, in these words."""
         said = self.job.declaration
         return Wishes(words, self._segments, said.mask, said.separators)
+
+    def is_root(self, model: nn.Module) -> bool:
+        """Say whether this thread's outermost call of a model is this one's."""
+        return getattr(self._here, "root", 0) == id(model)
 
     # -- where we are ----------------------------------------------------------------------------
 
@@ -361,11 +335,6 @@ class ModelFinder:
     def has_loose_calls(self) -> bool:
         """Whether FlexAttention was called outside of any model."""
         return self._loose is not None and self._loose.n_calls > 0
-
-    @property
-    def failure(self) -> TraceWriteError | None:
-        """Why recording had to stop, None if it did not."""
-        return self.recorder.failure
 
 
 def _compiler_setter() -> Callable[[Any], Any]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -103,7 +104,10 @@ class CaptureContext:
     """Layers whose activations are stored at level extreme."""
     text_of: Callable[[int], str]
     segments: tuple[Segment, ...] = ()
-    is_open: bool = False
+    thread: int = 0
+    """The thread whose forward is under way, 0 for none."""
+    left_by: str = ""
+    """What the last forward that did not return was left by, in words, where it was seen."""
     sees_kernels: bool = False
     """Whether kernels are watched where they are: for code that is not ours."""
     on_call: Callable[[Any], None] | None = None
@@ -112,6 +116,15 @@ class CaptureContext:
     """Told each kernel's call (`Done`) in the same way, where kernels are seen."""
     tell: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step's forward is under way in this very thread."""
+        return self.thread != 0 and self.thread == get_ident()
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None:
+        self.thread = get_ident() if value else 0
 
 
 class Hook(Protocol):

@@ -64,7 +64,7 @@ class InputsHook:
         top = id(first)
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if id(module) == top and context.is_open and not torch.compiler.is_compiling():
+            if id(module) == top and not torch.compiler.is_compiling() and context.is_open:
                 self._fed.positions = kwargs.get("position_ids", self._fed.positions)
 
         if first is not None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -80,8 +81,14 @@ def _seen_as_a_whole() -> bool:
 
 
 def is_any_open() -> bool:
-    """Say whether a watched model's forward is running."""
-    return any(each.context.is_open for each in _watching)
+    """Say whether a watched model's forward is running in this thread, recorded or passed over."""
+    is_passed = getattr(_thread, "is_passed", False)
+    return is_passed or any(each.context.is_open for each in _watching)
+
+
+def pass_over(*, is_passed: bool) -> None:
+    """Say whether this thread runs a forward of a watched model that is not recorded."""
+    _thread.is_passed = is_passed
 
 
 _unclaimed: deque[BuildRecord] = deque(maxlen=1000)
@@ -113,7 +120,13 @@ class KernelCalls:
         removes = [self.observe()]
 
         def close(module: nn.Module, args: Any, output: Any) -> None:
-            if output is None:  # it raised; other hooks may still look at a forward that did not
+            if torch.compiler.is_compiling():
+                return
+            pass_over(is_passed=False)
+            # It raised; other hooks may still look at a forward that did not.
+            if output is None and self.context.is_open:
+                error = sys.exception()
+                self.context.left_by = in_words(error) if error is not None else ""
                 self.context.is_open = False
 
         # Copies of a model carry its hooks along: functions, as a method would be copied with us.

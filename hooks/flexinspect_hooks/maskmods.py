@@ -51,6 +51,8 @@ class Window:
 
 def arithmetic_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
     """Return the rule as comparisons with constants, local indices in, bool out."""
+    if window.q_len == 1:
+        return _row_mask_mod(rule, window)
     q_offset, kv_offset = window.q_offset, window.kv_offset
     last = rule.region(q_offset + window.q_len - 1)
     regions = range(rule.region(q_offset), last + 1)
@@ -65,6 +67,21 @@ def arithmetic_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
         return (kv <= q) & ((kv >= _piecewise(lows, q)) | (kv < _piecewise(heads, q)))
 
     return mask_mod
+
+
+def _row_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
+    """Return the rule of one row, whose position is known: each operation under vmap counts."""
+    offset, region = window.kv_offset, rule.region(window.q_offset)
+    last = window.q_offset - offset
+    low, head = int(rule.low[region]) - offset, int(rule.head[region]) - offset
+
+    def up_to(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return kv_idx <= last
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (kv_idx <= last) & ((kv_idx >= low) | (kv_idx < head))
+
+    return up_to if low <= 0 else mask_mod
 
 
 def _causal_mask_mod(offset: int) -> MaskMod:

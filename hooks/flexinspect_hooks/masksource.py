@@ -55,6 +55,7 @@ class RuleMask:
         mask_mod = self._mask_mod(window)
         identity = f"{self.rule}@{window.q_offset},{window.kv_offset}"
         mark(mask_mod, identity, broadcasts=True)
+        mask_mod.flexinspect_name = self.name  # type: ignore[attr-defined]
         if overlay is not None:
             mask_mod = narrowed(mask_mod, overlay, window)
             tables = all_partial(tables)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -24,6 +24,17 @@ from flexinspect.records import Array
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.received import ReceivedMask
+from flexinspect_hooks.rowmath import (
+    capped,
+    grouped,
+    lifted,
+    masked,
+    membership,
+    output_gate,
+    products,
+    scores_of,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from flexinspect_hooks.callrefs import CallRef
@@ -40,16 +51,16 @@ class MassReducer:
         """Take a generation's segments; the last one is open, as generation may go on."""
         borders = [segment.start for segment in segments] or [0]
         self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
-        self._segments = _membership(0, self._borders)
+        self._segments = membership(0, self._borders)
         # Where torch uses every core, work of the writer thread is the model's loss all the same.
         self._has_core = torch.get_num_threads() < available_cores()
 
     def _inside(self, n_keys: int, first: int) -> Tensor:
         """Return float32 (keys, segments): 1 where a key lies in a segment. Key 0 is at `first`."""
         if first:
-            return _membership(n_keys, self._borders - first)
+            return membership(n_keys, self._borders - first)
         if n_keys > len(self._segments):
-            self._segments = _membership(max(2 * n_keys, 1024), self._borders)
+            self._segments = membership(max(2 * n_keys, 1024), self._borders)
         return self._segments[:n_keys]
 
     def reduce(
@@ -93,11 +104,11 @@ def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
     """Return the weights of one call's newest row, float32 (q heads, keys), batch 0."""
     assert mask.cells is not None
     closed = ~mask.cells[:, -1]
-    scores = _products(torch, _queries([ref]), [_plain(ref.key[0]).mT])
-    scores = _capped(torch, scores, ref.softcap)
+    scores = scores_of(torch, _queries([ref]), [_plain(ref.key[0])])
+    scores = capped(torch, scores, ref.softcap)
     if mask.bias is not None:
-        scores = _lifted(torch, scores + mask.bias, closed)
-    weights: Tensor = _weights(torch, _masked(torch, scores, closed, -math.inf), None)[1][0]
+        scores = lifted(torch, scores + mask.bias, closed)
+    weights: Tensor = weights_of(torch, masked(torch, scores, closed, -math.inf), None)[1][0]
     return weights.nan_to_num()
 
 
@@ -170,17 +181,19 @@ def _reduce_group(
     suffix = "" if members is None else "/" + ",".join(map(str, members))
     held = _hold(refs) if may_wait else None
     plan = _Plan(suffix, first.softcap, bias is not None, first.lse is not None, held)
+    values: list[Tensor] = []
     if first.lse is None:
-        outputs = torch.stack([ref.output[0, -1] for ref in refs]).float()
-        inputs += [outputs, *keys, *(_plain(ref.value[0]) for ref in refs)]
-        buffer.later(partial(_reduced, plan), queries, *inputs, wait=held is not None)
-        return
-    lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
-    inputs.append(lse[:: first.query.shape[0]])  # batch 0 of each layer
+        inputs.append(_outputs(refs))
+        values = [_plain(ref.value[0]) for ref in refs]
+    else:
+        lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
+        inputs.append(lse[:: first.query.shape[0]])  # batch 0 of each layer
     if held is not None:
-        buffer.later(partial(_reduced, plan), queries, *inputs, *keys)
+        buffer.later(partial(_reduced, plan), queries, *inputs, *keys, *values)
         return
-    scores = _products(torch, queries, [key.mT for key in keys])
+    scores = scores_of(torch, queries, keys)
+    if values:
+        inputs.append(_made_outputs(plan, scores, closed, bias, values))
     may_wait = scores.nbytes <= WAIT_BYTES
     buffer.later(partial(_of_scores, plan), scores, *inputs, wait=may_wait)
 
@@ -258,6 +271,27 @@ def _queries(refs: Sequence[CallRef]) -> Tensor:
     return queries.view(len(refs), kv_heads, -1, head_dim)
 
 
+def _outputs(refs: Sequence[CallRef]) -> Tensor:
+    """Return the newest rows' outputs, float32 (layers, q heads, D)."""
+    if refs[0].output.shape[0] == refs[0].output.shape[1] == 1:
+        return torch.cat([ref.output[0] for ref in refs]).float()
+    return torch.stack([ref.output[0, -1] for ref in refs]).float()
+
+
+def _made_outputs(
+    plan: _Plan, scores: Tensor, closed: Tensor, bias: Tensor | None, values: Sequence[Tensor]
+) -> Tensor:
+    """Return the rows' outputs as the scores make them, (layers, q heads, D), NaN without a key.
+
+    Here, and not with all else that follows from the scores, as values may not wait.
+    """
+    scores = capped(torch, scores, plan.softcap)
+    if bias is not None:
+        scores = lifted(torch, scores + bias, closed)
+    weights = torch.softmax(masked(torch, scores, closed, -math.inf), -1)
+    return cast(Tensor, products(torch, grouped(weights, values), values))
+
+
 def _reduced(plan: _Plan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
     """Make scores and return what `_of_scores` does, or that the rows are lost.
 
@@ -268,9 +302,8 @@ def _reduced(plan: _Plan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]
     They are when what had to stay as it was has been written to meanwhile.
     """
     before, after = 4 if plan.has_bias else 3, len(queries)
-    keys = [xp.swapaxes(key, -1, -2) for key in inputs[before : before + after]]
-    rest = (*inputs[:before], *inputs[before + after :])
-    out = _of_scores(plan, xp, _products(xp, queries, keys), *rest)
+    keys, rest = inputs[before : before + after], (*inputs[:before], *inputs[before + after :])
+    out = _of_scores(plan, xp, scores_of(xp, queries, keys), *rest)
     if plan.held is not None and plan.held.were_written_to():
         return {f"{_LOST}{plan.suffix}": xp.ones(())}
     return out
@@ -283,87 +316,27 @@ def _of_scores(
 
     `scores` (layers, q heads, keys), `closed` broadcastable to one layer of them, `inside` as
     `MassReducer` makes it; `rest` is the bias if the plan has one, then lse (layers, q heads), or
-    outputs (layers, q heads, D) and one value (kv heads, keys, D) per layer. `xp` is torch or
-    numpy.
+    outputs (layers, q heads, D) and what they are to be compared with: those that were made of the
+    scores, or one value (kv heads, keys, D) per layer to make them of. `xp` is torch or numpy.
     """
     parts = list(rest)
     bias = parts.pop(0) if plan.has_bias else None
-    told, *values = parts
-    scores = _capped(xp, scores, plan.softcap)
+    told, *others = parts
+    scores = capped(xp, scores, plan.softcap)
     if bias is not None:
-        scores = _lifted(xp, scores + bias, closed)
-    seen = _masked(xp, scores, closed, -math.inf)
-    lse, weights = _weights(xp, seen, told if plan.has_lse else None)
+        scores = lifted(xp, scores + bias, closed)
+    seen = masked(xp, scores, closed, -math.inf)
+    lse, weights = weights_of(xp, seen, told if plan.has_lse else None)
     sees = lse > -math.inf
     shift = xp.where(sees, lse, xp.zeros_like(lse))
     total = xp.sum(weights, axis=-1)
-    spread = xp.sum(weights * _masked(xp, scores, closed, 0.0), axis=-1)
+    spread = xp.sum(weights * masked(xp, scores, closed, 0.0), axis=-1)
     # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s). The mass is one
     # product: running sums between borders take five times as long.
     out = {"mass": xp.matmul(weights, inside), "lse": lse, "entropy": shift * total - spread}
     if plan.has_lse:
         out["gate"] = xp.amax(xp.abs(total - xp.where(sees, 1.0, 0.0)), axis=-1)
     else:
-        grouped = weights.reshape(len(weights), len(values[0]), -1, weights.shape[-1])
-        out["gate"] = _output_gate(xp, _products(xp, grouped, values), told)
+        made = others[0] if plan.held is None else products(xp, grouped(weights, others), others)
+        out["gate"] = output_gate(xp, xp.where(sees[..., None], made, 0.0), told)
     return {f"{_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}
-
-
-def _products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
-    """Return left @ right layer by layer, (layers, kv heads, group, n) as (layers, q heads, n)."""
-    found = xp.stack([xp.matmul(one, other) for one, other in zip(left, right, strict=True)])
-    return found.reshape(len(found), -1, found.shape[-1])
-
-
-def _capped(xp: Any, scores: Any, cap: float | None) -> Any:
-    return cap * xp.tanh(scores / cap) if cap else scores
-
-
-def _masked(xp: Any, scores: Any, closed: Any, value: float) -> Any:
-    """Return scores with `value` in closed cells."""
-    # Most decode rows close nothing; on an accelerator nobody waits to know.
-    if (xp is np or closed.device.type == "cpu") and not closed.any():
-        return scores
-    return xp.where(closed, xp.full_like(scores, value), scores)
-
-
-def _lifted(xp: Any, scores: Any, closed: Any) -> Any:
-    """Return scores with rows that lie at the lowest float moved to 0, where exp tells them apart.
-
-    Softmax gives the same for them; a row without any open key stays as it is.
-    """
-    top = xp.amax(_masked(xp, scores, closed, -math.inf), axis=-1)[..., None]
-    is_low = (top < LOWEST / 2) & (top > -math.inf)
-    return xp.where(is_low, scores - top, scores)
-
-
-LOWEST = float(np.finfo(np.float32).min)
-
-
-def _weights(xp: Any, seen: Any, lse: Any) -> tuple[Any, Any]:
-    """Return the LSE, computed unless given, and exp(score - LSE).
-
-    A row that sees nothing has LSE -inf and no weights.
-    """
-    base = xp.amax(seen, axis=-1) if lse is None else lse
-    base = xp.where(base > -math.inf, base, xp.zeros_like(base))
-    weights = xp.exp(seen - base[..., None])
-    if lse is not None:
-        return lse, weights
-    total = xp.sum(weights, axis=-1)
-    weights /= xp.where(total > 0, total, xp.ones_like(total))[..., None]
-    return base + xp.log(total), weights
-
-
-def _membership(n_keys: int, borders: Tensor) -> Tensor:
-    """Return float32 (keys, segments), 1 where a key lies in a segment; segments end at borders."""
-    places = torch.arange(n_keys, device=borders.device)[:, None]
-    return ((places >= borders[:-1]) & (places < borders[1:])).float()
-
-
-def _output_gate(xp: Any, mine: Any, output: Any) -> Any:
-    """Return the gate (layers): the largest error of a row's output, relative to its largest."""
-    shape = (len(mine), -1)
-    largest = xp.amax(xp.abs(output).reshape(shape), -1)
-    error = xp.amax(xp.abs(mine - output.reshape(mine.shape)).reshape(shape), -1)
-    return error / xp.clip(largest, 1e-6, None)

@@ -41,7 +41,7 @@ class ModuleHook:
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             # A graph must not hold anything of ours: more outputs may change what it computes.
-            if context.is_open and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling() and context.is_open:
                 outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
 
         return keep

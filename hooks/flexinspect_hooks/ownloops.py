@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_UNFOLLOWED = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate", "penalty_alpha")
+_UNFOLLOWED = ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha")
 
 
 def is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -18,6 +18,11 @@ def is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
         return next((value for value in values if value is not None), None)
 
     return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED)
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Say whether the prompt goes to an encoder, and the decoder begins with a token of its own."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def newest_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexinspect.errors import ModelError, UsageError
-from flexinspect.sizes import MemoryPlan, available_ram, canonical_dtype, human_bytes
+from flexinspect.sizes import (
+    MemoryPlan,
+    available_ram,
+    canonical_dtype,
+    check_dtype,
+    human_bytes,
+)
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
@@ -79,10 +85,8 @@ def choose_dtype(name: str, device: str, config: Mapping[str, Any]) -> str:
 
 
 def _explicit_dtype(name: str, device: str) -> str:
-    try:
-        dtype = canonical_dtype(name)
-    except UsageError as error:
-        raise ModelError(error.message, hint=f"{error.hint} Or auto.") from None
+    check_dtype(name)
+    dtype = canonical_dtype(name)
     if dtype == "float16" and device == "cpu":
         raise ModelError(
             "float16 is not for the CPU: many operations there are missing or very slow in it.",

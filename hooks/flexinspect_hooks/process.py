@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from traceback import format_exception
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, datasets, models, protocol
 from flexinspect.config import load_config
 from flexinspect.control.addresses import Serving
 from flexinspect.datasets import Sample
+from flexinspect.ending import end_on, end_on_no_more, exit_code_of, let_end
 from flexinspect.errors import (
     DatasetError,
     FlexInspectError,
@@ -52,8 +52,6 @@ DEFAULT_PARAPHRASES = 5
 REPORT_EVERY_S = 0.1
 """Progress of a phase is written at most this often."""
 
-INTERRUPTED = 130
-
 _NOT_SAID = ("argv", "out", "serving")
 """Parts of a job that its manifest leaves out: said elsewhere, or a secret."""
 
@@ -61,8 +59,9 @@ _NOT_SAID = ("argv", "out", "serving")
 def main() -> int:
     """Run the job on standard input; returns the exit code."""
     # A program started in the background ignores SIGINT and hands that on; here it must end a run.
-    signal.signal(signal.SIGINT, _interrupt)
-    signal.signal(signal.SIGTERM, _interrupt)
+    end_on("SIGINT")
+    # Whoever ends all processes of a job tells us, and our starter, who hands it on.
+    end_on("SIGTERM", "SIGHUP", once=True)
     try:
         job = Job.from_json(sys.stdin.readline())
         debugging = Debugging(job.debugger, _say)
@@ -73,8 +72,8 @@ def main() -> int:
     except FlexInspectError as error:
         _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        return exit_code_of(error)
     except Exception as error:
         message, hint = _in_words(error)
         _say(protocol.ERROR, message=message, hint=hint, exit_code=1)
@@ -114,10 +113,6 @@ def _in_words(error: Exception) -> tuple[str, str]:
     )
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
 def _say(kind: str, **facts: Any) -> None:
     with suppress(BrokenPipeError, ValueError):
         print(protocol.line(kind, **facts), flush=True)
@@ -154,9 +149,9 @@ class CaptureProcess:
             self._work(source, samples)
             state = "finished"
             return self._exit_code(0)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             state = "interrupted"
-            return self._exit_code(INTERRUPTED)
+            return self._exit_code(exit_code_of(error))
         except FlexInspectError as error:
             self._post_mortem(error)
             self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
@@ -298,7 +293,8 @@ class CaptureProcess:
         control.parts.traveller = ensemble.orders
         self._report("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):
-            plan = ensemble.plan(sample)
+            with let_end():
+                plan = ensemble.plan(sample)
             self._n_generations += 1
             is_held = self.job.hold and number == len(samples) - 1
             ensemble.run(number, plan, session, holds=is_held)
@@ -317,6 +313,7 @@ class CaptureProcess:
         self._quietly(lambda: self.writer.update_run(cost=session.cost()))
 
     def _close(self, state: str) -> None:
+        end_on_no_more()
         crumbs.remove_crumbs()
         self._debugging.end()
         self._quietly(lambda: self.writer.update_run(ended_at=time.time()))

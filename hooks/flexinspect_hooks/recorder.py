@@ -156,6 +156,7 @@ class Recorder:
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
         self.refused: list[str] = []
+        """Why records could not be stored, in order, where recording went on."""
         self.writer_s = 0.0
         self.n_steps = 0
         self.hook_errors: list[Callable[[Hook, BaseException, StepContext], None]] = []
@@ -249,7 +250,7 @@ class Recorder:
             except TraceWriteError as error:
                 # A record that could not be stored is not the end of the recording.
                 self.failure = error if getattr(self._sink, "failed", True) else None
-                self.refused.append(error.message)
+                self.refused += [error.message, *error.others]
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 self.failure = TraceWriteError(f"Recording stopped at an internal error: {what}")

@@ -15,8 +15,12 @@ _MAX_HASHED = 1 << 20
 def rule_name(mask_mod: Any) -> str:
     """Return module and qualified name of a rule, `or` of its type.
 
-    A rule that only shifts the indices of another (`flexinspect_rule`) goes by that one's name.
+    A rule that only shifts the indices of another (`flexinspect_rule`) goes by that one's name. Our
+    presets say their own, as each has several forms.
     """
+    own = getattr(mask_mod, "flexinspect_name", None)
+    if own is not None:
+        return str(own)
     mask_mod = getattr(mask_mod, "flexinspect_rule", mask_mod)
     if isinstance(mask_mod, FunctionType):
         # What `exec` makes of a bare dictionary has no module.

@@ -21,9 +21,8 @@ def facts_of_tokenizer(words: Vocabulary) -> WordFacts:
     names = getattr(tokenizer, "all_special_tokens", ())
     special = dict(zip(map(str, names), map(int, tokenizer.all_special_ids), strict=False))
     bos, pad = (_id(getattr(tokenizer, f"{name}_token_id", None)) for name in ("bos", "pad"))
-    return WordFacts(
-        bos, _ids(getattr(tokenizer, "eos_token_id", None)), pad, _adds_bos(words), special
-    )
+    eos = _ids(getattr(tokenizer, "eos_token_id", None))
+    return WordFacts(bos, eos, pad, _adds_bos(words), _adds_eos(words), special)
 
 
 def facts_of_config(model: Any) -> WordFacts:
@@ -61,6 +60,13 @@ def _adds_bos(words: Vocabulary) -> bool | None:
         return bool(words.bos())
     except Exception:  # a tokenizer with an `encode` of its own
         return None
+
+
+def _adds_eos(words: Vocabulary) -> bool:
+    try:
+        return words.adds_eos()
+    except Exception:  # as above
+        return False
 
 
 def _id(value: Any) -> int | None:

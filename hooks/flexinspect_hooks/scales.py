@@ -1,13 +1,13 @@
 """What own code made of the scale that a layer asked for: forgotten, or applied twice.
 
 The kernel's scale alone does not tell, as queries or keys may have been multiplied before: their
-newest row of head 0 is compared with the one that the layer gave.
+newest row of head 0 is compared with the one that the layer gave. A `score_mod` may scale, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from flexinspect.records import EventRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
+from flexinspect_hooks.scorescales import is_scored, slopes
 
 if TYPE_CHECKING:
     from flexinspect_hooks.callrefs import CallRef, CallShape
@@ -26,26 +27,36 @@ _ALIKE = 0.02
 """By how much a vector may be off a multiple of another, or a scale off the one asked for."""
 
 
+class _Member(NamedTuple):
+    """A call, the kernel's scale over the one asked for, and what its `score_mod` multiplies by."""
+
+    number: int
+    ratio: float
+    ref: CallRef
+    slope: Tensor
+
+
 def put_scales(refs: Sequence[CallRef], step: StepContext, buffer: StepBuffer) -> None:
     """Put for each call of a prompt that can be compared: its number, and by what it was scaled."""
     if step.phase != "prefill" or step.step:
         return
-    found: dict[tuple[int, torch.dtype], list[tuple[int, float, CallRef]]] = {}
-    for number, ref in enumerate(refs):
-        ratio = _ratio(ref)
-        if ratio is not None:
-            found.setdefault((ref.query.shape[-1], ref.query.dtype), []).append(
-                (number, ratio, ref)
-            )
-    for width, dtype in found:
-        members = found[width, dtype]
-        buffer.put(f"{_NAME}/{members[0][0]}", _factors(members))
+    known = [(number, _ratio(ref), ref) for number, ref in enumerate(refs)]
+    pairs = [(number, ratio, ref) for number, ratio, ref in known if ratio is not None]
+    found: dict[tuple[int, torch.dtype], list[_Member]] = {}
+    for (number, ratio, ref), slope in zip(pairs, slopes([ref for *_, ref in pairs]), strict=True):
+        if slope is not None:
+            kind = ref.query.shape[-1], ref.query.dtype
+            found.setdefault(kind, []).append(_Member(number, ratio, ref, slope))
+    for members in found.values():
+        buffer.put(f"{_NAME}/{members[0].number}", _factors(members))
 
 
 def _ratio(ref: CallRef) -> float | None:
     """Return the kernel's scale over the one asked for; None where that cannot be compared."""
     asked = ref.asked
-    if asked is None or ref.unknown_scores or ref.query.shape != asked.query.shape:
+    if asked is None or ref.query.shape != asked.query.shape:
+        return None
+    if ref.unknown_scores and not is_scored(ref):
         return None
     if ref.key.shape[2:] != asked.key.shape[2:] or not asked.scale:
         return None
@@ -53,14 +64,19 @@ def _ratio(ref: CallRef) -> float | None:
     return float(ref.query.shape[-1] ** -0.5 if used is None else used) / asked.scale
 
 
-def _factors(members: Sequence[tuple[int, float, CallRef]]) -> Tensor:
-    """Return float32 (calls, 3): number, scale over the scale asked for, and how far it is off."""
-    pairs = [(ref.query, ref.asked.query) for _, _, ref in members if ref.asked is not None]
+def _factors(members: Sequence[_Member]) -> Tensor:
+    """Return float32 (calls, 4): number, scale over the one asked for, of that what a `score_mod`
+    multiplied, and how far all that is off."""
+    pairs = [(ref.query, ref.asked.query) for _, _, ref, _ in members if ref.asked is not None]
     query, query_off = _multiple(pairs)
-    pairs = [(ref.key, ref.asked.key) for _, _, ref in members if ref.asked is not None]
+    pairs = [(ref.key, ref.asked.key) for _, _, ref, _ in members if ref.asked is not None]
     key, key_off = _multiple(pairs)
-    known = query.new_tensor([[number, ratio] for number, ratio, _ in members])
-    return torch.stack([known[:, 0], known[:, 1] * query * key, query_off.maximum(key_off)], 1)
+    known = query.new_tensor([[number, ratio] for number, ratio, _, _ in members])
+    rule = torch.stack([slope.mean() for _, _, _, slope in members])
+    # A rule that drops the score says nothing of its scale: 0 / 0 is no small number.
+    bent = torch.stack([(slope / slope.mean() - 1).abs().amax() for _, _, _, slope in members])
+    off = torch.stack([query_off, key_off, bent]).amax(0)
+    return torch.stack([known[:, 0], known[:, 1] * query * key * rule, rule, off], 1)
 
 
 def _multiple(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -76,19 +92,20 @@ def record_scales(
     values: Values, calls: Sequence[CallShape], step: StepContext, draft: StepDraft
 ) -> None:
     """Tell of the layers whose scores are not scaled as they asked for (writer thread)."""
-    odd: dict[int, float] = {}
+    odd: dict[int, tuple[float, float]] = {}
     for name, rows in values.items():
         if name.startswith(f"{_NAME}/"):
-            for number, factor, off in rows.tolist():
+            for number, factor, rule, off in rows.tolist():
                 if off < _ALIKE and abs(factor - 1) > _ALIKE:
-                    odd[int(number)] = factor
+                    odd[int(number)] = factor, rule
     if not odd:
         return
     first = min(odd)
+    factor, rule = odd[first]
     layers = sorted({calls[number].layer for number in odd})
-    text = (
-        f"The scores of layers {layers} are scaled by {odd[first]:.4g} times what they asked for."
-    )
-    data = {"layers": layers, "factor": odd[first], "scale": calls[first].scale}
+    text = f"The scores of layers {layers} are scaled by {factor:.4g} times what they asked for."
+    data = {"layers": layers, "factor": factor, "scale": calls[first].scale}
+    if abs(rule - 1) > _ALIKE:
+        data["score_mod"] = rule
     place = (step.started_at, step.generation, step.step, data)
     draft.events.append(EventRecord(RESCALED, text, *place))

@@ -32,6 +32,7 @@ from flexinspect_hooks.control.running import Running
 from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.debugging.session import Debugging
 from flexinspect_hooks.debugging.threads import run_on
+from flexinspect_hooks.lost import trouble
 from flexinspect_hooks.madetokenizers import MadeTokenizers
 from flexinspect_hooks.program import (
     exit_code_of,
@@ -313,7 +314,8 @@ class ScriptRun:
             self.event("unseen", _nothing_seen())
 
     def _note(self) -> str | None:
-        failure = self._finder.failure if self._finder is not None else None
+        finder = self._finder
+        failure = trouble(finder.recorder, self.writer) if finder is not None else None
         return failure.sentence() if failure is not None else self.writer.note
 
     def _forked(self) -> None:

@@ -2,7 +2,8 @@
 
 Nothing else is known of the user's loop, so every rule here is about what was fed: a forward on an
 empty cache begins a generation unless it repeats the whole sequence with one token more, and a
-forward whose cache is as long as the sequence so far goes on with it.
+forward whose cache is as long as the sequence so far goes on with it, unless that very cache is
+known to be another generation's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from itertools import count
 
 SEVERAL_ROWS = "several-rows"
 UNKNOWN_CACHE = "unknown-cache"
+OTHER_CACHE = "other-cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,8 @@ class Fed:
     n_rows: int
     cached: int
     ids: Callable[[], Sequence[int] | None]
+    owner: int | None = None
+    """The generation that filled the cache, None when that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class Place:
 
     It brings `n_new` tokens at the positions from `pos` on, the last rows that were fed. With
     `chosen` there is one, and it is what the step before chose; otherwise they were given. `note`
-    is SEVERAL_ROWS or UNKNOWN_CACHE when there is something that cannot be told apart.
+    is SEVERAL_ROWS or UNKNOWN_CACHE when there is something that cannot be told apart, and
+    OTHER_CACHE for one that goes on with a generation, `owner`, after another has begun.
     """
 
     generation: int
@@ -44,6 +49,7 @@ class Place:
     n_new: int
     chosen: bool = False
     note: str = ""
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +122,14 @@ class Sequences:
         return place
 
     def _beginning(self, fed: Fed) -> Place:
-        note = UNKNOWN_CACHE if fed.cached else ""
-        return Place(next(self._numbers), 0, True, fed.cached, fed.n_rows, note=note)
+        owner = fed.owner if fed.cached and self._is_anothers(fed) else None
+        note = "" if not fed.cached else UNKNOWN_CACHE if owner is None else OTHER_CACHE
+        number = next(self._numbers)
+        return Place(number, 0, True, fed.cached, fed.n_rows, note=note, owner=owner)
+
+    def _is_anothers(self, fed: Fed) -> bool:
+        """Say whether the cache was filled by a generation before the last one."""
+        return fed.owner is not None and fed.owner != self._state.generation
 
     def _going_on(self, fed: Fed, whole: tuple[int, ...] | None) -> Place | None:
         """Return the place in the open generation, None for a forward that does not continue it."""
@@ -130,7 +142,7 @@ class Sequences:
             if whole is None or known is None or whole[:-1] != known:
                 return None
             return Place(*here, len(known), 1, chosen=True)
-        if fed.cached != state.length:
+        if fed.cached != state.length or self._is_anothers(fed):
             return None
         is_prompt = call is not None and fed.cached < call.n_prompt
         if fed.n_rows == 1 and not is_prompt:

@@ -31,10 +31,11 @@ from flexinspect_hooks.branching import Branching
 from flexinspect_hooks.breakhooks import ModelBreaks
 from flexinspect_hooks.breaking import Breaking
 from flexinspect_hooks.buffer import StepBuffer, side_stream
-from flexinspect_hooks.clock import StepClock, StepContext
+from flexinspect_hooks.clock import StepClock, StepContext, stood_s
 from flexinspect_hooks.control.gate import Gate
 from flexinspect_hooks.control.passing import Switch, changes_of, pass_gate
 from flexinspect_hooks.cores import available_cores
+from flexinspect_hooks.costs import cost_of
 from flexinspect_hooks.graphs import GraphCount
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
@@ -107,8 +108,7 @@ class CaptureSession(Branching):
         """The last step that is finished."""
         self._switch = Switch()
         self._breaks: ModelBreaks | None = None
-        self.capture_s = 0.0
-        self.total_s = 0.0
+        self.capture_s = self.total_s = self.waited_s = 0.0
 
     @property
     def _model(self) -> nn.Module:
@@ -255,12 +255,14 @@ class CaptureSession(Branching):
             self._breaks.open(step)
         step.arguments = {}  # a forward that fails must not leave a cache alive
         self._step, self.context.is_open = step, True
+        step.stood_before = stood_s()
 
     def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self.context.is_open = False
         if self._step is not None:
+            self.waited_s += stood_s() - self._step.stood_before
             logits = getattr(output, "logits", None)
             if isinstance(logits, Tensor) and logits.dim() == 3:
                 row = logits[0, -1].detach()
@@ -325,6 +327,8 @@ class CaptureSession(Branching):
 
         `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
         writer counts in the ratio where torch uses every core: then it runs at the model's expense.
+        Elsewhere `waited_s` does, for which the model's thread stood still in forwards: it shares
+        Python's interpreter with the writer.
         """
         return cost_of([self], self.recorder)
 
@@ -375,21 +379,6 @@ class CaptureSession(Branching):
         at = time.time()
         event = EventRecord(kind, text, at, generation, number, facts or {})
         self.recorder.tell(event, self._book)
-
-
-def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:
-    """Return what sessions that share a recorder took, as `CaptureSession.cost` says it."""
-    capture_s = sum(session.capture_s for session in sessions)
-    total_s = sum(session.total_s for session in sessions)
-    counts = any(session.cores_are_taken() for session in sessions)
-    spent = capture_s + (recorder.writer_s if counts else 0.0)
-    return {
-        "capture_s": round(capture_s, 6),
-        "writer_s": round(recorder.writer_s, 6),
-        "total_s": round(total_s, 6),
-        "ratio": round(spent / max(total_s - spent, 1e-9), 5),
-        "steps": recorder.n_steps,
-    }
 
 
 def check_level(level: str) -> str:

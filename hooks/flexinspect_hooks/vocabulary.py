@@ -48,6 +48,20 @@ class Vocabulary:
         first = list(self.tokenizer.encode("a", add_special_tokens=True))[:1]
         return (int(bos),) if bos is not None and first == [bos] else ()
 
+    def adds_eos(self) -> bool:
+        """Say whether this tokenizer puts an EOS behind a text, and no chat template ends turns so.
+
+        A template names it as `eos_token` or by its characters.
+        """
+        tokenizer = self.tokenizer
+        eos, template = tokenizer.eos_token_id, getattr(tokenizer, "chat_template", None)
+        if eos is None or any(name in str(template or "") for name in self._eos_names()):
+            return False
+        return list(tokenizer.encode("a", add_special_tokens=True))[-1:] == [eos]
+
+    def _eos_names(self) -> tuple[str, str]:
+        return "eos_token", str(self.tokenizer.eos_token)
+
 
 class TextStream:
     """What each id adds to a text, so that the parts joined are the text.

@@ -23,6 +23,7 @@ from flexinspect_hooks.control.levels import SessionLevels
 from flexinspect_hooks.control.running import Running
 from flexinspect_hooks.control.verbs import About
 from flexinspect_hooks.layers import attention_layers
+from flexinspect_hooks.lost import trouble
 from flexinspect_hooks.program import state_of
 from flexinspect_hooks.recorder import Recorder
 from flexinspect_hooks.session import check_level
@@ -171,7 +172,7 @@ class Watch(WatchedTrace):
             self._running.parts.breakpoints = self.breakpoints
 
     def _conclude(self, session: WatchSession, writer: TraceWriter) -> None:
-        failure = session.recorder.failure
+        failure = trouble(session.recorder, writer)
         if failure is not None:
             say(failure.sentence())
         with suppress(TraceWriteError):

@@ -6,13 +6,11 @@ the step chose. Where nobody feeds it, nobody saw it, and the record says so.
 
 from __future__ import annotations
 
-import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import MethodType
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,48 +21,24 @@ from flexinspect.records import EventRecord, TokenRecord
 from flexinspect.rules.cachekinds import CACHED_PROMPT
 from flexinspect_hooks.attention import UNSEEN
 from flexinspect_hooks.buffer import StepBuffer
-from flexinspect_hooks.clock import StepContext, cached_length, query_length
+from flexinspect_hooks.cacheowners import CacheOwners
+from flexinspect_hooks.clock import StepContext, cached_length, query_length, stood_s
 from flexinspect_hooks.control.passing import pass_gate
+from flexinspect_hooks.fednotes import notes_of
 from flexinspect_hooks.fedrows import ArgumentNames, FedRows
-from flexinspect_hooks.hook import Hook
-from flexinspect_hooks.kernelcalls import in_words
+from flexinspect_hooks.generatecalls import wrap_generate
+from flexinspect_hooks.handles import TAKEN_OUT, are_in
+from flexinspect_hooks.kernelcalls import in_words, pass_over
 from flexinspect_hooks.logits import reduce_chosen
-from flexinspect_hooks.ownloops import is_followed, newest_row
+from flexinspect_hooks.ownloops import has_encoder, is_followed, newest_row
 from flexinspect_hooks.program import without_us
-from flexinspect_hooks.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.recorder import FinishedStep, Sink
 from flexinspect_hooks.saidwords import facts_of_config
-from flexinspect_hooks.sequence import SEVERAL_ROWS, UNKNOWN_CACHE, Fed, Place, Sequences
+from flexinspect_hooks.sequence import Fed, Place, Sequences
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.story import Story, Wishes
-
-_NOTES = {
-    SEVERAL_ROWS: "{n} rows were fed onto {cached} cached keys: a prompt in chunks, a further "
-    "turn, or proposals of an assistant. They are recorded as given; which of them the model "
-    "chose is not followed.",
-    UNKNOWN_CACHE: "The cache holds {cached} keys, which is not where the generation before stood: "
-    "a new generation begins, and what its first {cached} tokens are is not known.",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A step whose forward is over and whose token is not known yet."""
-
-    step: StepContext
-    buffer: StepBuffer
-    kept: list[tuple[Hook, Any]]
-    row: Tensor | None
-    given: Callable[[], tuple[TokenRecord, ...]]
-    ended: float
-
-
-@dataclass(frozen=True, slots=True)
-class Company:
-    """What models that are recorded into one trace share, and the `name` of one of them."""
-
-    recorder: Recorder
-    numbers: Iterator[int]
-    name: str
+from flexinspect_hooks.turns import OVERLAP, Turns
+from flexinspect_hooks.watchparts import Company, Waiting
 
 
 class WatchSession(CaptureSession):
@@ -92,10 +66,11 @@ class WatchSession(CaptureSession):
         self._wishes = replace(wishes, config=facts_of_config(model))
         self._names = ArgumentNames(model)
         self._sequences = Sequences(company.numbers if company else None)
-        self._name = company.name if company else ""
+        self.model_name = company.name if company else ""
+        self._owners, self._turns, self._overlapped = CacheOwners(), Turns(self.context), -2
         self._story: Story | None = None
         self._given: Callable[[], tuple[TokenRecord, ...]] = tuple
-        self._waiting: _Waiting | None = None
+        self._waiting: Waiting | None = None
         self._told: set[str] = set()
         self._told_error: BaseException | None = None
         self._is_broken = self._is_followed = False
@@ -112,11 +87,31 @@ class WatchSession(CaptureSession):
     def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or module is not self._model:
             return  # of a graph as a whole nothing is seen; and a copy is another model
+        with self._turns.lock:
+            is_passed = self._turns.is_anothers()
+            pass_over(is_passed=is_passed)
+            if is_passed:
+                self._tell_overlap()
+            else:
+                self._open_step(args, kwargs)
+
+    def _tell_overlap(self) -> None:
+        """Say, once for each generation, that a forward was passed over."""
+        number = self._story.number if self._story is not None else -1
+        if number != self._overlapped:
+            self._overlapped, step = number, self._step
+            if step is not None:
+                step.events.append((UNSEEN, OVERLAP))
+            else:
+                self._event(UNSEEN, OVERLAP)
+
+    def _open_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         started = time.perf_counter()
         self._stood_s = 0.0
         try:
             if self._step is not None:
                 self._lose(self._step)
+            self.context.left_by = ""
             self._remove_switched_off()
             step = self._arrive(args, self._names(args, kwargs), started)
         except Exception as error:
@@ -130,6 +125,7 @@ class WatchSession(CaptureSession):
             self._sequences.undo()
             raise
         step.capture_s += time.perf_counter() - started - self._stood_s
+        self.total_s += step.started - started - self._stood_s  # what found its place is part of it
 
     def _arrive(
         self, args: tuple[Any, ...], arguments: dict[str, Any], started: float
@@ -137,9 +133,11 @@ class WatchSession(CaptureSession):
         """Find out where a forward belongs, and let go of the step before."""
         self._n_arrived += 1
         n_rows = query_length(args, arguments)
-        cached = cached_length(arguments.get("past_key_values"))
+        cache = arguments.get("past_key_values")
+        cached, owner = cached_length(cache), self._owners.of(cache)
         rows = FedRows(arguments, n_rows, with_mask=not cached, stream=self._stream)
-        place = self._sequences.place(Fed(n_rows, cached, rows.token_ids))
+        place = self._sequences.place(Fed(n_rows, cached, rows.token_ids, owner))
+        self._owners.claim(cache, place.generation)
         if place.begins:
             self._end()
             self._stand()
@@ -168,18 +166,9 @@ class WatchSession(CaptureSession):
 
     def _note(self, step: StepContext, place: Place, rows: FedRows) -> None:
         say = step.events.append
-        if place.note:
-            text = _NOTES[place.note].format(n=step.q_len, cached=step.kv_before)
-            say((place.note, text))
+        step.events += notes_of(step, place, rows)
         if not place.begins:
             return
-        if rows.batch > 1:
-            text = (
-                f"{rows.batch} sequences are fed at once; what is recorded is row 0 of the batch."
-            )
-            say(("batch", text))
-        if rows.ids is None:
-            say(("no-ids", "No token ids were fed, so there are no tokens to show."))
         if place.pos and self._prompt is not None and self._prompt.shape[1] >= place.pos:
             cached = self._prompt[0, : place.pos].tolist()
             text = f"The first {place.pos} tokens of the prompt are said to be cached already."
@@ -193,16 +182,18 @@ class WatchSession(CaptureSession):
             self._tell(trouble)
 
     def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or module is not self._model:
+        if torch.compiler.is_compiling() or module is not self._model or not self.context.is_open:
             return
         started = time.perf_counter()
         self.context.is_open, step = False, self._step
         if step is None:
             return
+        self.waited_s += stood_s() - step.stood_before
         try:
             # A call of generate copies the row before it changes it; another loop may not.
             row = step.logits = newest_row(output, self._model, copy=not self._calls)
             step.output = output
+            self._owners.claim(getattr(output, "past_key_values", None), step.generation)
             buffer = StepBuffer(self._device, self._stream)
             kept = self._reduce(step, buffer)
             step.drop_references()
@@ -214,7 +205,7 @@ class WatchSession(CaptureSession):
         on_device = row if row is not None and row.device.type != "cpu" else None
         ended = time.perf_counter()
         step.capture_s += ended - started
-        self._waiting = _Waiting(step, buffer, kept, on_device, self._given, ended)
+        self._waiting = Waiting(step, buffer, kept, on_device, self._given, ended)
 
     def _settle(self, rows: FedRows | None, pos: int, now: float | None = None) -> None:
         """Hand the waiting step to the writer thread; `rows` end with the token that it chose."""
@@ -243,7 +234,7 @@ class WatchSession(CaptureSession):
 
     def _begin(self, place: Place, rows: FedRows) -> None:
         story = self._story = Story.begin(self._wishes, place, rows)
-        story.record = replace(story.record, model=self._name)
+        story.record = replace(story.record, model=self.model_name)
         self.begin_generation(story.record)
 
     def _end(self, state: str = "finished", reason: str = "") -> None:
@@ -262,8 +253,10 @@ class WatchSession(CaptureSession):
     def _lose(self, step: StepContext) -> None:
         """Say that a forward never returned; it may be tried again."""
         fed = f"rows fed: {step.q_len}, keys cached: {step.kv_before}"
-        text = f"The forward of step {step.step} did not return ({fed})."
-        self._event("forward-failed", text, step)
+        error, self.context.left_by = self.context.left_by, ""
+        why = f": {error}" if error else "."
+        text = f"The forward of step {step.step} did not return ({fed}){why}"
+        self._event("forward-failed", text, step, {"error": error} if error else None)
         self._abandon()
         self._sequences.undo()
         self._is_broken = True
@@ -280,8 +273,10 @@ class WatchSession(CaptureSession):
         self._sequences.end()
 
     def close(self, state: str, error: BaseException | None) -> None:
-        """Finish, and say so when nothing was seen at all."""
+        """Finish, and say so when nothing was seen at all, or no more from some forward on."""
         self.finish(state, error)
+        if not self.has_its_hooks:
+            self._tell_hooks_gone()
         if not self._n_arrived:
             text = (
                 "No forward of this model was seen: it was not called, or only through a part of "
@@ -289,6 +284,21 @@ class WatchSession(CaptureSession):
             )
             self._event(UNSEEN, text)
             self._tell(text)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of `generate` is under way."""
+        return self._calls > 0
+
+    @property
+    def has_its_hooks(self) -> bool:
+        """Whether all that was put into the model's modules is still there."""
+        return are_in(remove for _, remove in self._removes)
+
+    def _tell_hooks_gone(self) -> None:
+        text = f"{TAKEN_OUT}: what ran after that was not recorded, or not whole."
+        self._event(UNSEEN, text)
+        self._tell(text)
 
     def _tell_error(self, error: BaseException) -> None:
         if error is self._told_error:
@@ -315,31 +325,23 @@ class WatchSession(CaptureSession):
 
         It is removed with the hooks.
         """
-        model, original = self._model, getattr(self._model, "generate", None)
-        if not callable(original):
-            return
-        own = vars(model).get("generate")
-
-        @functools.wraps(getattr(original, "__func__", original))
-        def generate(this: Any, *args: Any, **kwargs: Any) -> Any:
-            if this is not model:
-                return type(this).generate(this, *args, **kwargs)
-            return self.call_generate(original, args, kwargs)
-
-        def remove() -> None:
-            vars(model).pop("generate", None)
-            if own is not None:
-                vars(model)["generate"] = own
-
-        # A method, so that a copy of the model calls itself and not this one.
-        vars(model)["generate"] = MethodType(generate, model)
-        self._removes.append((None, remove))
+        remove = wrap_generate(self._model, self.call_generate)
+        if remove is not None:
+            self._removes.append((None, remove))
 
     def call_generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the model's `generate` (bound), telling where it begins and its result."""
-        self._enter_call(args, kwargs)
+        if kwargs.get("custom_generate") is not None:  # a loop of their own
+            return generate(*args, **kwargs)
+        with self._turns.lock:
+            is_anothers = self._turns.is_anothers()
+            if not is_anothers:
+                self._turns.take()
+                self._enter_call(args, kwargs)
+        if is_anothers:
+            return generate(*args, **kwargs)
         try:
             result = generate(*args, **kwargs)
         except BaseException as error:
@@ -355,7 +357,9 @@ class WatchSession(CaptureSession):
         self._end()
         self._is_followed = is_followed(self._model, kwargs)
         prompt = next((v for v in (*args[:1], *map(kwargs.get, _PROMPTS)) if v is not None), None)
-        n_prompt = int(prompt.shape[1]) if isinstance(prompt, Tensor) and prompt.dim() > 1 else 0
+        n_prompt = 0
+        if isinstance(prompt, Tensor) and prompt.dim() > 1 and not has_encoder(self._model):
+            n_prompt = int(prompt.shape[1])
         self._prompt = prompt if n_prompt else None
         self._sequences.begin_call(n_prompt, followed=self._is_followed)
 
@@ -363,6 +367,7 @@ class WatchSession(CaptureSession):
         self._calls -= 1
         if self._calls:
             return
+        self._turns.give_back()
         self._prompt = None
         if error is not None:
             is_stop = isinstance(error, KeyboardInterrupt)

@@ -38,7 +38,7 @@ class WeightsHook:
 
         # A function with a number: one that lies in a model must not keep it alive.
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if id(module) == root and context.is_open and not torch.compiler.is_compiling():
+            if id(module) == root and not torch.compiler.is_compiling() and context.is_open:
                 self._weights = getattr(output, "attentions", None) or ()
 
         return [context.model.register_forward_hook(leave).remove]

@@ -47,7 +47,8 @@ def test_another_address_needs_to_be_insisted_on(capsys: Said) -> None:
 def test_a_wait_needs_a_port_and_pdb_a_terminal_of_its_own(capsys: Said) -> None:
     assert "--debugpy is not given" in refused(["--wait-for-client"], capsys)
     assert "exclude each other" in refused(["--pdb", "--debugpy", "0"], capsys)
-    assert "--pdb needs a terminal" in refused(["--pdb"], capsys)
+    for name in ("--pdb", "--interactive"):  # two names of one flag
+        assert "--pdb needs a terminal" in refused([name], capsys)
 
 
 @pytest.mark.parametrize("text", ["", "host:", "70000", "5678x", "127.0.0.1"])

@@ -14,9 +14,10 @@ from support.traces import sample_trace
 
 from flexinspect.commands import main
 from flexinspect.errors import TraceError
-from flexinspect.trace import salvage
+from flexinspect.feed import Feed
+from flexinspect.trace import salvage, schema, schemapages
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.salvage import forget, mended, what_is_left
+from flexinspect.trace.salvage import can_be_mended, forget, mended, what_is_left
 
 
 def flexinspect(*words: str) -> subprocess.CompletedProcess[str]:
@@ -85,6 +86,54 @@ def test_a_trace_that_is_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None
     forget(copy)
     assert not copy.exists()
     assert path.read_bytes() == whole[: len(whole) * 3 // 4]
+
+
+@pytest.mark.parametrize("kept", [30_000, 50_000, 70_000, 90_000, 100_000])
+def test_a_small_trace_that_lost_part_of_its_schema_is_walked_by_step(
+    tmp_path: Path, kept: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sample_trace(tmp_path / "a.flextrace")
+    whole = path.read_bytes()
+    assert len(whole) > 130_000
+    path.write_bytes(whole[:kept])
+    left = what_is_left(path)
+    assert "38 tokens, 12 steps" in left[1]
+    copy = mended(path)
+    assert copy is not None
+    assert what_is_left(copy)[1:] == left[1:]
+    with TraceReader(copy) as reader:
+        assert [row.step for row in reader.steps(0)] == list(range(6))
+        assert reader.tokens(0)[1].text == "Who"
+    feed = Feed(copy)
+    status = feed.look(0)
+    feed.close()
+    forget(copy)
+    assert status is not None
+    assert (status.state, status.last_step) == ("finished", 5)
+    assert main(["dump", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"cut short at {kept} bytes" in said
+    assert left[1] in said
+    assert f"To see that: flexinspect open {path}" in said
+
+
+def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = sample_trace(tmp_path / "a.flextrace")
+    whole = path.read_bytes()
+    statements = schema.create_statements()
+    monkeypatch.setattr(schema, "create_statements", lambda: statements[:-1])
+    schemapages._ours.cache_clear()
+    try:
+        path.write_bytes(whole[:60_000])
+        assert mended(path) is None
+        assert main(["show", str(path)]) == 2
+        assert "It cannot be opened without the part that is missing." in capsys.readouterr().err
+        path.write_bytes(whole[:120_000])  # its schema is there
+        assert can_be_mended(path)
+    finally:
+        schemapages._ours.cache_clear()
 
 
 def test_only_a_trace_that_is_cut_short_is_mended(tmp_path: Path) -> None:

@@ -405,15 +405,16 @@ def test_the_chosen_paraphrases_are_those_that_are_fed(tmp_path: Path) -> None:
         assert fed == expected
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGKILL", -9)])
 def test_ending_the_command_ends_the_capture_process(
-    long_run: Callable[[], Any], name: str
+    long_run: Callable[[], Any], name: str, code: int
 ) -> None:
     process, path = long_run()
     with open_trace(path) as reader:
         child = int(reader.run()["pid"])
     process.send_signal(getattr(signal, name))
     process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code
     until = time.monotonic() + PATIENCE_S
     while Path(f"/proc/{child}").exists() and time.monotonic() < until:
         time.sleep(0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import textwrap
@@ -152,6 +153,23 @@ def test_our_own_generation_stops_on_the_terminal_and_the_interface_steps_aside(
     terminal.until("model held")  # and the generation has come to its end
     terminal.process.terminate()
     terminal.end()
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert reader.generation(0).state == "finished"
+
+
+def test_ctrl_c_at_the_prompt_is_the_prompts_and_not_the_runs(
+    tmp_path: Path, terminals: list[Terminal]
+) -> None:
+    (tmp_path / "my_rules.py").write_text(textwrap.dedent(RULES), "utf-8")
+    words = ("--no-ui", "--mask", "my_rules:window", "--prompt", "One?", "--max-new-tokens", "2")
+    terminal = Terminal(tmp_path, *words)
+    terminals.append(terminal)
+    terminal.until("(flexinspect pdb) ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.until("--KeyboardInterrupt--")
+    terminal.until("(flexinspect pdb) ")
+    terminal.type("c")
+    assert terminal.end() == 0
     with open_trace(tmp_path / "t.flextrace") as reader:
         assert reader.generation(0).state == "finished"
 

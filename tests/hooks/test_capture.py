@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -594,3 +595,21 @@ def test_the_writer_lets_go_of_the_interpreter_at_once_only_where_it_has_a_core(
     assert sys.getswitchinterval() == before
     assert intervals
     assert all((interval < before) is yields for interval in intervals)
+
+
+@pytest.mark.parametrize(("threads", "counts"), [(1, "waited_s"), (10_000, "writer_s")])
+def test_the_cost_counts_what_the_writer_takes_of_the_model(
+    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, counts: str
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("flexinspect_hooks.session.available_cores", lambda: 2)
+    session = CaptureSession(llama, MemorySink())
+    # Standing still in a forward is no work of this thread, as when another has the interpreter.
+    with session, llama.model.register_forward_hook(lambda *_: time.sleep(0.002)):
+        begin(session, prompt)
+        generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+    cost = session.cost()
+    assert 0 < cost["waited_s"] <= cost["writer_s"]
+    assert session.waited_s >= 0.002 * NEW
+    spent = cost["capture_s"] + cost[counts]
+    assert cost["ratio"] == pytest.approx(spent / (cost["total_s"] - spent), rel=1e-2)

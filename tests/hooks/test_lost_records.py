@@ -10,14 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from support.tiny import ids, make_model
 from support.traces import sample_generation, sample_step
 
+import flexinspect
 from flexinspect import protocol
 from flexinspect.errors import TraceWriteError
 from flexinspect.job import Job
 from flexinspect.records import ArrayRecord, StepRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
+from flexinspect_hooks.lost import trouble
 from flexinspect_hooks.recorder import Recorder
 
 CHILD = """
@@ -64,6 +68,39 @@ def test_a_step_that_cannot_be_stored_takes_no_other_along(
     assert (seen.steps, recorder.n_steps) == ([0, 1, 3], 3)
     with open_trace(tmp_path / "t.flextrace") as reader:
         assert [row.step for row in reader.steps(0)] == [0, 1, 3]
+
+
+def test_of_several_records_that_cannot_be_stored_the_first_is_named_and_all_are_counted(
+    tmp_path: Path,
+) -> None:
+    objects = (ArrayRecord("odd", np.array([object()])),)
+    spoiled = [replace(sample_step(1), arrays=objects), sample_step(0)]
+    with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
+        recorder = Recorder(writer)
+        recorder.start()
+        recorder.put(lambda: writer.begin_generation(sample_generation(0)))
+        recorder.put(lambda: writer.write_steps([sample_step(0), *spoiled]))
+        recorder.stop()
+        assert recorder.failure is None
+        failure = trouble(recorder, writer)
+        assert failure is not None
+        assert failure.message.startswith(
+            "The trace is not whole: 2 records could not be stored, and of the first it is said: "
+            "An array of object cannot be recorded"
+        )
+
+
+def test_a_watch_says_which_records_were_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: TraceWriter, records: object) -> None:
+        raise TraceWriteError("planted")
+
+    monkeypatch.setattr(TraceWriter, "write_steps", refuse)
+    model = make_model("llama")
+    with flexinspect.watch(model, out=tmp_path / "t.flextrace"):
+        model(torch.tensor([ids(4, 1)]))
+    assert "The trace is not whole: planted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flexinspect import masks
-from flexinspect.errors import MaskError
+from flexinspect import datasets, masks
+from flexinspect.errors import DatasetError, MaskError
 from flexinspect.masks import BLOCK, MaskRule, block_tables, causal
 from flexinspect_hooks.ensemble import load_mask_mod
 from flexinspect_hooks.maskmods import (
@@ -155,14 +156,35 @@ def test_a_rule_of_the_user_may_take_indices_or_segments(monkeypatch: pytest.Mon
     module = types.ModuleType("own_masks")
     module.plain = lambda b, h, q, kv: kv <= q  # type: ignore[attr-defined]
     module.made = lambda segments: lambda b, h, q, kv: kv < len(segments)  # type: ignore[attr-defined]
+    module.defaults = lambda b, h, q, kv, more=0: kv <= q  # type: ignore[attr-defined]
+    module.any = lambda *indices: indices[3] <= indices[2]  # type: ignore[attr-defined]
     module.odd = lambda a, b: a  # type: ignore[attr-defined]
+    module.number = 3  # type: ignore[attr-defined]
+    module.none = lambda segments: None  # type: ignore[attr-defined]
+    module.fails = lambda segments: segments[99]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "own_masks", module)
     two, five = torch.tensor(2), torch.tensor(5)
-    assert bool(load_mask_mod("own_masks:plain", ())(two, two, five, two))
+    for name in ("plain", "defaults", "any"):
+        assert bool(load_mask_mod(f"own_masks:{name}", ())(two, two, five, two))
     assert not bool(load_mask_mod("own_masks:made", ())(two, two, five, two))
-    with pytest.raises(MaskError, match="must take"):
-        load_mask_mod("own_masks:odd", ())
+    for spec in ("own_masks:odd", "own_masks:number", "own_masks:none", "builtins:dict"):
+        with pytest.raises(MaskError, match="must take"):
+            load_mask_mod(spec, ())
+    with pytest.raises(MaskError, match="failed when called with the prompt's segments: IndexErr"):
+        load_mask_mod("own_masks:fails", ())
     with pytest.raises(MaskError, match="cannot be loaded"):
         load_mask_mod("own_masks:absent", ())
     with pytest.raises(MaskError, match="cannot be loaded"):
         load_mask_mod("no_such_module_here:f", ())
+
+
+def test_modules_that_end_the_program_when_imported_are_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ends_itself.py").write_text("raise SystemExit(7)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(MaskError, match="cannot be loaded: SystemExit: 7"):
+        load_mask_mod("ends_itself:rule", ())
+    with pytest.raises(DatasetError, match="failed: SystemExit: 7"):
+        datasets.load("ends_itself:Set")

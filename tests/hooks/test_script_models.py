@@ -114,6 +114,10 @@ def use():
 gc.disable()
 gone = use()
 tell(gone=gone() is None)
+for module in first.modules():  # as people do who wonder about odd outputs
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()
+tell(cleared=greedy(first, n=2)[0].tolist())
 import threading
 def work():
     tell(threads=torch.get_num_threads())
@@ -172,6 +176,24 @@ def test_every_token_and_step_is_recorded(several: Ran) -> None:
         assert (reader.state, reader.run()["exit_code"]) == ("failed", 9)
         counted = sum(reader.n_steps(row.generation) for row in reader.generations())
         assert reader.run()["cost"]["steps"] == counted
+
+
+def test_a_part_of_a_model_is_a_model_only_where_it_is_called_itself(several: Ran) -> None:
+    with several.trace() as reader:
+        assert [row.model for row in reader.generations()].count("LlamaModel") == 1
+
+
+def test_hooks_that_the_program_took_out_are_put_back_and_that_is_said(several: Ran) -> None:
+    (line,) = [line for line in several.plain.stdout.splitlines() if '"cleared"' in line]
+    with several.trace() as reader:
+        (row,) = reader.generations()[-2:-1]
+        assert row.model == "LlamaForCausalLM"
+        tokens = [token.token_id for token in reader.tokens(row.generation)]
+        assert tokens == json.loads(line)["cleared"]
+        assert len(reader.calls(row.generation, 1)) == 3
+        assert len(reader.layer_stats(row.generation, 1)) > 0
+    (event,) = several.events("hooks-again")
+    assert "took hooks of the capture out of the model" in event.text
 
 
 def test_a_model_that_is_gone_lets_its_session_go(several: Ran) -> None:

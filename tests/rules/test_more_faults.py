@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import DynamicCache
 
 from flexinspect.findings import Finding, Severity
+from flexinspect_hooks.debugging import rules
 
 Planted = Callable[..., list[Finding]]
 
@@ -152,6 +153,62 @@ def test_a_scale_that_own_code_does_not_keep(
     if found:
         assert found[0].layers == (0, 1, 2)
         assert found[0].evidence["factor"] == pytest.approx(model.config.head_dim**-0.5, rel=1e-3)
+
+
+def scoring(rule: Callable[[float], Any], scale: Callable[[float], float | None]) -> Any:
+    """Register flex with a score rule and a scale, each made from the scale that was asked for."""
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        made = create_block_mask(
+            lambda b, h, i, j: j <= i, None, None, q.shape[2], k.shape[2], "cpu"
+        )
+        asked = kw["scaling"]
+        out = flex_attention(*(q, k, v, rule(asked), made), scale=scale(asked), enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    return registered(attention)
+
+
+SCORE_RULES: dict[str, tuple[Callable[[float], Any], Callable[[float], float | None], bool]] = {
+    "instead of the kernel": (lambda c: lambda s, b, h, i, j: s * c, lambda c: 1.0, True),
+    "as well as the kernel": (lambda c: lambda s, b, h, i, j: s * c, lambda c: c, False),
+    "twice": (lambda c: lambda s, b, h, i, j: s * c * c, lambda c: 1.0, False),
+    "lost, with a bias": (lambda c: lambda s, b, h, i, j: s - 0.1 * (i - j), lambda c: 1.0, False),
+    "kept, with a bias": (lambda c: lambda s, b, h, i, j: s - 0.1 * (i - j), lambda c: c, True),
+    "capped": (lambda c: lambda s, b, h, i, j: 30 * torch.tanh(s / 30), lambda c: 1.0, True),
+    "by position": (lambda c: lambda s, b, h, i, j: s * (i + 1).log(), lambda c: c, True),
+    "by head": (lambda c: lambda s, b, h, i, j: s * (h + 1), lambda c: c, True),
+    "masked": (
+        lambda c: lambda s, b, h, i, j: torch.where(j < i, s, -float("inf")),
+        lambda c: c,
+        True,
+    ),
+    "dropped": (lambda c: lambda s, b, h, i, j: 0 * s - (i - j), lambda c: 1.0, True),
+}
+
+
+@pytest.mark.parametrize("name", SCORE_RULES)
+def test_a_scale_in_a_score_mod(plant: Planted, name: str) -> None:
+    rule, scale, is_kept = SCORE_RULES[name]
+    with scoring(rule, scale) as own:
+        model = model_on(own)
+        found = of(plant(model, lambda: model(fed())), "attention.scale")
+    assert (found == []) is is_kept
+    if found:
+        asked = model.config.head_dim**-0.5
+        off = asked if name != "lost, with a bias" else 1 / asked
+        assert found[0].evidence["factor"] == pytest.approx(off, rel=1e-3)
+        assert ("its `score_mod` multiplies by" in found[0].sentence) is (off == asked)
+
+
+def test_a_score_mod_is_not_called_where_a_debugger_would_stop_in_it(plant: Planted) -> None:
+    rules.run_rules(lambda text: None)
+    try:
+        with scoring(*SCORE_RULES["twice"][:2]) as own:
+            model = model_on(own)
+            assert of(plant(model, lambda: model(fed())), "attention.scale") == []
+    finally:
+        rules.run_rules_no_more()
 
 
 def test_rows_that_do_not_see_themselves(plant: Planted) -> None:

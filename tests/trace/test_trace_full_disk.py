@@ -109,6 +109,23 @@ def test_a_file_that_may_not_grow_is_said_once(tmp_path: Path) -> None:
     whole(path, int(written))
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no resource limits here")
+def test_a_disk_that_is_full_at_the_beginning_begins_nothing(tmp_path: Path) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(
+            TraceWriteError, match=r"a\.flextrace cannot be begun: the disk"
+        ) as full:
+            TraceWriter.create(tmp_path / "a.flextrace", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "goes on" not in (full.value.hint or "")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_tiny_file_system_fills_up(tmp_path: Path) -> None:
     """A real full disk, where the kernel lets a user mount one in a name space of their own."""
     small, out = tmp_path / "small", tmp_path / "out"

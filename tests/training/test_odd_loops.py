@@ -70,7 +70,7 @@ def test_a_learning_rate_that_the_optimizer_does_not_tell_is_unknown(path: Path)
         assert step is not None
         points = reader.training_curve(0, 0, 3, 3)
         assert reader.findings() == []
-    assert [point.rate for point in points.values()] == [None] * 3
+    assert [point.rates for point in points.values()] == [(None,)] * 3
     data = TrainingData(step, {}, Span(0, 2, 2, 3, 1), points)
     assert ("learning rate", "unknown") in facts_of(data)
     assert rates_of(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0

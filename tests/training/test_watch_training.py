@@ -142,6 +142,7 @@ def test_nothing_is_left_behind(path: Path) -> None:
     model = Net()
     optimizer = adam(model)
     before = (
+        clip_grad._get_total_norm,
         clip_grad._clip_grads_with_norm_,
         torch.amp.GradScaler.step,
         "__getstate__" in vars(nn.Module),
@@ -149,6 +150,7 @@ def test_nothing_is_left_behind(path: Path) -> None:
     with watch_training(model, optimizer, out=path, level="extreme", quiet=True):
         loop(model, optimizer, 2, lambda: None)
     after = (
+        clip_grad._get_total_norm,
         clip_grad._clip_grads_with_norm_,
         torch.amp.GradScaler.step,
         "__getstate__" in vars(nn.Module),
@@ -287,6 +289,19 @@ def test_the_level_changes_while_running(path: Path) -> None:
         trace.level = "advanced"
         loop(model, optimizer, 1, lambda: None)
     assert [step.detail for step in steps_of(trace).values()] == ["basic", "advanced"]
+
+
+def test_only_modules_whose_outputs_a_level_keeps_have_hooks(path: Path) -> None:
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    model = nn.Sequential(nn.Sequential(layer))
+    hooked = {}
+    with watch_training(model, out=path, quiet=True) as trace:
+        for trace.level in ("basic", "advanced", "basic"):
+            model(torch.ones(1, 2)).sum().backward()
+            inside = [name for name, one in model.named_modules() if name and one._forward_hooks]
+            hooked[trace.level] = inside
+            trace.step(1.0)
+    assert hooked == {"basic": ["0.0"], "advanced": ["0.0.0", "0.0.1"]}
 
 
 def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(

@@ -136,7 +136,7 @@ async def test_ctrl_c_and_then_q_leave_a_valid_trace(tmp_path: Path) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
         app.feed.interrupt()  # type: ignore[union-attr]
-        app._ended()
+        app._ended(signal.SIGTERM)
         await until(pilot, lambda: app.feed.process.poll() is not None)  # type: ignore[union-attr]
     with open_trace(path) as reader:
         assert reader.state == "interrupted"

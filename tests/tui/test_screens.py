@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from rich.cells import cell_len
+from rich.style import Style
 from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
 from textual.command import CommandList, CommandPalette
@@ -338,6 +339,24 @@ async def test_without_colours_nothing_is_coloured(
             for strip in view.strips:
                 for segment in strip:
                     assert segment.style is None or segment.style.color is None, view.panel.name
+        assert any("Mask" in text and style.reverse for text, style in drawn(app))  # is focused
+        for keys, screen in (
+            ((), TraceScreen),
+            (("question_mark",), HelpScreen),
+            (("escape", "p", "down"), CommandPalette),
+        ):
+            for key in keys:
+                await press(pilot, key)
+            assert type(app.screen) is screen
+            assert {str(style) for _, style in drawn(app) if style.color or style.bgcolor} == set()
+        chosen = [text.strip() for text, style in drawn(app) if style.underline and style.bold]
+        assert "Previous token" in chosen
+
+
+def drawn(app: InspectorApp) -> list[tuple[str, Style]]:
+    """Return what is on the screen, with the styles that go to the terminal."""
+    strips = app.screen._compositor.render_strips()
+    return [(each.text, each.style or Style()) for strip in strips for each in strip]
 
 
 async def test_a_screenshot_is_saved_where_the_program_runs(

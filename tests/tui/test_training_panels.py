@@ -19,7 +19,13 @@ from flexinspect.panels.parts.trainingrun import check_suits
 from flexinspect.panels.registry import load_panel, panel_names
 from flexinspect.panels.source import Source
 from flexinspect.panels.training import TrainingPanel, arrange
-from flexinspect.records import GenerationEnd, GenerationRecord, MemoryRecord, StepRecord
+from flexinspect.records import (
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    MemoryRecord,
+    StepRecord,
+)
 from flexinspect.screens.slots import TRAINING
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.trainingqueries import CurvePoint
@@ -118,6 +124,29 @@ def test_a_click_on_a_curve_goes_to_its_step(source: Source) -> None:
     assert PANEL.point(area.x - 1, area.y, data, asked, click=True) is None
 
 
+def test_learning_rates_that_differ_by_group_are_curves_told_apart(source: Source) -> None:
+    points = {
+        at: CurvePoint(at, 1.0, 1.0, False, False, (0.1 / (at + 1), 0.01, 0.01, 0.1 / (at + 1)))
+        for at in range(N_STEPS)
+    }
+    asked = request(3, 80, 18)
+    data = replace(PANEL.load(source, asked), points=points)
+    assert [said for said in PANEL.describe(data) if "of group" in said] == [
+        "learning rate of group 0, 3 in steps 0-39: 0.0025 to 0.1.",
+        "learning rate of group 1-2 in steps 0-39: 0.01.",
+    ]
+    area = arrange(data, 80, 18)["learning rate"]
+    drawn = [strip.text for strip in PANEL.paint(data, asked, Look("none")).strips]
+    title, falling, level = (row[area.x :].rstrip() for row in drawn[area.y - 1 : area.y + 2])
+    assert title == "learning rate, group 0, 3: 0.0025 to 0.1 1-2: 0.01"
+    assert falling[0] > falling[-1]
+    assert len(set(level)) == 1
+    assert area.height == 2
+    narrow = request(3, 40, 18)
+    texts = [strip.text.rstrip() for strip in PANEL.paint(data, narrow, Look("none")).strips]
+    assert "learning rate up to 0, 3: 0.1 1-2: 0.01" in texts
+
+
 def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) -> None:
     curve = source.reader.training_curve(0, 0, N_STEPS, 4)
     assert [point.step for point in curve.values()] == [0, 10, 20, 30]
@@ -148,7 +177,7 @@ def test_a_strip_without_room_for_all_keeps_the_highest_and_the_lowest_groups(
 
 
 def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) -> None:
-    point = CurvePoint(0, 0.5, None, 0.1, has_sick_loss=False, has_sick_gradient=True)
+    point = CurvePoint(0, 0.5, None, has_sick_loss=False, has_sick_gradient=True, rates=(0.1,))
     data = replace(PANEL.load(source, request(0, 80, 20)), points={0: point})
     assert data.values("loss") == {0: 0.5}
     assert math.isnan(data.values("gradient norm")[0] or 0.0)
@@ -202,6 +231,32 @@ def test_the_strip_is_told_in_words(source: Source) -> None:
     lines = STRIP.describe(STRIP.load(source, request(2)))
     assert lines[1] == "body.0   1.0e-07  1.0e-07 to 100  not finite in 10 of 40"
     assert lines[2] == "head         0.5  0.5 to 0.5"
+
+
+def test_groups_that_came_after_the_start_have_rows_too(tmp_path: Path) -> None:
+    path = tmp_path / "grown.flextrace"
+    begun = GenerationRecord(
+        *(0, "training", "", "", (), ()), declared={"training": {"groups": ["body"]}}
+    )
+    told = [
+        EventRecord("parameters", "…", 0.0, 0, step, {"groups": ["body", *names]})
+        for step, names in ((1, ["head"]), (2, ["head", "lora"]))
+    ]
+    with TraceWriter.create(path, {"watch_training": True, "level": "basic"}) as writer:
+        writer.begin_generation(begun)
+        for number, event in enumerate([None, *told]):
+            step = training_step(number)
+            assert step.training is not None
+            norms = (0.5, 0.25, 0.125)[: number + 1]
+            writer.write_steps([replace(step, training=replace(step.training, group_norms=norms))])
+            if event is not None:
+                writer.write_event(event)
+    lines = STRIP.describe(STRIP.load(Source(open_trace(path)), request(2)))
+    assert lines[1:] == [
+        "body       0.5  0.5 to 0.5",
+        "head      0.25  0.25 to 0.25",
+        "lora     0.125  0.125 to 0.125",
+    ]
 
 
 def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Source) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from flexinspect_hooks.sequence import SEVERAL_ROWS, UNKNOWN_CACHE, Fed, Place, Sequences
+from flexinspect_hooks.cacheowners import CacheOwners
+from flexinspect_hooks.sequence import (
+    OTHER_CACHE,
+    SEVERAL_ROWS,
+    UNKNOWN_CACHE,
+    Fed,
+    Place,
+    Sequences,
+)
 
 
 def never() -> Sequence[int]:
@@ -83,6 +91,32 @@ def test_a_cache_of_another_length_begins_a_generation_that_says_so() -> None:
     assert where(found) == [(0, 0), (1, 0), (1, 1), (2, 0)]
     assert [place.note for place in found] == ["", UNKNOWN_CACHE, "", UNKNOWN_CACHE]
     assert (found[1].pos, found[3].pos) == (9, 1)
+
+
+def test_two_caches_of_one_length_are_not_taken_for_each_other() -> None:
+    """Two prompts of one length in lockstep: what one chose is not what the other is fed."""
+    following = Sequences()
+    found = [following.place(one) for one in (fed([5, 6]), fed([7, 8]))]
+    found.append(following.place(Fed(1, 2, never, owner=0)))
+    assert where(found) == [(0, 0), (1, 0), (2, 0)]
+    assert (found[2].chosen, found[2].note, found[2].owner) == (False, OTHER_CACHE, 0)
+    assert following.place(Fed(1, 3, never, owner=2)).chosen
+    assert following.place(Fed(1, 4, never)).chosen, "a copy of the cache is as good"
+
+
+def test_a_cache_is_known_as_long_as_it_lives_and_keeps_nothing_alive() -> None:
+    class Cache:
+        pass
+
+    owners, cache = CacheOwners(), Cache()
+    assert owners.of(cache) is None
+    owners.claim(cache, 3)
+    owners.claim((1, 2), 4)
+    assert (owners.of(cache), owners.of((1, 2)), owners.of(None)) == (3, None, None)
+    for number in range(1000):
+        owners.claim(Cache(), number)
+    assert owners.of(Cache()) is None
+    assert len(owners._known) <= 256
 
 
 def test_embeddings_have_no_ids_and_still_count() -> None:

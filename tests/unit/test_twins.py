@@ -34,6 +34,18 @@ def step_2(chosen: int, *, moved: float = 0.0, order: slice = slice(None)) -> St
     return replace(step, logits=replace(step.logits, chosen_id=chosen, candidates=listed[order]))
 
 
+def test_a_model_of_another_shape_is_no_twin() -> None:
+    scene, rule = Scene(), TwinsRule()
+    for number in (0, 1):
+        scene.begin(sample_generation(number))
+        rule.begin(scene)
+        step = step_2(99, moved=0.5)
+        if number:
+            step = replace(step, layer_stats=step.layer_stats[:-1])
+        rule.look(replace(step, generation=number, step=0))
+    assert [*rule.end()] == []
+
+
 def test_another_token_from_the_very_same_logits_is_nothing_to_tell() -> None:
     assert second(step_2(99)) == []
 

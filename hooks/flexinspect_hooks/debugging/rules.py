@@ -46,6 +46,11 @@ def run_rules_no_more() -> None:
     _told.clear()
 
 
+def are_debugged() -> bool:
+    """Say whether a debugger may stop in a rule that runs as Python."""
+    return bool(_told)
+
+
 def saw_compiled() -> None:
     """A compiled call of FlexAttention was seen; costs nothing when nobody debugs."""
     if _told:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from flexinspect.ending import answered_here
 from flexinspect_hooks.debugging.frames import is_users
 from flexinspect_hooks.debugging.holding import because, held
 
@@ -152,7 +153,7 @@ class Pdb(pdb.Pdb):
         while last is not None and last.tb_next is not None:
             last = last.tb_next
         where = frame or (last.tb_frame if last is not None else sys._getframe())
-        with held("pdb", where):
+        with held("pdb", where), answered_here():
             super().interaction(frame, traceback)
         if self.quitting or self.stopframe is self.botframe:
             self._terminal.give_back()

@@ -133,21 +133,12 @@ class ForwardWatch:
         self._started = 0.0
         self._backward = -1
         self._removers: list[Remove] = []
+        self._within: list[Remove] = []
+        self._was_fine: bool | None = None
 
     def install(self) -> None:
         """Put the hooks in place."""
         model = self._model
-        blocks = {id(module): name for name, module in blocks_of(model)}
-        leaves = {id(module): name for name, module in leaves_of(model)}
-        # Within a compiled model a hook would be compiled too, or break its graph.
-        is_closed = is_compiled(model) or is_compiled_in_place(model)
-        inside = () if is_closed else {id(m): m for m in model.modules()}.values()
-        for module in inside:
-            name = blocks.get(id(module), leaves.get(id(module)))
-            if name is None or module is model:
-                continue
-            keep = self._keeper(name, id(module) in blocks, id(module) in leaves)
-            self._removers.append(module.register_forward_hook(keep).remove)
         begin, end = self._guarded(self._begin), self._guarded(self._end)
         if is_compiled_in_place(model):
             self._removers.append(wrap_compiled(model, begin, end))
@@ -159,8 +150,9 @@ class ForwardWatch:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        while self._removers:
-            self._removers.pop()()
+        for removers in (self._removers, self._within):
+            while removers:
+                removers.pop()()
         self._alone.clear()
         self._let_go()
 
@@ -189,9 +181,23 @@ class ForwardWatch:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _keeper(self, name: str, is_block: bool, is_leaf: bool) -> Callable[..., None]:
+    def _hook_within(self) -> None:
+        """Put hooks on the modules whose outputs are kept now: each hook costs, wanted or not."""
+        model, self._was_fine = self._model, self.is_fine
+        while self._within:
+            self._within.pop()()
+        # Within a compiled model a hook would be compiled too, or break its graph.
+        if is_compiled(model) or is_compiled_in_place(model):
+            return
+        found = leaves_of(model) if self.is_fine else blocks_of(model)
+        for name, module in {id(one): (name, one) for name, one in found}.values():
+            if module is not model:
+                hook = module.register_forward_hook(self._keeper(name))
+                self._within.append(hook.remove)
+
+    def _keeper(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            if self._is_open and (is_leaf if self.is_fine else is_block):
+            if self._is_open:
                 self._kept.append((name, module, output))
 
         return keep
@@ -202,6 +208,8 @@ class ForwardWatch:
         started = time.perf_counter()
         self._on_begin()
         self._let_go()
+        if self._was_fine is not self.is_fine:
+            self._hook_within()
         self._inputs = (*args, *kwargs.values())
         # What `transformers.Trainer` hands on: then each loss is divided by the items of all.
         self._is_share = kwargs.get("num_items_in_batch") is not None

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from flexinspect.trainingfacts import EXPLOSION, VANISHING, GradientFacts, joint_norm
 from flexinspect_hooks.training.parameters import Named, trainable
 
+NormsOf = Callable[[Sequence[Tensor]], list[float]]
+
 PART = 1 << 20
 """Values that are widened to float64 at a time."""
 
@@ -82,14 +84,17 @@ class Gradients(Sequence[GradientFacts]):
         return GradientFacts(name, self.norms[at], largest, *counts, group, is_matrix)
 
 
-def gradient_facts(named: Named, *, with_max: bool = True) -> Gradients:
+def gradient_facts(
+    named: Named, *, with_max: bool = True, norms_of: NormsOf | None = None
+) -> Gradients:
     """Return the facts of every parameter that has a gradient, in the order given.
 
-    `with_max` costs a second pass over the gradients.
+    `with_max` costs a second pass over the gradients. `norms_of` gives their norms in place of
+    `tensor_norms`.
     """
     have = [one for one in named if one.parameter.grad is not None]
     grads = [values_of(one.parameter.grad) for one in have if one.parameter.grad is not None]
-    norms = tensor_norms(grads)
+    norms = (norms_of or tensor_norms)(grads)
     sick = [at for at, norm in enumerate(norms) if not math.isfinite(norm)]
     counts = dict(zip(sick, _counted([grads[at] for at in sick]), strict=True)) if sick else {}
     for at in [at for at, found in counts.items() if found == (0, 0)]:
@@ -132,6 +137,14 @@ def tensor_norms(tensors: Sequence[Tensor]) -> list[float]:
     return _batched(tensors, _norms)
 
 
+def foreach_norms(tensors: Sequence[Tensor]) -> list[float]:
+    """Return what `tensor_norms` does, as torch's own clipping takes them.
+
+    On a CPU those of many values are off: 0.2 % for 30 million in float32.
+    """
+    return _batched(tensors, _foreach)
+
+
 @torch.no_grad()
 def _batched(tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], Tensor]) -> list[float]:
     """Reduce each tensor to a number, those of a device and dtype together, with one transfer."""
@@ -152,9 +165,27 @@ def _batched(tensors: Sequence[Tensor], reduce: Callable[[list[Tensor]], Tensor]
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
+    if all(map(_is_dense_on_cpu, tensors)):
+        # A fifth less time than `_foreach_norm`, and nearer to the norm in float64: BLAS reads at
+        # the speed of the memory, and sums in several lanes.
+        flat = [one.view(-1) for one in tensors]
+        return torch.stack([torch.dot(one, one) for one in flat]).sqrt()
+    return _foreach(tensors)
+
+
+def _foreach(tensors: list[Tensor]) -> Tensor:
     is_small = tensors[0].dtype.itemsize < 4  # the norm of float16 values need not fit in float16
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32 if is_small else None)
     return torch.stack(list(norms))
+
+
+def _is_dense_on_cpu(one: Tensor) -> bool:
+    return (
+        type(one) is Tensor
+        and one.device.type == "cpu"
+        and one.dtype in (torch.float32, torch.float64)
+        and one.is_contiguous()
+    )
 
 
 def _maxima(tensors: Sequence[Tensor]) -> list[float]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from flexinspect.trainingfacts import GradientFacts, Producer
+from flexinspect_hooks.training.clipping import Clipped, NormSource
 from flexinspect_hooks.training.governor import Detail
 from flexinspect_hooks.training.gradstats import Gradients, gradient_facts
 from flexinspect_hooks.training.parameters import Named, ParameterList
@@ -65,11 +67,12 @@ class Meter:
     """Measures a model's gradients step by step."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._parameters = model, ParameterList()
+        self.model, self._parameters = model, ParameterList()
         self.groups: tuple[str, ...] = ()
         self._take(self._parameters.of(model))
         self._order: dict[str, int] = {}
         self._hooked: list[str] = []
+        self._norms = NormSource()
         self._n_sick_steps = 0
 
     def refresh(self) -> str | None:
@@ -77,7 +80,7 @@ class Meter:
 
         Returns the change as a sentence. New groups come behind those that are known.
         """
-        named = self._parameters.of(self._model)
+        named = self._parameters.of(self.model)
         pairs = zip(named, self.named, strict=False)
         if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
             return None
@@ -122,16 +125,23 @@ class Meter:
     # -- a step ----------------------------------------------------------------------------------
 
     def measure(
-        self, step: int, detail: Detail, *, scale: float = 1.0, is_warming: bool = False
+        self,
+        step: int,
+        detail: Detail,
+        *,
+        scale: float = 1.0,
+        is_warming: bool = False,
+        clipped: Clipped | None = None,
     ) -> Measured | None:
         """Return the gradients as the optimizer gets them, None in a step that is passed over.
 
         `scale` is what they are still multiplied with; `is_warming` says that the learning rate
-        rises.
+        rises, `clipped` what is known of them from clipping.
         """
         if not detail.measures(step):
             return None
-        found = gradient_facts(self.named, with_max=detail.maxima)
+        norms_of = partial(self._norms.norms, step, clipped)
+        found = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
         if scale != 1.0:
             found = found.divided(scale)
         odd = found.odd()

@@ -14,12 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
+from flexinspect_hooks.training.clipping import Clipped, Measured, measure
+
 
 class Watcher(Protocol):
     """Who wants to know; each call comes from the thread that trains."""
 
-    def clipped(self, parameters: Sequence[Tensor], before: Tensor, max_norm: float) -> None:
-        """Gradients of `parameters` were clipped: their total norm before, and the limit."""
+    def clipped(
+        self, parameters: Sequence[Tensor], before: Tensor, max_norm: float, how: Clipped | None
+    ) -> None:
+        """Gradients of `parameters` were clipped: their total norm before, and the limit.
+
+        `how` tells more, where torch measured them all alike.
+        """
 
     def scaling(self, scaler: Any, optimizer: Any) -> None:
         """A `GradScaler` is about to step an optimizer."""
@@ -47,18 +54,23 @@ def attach(watcher: Watcher) -> Callable[[], None]:
     return detach
 
 
+_CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
+"""The two parts of torch's `clip_grad_norm_`, which are its own affair and may change."""
+
+
+def _put(functions: Sequence[Any]) -> None:
+    for name, function in zip(_CLIPPING, functions, strict=False):
+        setattr(clip_grad, name, function)
+
+
 def _replace() -> None:
     clip: Any = clip_grad
-    clip_original = _originals["clip"] = clip._clip_grads_with_norm_
+    if all(hasattr(clip, name) for name in _CLIPPING):  # else clipping is not seen
+        originals = [getattr(clip, name) for name in _CLIPPING]
+        _originals["clipping"] = originals
+        _put(_telling(*originals))
     scaler: Any = torch.amp.GradScaler
     step_original = _originals["step"] = scaler.step
-
-    @functools.wraps(clip_original)
-    def clip_grads(parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any) -> None:
-        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        clip_original(clipped, max_norm, total_norm, *rest)
-        for watcher in tuple(_watchers):
-            watcher.clipped(clipped, total_norm, float(max_norm))
 
     @functools.wraps(step_original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,12 +81,41 @@ def _replace() -> None:
             watcher.scaled(self, optimizer)
         return result
 
-    clip._clip_grads_with_norm_ = clip_grads
     scaler.step = step
 
 
+def _telling(norm: Callable[..., Tensor], clip: Callable[..., None]) -> tuple[Any, Any]:
+    """Return the two parts of `clip_grad_norm_` as they are, but that watchers are told."""
+    last: Measured | None = None
+
+    @functools.wraps(norm)
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        nonlocal last
+        last = None if error_if_nonfinite else measure(tensors, norm_type, foreach)
+        if last is None:
+            return norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return last.total
+
+    @functools.wraps(clip)
+    def clip_grads(parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any) -> None:
+        nonlocal last
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clip(clipped, max_norm, total_norm, *rest)
+        (before, last), how = (last, None), None
+        if before is not None and before.total is total_norm:
+            how = Clipped(before, float(max_norm), [one._version for one in before.grads])
+        for watcher in tuple(_watchers):
+            watcher.clipped(clipped, total_norm, float(max_norm), how)
+
+    return total_norm, clip_grads
+
+
 def _restore() -> None:
-    clip: Any = clip_grad
-    clip._clip_grads_with_norm_ = _originals.pop("clip")
+    _put(_originals.pop("clipping", ()))
     scaler: Any = torch.amp.GradScaler
     scaler.step = _originals.pop("step")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flexinspect.records import EventRecord, GenerationEnd, GenerationRecord
+from flexinspect.records import EventRecord, GenerationEnd
 from flexinspect.rules.base import RuleBook
 from flexinspect.trainingfacts import SummaryCount, is_warming
 from flexinspect_hooks import given
@@ -27,24 +27,22 @@ from flexinspect_hooks.pickling import hide_hooks
 from flexinspect_hooks.recorder import PROMPT_STEPS, FinishedStep, Recorder, Sink
 from flexinspect_hooks.registered import built_in_rules
 from flexinspect_hooks.training import seen
+from flexinspect_hooks.training.clipping import Clipped
 from flexinspect_hooks.training.forwards import ForwardWatch
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.measuring import Meter
 from flexinspect_hooks.training.optimizers import has_closure, rates_of, scale_left
-from flexinspect_hooks.training.parameters import placement_of
 from flexinspect_hooks.training.stepdraft import (
     Finished,
     Gathered,
     Loss,
     StepMemory,
     TrainingRecords,
+    generation_of,
     waited_for,
 )
 
 T = TypeVar("T")
-
-NAME = "training"
-"""The `sample_id` of the generation that a training run is."""
 
 MOST_LATE = 16
 """Steps that may wait for one that waits for the device anyway, before they wait by themselves."""
@@ -77,6 +75,7 @@ class TrainingSession:
         self._waiting: Gathered | None = None
         self._late: deque[Gathered] = deque()
         self._told: Loss | None = None
+        self._clipped: Clipped | None = None
         self._rates_before: tuple[float, ...] = ()
         self._since: float | None = None
         self._step_own_s = self._writer_s = self._before_s = 0.0
@@ -92,7 +91,7 @@ class TrainingSession:
         self.recorder.start()
         for name, sentence in off.items():
             self._event("rule-off", f"{name}: {sentence}")
-        self.recorder.begin(self._generation(), RuleBook(rules))
+        self.recorder.begin(generation_of(self._meter, self._optimizer), RuleBook(rules))
         self._forwards.install()
         self._apply_detail()
         self._order_hooks = self._meter.learn_order()
@@ -144,18 +143,6 @@ class TrainingSession:
 
     def _cores_are_taken(self) -> bool:
         return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
-
-    def _generation(self) -> GenerationRecord:
-        about = {
-            "groups": list(self._meter.groups),
-            "parameters": len(self._meter.named),
-            "values": sum(one.parameter.numel() for one in self._meter.named),
-            "optimizer": "" if self._optimizer is None else type(self._optimizer).__name__,
-            "placement": placement_of(self._model),
-        }
-        return GenerationRecord(
-            *(0, NAME, "", "", (), ()), declared={"training": about}, started_at=time.time()
-        )
 
     # -- what the program tells ------------------------------------------------------------------
 
@@ -236,15 +223,19 @@ class TrainingSession:
         passes = self._forwards.passes
         return passes.forward_s + passes.backward_s + self._forwards.own_s
 
-    def clipped(self, parameters: Sequence[Tensor], before: Tensor, max_norm: float) -> None:
+    def clipped(
+        self, parameters: Sequence[Tensor], before: Tensor, max_norm: float, how: Clipped | None
+    ) -> None:
         """Gradients were clipped; those of another model are none of ours."""
         if any(id(one) in self._own for one in parameters):
             self._now.clipped_from, self._now.max_norm = before.detach(), max_norm
+            self._clipped = how
 
     def scaling(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to step the optimizer."""
         if optimizer is self._optimizer and scaler.is_enabled():
             self._now.scale = float(scaler.get_scale())
+            self._clipped = None  # the scaler may divide gradients, and torch does not count that
             self._scaled_at = self._now.number
 
     def scaled(self, scaler: Any, optimizer: Any) -> None:
@@ -268,6 +259,7 @@ class TrainingSession:
     def _forward_begins(self) -> None:
         if self._since is None:
             self._since = time.perf_counter()
+        self._clipped = None  # whose gradients the program may want to be rid of
         self._flush()
 
     def _measure(self, scale: float = 1.0) -> None:
@@ -280,7 +272,10 @@ class TrainingSession:
         is_rising = is_warming(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
-        now.measured = self._meter.measure(now.number, detail, scale=scale, is_warming=is_rising)
+        clipped, self._clipped = self._clipped, None
+        now.measured = self._meter.measure(
+            now.number, detail, scale=scale, is_warming=is_rising, clipped=clipped
+        )
 
     def _refresh(self) -> None:
         """See whether other parameters are trained now."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from flexinspect.records import LayerStatRecord, MemoryRecord
+from flexinspect.records import GenerationRecord, LayerStatRecord, MemoryRecord
 from flexinspect.trainingfacts import (
     LOSS_FROM_OUTPUT,
     LOSS_TOLD,
@@ -24,10 +25,28 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.memory import rss_reader
 from flexinspect_hooks.training.forwards import Passes
-from flexinspect_hooks.training.measuring import Measured
+from flexinspect_hooks.training.measuring import Measured, Meter
+from flexinspect_hooks.training.parameters import placement_of
 from flexinspect_hooks.training.reductions import is_remote
 
 Loss = float | Tensor
+
+NAME = "training"
+"""The `sample_id` of the generation that a training run is."""
+
+
+def generation_of(meter: Meter, optimizer: Optimizer | None) -> GenerationRecord:
+    """Return the generation that a training run is, as it begins."""
+    about = {
+        "groups": list(meter.groups),
+        "parameters": len(meter.named),
+        "values": sum(one.parameter.numel() for one in meter.named),
+        "optimizer": "" if optimizer is None else type(optimizer).__name__,
+        "placement": placement_of(meter.model),
+    }
+    return GenerationRecord(
+        *(0, NAME, "", "", (), ()), declared={"training": about}, started_at=time.time()
+    )
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from flexinspect.text import visible
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.trainingfacts import TrainingSummary
 from flexinspect_hooks import given
+from flexinspect_hooks.lost import trouble
 from flexinspect_hooks.program import state_of
 from flexinspect_hooks.recorder import Recorder
 from flexinspect_hooks.session import check_level
@@ -181,8 +182,9 @@ class TrainingWatch(WatchedTrace):
 
     def _conclude(self, session: TrainingSession, writer: TraceWriter) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary
-        if session.recorder.failure is not None:
-            say(session.recorder.failure.sentence())
+        failure = trouble(session.recorder, writer)
+        if failure is not None:
+            say(failure.sentence())
         with suppress(TraceWriteError):
             writer.update_run(cost=self._last_cost, training=self._last_summary.as_dict())
         if not self._quiet:

@@ -1,0 +1,39 @@
+"""Whose turn it is where several threads run one model: a session follows one at a time.
+
+A thread has its turn while a forward of it is under way, and through a call of `generate`.
+"""
+
+from __future__ import annotations
+
+import sys
+from threading import RLock, get_ident
+
+from flexinspect_hooks.hook import CaptureContext
+
+OVERLAP = (
+    "A forward of another thread came while one of this generation was under way: one thread is "
+    "followed at a time, and the other's forwards were not recorded."
+)
+
+
+class Turns:
+    """Knows which thread is followed. Hold `lock` between asking and beginning."""
+
+    def __init__(self, context: CaptureContext) -> None:
+        self.lock = RLock()
+        self._context = context
+        self._caller = 0
+
+    def is_anothers(self) -> bool:
+        """Say whether a thread that is still there has the turn, and it is not this one."""
+        me = get_ident()
+        others = [one for one in (self._caller, self._context.thread) if one not in (0, me)]
+        return bool(others) and any(one in sys._current_frames() for one in others)
+
+    def take(self) -> None:
+        """This thread calls `generate`."""
+        self._caller = get_ident()
+
+    def give_back(self) -> None:
+        """The call is over."""
+        self._caller = 0
