@@ -292,16 +292,27 @@ def experts() -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
+def rounded_by_company(out: Tensor) -> Tensor:
+    """Let all rows have a say in the last bits of each.
+
+    Experts do so where the kernel of a product hangs on how many rows were routed along, which is
+    not so on every processor.
+    """
+    company = int(out.double().sum() * 2**20) % 16
+    return out * (1 + company * torch.finfo(out.dtype).eps)
+
+
 def test_experts_that_round_otherwise_with_other_company_are_no_leak() -> None:
     model = experts()
-    proof = proved(model, isolated(), mask="segment-isolation")
-    assert serious(proof) == []
-    noise = only(proof, "proof.unstable")
-    assert noise.evidence["rounding"]
-    assert "Rounding moves rows that read nothing of what was changed" in noise.sentence
-    causal = mask_for(model, np.tri(ROWS, dtype=np.bool_))
-    with other_mask(model.model.layers[1], causal):
-        leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
+    with hooked(model.model.layers[0].mlp, rounded_by_company):
+        proof = proved(model, isolated(), mask="segment-isolation")
+        assert serious(proof) == []
+        noise = only(proof, "proof.unstable")
+        assert noise.evidence["rounding"]
+        assert "Rounding moves rows that read nothing of what was changed" in noise.sentence
+        causal = mask_for(model, np.tri(ROWS, dtype=np.bool_))
+        with other_mask(model.model.layers[1], causal):
+            leak = only(proved(model, isolated(), mask="segment-isolation"), LEAK)
     assert (leak.layer, leak.positions) == (1, tuple(range(9, 17)))
 
 

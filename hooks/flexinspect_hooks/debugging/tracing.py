@@ -30,13 +30,23 @@ def trace_no_more_without_client() -> bool:
     if PYDEVD_USE_SYS_MONITORING or pydevd_tracing._load_python_helper_lib() is None:
         return False
     if not hasattr(PyDB.on_disconnect, "__wrapped__"):
-        PyDB.on_configuration_done = _then(PyDB.on_configuration_done, _on)
+        # That the client is ready is what lets a waiting program go on: tracing comes first.
+        PyDB.on_configuration_done = _after(_on, PyDB.on_configuration_done)
         PyDB.on_disconnect = _then(PyDB.on_disconnect, _off)
         # An editor that attached by process id may take its adapter with it, and says no word.
         PyDB.dispose_and_kill_all_pydevd_threads = _then(
             PyDB.dispose_and_kill_all_pydevd_threads, _off
         )
     return True
+
+
+def _after(call: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def both(debugger: Any, *args: Any, **kwargs: Any) -> Any:
+        call(debugger)
+        return method(debugger, *args, **kwargs)
+
+    return both
 
 
 def _then(method: Callable[..., Any], call: Callable[[Any], None]) -> Callable[..., Any]:
