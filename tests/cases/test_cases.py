@@ -6,12 +6,12 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from facts import FACTS
 from loosefacts import LOOSE_FACTS
+from support.captures import capture
 from support.forks import Forks, Ran, run_alone
 from support.planting import serious
 
@@ -247,8 +247,8 @@ def test_a_captured_tensor_indexed_link_by_link_kills_the_process(
 
 DEADLY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
 
-AT_ONCE = 2
-"""Programs that are captured at the same time: most of each is importing."""
+ALONE = (*COMPILES, "w01_bos_shift", "p02_graph_every_step")
+"""Captured by the command itself, in a process of its own; the others in one that is warm."""
 
 
 def captured_alone(name: str, out: Path) -> Ran:
@@ -257,23 +257,23 @@ def captured_alone(name: str, out: Path) -> Ran:
 
 
 @pytest.fixture(scope="module")
-def captured(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], tuple[Ran, Path]]]:
-    """Return how a script went under capture, and its trace; those asked for run side by side."""
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ran, Path]]:
+    """Return how a script went under capture, run once, and its trace."""
     folder = tmp_path_factory.mktemp("captured")
-    asked = {
-        item.callspec.params["captured_name"]: None
-        for item in request.session.items
-        if item.path == request.path and "captured_name" in getattr(item, "fixturenames", ())
-    }
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        running: dict[str, Future[Ran]] = {
-            name: pool.submit(captured_alone, name, folder / f"{name}.flextrace") for name in asked
-        }
-        yield lambda name: (running[name].result(), folder / f"{name}.flextrace")
-        for future in running.values():
-            future.cancel()
+    done: dict[str, Ran] = {}
+
+    def get(name: str) -> tuple[Ran, Path]:
+        out = folder / f"{name}.flextrace"
+        if name not in done:
+            run = captured_alone if name in ALONE else captured_warm
+            done[name] = run(name, out)
+        return done[name], out
+
+    return get
+
+
+def captured_warm(name: str, out: Path) -> Ran:
+    return capture(HERE / f"{name}.py", out)
 
 
 @pytest.mark.parametrize("captured_name", cases([*PRINTS]))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.differentiated import rule_source
+from support.warm import warm_command
 
 from flexinspect import maskedits, models
 from flexinspect.commands import build_parser
@@ -316,15 +314,7 @@ def test_forwards_that_are_differentiated_are_no_steps_and_pass_no_gate(
 
 def test_the_command_says_what_it_took_and_shows_the_panel(tmp_path: Path) -> None:
     def flexinspect(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "flexinspect", *words],
-            cwd=tmp_path,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
+        done = warm_command(*words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

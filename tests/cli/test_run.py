@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.tiny import make_model
+from support.warm import warm_command
 
 from flexinspect.trace.reader import open_trace
 
@@ -23,7 +24,8 @@ FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
 PATIENCE_S = 90
 
 
-def flexinspect(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def fresh(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a shell does; the other tests have one that is warm."""
     return subprocess.run(
         [*FLEXINSPECT, *words],
         cwd=cwd,
@@ -46,7 +48,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     folder = tmp_path_factory.mktemp("demo")
-    done = flexinspect("run", "--max-samples", "2", "--json", "--out", "run.flextrace", cwd=folder)
+    done = fresh("run", "--max-samples", "2", "--json", "--out", "run.flextrace", cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), folder / "run.flextrace"
 
@@ -113,7 +115,7 @@ def test_the_trace_of_the_demo_holds_every_step_of_every_layer(
 
 
 def test_dump_prints_the_keys_that_scripts_rely_on(demo_run: tuple[dict[str, Any], Path]) -> None:
-    done = flexinspect("dump", demo_run[1].name, "--json", cwd=demo_run[1].parent)
+    done = warm_command("dump", demo_run[1].name, "--json", cwd=demo_run[1].parent)
     data = json.loads(done.stdout)
     assert {"run", "segments", "tokens", "steps", "findings", "events"} <= set(data)
     assert {"candidates", "calls", "layer_stats", "memory"} <= set(data["steps"][0])
@@ -126,7 +128,7 @@ def test_any_sqlite_client_reads_the_trace(demo_run: tuple[dict[str, Any], Path]
 
 
 def test_plain_output_without_a_terminal(tmp_path: Path) -> None:
-    done = flexinspect("run", cwd=tmp_path)
+    done = fresh("run", cwd=tmp_path)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout + done.stderr
     assert "Paris" in done.stdout
@@ -139,14 +141,14 @@ def test_plain_output_without_a_terminal(tmp_path: Path) -> None:
 
 
 def test_verbose_prints_lengths_shapes_and_candidates(tmp_path: Path) -> None:
-    done = flexinspect("run", "--verbose", cwd=tmp_path)
+    done = warm_command("run", "--verbose", cwd=tmp_path)
     assert "step 0 prefill: q " in done.stderr
     assert "4 layers flex uncompiled; q 1×8×" in done.stderr
     assert "entropy" in done.stderr
 
 
 def test_own_prompts_sampling_and_level_extreme(tmp_path: Path) -> None:
-    done = flexinspect(
+    done = warm_command(
         *("run", "--prompt", "What is the capital of France?", "--prompt", "France's capital?"),
         *("--temperature", "0.7", "--top-k", "5", "--top-p", "0.9", "--seed", "3"),
         *("--level", "extreme", "--layers", "0,2-3", "--mask", "shared-prefix"),
@@ -167,7 +169,7 @@ def test_own_prompts_sampling_and_level_extreme(tmp_path: Path) -> None:
 
 
 def test_ids_stand_in_for_text_without_a_tokenizer(tiny_folder: Path, tmp_path: Path) -> None:
-    done = flexinspect(
+    done = warm_command(
         *("run", "--model", str(tiny_folder), "--weights", "random", "--prompt", "12 13 14"),
         *("--max-new-tokens", "3", "--json"),
         cwd=tmp_path,
@@ -294,7 +296,7 @@ def test_a_failing_rule_in_the_middle_keeps_the_trace_and_says_where(tmp_path: P
         "def short(b, h, q_idx, kv_idx):\n"
         "    return seen[q_idx, kv_idx]\n"
     )
-    done = flexinspect(
+    done = warm_command(
         *("run", "--mask", "my_masks:short", "--prompt", "What is the capital of France? " * 10),
         *("--out", "own.flextrace"),
         cwd=tmp_path,
@@ -311,11 +313,11 @@ def test_findings_stand_in_the_summary_and_in_the_json(tmp_path: Path) -> None:
         "def deaf(b, h, q_idx, kv_idx):\n    return (kv_idx <= q_idx) & (q_idx != 5)\n"
     )
     words = ("run", "--mask", "my_masks:deaf", "--prompt", "What is the capital of France?")
-    done = flexinspect(*words, "--out", "own.flextrace", cwd=tmp_path)
+    done = warm_command(*words, "--out", "own.flextrace", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "warning: 1 row of paraphrase 1 sees no key at all" in done.stdout
     assert "[mask.empty-row]" in done.stdout
-    again = flexinspect(*words, "--json", "--out", "b.flextrace", cwd=tmp_path)
+    again = warm_command(*words, "--json", "--out", "b.flextrace", cwd=tmp_path)
     findings = {one["id"]: one for one in json.loads(again.stdout)["findings"]}
     finding = findings["mask.empty-row"]
     assert finding["severity"] == "warning"
@@ -335,7 +337,7 @@ def test_an_own_rule_runs_and_is_named_in_the_trace(tmp_path: Path) -> None:
         "    return lambda b, h, q_idx, kv_idx: (kv_idx <= q_idx) & "
         "((kv_idx >= start) | (q_idx < start))\n"
     )
-    done = flexinspect(
+    done = warm_command(
         "run", "--mask", "my_masks:last_paraphrase", "--out", "own.flextrace", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -359,7 +361,7 @@ def test_two_rules_of_one_name_are_two_masks_in_the_trace(tmp_path: Path) -> Non
     (tmp_path / "two.jsonl").write_text("\n".join(rows))
     for level in ("basic", "advanced"):
         words = ["--mask", "own:rule", "--dataset", "two.jsonl", "--max-samples", "2"]
-        done = flexinspect(
+        done = warm_command(
             *("run", *words, "--level", level, "--out", f"{level}.flextrace"), cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr
@@ -394,7 +396,7 @@ def test_the_chosen_paraphrases_are_those_that_are_fed(tmp_path: Path) -> None:
         (["--num-paraphrases", "1"], ["日本 😀"]),
     ):
         words = [*words, "--dataset", "q.jsonl", "--out", "q.flextrace", "--overwrite"]
-        done = flexinspect("run", *words, cwd=tmp_path)
+        done = warm_command("run", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         with open_trace(tmp_path / "q.flextrace") as reader:
             fed = [
@@ -490,7 +492,7 @@ def test_bad_input_gets_a_sentence_and_no_trace(case: str, tmp_path: Path) -> No
     words, said = BAD[case]
     if case == "no cuda" and __import__("torch").cuda.is_available():
         pytest.skip("this machine has CUDA")
-    done = flexinspect("run", *words, cwd=tmp_path)
+    done = warm_command("run", *words, cwd=tmp_path)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
@@ -499,14 +501,14 @@ def test_bad_input_gets_a_sentence_and_no_trace(case: str, tmp_path: Path) -> No
 
 def test_an_existing_trace_is_not_replaced_unasked(tmp_path: Path) -> None:
     (tmp_path / "mine.flextrace").write_bytes(b"precious")
-    done = flexinspect("run", "--out", "mine.flextrace", cwd=tmp_path)
+    done = warm_command("run", "--out", "mine.flextrace", cwd=tmp_path)
     assert done.returncode == 2
     assert "exists already" in done.stderr
     assert (tmp_path / "mine.flextrace").read_bytes() == b"precious"
 
 
 def test_a_model_that_needs_the_network_says_so(tmp_path: Path) -> None:
-    done = flexinspect("run", "--model", "qwen3_4b", cwd=tmp_path, HF_HOME=str(tmp_path / "hf"))
+    done = fresh("run", "--model", "qwen3_4b", cwd=tmp_path, HF_HOME=str(tmp_path / "hf"))
     assert done.returncode == 2
     assert "Qwen/Qwen3-4B" in done.stderr
     assert "--weights random" in done.stderr

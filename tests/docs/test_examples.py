@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
+from support.forks import Forks
+from support.forks import Ran as Ended
 
 from flexinspect.trace.reader import open_trace
 
@@ -30,17 +31,23 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 NAMES = ["watch.ipynb", "watch_generate.py", *{script for script, _ in CASES.values()}]
 
 
-def python(arguments: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+@functools.cache
+def forks() -> Forks:
+    """Return what runs the examples, with torch loaded once; it ends with the tests."""
+    running = Forks().__enter__()
+    atexit.register(running.__exit__, None, None, None)
+    return running
+
+
+def python(arguments: Sequence[str], folder: Path) -> Ended:
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = forks().run(*arguments, cwd=folder)
+    assert done.code == 0, done.err
     return done
 
 
 def show(path: Path, panel: str) -> str:
-    return python(["-m", "flexinspect", "show", path.name, "--panel", panel], path.parent).stdout
+    return python(["-m", "flexinspect", "show", path.name, "--panel", panel], path.parent).out
 
 
 class Ran:
@@ -50,10 +57,8 @@ class Ran:
         script, options = CASES[case]
         command = [str(EXAMPLES / script), *options]
         self.folder, self.path = folder / "plain", folder / "watched" / "odd.flextrace"
-        with ThreadPoolExecutor(2) as both:
-            plain = both.submit(python, command, self.folder)
-            watched = both.submit(python, [*command, "--watch", self.path.name], self.path.parent)
-        self.plain, self.watched = plain.result().stdout, watched.result().stdout
+        self.plain = python(command, self.folder).out
+        self.watched = python([*command, "--watch", self.path.name], self.path.parent).out
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +155,10 @@ def test_the_page_names_the_reason_of_what_the_panel_says(
 
 def test_the_shortest_example_names_its_trace_and_shows_what_differs(tmp_path: Path) -> None:
     done = python([str(EXAMPLES / "watch_generate.py")], tmp_path)
-    assert "Nairobi" in done.stdout
+    assert "Nairobi" in done.out
     (path,) = tmp_path.glob("watch-*.flextrace")
-    assert f"flexinspect open {path}" in done.stdout
-    assert "1 generation, " in done.stdout
+    assert f"flexinspect open {path}" in done.out
+    assert "1 generation, " in done.out
     assert "Declared is segment-isolation, and what was executed differs" in show(path, "mask")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.warm import warm_command
 
 from flexinspect.commands import main
 
@@ -21,6 +22,11 @@ Done = subprocess.CompletedProcess[str]
 
 
 def prove(*words: str, cwd: Path) -> Done:
+    return warm_command("prove", *words, cwd=cwd)
+
+
+def fresh(*words: str, cwd: Path) -> Done:
+    """Run the command as a shell does; the other tests have one that is warm."""
     return subprocess.run(
         [*FLEXINSPECT, "prove", *words],
         cwd=cwd,
@@ -34,7 +40,7 @@ def prove(*words: str, cwd: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def isolation(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    return prove("isolation", "--max-samples", "2", cwd=tmp_path_factory.mktemp("isolation"))
+    return fresh("isolation", "--max-samples", "2", cwd=tmp_path_factory.mktemp("isolation"))
 
 
 def test_the_demo_is_isolated_and_says_so_segment_by_segment(isolation: Done) -> None:

@@ -57,10 +57,7 @@ def _main(file: str) -> None:
     parent, child = socket.socketpair()
     parent.sendall((Path(file).read_text(encoding="utf-8") + "\n").encode())
     threading.Thread(target=_answer, args=(parent,), daemon=True).start()
-    try:
-        sys.exit(main(child.detach()))
-    finally:
-        atexit._run_exitfuncs()  # a forked child of `Forks` ends without them
+    sys.exit(main(child.detach()))
 
 
 if __name__ == "__main__":

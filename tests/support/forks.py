@@ -6,6 +6,7 @@ one thread, so that no thread pool exists that a fork would lose.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -13,8 +14,9 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,7 +56,13 @@ def run_alone(argv: Sequence[str], *, timeout: float = 240) -> Ran:
 
 
 class Forks:
-    """While entered, runs scripts and modules in forked children of a process that is warm."""
+    """While entered, runs scripts and modules in forked children of a process that is warm.
+
+    `env` is added to what it is started with, for libraries that read it when they are imported.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._env = dict(env or {})
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "support.forks"]
@@ -64,7 +72,7 @@ class Forks:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **self._env, "PYTHONPATH": path},
         )
         return self
 
@@ -76,11 +84,16 @@ class Forks:
     ) -> None:
         self._process.communicate(timeout=60)
 
-    def run(self, *argv: str) -> Ran:
-        """Run as `python argv...` does: a script with arguments, or -m and a module."""
+    def run(self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ran:
+        """Run as `python argv...` does: a script with arguments, or -m and a module.
+
+        `cwd` is the folder it runs in; `env` is added to the environment of these tests.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(argv) + "\n")
+        known = {**os.environ, **self._env, **(env or {})}
+        asked = {"argv": argv, "cwd": str(cwd or Path.cwd()), "env": known}
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return Ran(**json.loads(self._process.stdout.readline()))
 
@@ -94,13 +107,17 @@ def _serve(requests: IO[str], answers: IO[str]) -> None:
         answers.flush()
 
 
-def _run_forked(argv: Sequence[str]) -> dict[str, Any]:
+def _run_forked(asked: Mapping[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if not child:
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
-            os._exit(_run(argv))
+            os.chdir(asked["cwd"])
+            os.environ.clear()
+            os.environ.update(asked["env"])
+            atexit._clear()  # those are the helper's
+            os._exit(_run(asked["argv"]))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return {"code": code, "out": _text(out), "err": _text(err)}
 
@@ -120,6 +137,8 @@ def _run(argv: Sequence[str]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     if isinstance(code, str):
         print(code, file=sys.stderr)
     sys.stdout.flush()
