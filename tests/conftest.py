@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
+from support.cases import SHARED
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder that the processes of these tests share; those beside us inherit its name."""
+    if not hasattr(config, "workerinput"):
+        os.environ[SHARED] = tempfile.mkdtemp(prefix="flexinspect-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Take it away."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(SHARED), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

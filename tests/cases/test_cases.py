@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from facts import FACTS
 from loosefacts import LOOSE_FACTS
-from support.captures import capture
+from support.cases import COMPILES, ran_case
 from support.forks import Forks, Ran, run_alone
 from support.planting import serious
 
@@ -174,8 +174,6 @@ PRINTS: dict[str, tuple[str, ...]] = {
 }
 """What each script prints, line by line; `#` stands for a number, and a line may go on."""
 
-COMPILES = ("b02_stale_tables", "l01_compiled_crash", "l01_compiled_does_not_build")
-
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,
     reason="compiled flex on a CPU needs a C++ compiler",
@@ -247,42 +245,13 @@ def test_a_captured_tensor_indexed_link_by_link_kills_the_process(
 
 DEADLY = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
 
-ALONE = (*COMPILES, "w01_bos_shift", "p02_graph_every_step")
-"""Captured by the command itself, in a process of its own; the others in one that is warm."""
 
-
-def captured_alone(name: str, out: Path) -> Ran:
-    words = ("-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(HERE / f"{name}.py"))
-    return run_alone(words)
-
-
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Ran, Path]]:
-    """Return how a script went under capture, run once, and its trace."""
-    folder = tmp_path_factory.mktemp("captured")
-    done: dict[str, Ran] = {}
-
-    def get(name: str) -> tuple[Ran, Path]:
-        out = folder / f"{name}.flextrace"
-        if name not in done:
-            run = captured_alone if name in ALONE else captured_warm
-            done[name] = run(name, out)
-        return done[name], out
-
-    return get
-
-
-def captured_warm(name: str, out: Path) -> Ran:
-    return capture(HERE / f"{name}.py", out)
-
-
-@pytest.mark.parametrize("captured_name", cases([*PRINTS]))
+@pytest.mark.parametrize("name", cases([*PRINTS]))
 def test_under_capture_a_case_prints_and_ends_the_same(
-    captured_name: str,
+    name: str,
     plain: Callable[[str], Ran],
-    captured: Callable[[str], tuple[Ran, Path]],
 ) -> None:
-    alone, (ran, path) = plain(captured_name), captured(captured_name)
+    alone, (ran, path) = plain(name), ran_case(name)
     assert ran.out == alone.out, ran
     if alone.code < 0:
         # A shell says of a program killed by a signal 128 and its number; which of them a broken
@@ -295,15 +264,13 @@ def test_under_capture_a_case_prints_and_ends_the_same(
         assert trace.state == ("finished" if ran.code == 0 else "failed")
 
 
-@pytest.mark.parametrize("captured_name", cases([*FACTS, *LOOSE_FACTS]))
-def test_the_trace_of_a_case_holds_its_facts(
-    captured_name: str, captured: Callable[[str], tuple[Ran, Path]]
-) -> None:
-    ran, path = captured(captured_name)
-    assert (ran.code == 0) == (captured_name != "l01_compiled_crash"), ran
+@pytest.mark.parametrize("name", cases([*FACTS, *LOOSE_FACTS]))
+def test_the_trace_of_a_case_holds_its_facts(name: str) -> None:
+    ran, path = ran_case(name)
+    assert (ran.code == 0) == (name != "l01_compiled_crash"), ran
     with open_trace(path) as trace:
         assert [row.event.text for row in trace.events() if row.event.kind == "hook-off"] == []
-        {**FACTS, **LOOSE_FACTS}[captured_name](trace)
+        {**FACTS, **LOOSE_FACTS}[name](trace)
 
 
 NOT_WITHOUT_A_WORD = ()
@@ -349,12 +316,10 @@ SAID: dict[str, tuple[str, ...]] = {
 """The errors and warnings of each case as it is, with nothing declared: these ids and no other."""
 
 
-@pytest.mark.parametrize("captured_name", cases([*SAID]))
-def test_what_is_said_of_a_case_is_its_fault_and_nothing_else(
-    captured_name: str, captured: Callable[[str], tuple[Ran, Path]]
-) -> None:
-    with open_trace(captured(captured_name)[1]) as trace:
-        assert {finding.id for finding in serious(trace.findings())} == {*SAID[captured_name]}
+@pytest.mark.parametrize("name", cases([*SAID]))
+def test_what_is_said_of_a_case_is_its_fault_and_nothing_else(name: str) -> None:
+    with open_trace(ran_case(name)[1]) as trace:
+        assert {finding.id for finding in serious(trace.findings())} == {*SAID[name]}
 
 
 def test_every_case_is_said_something_of_or_silent() -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from support.captures import capture
-from support.cases import CASES
+from support.cases import found_in_case
 from support.planting import of, one, serious
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.trace.reader import open_trace
 
 TWO_PARAPHRASES = """
 [[segments]]
@@ -27,16 +24,8 @@ label = "paraphrase 2"
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Callable[..., list[Finding]]:
-    def run(name: str, declared: str = "") -> list[Finding]:
-        out = tmp_path / "case.flextrace"
-        ran = capture(CASES / f"{name}.py", out, declare=declared)
-        assert ran.code == 0, ran
-        with open_trace(out) as reader:
-            assert [row for row in reader.events() if row.event.kind == "rule-off"] == []
-            return reader.findings()
-
-    return run
+def found() -> Callable[..., list[Finding]]:
+    return found_in_case
 
 
 def test_k03_weighs_the_empty_slots_and_leaves_the_closed_ones_alone(

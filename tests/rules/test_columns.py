@@ -223,9 +223,9 @@ def test_keys_that_the_caller_closes_in_the_middle_are_meant(tmp_path: Path) -> 
     ],
 )
 def test_prompts_that_nobody_goes_on_with_have_no_unused_segments(
-    tmp_path: Path, name: str, spans: list[tuple[int, int]]
+    name: str, spans: list[tuple[int, int]]
 ) -> None:
-    found = found_in_case(tmp_path, name, segments(*spans))
+    found = found_in_case(name, segments(*spans))
     assert not [f for f in serious(found) if f.id in (ORPHAN, UNUSED)]
 
 

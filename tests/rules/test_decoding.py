@@ -35,8 +35,8 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 # -- the offset is missing -------------------------------------------------------------------------
 
 
-def test_the_case_of_a_decode_row_without_an_offset_is_found_in_both_halves(tmp_path: Path) -> None:
-    found = found_in_case(tmp_path, "k01_decode_without_offset")
+def test_the_case_of_a_decode_row_without_an_offset_is_found_in_both_halves() -> None:
+    found = found_in_case("k01_decode_without_offset")
     loose, model = of(found, "decode.no-offset")
     assert (loose.generation, loose.severity, loose.positions) == (0, Severity.WARNING, (8,))
     assert loose.sentence == (
@@ -292,5 +292,5 @@ def test_the_level_that_records_no_cells_says_nothing(run: Callable[..., Any]) -
     assert not [finding for finding in found if finding.id in MINE]
 
 
-def test_the_healthy_decode_case_makes_no_finding(tmp_path: Path) -> None:
-    assert serious(found_in_case(tmp_path, "c3_open_decode_row")) == []
+def test_the_healthy_decode_case_makes_no_finding() -> None:
+    assert serious(found_in_case("c3_open_decode_row")) == []

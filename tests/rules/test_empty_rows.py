@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import found_in_case, segments
+from support.captures import capture
+from support.cases import found_in_case, found_in_trace, segments
 from support.ownmasks import attend_by, causal, isolated, with_cache
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
@@ -36,10 +37,8 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     return go
 
 
-def test_the_case_of_separators_without_a_segment_names_rows_and_first_reader(
-    tmp_path: Path,
-) -> None:
-    found = found_in_case(tmp_path, "w02_orphan_tokens", segments((1, 7), (9, 15)))
+def test_the_case_of_separators_without_a_segment_names_rows_and_first_reader() -> None:
+    found = found_in_case("w02_orphan_tokens", segments((1, 7), (9, 15)))
     finding = one(found, EMPTY)
     assert (finding.severity, finding.step, finding.positions) == (Severity.WARNING, 0, (0, 7, 8))
     assert (finding.layers, finding.evidence["first_reader"]) == ((0, 1, 2), 15)
@@ -49,8 +48,8 @@ def test_the_case_of_separators_without_a_segment_names_rows_and_first_reader(
     assert finding.fix
 
 
-def test_padding_that_nobody_reads_is_a_note_on_every_backend(tmp_path: Path) -> None:
-    found = found_in_case(tmp_path, "s04_left_padding")
+def test_padding_that_nobody_reads_is_a_note_on_every_backend() -> None:
+    found = found_in_case("s04_left_padding")
     assert [(f.id, f.severity, f.positions) for f in found if f.id == EMPTY] == [
         (EMPTY, Severity.NOTE, (0, 1, 2))
     ] * 3
@@ -58,8 +57,8 @@ def test_padding_that_nobody_reads_is_a_note_on_every_backend(tmp_path: Path) ->
     assert serious(found) == []
 
 
-def test_a_padded_batch_makes_no_more_than_a_note(tmp_path: Path) -> None:
-    assert serious(found_in_case(tmp_path, "c2_padded_batch")) == []
+def test_a_padded_batch_makes_no_more_than_a_note() -> None:
+    assert serious(found_in_case("c2_padded_batch")) == []
 
 
 @pytest.mark.parametrize(("family", "layer"), [("gpt_neox", 2), ("qwen3", 0)])
@@ -104,7 +103,9 @@ call(lambda b, h, q, k: k <= q + 3, 3, 6)
 def test_loose_calls_tell_rows_that_are_read_from_padding(tmp_path: Path) -> None:
     script = tmp_path / "trial.py"
     script.write_text(LOOSE)
-    read, padding, nothing = of(found_in_case(tmp_path, str(script.with_suffix(""))), EMPTY)
+    out = tmp_path / "script.flextrace"
+    assert capture(script, out).code == 0
+    read, padding, nothing = of(found_in_trace(out), EMPTY)
     assert (read.generation, read.severity, read.positions) == (0, Severity.WARNING, (3,))
     assert read.sentence == (
         "Row 3 of 8 sees no key at all in this call; FlexAttention gives it zeros (a dense softmax "

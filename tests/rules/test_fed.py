@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.forks import run_alone
+from support.cases import found_in_case, segments
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
@@ -20,7 +20,6 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 import flexinspect
 from flexinspect.findings import Finding, Severity
 from flexinspect.rules.fedkinds import KINDS
-from flexinspect.trace.reader import open_trace
 
 DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 CASES = Path(__file__).parent.parent / "cases"
@@ -548,30 +547,8 @@ def test_ordinary_generation_of_all_families_is_clean(family: str, tmp_path: Pat
 # -- the cases -------------------------------------------------------------------------------------
 
 
-def findings_of(case: str, declared: str, tmp_path: Path) -> list[Finding]:
-    """Run a case script under capture with a declaration, and return what is found."""
-    out, file = tmp_path / "case.flextrace", tmp_path / "declared.toml"
-    tmp_path.mkdir(exist_ok=True)
-    file.write_text(declared, "utf-8")
-    flags = ("--no-ui", "--declare", str(file), "--out", str(out), str(CASES / f"{case}.py"))
-    ran = run_alone(("-m", "flexinspect", "run", *flags))
-    assert ran.code == 0, ran
-    with open_trace(out) as trace:
-        return trace.findings()
-
-
-def declaration(*spans: tuple[int, int], mask: str = "") -> str:
-    tables = [
-        f'[[segments]]\nstart = {start}\nstop = {stop}\nlabel = "piece {number}"\n'
-        for number, (start, stop) in enumerate(spans, 1)
-    ]
-    return f"{mask}\n" + "\n".join(tables)
-
-
-def test_the_case_of_the_bos_is_found_from_its_segments_and_its_repair_is_clean(
-    tmp_path: Path,
-) -> None:
-    found = findings_of("w01_bos_shift", declaration((1, 7), (9, 15)), tmp_path)
+def test_the_case_of_the_bos_is_found_from_its_segments_and_its_repair_is_clean() -> None:
+    found = found_in_case("w01_bos_shift", segments((1, 7), (9, 15)))
     shifted = of(found, "segments.shifted")
     assert [finding.generation for finding in shifted] == [0, 1]
     assert all(finding.evidence["shift"] == 1 for finding in shifted)
@@ -579,14 +556,12 @@ def test_the_case_of_the_bos_is_found_from_its_segments_and_its_repair_is_clean(
     assert segments_of([one for one in found if one.generation > 1]) == []
 
 
-def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean(tmp_path: Path) -> None:
-    found = findings_of("w04_missing_eos", declaration((0, 4), (4, 7), (7, 11)), tmp_path)
+def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean() -> None:
+    found = found_in_case("w04_missing_eos", segments((0, 4), (4, 7), (7, 11)))
     merged = [finding for finding in of(found, "segments.merged") if finding.generation < 2]
     assert [finding.generation for finding in merged] == [0, 1]
     assert "one piece in all 2 layers, and 3 segments were declared" in merged[0].sentence
-    right = findings_of(
-        "w04_missing_eos", declaration((0, 5), (5, 9), (9, 14)), tmp_path / "repaired"
-    )
+    right = found_in_case("w04_missing_eos", segments((0, 5), (5, 9), (9, 14)))
     assert segments_of([one for one in right if one.generation > 1]) == []
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from support.captures import capture
-from support.cases import CASES, segments
-from support.forks import run_alone
+from support.cases import CASES, COMPILES, found_in_case, ran_case, segments
 from support.planting import serious
 
 from flexinspect.findings import Finding, Severity
@@ -298,21 +295,10 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
 }
 """By case what must be said; `l01_compiled_crash` has a test of its own, as its process dies."""
 
-COMPILES = ("b02_stale_tables", "l01_compiled_does_not_build")
-
 
 @pytest.fixture
-def found(tmp_path: Path) -> Capture:
-    def run(name: str, declare: str = "") -> list[Finding]:
-        out = tmp_path / f"{name}.flextrace"
-        ran = capture(CASES / f"{name}.py", out, declare=declare)
-        assert ran.code == 0, ran
-        with open_trace(out) as reader:
-            off = [row.event.text for row in reader.events() if row.event.kind.endswith("-off")]
-            assert off == []
-            return reader.findings()
-
-    return run
+def found() -> Capture:
+    return found_in_case
 
 
 def cases(names: list[str]) -> list[object]:
@@ -329,10 +315,8 @@ def test_a_case_is_said_where_it_goes_wrong(name: str, found: Capture) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_crash_is_said_with_the_call_that_did_not_return(tmp_path: Path) -> None:
-    out = tmp_path / "crash.flextrace"
-    words = ("-m", "flexinspect", "run", "--no-ui", "--out", str(out))
-    ran = run_alone([*words, str(CASES / "l01_compiled_crash.py")])
+def test_a_crash_is_said_with_the_call_that_did_not_return() -> None:
+    ran, out = ran_case("l01_compiled_crash")
     assert ran.code != 0
     with open_trace(out) as reader:
         (finding,) = [one for one in reader.findings() if one.id == "observer.crash"]

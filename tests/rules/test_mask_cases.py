@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-from support.captures import capture
-from support.cases import CASES, segments
+from support.cases import ran_case, segments
 from support.planting import of, serious
 
 from flexinspect.findings import Finding, Severity
@@ -27,11 +25,10 @@ needs_compiler = pytest.mark.skipif(
 OWN = {**MasksRule.findings, **TablesRule.findings}
 
 
-def found_in(tmp_path: Path, name: str, spans: Spans = (), mask: str = "") -> list[Finding]:
+def found_in(name: str, spans: Spans = (), mask: str = "") -> list[Finding]:
     """Run a case as a user would, with what is declared, and return its findings of masks."""
-    out = tmp_path / "case.flextrace"
     said = segments(*spans, mask=mask, label="part") if spans or mask else ""
-    ran = capture(CASES / f"{name}.py", out, declare=said)
+    ran, out = ran_case(name, said)
     assert ran.code == 0, ran
     with open_trace(out) as reader:
         off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
@@ -49,8 +46,8 @@ def told(found: Sequence[Finding]) -> list[tuple[int, str]]:
     ]
 
 
-def test_a01_a_placeholder_opens_every_cell(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "a01_placeholder_mask", [(0, 12)], "causal")
+def test_a01_a_placeholder_opens_every_cell() -> None:
+    found = found_in("a01_placeholder_mask", [(0, 12)], "causal")
     assert told(found) == [(0, "mask.not-applied"), (1, "mask.not-applied")]
     for finding in found:
         assert (finding.severity, finding.layers) == (Severity.ERROR, (0, 1))
@@ -58,24 +55,24 @@ def test_a01_a_placeholder_opens_every_cell(tmp_path: Path) -> None:
         assert "rows 0-10 see the future" in finding.sentence
 
 
-def test_a01_needs_no_declaration_to_be_seen(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "a01_placeholder_mask")
+def test_a01_needs_no_declaration_to_be_seen() -> None:
+    found = found_in("a01_placeholder_mask")
     assert told(found) == [(0, "mask.future"), (1, "mask.future")]
     assert found[0].severity is Severity.WARNING
     assert "rows 0-10 see the future (66 pairs)" in found[0].sentence
 
 
-def test_a02_the_layer_that_fell_back_lost_the_mask(tmp_path: Path) -> None:
+def test_a02_the_layer_that_fell_back_lost_the_mask() -> None:
     spans = [(1, 7), (9, 15)]
-    found = found_in(tmp_path, "a02_silent_fallback", spans, "segment-isolation")
+    found = found_in("a02_silent_fallback", spans, "segment-isolation")
     assert told(found) == [(2, "mask.not-applied"), (3, "mask.not-applied")]
     assert {finding.layer for finding in found} == {1}
     assert "after RuntimeError: the flex call failed was swallowed" in found[0].sentence
 
 
 @pytest.mark.parametrize("mask", ["", "segment-isolation"])
-def test_a05_the_patch_did_nothing_under_sdpa(tmp_path: Path, mask: str) -> None:
-    found = found_in(tmp_path, "a05_patch_needs_a_tensor", [(0, 4), (4, 8)], mask)
+def test_a05_the_patch_did_nothing_under_sdpa(mask: str) -> None:
+    found = found_in("a05_patch_needs_a_tensor", [(0, 4), (4, 8)], mask)
     assert told(found) == [(0, "mask.not-applied"), (1, "mask.not-applied")]
     for finding in found:
         assert finding.severity is (Severity.ERROR if mask else Severity.WARNING)
@@ -84,16 +81,16 @@ def test_a05_the_patch_did_nothing_under_sdpa(tmp_path: Path, mask: str) -> None
         assert "position 4" in finding.sentence
 
 
-def test_a07_there_was_no_mask_function(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "a07_no_mask_function")
+def test_a07_there_was_no_mask_function() -> None:
+    found = found_in("a07_no_mask_function")
     assert told(found) == [(0, "mask.none"), (1, "mask.none")]
     assert "attention 'mine' has no mask function" in found[0].sentence
     assert "rows 0-8 see the future" in found[0].sentence
     assert found[0].layers == (0, 1)
 
 
-def test_a09_bools_were_added_by_eager_and_flex(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "a09_bool_mask_is_added")
+def test_a09_bools_were_added_by_eager_and_flex() -> None:
+    found = found_in("a09_bool_mask_is_added")
     assert told(found) == [(number, "mask.bool-added") for number in (2, 3, 4, 5)]
     assert "eager attention with a bool mask" in found[0].sentence
     assert "FlexAttention with a bool mask" in found[2].sentence
@@ -101,49 +98,49 @@ def test_a09_bools_were_added_by_eager_and_flex(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_b02_two_blocks_of_the_rule_are_not_in_the_tables(tmp_path: Path) -> None:
-    found = of(found_in(tmp_path, "b02_stale_tables"), "mask.stale-tables")
+def test_b02_two_blocks_of_the_rule_are_not_in_the_tables() -> None:
+    found = of(found_in("b02_stale_tables"), "mask.stale-tables")
     assert [finding.severity for finding in found] == [Severity.WARNING, Severity.ERROR]
     for finding in found:
         assert "2 blocks of the rule missing, first: rows 128-255, keys 0-127" in finding.sentence
 
 
-def test_b06_one_block_is_not_one_cell(tmp_path: Path) -> None:
-    (finding,) = found_in(tmp_path, "b06_blocks_for_tokens")
+def test_b06_one_block_is_not_one_cell() -> None:
+    (finding,) = found_in("b06_blocks_for_tokens")
     assert (finding.id, finding.severity) == ("mask.block-view", Severity.NOTE)
     assert "40 x 40 cells, 820 of them open, lies in one block of 128 x 128" in finding.sentence
 
 
-def test_o04_the_model_was_never_patched(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "o04_drawn_mask_nobody_applied", [(1, 7), (9, 15)])
+def test_o04_the_model_was_never_patched() -> None:
+    found = found_in("o04_drawn_mask_nobody_applied", [(1, 7), (9, 15)])
     assert told(found) == [(0, "mask.not-applied"), (1, "mask.not-applied")]
     assert "part 2 sees part 1 (36 pairs)" in found[0].sentence
     assert "no mask was declared" in found[0].sentence
 
 
-def test_w01_the_mask_is_the_declared_one_moved(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "w01_bos_shift", [(1, 7), (9, 15)], "segment-isolation")
+def test_w01_the_mask_is_the_declared_one_moved() -> None:
+    found = found_in("w01_bos_shift", [(1, 7), (9, 15)], "segment-isolation")
     assert told(found) == [(0, "mask.leak"), (1, "mask.leak")]
     assert "the executed mask is the declared one moved by -1" in found[0].sentence
     assert "position 14" in found[0].sentence
 
 
-def test_w01_row_14_sees_part_1_though_only_segments_were_named(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "w01_bos_shift", [(1, 7), (9, 15)])
+def test_w01_row_14_sees_part_1_though_only_segments_were_named() -> None:
+    found = found_in("w01_bos_shift", [(1, 7), (9, 15)])
     assert told(found) == [(0, "mask.leak"), (1, "mask.leak")]
     assert found[0].positions == (14,)
     assert {finding.severity for finding in found} == {Severity.NOTE}
     assert {finding.evidence["cause"] for finding in found} == {"segments.shifted"}
 
 
-def test_w04_the_documents_are_one_piece(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "w04_missing_eos", [(0, 4), (4, 7), (7, 11)])
+def test_w04_the_documents_are_one_piece() -> None:
+    found = found_in("w04_missing_eos", [(0, 4), (4, 7), (7, 11)])
     assert told(found)[:2] == [(0, "mask.merged"), (1, "mask.merged")]
     assert "1 block-diagonal piece, where there are 3 segments" in found[0].sentence
 
 
-def test_w04_with_its_borders_is_silent(tmp_path: Path) -> None:
-    found = found_in(tmp_path, "w04_missing_eos", [(0, 5), (5, 9), (9, 14)])
+def test_w04_with_its_borders_is_silent() -> None:
+    found = found_in("w04_missing_eos", [(0, 5), (5, 9), (9, 14)])
     assert {generation for generation, _ in told(found)} == {0, 1}
 
 
@@ -151,5 +148,5 @@ CONTROLS = ("c1_plain_causal_prompt", "c2_padded_batch", "c3_open_decode_row", "
 
 
 @pytest.mark.parametrize("name", CONTROLS)
-def test_controls_are_silent(tmp_path: Path, name: str) -> None:
-    assert serious(found_in(tmp_path, name)) == []
+def test_controls_are_silent(name: str) -> None:
+    assert serious(found_in(name)) == []

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.forks import run_alone
+from support.cases import ran_case
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
@@ -224,16 +224,14 @@ def test_a_loop_without_a_cache_and_one_with_chunks_are_clean(tmp_path: Path) ->
 # -- the cases -------------------------------------------------------------------------------------
 
 
-def case(name: str, tmp_path: Path) -> Path:
-    out = tmp_path / f"{name}.flextrace"
-    words = ("-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(CASES / f"{name}.py"))
-    ran = run_alone(words)
+def case(name: str) -> Path:
+    ran, out = ran_case(name)
     assert ran.code == 0, ran
     return out
 
 
-def test_nan_in_masked_keys_is_harmless_and_in_masked_values_is_not(tmp_path: Path) -> None:
-    with open_trace(case("c7_nan_in_masked_keys", tmp_path)) as reader:
+def test_nan_in_masked_keys_is_harmless_and_in_masked_values_is_not() -> None:
+    with open_trace(case("c7_nan_in_masked_keys")) as reader:
         finding = one(reader.findings(), "numbers.nan")
         assert [row[0] for row in rows_of(reader, finding.query)] == [0]
     assert (finding.id, finding.severity) == ("numbers.nan", Severity.ERROR)
@@ -245,8 +243,8 @@ def test_nan_in_masked_keys_is_harmless_and_in_masked_values_is_not(tmp_path: Pa
     )
 
 
-def test_rounding_alone_is_no_alarm(tmp_path: Path) -> None:
-    with open_trace(case("n02_bfloat16", tmp_path)) as reader:
+def test_rounding_alone_is_no_alarm() -> None:
+    with open_trace(case("n02_bfloat16")) as reader:
         assert serious(reader.findings()) == []
         assert of(reader.findings(), "attention.dtype-differs") == []
         told = ("text.near-tie", "twins.rounding")

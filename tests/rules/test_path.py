@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_module
-from support.forks import run_alone
+from support.cases import found_in_case
 from support.patches import Own, causal_from, isolating
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.trace.reader import open_trace
 
 CASES = Path(__file__).parents[1] / "cases"
 PROMPT = 15
@@ -301,16 +300,8 @@ def test_beams_sampling_and_a_static_cache_are_silent(tmp_path: Path) -> None:
 # -- the cases -------------------------------------------------------------------------------------
 
 
-def case(tmp_path: Path, name: str) -> list[Finding]:
-    out = tmp_path / f"{name}.flextrace"
-    words = ("-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(CASES / f"{name}.py"))
-    run_alone(words)
-    with open_trace(out) as trace:
-        return trace.findings()
-
-
-def test_the_silent_fallback_of_one_layer(tmp_path: Path) -> None:
-    found = of(case(tmp_path, "a02_silent_fallback"), "path.fallback")
+def test_the_silent_fallback_of_one_layer() -> None:
+    found = of(found_in_case("a02_silent_fallback"), "path.fallback")
     assert [(f.generation, f.step, f.layer, f.severity) for f in found] == [
         (2, 0, 1, Severity.ERROR),
         (3, 0, 1, Severity.ERROR),
@@ -319,20 +310,20 @@ def test_the_silent_fallback_of_one_layer(tmp_path: Path) -> None:
         assert "Layer 1 (of 2 layers) fell back to sdpa in step 0: RuntimeError" in finding.sentence
 
 
-def test_the_mask_that_is_one_short_ends_the_forward_in_layer_0(tmp_path: Path) -> None:
-    failed = of(case(tmp_path, "k04_mask_one_short"), "path.kernel-failed")
+def test_the_mask_that_is_one_short_ends_the_forward_in_layer_0() -> None:
+    failed = of(found_in_case("k04_mask_one_short"), "path.kernel-failed")
     last = failed[-1]
     assert (last.step, last.layer, last.severity) == (1, 0, Severity.NOTE)
     assert last.sentence.endswith("(1 row, 33 keys, mask made for 1 x 32).")
 
 
-def test_the_mask_of_each_layer_and_head_at_each_step(tmp_path: Path) -> None:
-    built = one(case(tmp_path, "k09_no_cache"), "path.needless-builds")
+def test_the_mask_of_each_layer_and_head_at_each_step() -> None:
+    built = one(found_in_case("k09_no_cache"), "path.needless-builds")
     assert (built.step, built.layers, built.times) == (0, (0, 1, 2, 3), 5)
     assert built.evidence["builds"] == 4
     assert "grid 1 x 4 x 10 x 10" in built.sentence
 
 
 @pytest.mark.parametrize("name", ["c1_plain_causal_prompt", "c4_two_graphs", "c6_shared_mask"])
-def test_controls_yield_no_error_and_no_warning(tmp_path: Path, name: str) -> None:
-    assert serious(case(tmp_path, name)) == []
+def test_controls_yield_no_error_and_no_warning(name: str) -> None:
+    assert serious(found_in_case(name)) == []

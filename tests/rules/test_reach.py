@@ -84,8 +84,8 @@ def moves(cells: Any, source: int, target: int, layers: int = 3) -> bool:
 # -- leaks -----------------------------------------------------------------------------------------
 
 
-def test_the_case_of_separators_that_all_share_names_them(tmp_path: Path) -> None:
-    found = found_in_case(tmp_path, "s01_leak_through_separators", segments((1, 7), (9, 16)))
+def test_the_case_of_separators_that_all_share_names_them() -> None:
+    found = found_in_case("s01_leak_through_separators", segments((1, 7), (9, 16)))
     leaks = of(found, "reach.leak")
     assert [leak.generation for leak in leaks] == [0, 1]  # not with the separators cut
     assert (leaks[0].severity, leaks[0].step, leaks[0].layer) == (Severity.WARNING, 0, 1)
@@ -96,16 +96,16 @@ def test_the_case_of_separators_that_all_share_names_them(tmp_path: Path) -> Non
     assert not [f for f in serious(found) if f.generation >= 2]
 
 
-def test_the_same_case_under_a_declared_mask_is_an_error(tmp_path: Path) -> None:
+def test_the_same_case_under_a_declared_mask_is_an_error() -> None:
     declared = segments((1, 7), (9, 16), mask="segment-isolation")
-    found = found_in_case(tmp_path, "s01_leak_through_separators", declared)
+    found = found_in_case("s01_leak_through_separators", declared)
     leak = of(found, "reach.leak")[0]
     assert leak.severity is Severity.ERROR
     assert leak.sentence.endswith("; the declared mask keeps the two apart over all layers.")
 
 
-def test_the_wrapper_people_write_leaks_through_its_separator_once(tmp_path: Path) -> None:
-    found = found_in_case(tmp_path, "origin_wrapper", segments((1, 7), (8, 13)))
+def test_the_wrapper_people_write_leaks_through_its_separator_once() -> None:
+    found = found_in_case("origin_wrapper", segments((1, 7), (8, 13)))
     leak = one(found, "reach.leak")
     assert (leak.generation, leak.positions, leak.times, leak.layer) == (0, (7,), 4, 1)
 

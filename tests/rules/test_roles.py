@@ -54,9 +54,9 @@ def but(cells: Any, change: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> 
 
 
 @pytest.mark.parametrize("mask", ["", "segment-isolation"])
-def test_the_case_of_spans_counted_without_a_bos_names_the_row(tmp_path: Path, mask: str) -> None:
+def test_the_case_of_spans_counted_without_a_bos_names_the_row(mask: str) -> None:
     spans = segments((1, 7), (9, 15), mask=mask)
-    found = found_in_case(tmp_path, "w01_bos_shift", spans)
+    found = found_in_case("w01_bos_shift", spans)
     first, second = of(found, PROMPT_ROW)
     assert (first.generation, second.generation) == (0, 1)  # not the repaired half
     assert first.severity is (Severity.ERROR if mask else Severity.WARNING)
@@ -187,7 +187,8 @@ def test_windows_make_no_finding(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_a_declared_preset_that_ran_makes_no_finding(
-    run: Callable[..., Any], preset: str, tmp_path: Path
+    run: Callable[..., Any],
+    preset: str,
 ) -> None:
     rule = preset_rule(preset)
 
