@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -67,6 +68,15 @@ QUICK_SYMBOLS = ("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libdl,libltdl,libc,libfree
 """Variable and value that spare gdb the symbols of all of torch's libraries."""
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+_CPUINFO = Path("/proc/cpuinfo")
+
+_GDB_OF_ANY_SIZE = 14
+"""The first gdb that asks the processor how long the state of its registers is.
+
+gdb 13.1 on a processor with AMX, whose state is longer than it expects, calls nothing in another
+process: "Couldn't write extended state status: Bad address". gdb's commit "x86: Add an
+x86_xsave_layout structure to handle variable XSAVE layouts", of 2023, replaced the fixed sizes.
+"""
 
 
 def attach_lacks() -> list[str]:
@@ -82,7 +92,31 @@ def attach_lacks() -> list[str]:
             f"Attaching by process id needs {_PTRACE_SCOPE} to be 0, and it is {scope}: "
             "an administrator may write 0 there."
         )
+    if not lacks and _has_amx() and (version := _gdb_version()) < _GDB_OF_ANY_SIZE:
+        lacks.append(
+            f"Attaching by process id needs gdb {_GDB_OF_ANY_SIZE} or later on a processor with "
+            f"AMX, and gdb is {version}: install a later one, or start the run with --debugpy."
+        )
     return lacks
+
+
+def _has_amx() -> bool:
+    try:
+        return " amx_tile" in _CPUINFO.read_text("ascii", "replace")
+    except OSError:
+        return False
+
+
+def _gdb_version() -> int:
+    """Return the first number of gdb's version, that of none too old where it does not tell."""
+    try:
+        said = subprocess.run(
+            ["gdb", "--version"], capture_output=True, text=True, timeout=10, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return _GDB_OF_ANY_SIZE
+    found = re.search(r"(\d+)\.\d+", said.partition("\n")[0])
+    return int(found[1]) if found else _GDB_OF_ANY_SIZE
 
 
 def attach_notes() -> list[str]:

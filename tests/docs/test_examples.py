@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +11,8 @@ import nbformat
 import numpy as np
 import pytest
 from nbclient import NotebookClient
-from support.forks import Forks
 from support.forks import Ran as Ended
+from support.forks import warm
 
 from flexinspect.trace.reader import open_trace
 
@@ -31,17 +29,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 NAMES = ["watch.ipynb", "watch_generate.py", *{script for script, _ in CASES.values()}]
 
 
-@functools.cache
-def forks() -> Forks:
-    """Return what runs the examples, with torch loaded once; it ends with the tests."""
-    running = Forks().__enter__()
-    atexit.register(running.__exit__, None, None, None)
-    return running
-
-
 def python(arguments: Sequence[str], folder: Path) -> Ended:
     folder.mkdir(exist_ok=True)
-    done = forks().run(*arguments, cwd=folder)
+    done = warm().run(*arguments, cwd=folder)
     assert done.code == 0, done.err
     return done
 

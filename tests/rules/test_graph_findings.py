@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import found_in_case
 from support.patches import Own
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
-from test_path import case
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
@@ -150,8 +150,8 @@ def _over_a_tensor(offset: int) -> Rule:
     return lambda b, h, q, k: k <= q + held
 
 
-def test_five_graphs_in_five_calls_outside_of_a_model(tmp_path: Path) -> None:
-    found = one(case(tmp_path, "p02_graph_every_step"), "graphs.every-step")
+def test_five_graphs_in_five_calls_outside_of_a_model() -> None:
+    found = one(found_in_case("p02_graph_every_step"), "graphs.every-step")
     assert found.generation == 3
     assert "5 new graphs in 5 calls in a row (generations 0 to 4, " in found.sentence
     assert 'guard: mask_mod code object, and the rule "rule" (<string>:1) is new' in found.sentence

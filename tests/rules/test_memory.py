@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.cases import found_in_case
 from support.forks import run_alone
 from support.planting import of, one, serious
-from test_path import case
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import ArrayRecord, BuildRecord, GenerationRecord, MemoryRecord, StepRecord
@@ -208,8 +208,8 @@ def test_what_capture_holds_is_told_of_when_it_is_large() -> None:
 # -- the cases -------------------------------------------------------------------------------------
 
 
-def test_the_square_of_the_length(tmp_path: Path) -> None:
-    found = case(tmp_path, "p03_square_of_the_length")
+def test_the_square_of_the_length() -> None:
+    found = found_in_case("p03_square_of_the_length")
     peak = one(found, "memory.mask-creation")
     assert peak.severity is Severity.WARNING
     assert peak.evidence["grid"] == [1, 8, 2048, 2048]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import found_in_case, found_in_trace, ran_case
 from support.forks import run_alone
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
-from test_path import case
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
@@ -404,16 +404,16 @@ def test_a_crumb_in_a_folder_that_is_gone_is_none(tmp_path: Path) -> None:
 # -- the cases -------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_none(tmp_path: Path) -> None:
-    told = one(case(tmp_path, "o01_not_weights"), "observer.not-weights")
+def test_weights_that_are_none() -> None:
+    told = one(found_in_case("o01_not_weights"), "observer.not-weights")
     assert (told.step, told.layer) == (0, 0)
     assert (
         "(1, 14, 32), whose rows do not sum to 1; weights would be (1, 4, 14, 14)" in told.sentence
     )
 
 
-def test_a_logger_outside_of_a_model(tmp_path: Path) -> None:
-    found = case(tmp_path, "o03_logger_breaks_flex")
+def test_a_logger_outside_of_a_model() -> None:
+    found = found_in_case("o03_logger_breaks_flex")
     under, after = of(found, "observer.logger-breaks-flex")
     assert "NotImplementedError outside of a model under a dispatch mode" in under.sentence
     assert "__main__.Log" in under.sentence
@@ -421,13 +421,13 @@ def test_a_logger_outside_of_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_call_that_kills_the_process(tmp_path: Path) -> None:
-    crash = one(case(tmp_path, "l01_compiled_crash"), "observer.crash")
+def test_a_compiled_call_that_kills_the_process() -> None:
+    crash = one(found_in_trace(ran_case("l01_compiled_crash")[1]), "observer.crash")
     assert "flex (compiled, score rule with captured tensor)" in crash.sentence
 
 
 @pytest.mark.slow
-def test_a_compiled_call_that_does_not_build(tmp_path: Path) -> None:
-    found = one(case(tmp_path, "l01_compiled_does_not_build"), "kernel.does-not-build")
+def test_a_compiled_call_that_does_not_build() -> None:
+    found = one(found_in_case("l01_compiled_does_not_build"), "kernel.does-not-build")
     assert (found.step, found.layer, found.severity) == (1, 0, Severity.ERROR)
     assert "InductorError" in found.sentence

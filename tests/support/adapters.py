@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from support.dap import DapClient
+from support.dap import TIMEOUT_S, DapClient
 from support.debugged import eventually
 
 
@@ -20,7 +20,8 @@ def adapter(env: Mapping[str, str] | None = None) -> Iterator[int]:
         trial.bind(("127.0.0.1", 0))
         port = int(trial.getsockname()[1])
     command = (sys.executable, "-m", "debugpy.adapter", "--host", "127.0.0.1", "--port", str(port))
-    process = subprocess.Popen(command, env={**os.environ, **(env or {})})
+    patient = {"DEBUGPY_PROCESS_SPAWN_TIMEOUT": str(TIMEOUT_S)}  # gdb is slow on a busy machine
+    process = subprocess.Popen(command, env={**os.environ, **patient, **(env or {})})
     try:
         yield port
     finally:

@@ -8,8 +8,6 @@ is the capture process of one script, and the end of the socket that its parent 
 
 from __future__ import annotations
 
-import atexit
-import functools
 import socket
 import sys
 import threading
@@ -18,15 +16,7 @@ from pathlib import Path
 from flexinspect import protocol
 from flexinspect.declare import read_declaration
 from flexinspect.job import Declaration, ScriptJob
-from support.forks import Forks, Ran
-
-
-@functools.cache
-def _forks() -> Forks:
-    """Return the helper of this test process; it ends with it."""
-    forks = Forks().__enter__()
-    atexit.register(forks.__exit__, None, None, None)
-    return forks
+from support.forks import Ran, warm
 
 
 def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
@@ -39,7 +29,7 @@ def capture(script: Path, out: Path, *, declare: str = "") -> Ran:
     job = ScriptJob(out=str(out), program=str(script), declaration=said)
     file = out.with_suffix(".json")
     file.write_text(job.to_json(), encoding="utf-8")
-    return _forks().run("-m", "support.captures", str(file))
+    return warm().run("-m", "support.captures", str(file))
 
 
 def _answer(parent: socket.socket) -> None:

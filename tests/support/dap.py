@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 
 SETTLE_S = 1.0
 """How long an adapter is left alone after a client has gone.

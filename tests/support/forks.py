@@ -7,6 +7,7 @@ one thread, so that no thread pool exists that a fork would lose.
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import json
 import os
@@ -96,6 +97,14 @@ class Forks:
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return Ran(**json.loads(self._process.stdout.readline()))
+
+
+@functools.cache
+def warm() -> Forks:
+    """Return the helper of this test process, which has no hub; it ends with it."""
+    forks = Forks({"HF_HUB_OFFLINE": "1"}).__enter__()
+    atexit.register(forks.__exit__, None, None, None)
+    return forks
 
 
 def _serve(requests: IO[str], answers: IO[str]) -> None:

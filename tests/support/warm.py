@@ -10,7 +10,6 @@ what a fresh interpreter loads are for tests that start one.
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import signal
 import subprocess
@@ -23,20 +22,12 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from flexinspect import capture
-from support.forks import Forks
-
-
-@functools.cache
-def _forks() -> Forks:
-    """Return the helper of this test process; it ends with it."""
-    forks = Forks({"HF_HUB_OFFLINE": "1"}).__enter__()
-    atexit.register(forks.__exit__, None, None, None)
-    return forks
+from support.forks import warm
 
 
 def warm_command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder, without a terminal and without the hub."""
-    ran = _forks().run("-m", "support.warm", *words, cwd=cwd)
+    ran = warm().run("-m", "support.warm", *words, cwd=cwd)
     return subprocess.CompletedProcess(["flexinspect", *words], ran.code, ran.out, ran.err)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import json5
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexinspect import vscode
 from flexinspect.commands import main
 from flexinspect.errors import UsageError
 from flexinspect.vscode import CONFIGURATIONS, merge, write_launch
@@ -177,3 +181,48 @@ def test_a_link_stays_a_link_and_the_mode_stays(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vscode", "--folder", "/no/such/folder"]) == 2
     assert "There is no folder /no/such/folder." in capsys.readouterr().err
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Stand in for a Linux machine with a gdb of a version and a processor with these flags."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(vscode, "_PTRACE_SCOPE", tmp_path / "absent")
+    monkeypatch.setattr(vscode, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("PATH", f"{bin_}{os.pathsep}{os.environ['PATH']}")
+
+    def make(first_line: str, flags: str) -> None:
+        (bin_ / "gdb").write_text(f"#!/bin/sh\necho '{first_line}'\n")
+        (bin_ / "gdb").chmod(0o755)
+        (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("first_line", "flags", "lacks"),
+    [
+        ("GNU gdb (Debian 13.1-3) 13.1", "fpu amx_bf16 amx_tile", True),
+        ("GNU gdb (Debian 13.1-3) 13.1", "fpu avx512f", False),
+        ("GNU gdb (GDB) 15.2", "fpu amx_tile", False),
+        ("", "fpu amx_tile", False),
+    ],
+)
+def test_an_old_gdb_on_a_processor_with_amx_attaches_to_nothing(
+    machine: Callable[[str, str], None], first_line: str, flags: str, lacks: bool
+) -> None:
+    machine(first_line, flags)
+    said = vscode.attach_lacks()
+    assert ["gdb 14 or later" in one and "gdb is 13" in one for one in said] == [True] * lacks
+
+
+def test_a_kernel_that_forbids_tracing_is_named_with_its_switch(
+    machine: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine("GNU gdb (GDB) 15.2", "fpu")
+    (tmp_path / "absent").write_text("1\n")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    (said,) = vscode.attach_lacks()
+    assert "to be 0, and it is 1" in said
