@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
@@ -85,7 +85,8 @@ def _become_capture(streams: Sequence[int]) -> NoReturn:
         os.closerange(3, 1024)
         sys.stdin = os.fdopen(0, encoding="utf-8")
         sys.stdout, sys.stderr = (os.fdopen(n, "w", encoding="utf-8") for n in (1, 2))
-        main: Callable[[], int] = __import__("flexinspect_hooks.process", fromlist=["main"]).main
+        from flexinspect_hooks.process import main
+
         atexit._clear()  # those are the command's
         code = main()
         threading._shutdown()  # type: ignore[attr-defined]

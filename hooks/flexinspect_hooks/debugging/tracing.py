@@ -43,8 +43,11 @@ def trace_no_more_without_client() -> bool:
 def _after(call: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def both(debugger: Any, *args: Any, **kwargs: Any) -> Any:
-        call(debugger)
-        return method(debugger, *args, **kwargs)
+        try:
+            call(debugger)
+        finally:  # a program that waits must not wait for ever
+            result = method(debugger, *args, **kwargs)
+        return result
 
     return both
 
