@@ -31,35 +31,30 @@ def trace_no_more_without_client() -> bool:
         return False
     if not hasattr(PyDB.on_disconnect, "__wrapped__"):
         # That the client is ready is what lets a waiting program go on: tracing comes first.
-        PyDB.on_configuration_done = _after(_on, PyDB.on_configuration_done)
-        PyDB.on_disconnect = _then(PyDB.on_disconnect, _off)
+        PyDB.on_configuration_done = _around(PyDB.on_configuration_done, before=_on)
+        PyDB.on_disconnect = _around(PyDB.on_disconnect, after=_off)
         # An editor that attached by process id may take its adapter with it, and says no word.
-        PyDB.dispose_and_kill_all_pydevd_threads = _then(
-            PyDB.dispose_and_kill_all_pydevd_threads, _off
+        PyDB.dispose_and_kill_all_pydevd_threads = _around(
+            PyDB.dispose_and_kill_all_pydevd_threads, after=_off
         )
     return True
 
 
-def _after(call: Callable[[Any], None], method: Callable[..., Any]) -> Callable[..., Any]:
+def _around(
+    method: Callable[..., Any],
+    before: Callable[[Any], None] = lambda debugger: None,
+    after: Callable[[Any], None] = lambda debugger: None,
+) -> Callable[..., Any]:
     @functools.wraps(method)
-    def both(debugger: Any, *args: Any, **kwargs: Any) -> Any:
+    def all_three(debugger: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            call(debugger)
+            before(debugger)
         finally:  # a program that waits must not wait for ever
             result = method(debugger, *args, **kwargs)
+        after(debugger)
         return result
 
-    return both
-
-
-def _then(method: Callable[..., Any], call: Callable[[Any], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def both(debugger: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(debugger, *args, **kwargs)
-        call(debugger)
-        return result
-
-    return both
+    return all_three
 
 
 def _on(debugger: Any) -> None:
