@@ -27,6 +27,7 @@ from typing import Any
 from flexinspect import dataset_formats as formats
 from flexinspect.dataset_formats import Sample
 from flexinspect.errors import DatasetError, FlexInspectError, UsageError, in_a_line
+from flexinspect.processes import PACKAGE_DATA
 
 __all__ = [
     "ParaPharaseDataset",
@@ -39,7 +40,7 @@ __all__ = [
     "register_dataset",
 ]
 
-DEMO = Path(__file__).parent / "data" / "demo" / "questions.jsonl"
+DEMO = PACKAGE_DATA / "demo" / "questions.jsonl"
 ENTRY_POINTS = "flexinspect.datasets"
 _BUILT_IN = ("demo", "webqa", "myriadlama")
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")

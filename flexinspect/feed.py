@@ -20,8 +20,8 @@ from flexinspect.crash import settle_dead
 from flexinspect.errors import TraceError
 from flexinspect.job import Job, ScriptJob
 from flexinspect.panels.source import Source
+from flexinspect.processes import recorder_lives
 from flexinspect.text import visible
-from flexinspect.trace.owner import recorder_lives
 from flexinspect.trace.places import discard
 from flexinspect.trace.ranges import step_bounds
 from flexinspect.trace.reader import TraceReader

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flexinspect.trace.owner import recorder_lives
+from flexinspect.processes import recorder_lives
 
 SUFFIX = "-held"
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from flexinspect.config import Config, ModelAlias, expanded
 from flexinspect.errors import ModelError
+from flexinspect.processes import PACKAGE_DATA
 from flexinspect.sizes import parameter_count, stored_parameter_count, weight_files
 
-_DATA = Path(__file__).parent / "data"
-ARCHITECTURES = _DATA / "architectures"
-DEMO = _DATA / "demo"
+ARCHITECTURES = PACKAGE_DATA / "architectures"
+DEMO = PACKAGE_DATA / "demo"
 
 ALIASES: Mapping[str, str] = {
     "llama3.2_3b_it": "meta-llama/Llama-3.2-3B-Instruct",

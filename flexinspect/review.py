@@ -21,6 +21,7 @@ from typing import Any
 from flexinspect.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.gradientrecords import GradientRecord
+from flexinspect.processes import recorder_lives
 from flexinspect.recall import branch_beginning, recalled
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
 from flexinspect.rules.base import Rule, RuleBook
@@ -28,7 +29,6 @@ from flexinspect.rules.catalogue import catalogue
 from flexinspect.rules.scene import Scene
 from flexinspect.trace.append import Reviewed, append
 from flexinspect.trace.gradients import all_gradients
-from flexinspect.trace.owner import recorder_lives
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.replay import beginning, is_loose, replay, steps
 from flexinspect.trace.rows import BranchRow, GenerationRow

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from random import Random
 
 import pytest
 import torch
+from support.paths import DOCS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.demo_model.__main__ import SHIPPED, load
@@ -191,6 +191,6 @@ def test_every_preset_gets_the_capital_of_france(examinee: Examinee) -> None:
 
 
 def test_the_page_tells_the_figures_of_the_shipped_model() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "demo-model.md").read_text(encoding="utf-8")
+    page = (DOCS / "demo-model.md").read_text(encoding="utf-8")
     record = json.loads((SHIPPED / "training.json").read_text(encoding="utf-8"))
     assert f"--seed {record['seed']} --steps {record['steps']}" in page

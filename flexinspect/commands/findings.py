@@ -110,7 +110,7 @@ def reviewed(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
 
 
 def _state_notes(reader: TraceReader) -> list[str]:
-    from flexinspect.trace.owner import recorder_lives
+    from flexinspect.processes import recorder_lives
 
     if reader.state != "recording":
         return []

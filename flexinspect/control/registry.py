@@ -162,7 +162,7 @@ def _read(file: Path) -> Entry | None:
 
 
 def _lives(entry: Entry) -> bool:
-    from flexinspect.trace.owner import recorder_lives
+    from flexinspect.processes import recorder_lives
 
     if not Path(entry.address.socket).exists():
         return False

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.paths import DOCS
 
 from flexinspect import exhibits
 from flexinspect.commands import main
@@ -18,7 +19,7 @@ from flexinspect.panels.registry import panel_names
 from flexinspect.rules.catalogue import catalogue
 from flexinspect.trace.reader import open_trace
 
-TABLE = Path(__file__).parents[2] / "docs" / "findings" / "README.md"
+TABLE = DOCS / "findings" / "README.md"
 NAMES = [one.name for one in EXHIBITS]
 SHORT = "ticked-picture"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flexinspect.trace.owner import recorder_lives
+from flexinspect.processes import recorder_lives
 from flexinspect.trace.reader import TraceReader, open_trace
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]

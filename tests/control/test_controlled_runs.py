@@ -19,8 +19,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from support.controlled import wait_for
+from support.paths import DEMO
 
-import flexinspect
 from flexinspect.commands import main
 from flexinspect.control import registry
 from flexinspect.control.client import ControlClient
@@ -33,7 +33,6 @@ from flexinspect.trace.reader import TraceReader
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
 PATIENCE_S = 60
-DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 
 ENDLESS = f"""
 import torch

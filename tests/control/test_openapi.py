@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from support.controlled import FakeModel, NotedBreakpoints, NotedLevels, NotedTraveller
+from support.paths import DOCS
 
-import flexinspect
 from flexinspect.control.addresses import Serving
 from flexinspect_hooks.control.openapi import document
 from flexinspect_hooks.control.parts import Parts
@@ -28,7 +27,7 @@ from flexinspect_hooks.control.server import ControlServer
 from flexinspect_hooks.control.verbs import About
 
 TOKEN = "a-token-of-the-tests"
-PAGE = Path(flexinspect.__file__).parent.parent / "docs" / "openapi.json"
+PAGE = DOCS / "openapi.json"
 
 schema: Any = schemathesis.openapi.from_dict(document())
 

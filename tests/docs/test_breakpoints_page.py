@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import DOCS
 
 from flexinspect.breaks import BreakpointBook, ExpressionError
 from flexinspect.breaks.words import OPTIONS, SIGHTS, UNITS, WORDS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "breakpoints.md").read_text()
+PAGE = (DOCS / "breakpoints.md").read_text()
 
 
 def test_every_condition_of_the_page_is_read() -> None:

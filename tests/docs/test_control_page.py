@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import get_args
+
+from support.paths import DOCS
 
 from flexinspect.control.messages import State
 from flexinspect_hooks.control.verbs import ROUTES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "control.md").read_text()
+PAGE = (DOCS / "control.md").read_text()
 
 
 def test_the_page_lists_every_route_with_its_body_and_answer() -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import DOCS
 
 from flexinspect.debugging import SWITCHES, short_name
 from flexinspect_hooks import doors
 from flexinspect_hooks.doors import switches
 
-PAGE = (Path(__file__).parents[2] / "docs" / "debugger-api.md").read_text("utf-8")
+PAGE = (DOCS / "debugger-api.md").read_text("utf-8")
 BLOCK = re.compile(r"```python\n(.*?)```\n+(?:```text\n(.*?)```)?", re.DOTALL)
 
 

@@ -13,10 +13,10 @@ import pytest
 from nbclient import NotebookClient
 from support.forks import Ran as Ended
 from support.forks import warm
+from support.paths import DOCS
 
 from flexinspect.trace.reader import open_trace
 
-DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLES = DOCS / "examples"
 PAGE = (DOCS / "own-code.md").read_text("utf-8")
 DYNAMIC = ("--cache", "dynamic")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import DOCS
 
 from flexinspect.rules.catalogue import catalogue
 
-FOLDER = Path(__file__).parents[2] / "docs" / "findings"
+FOLDER = DOCS / "findings"
 COLUMNS = ["id", "finding", "class", "public case", "found by", "cost"]
 KNOWN = catalogue()
 

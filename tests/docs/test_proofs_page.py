@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import DOCS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "proofs.md").read_text("utf-8")
+PAGE = (DOCS / "proofs.md").read_text("utf-8")
 
 
 def without_digits(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import DOCS
 
 from flexinspect import branches, datasets, models
 from flexinspect.breaks import BreakpointBook
@@ -373,7 +374,7 @@ def test_the_python_of_the_page_says_where_the_branches_part(
 ) -> None:
     run = new_run()
     run.go(Script(Fork(at(2), token_id=300))).close()
-    page = (Path(__file__).parents[2] / "docs" / "branches.md").read_text("utf-8")
+    page = (DOCS / "branches.md").read_text("utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(block.replace('"run.flextrace"', repr(str(run.path))), {})
     parent, fork, first, step, mask = capsys.readouterr().out.splitlines()

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import DEMO, TESTS
 
-import flexinspect
 from flexinspect.trace.reader import TraceReader, open_trace
 
-DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
-TESTS = Path(__file__).parents[1]
 PATIENCE_S = 120
 
 HEAD = f"""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
+from support.paths import DEMO
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor, nn
 from transformers import AutoTokenizer, DynamicCache
@@ -28,7 +29,6 @@ from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.reference import attention_row
 
 NEW = 6
-DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.paths import DOCS
 
 from flexinspect.config import load_config
 from flexinspect.errors import UsageError
@@ -102,7 +103,7 @@ def test_a_file_that_is_not_text_is_refused(home: Path) -> None:
 
 
 def test_keys_of_the_interface_are_remapped_by_action(home: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "interface.md").read_text()
+    page = (DOCS / "interface.md").read_text()
     example = page.split("```toml\n")[1].split("```")[0]
     (home / "flexinspect.toml").write_text(example)
     assert load_config().keys == {"step.next": "w", "step.previous": "a,left"}

@@ -8,8 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
+ROOT = REPOSITORY
 
 
 @pytest.fixture(scope="module")

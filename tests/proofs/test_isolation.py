@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from proofs.planted import (
     proved,
     serious,
 )
+from support.paths import DEMO
 from support.tiny import COMMON, FAMILIES, ids, make_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -372,7 +372,7 @@ def test_an_unknown_proof_names_the_known_ones() -> None:
 
 
 def test_texts_are_found_and_rows_named_by_their_words() -> None:
-    folder = Path(flexinspect.__file__).parent / "data" / "demo"
+    folder = DEMO
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = model_of(vocab_size=len(tokenizer))
     question, other = "Who wrote Emma?", "Emma was written by whom?"

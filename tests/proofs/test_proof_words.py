@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.paths import DOCS
 from support.traces import sample_trace
 
 from flexinspect.errors import UsageError
@@ -13,7 +14,7 @@ from flexinspect.findings import Severity
 from flexinspect.proofs import FINDINGS, KINDS, Proof, amount, found
 from flexinspect.trace.reader import open_trace
 
-PAGES = Path(__file__).parents[2] / "docs" / "findings"
+PAGES = DOCS / "findings"
 PARTS = (
     *("**What it says.**", "**Why it matters.**", "**How to confirm.**", "**Likely fix.**"),
     *("**How it is found, and the cost.**", "**Silent**", "**Public cases.**"),

@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 from support.cases import found_in_case, segments
+from support.paths import DEMO, DOCS
 from support.planting import of, one, planted, serious
 from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import flexinspect
 from flexinspect.findings import Finding, Severity
 from flexinspect.rules.fedkinds import KINDS
 
-DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
-CASES = Path(__file__).parent.parent / "cases"
 QUESTIONS = [
     "What is the capital of Kenya?",
     "Which city is the capital of Kenya?",
@@ -569,7 +567,7 @@ def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean() -> None:
 
 
 def test_each_finding_says_all_six_things_and_has_a_page() -> None:
-    pages = Path(__file__).parents[2] / "docs" / "findings"
+    pages = DOCS / "findings"
     for name, kind in KINDS.items():
         assert all((kind.meaning, kind.why, kind.confirm, kind.fix, kind.query)), name
         assert (pages / f"{name}.md").is_file(), name

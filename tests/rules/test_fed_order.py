@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import DEMO
 from support.planting import of, one, planted
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import flexinspect
 from flexinspect.findings import Finding, Severity
 
-DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 QUESTIONS = ["What is the capital of Kenya?", "Name the capital of Kenya.", "Kenya's capital?"]
 CUE = "Answer:"
 Look = Callable[..., list[Finding]]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.cases import found_in_case
 from support.forks import run_alone
+from support.paths import TESTS
 from support.planting import of, one, serious
 
 from flexinspect.findings import Finding, Severity
@@ -101,7 +102,7 @@ def watched(model, run, name):
 
 def run_fresh(tmp_path: Path, code: str, level: str = "advanced") -> None:
     """Run code in a process of its own: in ours the peak and what is free hide all growth."""
-    file, tests = tmp_path / "code.py", Path(__file__).parents[1]
+    file, tests = tmp_path / "code.py", TESTS
     file.write_text(f"import sys; sys.path.insert(0, {str(tests)!r})\n{BEGINNING}{code}")
     ran = run_alone([str(file), str(tmp_path), level])
     assert ran.code == 0, ran

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from support.paths import DOCS
 
 from flexinspect.rules import attentionshape, callfacts, choice, numbers, ranges, text
 from flexinspect.rules.base import FindingKind
 
-PAGES = Path(__file__).parents[2] / "docs" / "findings"
+PAGES = DOCS / "findings"
 KINDS: dict[str, FindingKind] = {
     finding_id: kind
     for module in (numbers, ranges, attentionshape, callfacts, text, choice)

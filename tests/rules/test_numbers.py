@@ -18,7 +18,6 @@ from transformers import DynamicCache
 from flexinspect.findings import Severity
 from flexinspect.trace.reader import TraceReader, open_trace
 
-CASES = Path(__file__).parents[1] / "cases"
 FED = torch.tensor([ids(14, 3)])
 N = FED.shape[1]
 

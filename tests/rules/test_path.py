@@ -15,7 +15,6 @@ from support.tiny import FAMILIES, ids, make_model
 
 from flexinspect.findings import Finding, Severity
 
-CASES = Path(__file__).parents[1] / "cases"
 PROMPT = 15
 SPANS = [(1, 7), (9, 15)]
 SEGMENTS = [(1, 7, "question 1"), (9, 15, "question 2")]

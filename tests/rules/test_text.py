@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import DEMO
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-import flexinspect
 from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
@@ -30,7 +30,6 @@ from flexinspect.rules.choice import ChoiceRule
 from flexinspect.rules.scene import Scene
 from flexinspect.rules.text import TextRule
 
-DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO)
 EOS = 2
 Change = Callable[[int, Tensor], Tensor]

@@ -13,8 +13,7 @@ from flexinspect.findings import Finding
 from flexinspect.trace.reader import open_trace
 from support.captures import capture
 from support.forks import Ran, run_alone
-
-CASES = Path(__file__).parents[1] / "cases"
+from support.paths import CASES
 
 SHARED = "FLEXINSPECT_TESTS_SHARED"
 """The variable that names the folder which all processes of one run of the tests share."""

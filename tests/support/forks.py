@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from support.paths import TESTS
+
 IMPORTS = (
     "torch",
     "torch._dynamo",
@@ -67,7 +69,7 @@ class Forks:
 
     def __enter__(self) -> Self:
         command = [sys.executable, "-m", "support.forks"]
-        path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+        path = os.pathsep.join([str(TESTS), *sys.path])
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

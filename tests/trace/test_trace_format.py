@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import DOCS
 from trace_samples import generation, small_step, step
 
 from flexinspect.trace import connections, schema
@@ -20,7 +21,7 @@ from flexinspect.trace.columns import SQL_TYPES
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 
-PAGE = Path(__file__).parents[2] / "docs" / "trace-format.md"
+PAGE = DOCS / "trace-format.md"
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-
-DOCS = Path(__file__).parents[2] / "docs"
+from support.paths import DOCS
 
 
 def without_numbers(text: str) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.paths import TESTS
 from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
@@ -198,7 +199,7 @@ def test_loading_has_a_bar_where_it_is_known_how_far_it_is(
 
 SCRIPT = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+sys.path.insert(0, {str(TESTS)!r})
 print("loading", flush=True)
 import torch
 from support.tiny import ids, make_model

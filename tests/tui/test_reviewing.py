@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.paths import TESTS
 from support.rules import Slow
 from support.tui import screen_text, settle
 from textual.pilot import Pilot
@@ -39,7 +40,7 @@ def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
     words: list[str] = []
     made = {"numbers": NumbersRule, "slow": Slow}
     monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
-    tests = str(Path(__file__).parent.parent)
+    tests = str(TESTS)
     monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path, tests]))
     monkeypatch.setattr(
         reviewing, "command", lambda path: [sys.executable, "-c", CHILD, str(path), *words]

@@ -12,6 +12,7 @@ import json5
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.paths import REPOSITORY
 
 from flexinspect import vscode
 from flexinspect.commands import main
@@ -41,7 +42,7 @@ def named(text: str) -> list[str]:
 
 
 def test_the_repository_has_what_the_command_writes() -> None:
-    own = Path(__file__).parents[2] / ".vscode" / "launch.json"
+    own = REPOSITORY / ".vscode" / "launch.json"
     assert json.loads(own.read_text("utf-8"))["configurations"] == list(CONFIGURATIONS)
 
 
