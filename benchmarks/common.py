@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from flexinspect import masks
-from flexinspect.prompts import Prompt, PromptPieces, compose
+from flexinspect.prompts import Prompt, PromptTokenIds, compose_prompt
 from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.masksource import RuleMask
+from flexinspect_hooks.masksource import SpecMaskSource
 from flexinspect_hooks.patching import FlexPatch
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,8 +58,8 @@ def real_model(alias: str, device: str) -> Any:
 def bench_prompt(new_tokens: int = NEW) -> Prompt:
     """Return five isolated paraphrases of 47 tokens, BOS, separators and cue: 256 ids."""
     paraphrases = tuple(tuple(range(10 + 50 * i, 57 + 50 * i)) for i in range(5))
-    pieces = PromptPieces((1,), (), paraphrases, (3,), tuple(range(400, 415)))
-    prompt = compose(pieces, max_new_tokens=new_tokens)
+    pieces = PromptTokenIds((1,), (), paraphrases, (3,), tuple(range(400, 415)))
+    prompt = compose_prompt(pieces, max_new_tokens=new_tokens)
     assert len(prompt.ids) == PROMPT
     return prompt
 
@@ -99,11 +99,11 @@ class Timing:
         return cls(stamps[0] - started, tuple(later))
 
 
-def flex_source(prompt: Prompt, device: str, *, compiled: bool) -> RuleMask:
+def flex_source(prompt: Prompt, device: str, *, compiled: bool) -> SpecMaskSource:
     """Return the segment-isolation mask of a prompt."""
     rule = masks.preset("segment-isolation", prompt.segments)
     length = prompt.segments[-1].stop
-    return RuleMask(rule, length=length, device=torch.device(device), compiled=compiled)
+    return SpecMaskSource(rule, length=length, device=torch.device(device), compiled=compiled)
 
 
 def time_flex(

@@ -16,9 +16,9 @@ from typing import Any
 import flexinspect
 from flexinspect.control import registry
 from flexinspect.control.client import ControlClient
-from flexinspect.control.messages import Place
+from flexinspect.control.messages import StepRef
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.gate import StepBarrier
 
 DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 PROGRAM = f"""
@@ -112,7 +112,7 @@ def _said(values: Sequence[float]) -> dict[str, float]:
 
 def _gate_ns(n: int = 200_000) -> dict[str, float]:
     """Return what a step pays at a gate that nobody commands, in nanoseconds."""
-    gate, place = Gate(), Place()
+    gate, place = StepBarrier(), StepRef()
     gate.between_steps(place)
     started = time.perf_counter()
     for _ in range(n):

@@ -23,7 +23,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 from flexinspect.colormap import CIVIDIS, Levels
 from flexinspect.widgets.canvas import Canvas
 from flexinspect.widgets.heat import heat
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 WIDTH, HEIGHT = 200, 60
 N_WARM, N_FRAMES = 10, 60
@@ -32,7 +32,7 @@ REST_S = 0.02
 WANTED_MS = 4.0
 
 Frames = Callable[[int], Levels]
-LOOK = Look("truecolor")
+LOOK = Theme("truecolor")
 
 
 def mask_frames() -> Frames:

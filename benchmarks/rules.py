@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.records import GenerationRecord, StepRecord
-from flexinspect.rules.base import Rule, RuleBook
-from flexinspect.rules.catalogue import catalogue
+from flexinspect.rules.base import Rule, RuleRunner
+from flexinspect.rules.catalogue import load_rules
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.replay import beginning, replay
+from flexinspect.trace.replay import generation_at_start, replay
 
 STEPS = 500
 ROUNDS = 7
@@ -45,10 +45,10 @@ def _record(path: Path) -> None:
 
 
 def _measured(reader: TraceReader) -> dict[str, Any]:
-    begun = beginning(reader, reader.generations()[0])
+    begun = generation_at_start(reader, reader.generations()[0])
     found = (reader.record(0, number) for number in range(reader.n_steps(0)))
     steps = [replace(step, findings=(), events=()) for step in found if step is not None]
-    live = [rule for rule in catalogue().rules if not rule.dear]
+    live = [rule for rule in load_rules().rules if not rule.offline_only]
     each = {rule.name: _per_step_us([rule], begun, steps) for rule in live}
     dearest = sorted(each, key=lambda name: -each[name])[:5]
     return {
@@ -56,7 +56,7 @@ def _measured(reader: TraceReader) -> dict[str, Any]:
         "live_rules": len(live),
         "all_live_us_per_step": _per_step_us(live, begun, steps),
         "dearest_us_per_step": {name: each[name] for name in dearest},
-        "rules": len(catalogue().rules),
+        "rules": len(load_rules().rules),
         "all_over_the_trace_s": round(statistics.median(_afterwards(reader) for _ in range(3)), 3),
         "bound_s": MOST_S,
     }
@@ -68,11 +68,11 @@ def _per_step_us(
     """Return the CPU time of a step in µs, warm: the median of `ROUNDS` passes over all steps."""
     spent = []
     for _ in range(ROUNDS):
-        book = RuleBook([type(rule)() for rule in rules])
-        book.begin(begun)
+        book = RuleRunner([type(rule)() for rule in rules])
+        book.on_generation_start(begun)
         started = time.thread_time()
         for step in steps:
-            book.look(step)
+            book.on_step(step)
         spent.append(time.thread_time() - started)
     return round(1e6 * statistics.median(spent) / len(steps), 1)
 
@@ -80,10 +80,10 @@ def _per_step_us(
 def _afterwards(reader: TraceReader) -> float:
     """Return the seconds in which all rules look at the trace, reading it included."""
     started = time.perf_counter()
-    book = RuleBook([type(rule)() for rule in catalogue().rules])
-    book.begin(beginning(reader, reader.generations()[0]))
+    book = RuleRunner([type(rule)() for rule in load_rules().rules])
+    book.on_generation_start(generation_at_start(reader, reader.generations()[0]))
     for record in replay(reader, 0, book.streams):
         if isinstance(record, StepRecord):
-            book.look(record)
-    book.end()
+            book.on_step(record)
+    book.on_generation_end()
     return time.perf_counter() - started

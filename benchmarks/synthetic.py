@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from flexinspect import __version__, masks
 from flexinspect.findings import Finding, Severity
-from flexinspect.prompts import Prompt, PromptPieces, close_generated, compose
+from flexinspect.prompts import Prompt, PromptTokenIds, close_generated_segment, compose_prompt
 from flexinspect.records import (
     ArrayRecord,
     CallRecord,
@@ -97,7 +97,9 @@ def _prompt(lengths: list[int], steps: int) -> Prompt:
     paraphrases = tuple(
         tuple(range(start, start + length)) for start, length in zip(starts, lengths, strict=False)
     )
-    return compose(PromptPieces((1,), (), paraphrases, (2,), (3, 4, 5)), max_new_tokens=steps)
+    return compose_prompt(
+        PromptTokenIds((1,), (), paraphrases, (2,), (3, 4, 5)), max_new_tokens=steps
+    )
 
 
 def _write(made: _Made, path: Path, progress: Progress | None) -> Path:
@@ -135,14 +137,14 @@ class _Made:
         ]
         rule = self._rule()
         declared = {"preset": rule.name, "separators": "attached", "starts": list(rule.starts)}
-        declared |= {"head": list(rule.head), "low": list(rule.low)}
+        declared |= {"head": list(rule.prefix_stops), "low": list(rule.local_starts)}
         about = ("synthetic/0", rule.name, "contiguous", segments, tuple(tokens), (WORDS[0],))
         return GenerationRecord(0, *about, declared, STARTED_AT)
 
     def end(self) -> GenerationEnd:
         """Return the end, with the whole text."""
         answer = "".join(_text(word) for word in _words(0, self.n_steps).tolist())
-        segments = close_generated(self.prompt.segments, self.n_prompt + self.n_steps)
+        segments = close_generated_segment(self.prompt.segments, self.n_prompt + self.n_steps)
         ended = STARTED_AT + self.n_steps * STEP_MS / 1e3
         return GenerationEnd(0, "finished", answer, segments, "length", ended)
 
@@ -186,7 +188,7 @@ class _Made:
             return ()
         return _attention(len(self.prompt.segments), step % 64)
 
-    def _rule(self) -> masks.MaskRule:
+    def _rule(self) -> masks.MaskSpec:
         return masks.preset("segment-isolation", self.prompt.segments)
 
     def _prefill_mask(self) -> MaskRecord:
@@ -201,7 +203,7 @@ class _Made:
 
     def _decode_mask(self, n_kv: int) -> MaskRecord:
         cells = np.ones((1, 1, n_kv), np.bool_)
-        partial = np.ones((1, 1, -(-n_kv // masks.BLOCK)), np.bool_)
+        partial = np.ones((1, 1, -(-n_kv // masks.BLOCK_SIZE)), np.bool_)
         name = "flexinspect_hooks.maskmods._causal_mask_mod.<locals>.mask_mod"
         return _mask(name, 1, n_kv, n_kv - 1, cells, partial, None)
 
@@ -297,7 +299,7 @@ def _mask(
 ) -> MaskRecord:
     name = hashlib.blake2b(f"{rule} {q_len} {kv_len}".encode(), digest_size=8).hexdigest()
     return MaskRecord(
-        *(name, "block", 1, 1, q_len, kv_len, q_offset, 0, masks.BLOCK, masks.BLOCK),
+        *(name, "block", 1, 1, q_len, kv_len, q_offset, 0, masks.BLOCK_SIZE, masks.BLOCK_SIZE),
         *(rule, "maskmods.py:55", False),
         cells=cells,
         partial=partial,

@@ -16,14 +16,14 @@ from flexinspect import datasets, maskedits, models
 from flexinspect.config import load_config
 from flexinspect.job import Job, SamplingOptions
 from flexinspect.prompts import Prompt
-from flexinspect_hooks.ensemble import Ensemble
+from flexinspect_hooks.ensemble import EnsembleRunner
 from flexinspect_hooks.generate import Choice, Decoder, generate
 from flexinspect_hooks.models import LoadedModel, load
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.travel.caches import n_rows_of
-from flexinspect_hooks.travel.journey import Journey
-from flexinspect_hooks.travel.lines import Line
-from flexinspect_hooks.travel.parts import Limits
+from flexinspect_hooks.travel.journey import BranchingDecoder
+from flexinspect_hooks.travel.lines import BranchState
+from flexinspect_hooks.travel.parts import StopCriteria
 
 TOKENS = 300
 ROUNDS = 11
@@ -37,10 +37,10 @@ class Nobody:
     def muted(self) -> Any:
         return nullcontext()
 
-    def drop(self, line: Line) -> None: ...
-    def chose(self, line: Line, choice: Choice) -> None: ...
-    def begin(self, line: Line) -> None: ...
-    def end(self, line: Line, state: str, reason: str) -> None: ...
+    def drop(self, line: BranchState) -> None: ...
+    def chose(self, line: BranchState, choice: Choice) -> None: ...
+    def begin(self, line: BranchState) -> None: ...
+    def end(self, line: BranchState, state: str, reason: str) -> None: ...
     def tell(self, *about: Any) -> None: ...
 
 
@@ -80,20 +80,20 @@ def _prompt(loaded: LoadedModel) -> Prompt:
 
     def made(n_new: int) -> Prompt:
         job = Job(out="", max_new_tokens=n_new, sampling=WARM, stop="length")
-        return Ensemble(loaded, job, compiled=False).plan(chosen).prompt
+        return EnsembleRunner(loaded, job, compiled=False).plan(chosen).prompt
 
     return made(TOKENS + 2 - len(made(1).ids))
 
 
-def _journey(loaded: LoadedModel, prompt: Prompt, patch: FlexPatch) -> Journey:
+def _journey(loaded: LoadedModel, prompt: Prompt, patch: FlexPatch) -> BranchingDecoder:
     decoder = Decoder(loaded.model, prompt, sampling=WARM)
-    limits = Limits(len(prompt.segments[-1]))
-    return Journey(loaded.model, decoder, patch, Nobody(), limits)
+    limits = StopCriteria(len(prompt.segments[-1]))
+    return BranchingDecoder(loaded.model, decoder, patch, Nobody(), limits)
 
 
-def _journeys(journey: Journey, step: int) -> Mapping[str, Any]:
+def _journeys(journey: BranchingDecoder, step: int) -> Mapping[str, Any]:
     """Restore, fork and edit at the step before the last, from its cache and from nothing."""
-    base = journey.lines[0]
+    base = journey.branches[0]
     rows = len(journey._decoder.prompt.ids) + step
     cropped = [_timed(lambda: journey.restore(0, step)) for _ in range(ROUNDS)]
     assert n_rows_of(journey._decoder.cache) == rows
@@ -103,16 +103,18 @@ def _journeys(journey: Journey, step: int) -> Mapping[str, Any]:
         onward.append(_timed(journey.advance))
     again = []
     for _ in range(3):
-        journey._decoder.stand([], type(journey._decoder.cache)())
-        journey._shelf.clear()
+        journey._decoder.set_state([], type(journey._decoder.cache)())
+        journey._cache_store.clear()
         again.append(_timed(lambda: journey.restore(0, step)))
     forks, edits = [], []
     for number in range(ROUNDS):
-        token = (base.mark(step).token_id + 1 + number) % 300
+        token = (base.checkpoint(step).token_id + 1 + number) % 300
         forks.append(_timed(lambda token=token: journey.fork(0, step, [token])))
     for _ in range(3):
-        edit = [maskedits.parse("drop paraphrase 2")]
-        edits.append(_timed(lambda edit=edit: (journey.edit(0, step, edit), journey.advance())))
+        edit = [maskedits.parse_edit("drop paraphrase 2")]
+        edits.append(
+            _timed(lambda edit=edit: (journey.edit_mask(0, step, edit), journey.advance()))
+        )
     return {
         "state_rows": rows,
         "restore_cropped_ms": _median(cropped),

@@ -42,7 +42,7 @@ HISTORY = (
     "Clear it now and then with clear_debug_history().",
 )
 
-BY_KIND: Mapping[str, tuple[str, ...]] = {
+ADVICE_BY_KIND: Mapping[str, tuple[str, ...]] = {
     "loss": NAN_LOSS,
     "nan": NAN_LOSS,
     "inf": NAN_LOSS,
@@ -59,4 +59,4 @@ BY_KIND: Mapping[str, tuple[str, ...]] = {
 
 def advice(kind: str) -> tuple[str, ...]:
     """Return what usually helps against a kind of trouble, nothing for one that is not known."""
-    return BY_KIND.get(kind, ())
+    return ADVICE_BY_KIND.get(kind, ())

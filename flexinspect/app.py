@@ -17,19 +17,19 @@ from textual.screen import Screen
 
 from flexinspect import state
 from flexinspect.errors import TraceError, UsageError
-from flexinspect.feed import Feed
+from flexinspect.feed import TraceSession
 from flexinspect.job import Job, ScriptJob
 from flexinspect.keys import all_keys
-from flexinspect.lending import LOOK_EVERY_S, lend
-from flexinspect.panels.base import Place
-from flexinspect.screens.broken import BrokenScreen
-from flexinspect.screens.start import JobOf, StartScreen
+from flexinspect.lending import POLL_INTERVAL_S, hand_over_terminal
+from flexinspect.panels.base import TracePlace
+from flexinspect.screens.broken import UnreadableTraceScreen
+from flexinspect.screens.start import JobFactory, StartScreen
 from flexinspect.screens.trace import TraceScreen
-from flexinspect.trace.salvage import is_copy
+from flexinspect.trace.salvage import is_repaired_copy
 from flexinspect.widgets.canvas import Canvas
-from flexinspect.widgets.nocolor import WithoutColors
+from flexinspect.widgets.nocolor import NoColorFilter
 
-_WITHOUT_COLORS = WithoutColors()
+_NO_COLOR_FILTER = NoColorFilter()
 
 
 class InspectorApp(App[None]):
@@ -50,71 +50,71 @@ class InspectorApp(App[None]):
         trace: Path | None = None,
         job: Job | ScriptJob | None = None,
         *,
-        place: Place | None = None,
+        place: TracePlace | None = None,
         keymap: Mapping[str, str] | None = None,
-        job_of: JobOf | None = None,
+        make_job: JobFactory | None = None,
     ) -> None:
         super().__init__()
-        self._job_of = job_of or _no_jobs
+        self._make_job = make_job or _refuse_job
         self._trace, self._job, self._place = trace, job, place
-        self._keymap_given = dict(keymap or {})
-        self.feed: Feed | None = None
-        self.trouble: TraceError | None = None
+        self._keymap_overrides = dict(keymap or {})
+        self.session: TraceSession | None = None
+        self.trace_error: TraceError | None = None
         self.animation_level = "none"  # a data view that moves by itself is repainted for nothing
 
     def on_mount(self) -> None:
         """Open what was asked for."""
-        theme = state.recall().theme
+        theme = state.load_state().theme
         if theme in self.available_themes:
             self.theme = theme
         self.theme_changed_signal.subscribe(self, self._repaint_all)
-        self.set_keymap(self._keymap_given)
-        self._end_on_signals()
-        self.call_after_refresh(_spare_the_collector)
+        self.set_keymap(self._keymap_overrides)
+        self._install_signal_handlers()
+        self.call_after_refresh(_freeze_gc)
         if self._job is not None:
             self.inspect_run(self._job)
         elif self._trace is not None:
             self.inspect_trace(self._trace, self._place)
         else:
-            self.push_screen(StartScreen(self._begin, self._job_of))
+            self.push_screen(StartScreen(self._open_target, self._make_job))
 
     def on_unmount(self) -> None:
         """Let go of the trace."""
-        if self.feed is not None:
-            self.feed.close()
+        if self.session is not None:
+            self.session.close()
 
     def inspect_run(self, job: Job | ScriptJob) -> None:
         """Start a job and follow it."""
-        self.feed = Feed.run(job)
+        self.session = TraceSession.start(job)
         if job.debugger.pdb:
-            self.set_interval(LOOK_EVERY_S, self._lend_terminal)
-        self.push_screen(TraceScreen(self.feed))
+            self.set_interval(POLL_INTERVAL_S, self._hand_over_terminal)
+        self.push_screen(TraceScreen(self.session))
 
-    def _lend_terminal(self) -> None:
+    def _hand_over_terminal(self) -> None:
         """Step aside while pdb in the run has the terminal."""
-        process = self.feed.process if self.feed is not None else None
+        process = self.session.process if self.session is not None else None
         if process is not None and process.state.wants_terminal:
             with self.suspend():
-                lend(process)
+                hand_over_terminal(process)
 
-    def inspect_trace(self, path: Path, place: Place | None = None) -> None:
+    def inspect_trace(self, path: Path, place: TracePlace | None = None) -> None:
         """Open a trace; one that cannot be read gets a screen that says why."""
         try:
-            self.feed = Feed(path)
+            self.session = TraceSession(path)
         except TraceError as error:
-            self.trouble = error
-            self.push_screen(BrokenScreen(path, error, self._begin))
+            self.trace_error = error
+            self.push_screen(UnreadableTraceScreen(path, error, self._open_target))
             return
-        self.trouble = None
-        if not is_copy(path):
-            state.opened(path)
-        self.push_screen(TraceScreen(self.feed, place))
+        self.trace_error = None
+        if not is_repaired_copy(path):
+            state.add_recent_trace(path)
+        self.push_screen(TraceScreen(self.session, place))
 
-    def _begin(self, what: Path | Job | ScriptJob) -> None:
-        if not isinstance(what, Path):
-            self.inspect_run(what)
+    def _open_target(self, target: Path | Job | ScriptJob) -> None:
+        if not isinstance(target, Path):
+            self.inspect_run(target)
         else:
-            self.inspect_trace(what)
+            self.inspect_trace(target)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         """Offer none of Textual's own commands: our table has them all, once and with its care."""
@@ -122,13 +122,13 @@ class InspectorApp(App[None]):
 
     def get_line_filters(self) -> Sequence[LineFilter]:
         """Let no colour reach the terminal under `NO_COLOR`."""
-        return (_WITHOUT_COLORS,) if self.no_color else super().get_line_filters()
+        return (_NO_COLOR_FILTER,) if self.no_color else super().get_line_filters()
 
     def keys_of(self, name: str) -> str:
         """Return the keys of an action as the user has them, for help."""
         default = next((key.keys for key in all_keys() if key.id == name), ())
-        given = self._keymap_given.get(name)
-        names: Sequence[str] = given.split(",") if given else default
+        override = self._keymap_overrides.get(name)
+        names: Sequence[str] = override.split(",") if override else default
         return " ".join(self.get_key_display_of(key) for key in names)
 
     def get_key_display_of(self, key: str) -> str:
@@ -138,27 +138,27 @@ class InspectorApp(App[None]):
         return "+".join(format_key(part) for part in key.strip().split("+"))
 
     def _repaint_all(self, theme: object) -> None:
-        state.remember(theme=self.theme)
+        state.save_state(theme=self.theme)
         for screen in self.screen_stack:
             for view in screen.query(Canvas):
                 view.repaint()
 
-    def _end_on_signals(self) -> None:
+    def _install_signal_handlers(self) -> None:
         """Leave the terminal as it was when we are ended, and let a run end its trace."""
         loop = asyncio.get_running_loop()
         for name in ("SIGTERM", "SIGHUP"):
             if hasattr(signal, name):
                 with suppress(NotImplementedError, RuntimeError, ValueError):
                     number = getattr(signal, name)
-                    loop.add_signal_handler(number, self._ended, number)
+                    loop.add_signal_handler(number, self._handle_signal, number)
 
-    def _ended(self, number: int) -> None:
-        if self.feed is not None:
-            self.feed.interrupt()
+    def _handle_signal(self, number: int) -> None:
+        if self.session is not None:
+            self.session.interrupt()
         self.exit(return_code=128 + number)
 
 
-def _spare_the_collector() -> None:
+def _freeze_gc() -> None:
     """Keep the collector from walking through all modules and styles while somebody steps.
 
     A full collection takes 20 to 40 ms here, several frames; what is loaded by now stays anyway.
@@ -167,5 +167,5 @@ def _spare_the_collector() -> None:
     gc.freeze()
 
 
-def _no_jobs(words: Sequence[str]) -> Job | ScriptJob:
+def _refuse_job(words: Sequence[str]) -> Job | ScriptJob:
     raise UsageError("No run can be started from here.", hint=f"Type: flexinspect {words[0]} …")

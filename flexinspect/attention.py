@@ -21,27 +21,27 @@ from flexinspect.prompts import Segment
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
-TOLERANCE = 1e-2
+LSE_TOLERANCE = 1e-2
 """A gate above this is no rounding: half precision stays below 5e-3.
 
 The gate is blind below it: a key that is wrongly hidden or shown is seen only where it carries more
 than 1 % of the row's mass.
 """
 
-_ROUNDED_OUTPUT = {"bfloat16": 0.12, "float16": 0.05}
+_OUTPUT_TOLERANCE = {"bfloat16": 0.12, "float16": 0.05}
 """Eager attention rounds its scores to the model's type, which an output that is recomputed in
 float32 shows: up to 0.05 was measured in bfloat16 and 0.005 in float16, on seven model families
 with large scores. Another mask gives up to 1 and more, but may give less.
 """
 
 
-def bar(kind: str | None, dtype: str) -> float:
+def check_tolerance(kind: str | None, dtype: str) -> float:
     """Return the gate above which what ran was something else, for sure, in that type."""
-    return _ROUNDED_OUTPUT.get(dtype, TOLERANCE) if kind == "output" else TOLERANCE
+    return _OUTPUT_TOLERANCE.get(dtype, LSE_TOLERANCE) if kind == "output" else LSE_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class LseCheck:
     """How far a picture is from what ran: `value` is None when nothing tells.
 
     `kind` is "lse" (distance of the row's mass from 1 under the kernel's own log-sum-exp) or
@@ -54,49 +54,51 @@ class Gate:
     dtype: str = ""
 
     @property
-    def checked(self) -> bool:
+    def is_checked(self) -> bool:
         """Whether there is a number at all."""
         return self.value is not None
 
     @property
-    def bad(self) -> bool:
+    def is_failed(self) -> bool:
         """Whether the picture is not what ran; NaN proves nothing good."""
-        return self.value is not None and not self.value <= self.bar
+        return self.value is not None and not self.value <= self.tolerance
 
     @property
-    def bar(self) -> float:
+    def tolerance(self) -> float:
         """What is rounding at most."""
-        return bar(self.kind, self.dtype)
+        return check_tolerance(self.kind, self.dtype)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return "gate 3e-06 (lse)" or "not checked"; a coarse one says what it is allowed."""
         if self.value is None:
             return "not checked"
-        coarse = f", {self.dtype} rounds to {self.bar:g}" if self.value > TOLERANCE else ""
-        coarse = "" if self.bad else coarse
+        coarse = (
+            f", {self.dtype} rounds to {self.tolerance:g}" if self.value > LSE_TOLERANCE else ""
+        )
+        coarse = "" if self.is_failed else coarse
         return f"gate {self.value:.0e} ({self.kind or 'lse'}{coarse})"
 
 
-UNCHECKED = Gate()
+UNCHECKED = LseCheck()
 """The gate of what nothing was compared with."""
 
 
-def worst(gates: Sequence[Gate]) -> Gate:
+def worst_check(checks: Sequence[LseCheck]) -> LseCheck:
     """Return the gate that proves least: a bad one, else one without a number, else the largest."""
-    if not gates:
+    if not checks:
         return UNCHECKED
-    return max(gates, key=_weight)
+    return max(checks, key=_check_order)
 
 
-def _weight(gate: Gate) -> tuple[int, float]:
-    if gate.value is None:
+def _check_order(check: LseCheck) -> tuple[int, float]:
+    if check.value is None:
         return 1, 0.0
-    value = math.inf if math.isnan(gate.value) else gate.value
-    return (2, value) if gate.bad else (0, value)
+    value = math.inf if math.isnan(check.value) else check.value
+    return (2, value) if check.is_failed else (0, value)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class AttentionRow:
     """Weights of one row over its keys, float64 (keys,), 0 where closed.
 
     `total` is their sum, `lse` the log-sum-exp of the open scores (natural, -inf when none is
@@ -107,10 +109,10 @@ class Row:
     weights: Floats
     total: float
     lse: float
-    gate: float | None
+    lse_error: float | None
 
 
-def key_head(head: int, q_heads: int, kv_heads: int) -> int:
+def kv_head_of(head: int, q_heads: int, kv_heads: int) -> int:
     """Return the key head of a query head: neighbouring query heads share one (flex-facts 1)."""
     return head // max(q_heads // max(kv_heads, 1), 1)
 
@@ -132,7 +134,7 @@ def row_scores(
         return softcap * np.tanh(scores / softcap) if softcap else scores
 
 
-def row_weights(scores: Floats, visible: Bools, lse: float | None = None) -> Row:
+def row_weights(scores: Floats, visible: Bools, lse: float | None = None) -> AttentionRow:
     """Return the softmax of `scores` (keys,) over the open cells of `visible` (keys,).
 
     With the kernel's `lse` the weights are exp(score - lse), and the gate |sum - 1|; for a row that
@@ -146,7 +148,7 @@ def row_weights(scores: Floats, visible: Bools, lse: float | None = None) -> Row
         weights: Floats = np.where(visible, np.exp(masked - shift), 0.0)
         total = float(weights.sum())
     expected = 0.0 if used == -math.inf else 1.0
-    return Row(weights, total, own, None if lse is None else abs(total - expected))
+    return AttentionRow(weights, total, own, None if lse is None else abs(total - expected))
 
 
 def _logsumexp(scores: Floats) -> float:
@@ -166,7 +168,9 @@ def entropy(weights: Floats) -> float:
         return max(float(-(weights * logs).sum()), 0.0)
 
 
-def mass_by_segment(weights: Floats, segments: Sequence[Segment], first_pos: int = 0) -> Floats:
+def attention_by_segment(
+    weights: Floats, segments: Sequence[Segment], first_pos: int = 0
+) -> Floats:
     """Return the sum of the weights in each segment, float64 (segments,).
 
     `first_pos` is the position of key 0; the last segment takes all that lies behind it.

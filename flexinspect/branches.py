@@ -18,21 +18,21 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.records import Candidate, TokenRecord
-from flexinspect.trace.branchfacts import own_family
+from flexinspect.trace.branchfacts import visible_lineage
 from flexinspect.trace.callranges import lineage
-from flexinspect.trace.ranges import chosen_range, holder, step_bounds, step_range
+from flexinspect.trace.ranges import branch_of_step, chosen_tokens, step_bounds, step_range
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import BranchRow
-from flexinspect.trace.sequences import tokens_of
+from flexinspect.trace.sequences import read_tokens
 
-LOGITS = "logits.row"
+LOGITS_STREAM = "logits.row"
 """The stream that holds all logits of a step."""
 
 Basis = Literal["all logits", "candidates"]
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class BranchNode:
     """A branch in the tree: `depth` below the base, `says` what made it differ from its parent.
 
     `children` are the numbers of its forks. `n_steps` counts its own steps.
@@ -41,11 +41,11 @@ class Node:
     row: BranchRow
     depth: int
     children: tuple[int, ...]
-    says: str
+    change_text: str
     n_steps: int
 
 
-def tree(reader: TraceReader, generation: int) -> list[Node]:
+def branch_tree(reader: TraceReader, generation: int) -> list[BranchNode]:
     """Return all branches, each followed by its forks, in order. Raises `TraceError`."""
     rows = {row.branch: row for row in reader.branches(generation)}
     children: dict[int | None, list[int]] = {}
@@ -53,16 +53,18 @@ def tree(reader: TraceReader, generation: int) -> list[Node]:
         parent = row.parent if row.parent in rows and row.parent != row.branch else None
         children.setdefault(parent, []).append(row.branch)
 
-    def walk(branch: int, depth: int) -> Iterator[Node]:
+    def walk(branch: int, depth: int) -> Iterator[BranchNode]:
         row, mine = rows[branch], tuple(children.get(branch, ()))
-        yield Node(row, depth, mine, change_words(row.change), reader.n_steps(generation, branch))
+        yield BranchNode(
+            row, depth, mine, describe_change(row.change), reader.n_steps(generation, branch)
+        )
         for child in mine:
             yield from walk(child, depth + 1)
 
     return [node for branch in children.get(None, ()) for node in walk(branch, 0)]
 
 
-def change_words(change: Mapping[str, Any]) -> str:
+def describe_change(change: Mapping[str, Any]) -> str:
     """Return what made a branch differ from its parent, in a few words; empty for the base."""
     match change.get("kind"):
         case "token":
@@ -99,12 +101,12 @@ class TokenPair:
         return None not in both and self.one.token_id == self.other.token_id  # type: ignore[union-attr]
 
 
-def side_by_side(
+def token_pairs(
     reader: TraceReader, generation: int, one: int, other: int, start: int = 0, stop: int = 1 << 62
 ) -> list[TokenPair]:
     """Return the tokens of two branches at the positions `start <= pos < stop`, in order."""
     left, right = (
-        {token.pos: token for token in tokens_of(reader, generation, branch, start, stop)}
+        {token.pos: token for token in read_tokens(reader, generation, branch, start, stop)}
         for branch in (one, other)
     )
     return [TokenPair(p, left.get(p), right.get(p)) for p in sorted(left.keys() | right.keys())]
@@ -131,7 +133,7 @@ def first_difference(reader: TraceReader, generation: int, one: int, other: int)
     lasts = [end[1] for end in ends if end is not None]
     if len(lasts) < 2 or start > max(lasts):
         return None
-    left, right = (chosen_range(reader, generation, start, 1 << 62, each) for each in (one, other))
+    left, right = (chosen_tokens(reader, generation, start, 1 << 62, each) for each in (one, other))
     steps = sorted(left.keys() | right.keys())
     return next((step for step in steps if left.get(step) != right.get(step)), None)
 
@@ -163,14 +165,14 @@ def step_change(
     reader: TraceReader, generation: int, step: int, one: int, other: int
 ) -> StepChange | None:
     """Return how a step's distribution differs between branches, None where one has none."""
-    places = [holder(reader, generation, step, branch) for branch in (one, other)]
+    places = [branch_of_step(reader, generation, step, branch) for branch in (one, other)]
     found = [reader.candidates(generation, step, branch) for branch in places]
     if not found[0] or not found[1]:
         return None
-    rows = [reader.array(generation, step, LOGITS, None, branch) for branch in places]
+    rows = [reader.array(generation, step, LOGITS_STREAM, None, branch) for branch in places]
     if rows[0] is not None and rows[1] is not None and rows[0].shape == rows[1].shape:
-        return _of_rows(step, rows[0], rows[1], [*found[0], *found[1]])
-    return _of_candidates(step, found[0], found[1])
+        return _change_from_logits(step, rows[0], rows[1], [*found[0], *found[1]])
+    return _change_from_candidates(step, found[0], found[1])
 
 
 def step_changes(
@@ -186,7 +188,7 @@ def step_changes(
     return [change for change in made if change is not None]
 
 
-def _of_rows(
+def _change_from_logits(
     step: int, one: npt.NDArray[Any], other: npt.NDArray[Any], listed: Sequence[Candidate]
 ) -> StepChange:
     p, q = (_log_probabilities(row) for row in (one, other))
@@ -195,7 +197,7 @@ def _of_rows(
     kl = float(np.where(np.isneginf(p), 0.0, parts).sum())
     texts = {candidate.token_id: candidate.text for candidate in listed}
     known = ((i, text, float(one[i]), float(other[i])) for i, text in texts.items())
-    return StepChange(step, "all logits", max(kl, 0.0), _largest_first(known))
+    return StepChange(step, "all logits", max(kl, 0.0), _sort_by_change(known))
 
 
 def _log_probabilities(row: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -205,7 +207,9 @@ def _log_probabilities(row: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     return out
 
 
-def _of_candidates(step: int, one: Sequence[Candidate], other: Sequence[Candidate]) -> StepChange:
+def _change_from_candidates(
+    step: int, one: Sequence[Candidate], other: Sequence[Candidate]
+) -> StepChange:
     known = {candidate.token_id: candidate for candidate in other}
     pairs = [(mine, known[mine.token_id]) for mine in one if mine.token_id in known]
     kl = sum(math.exp(a.logprob) * (a.logprob - b.logprob) for a, b in pairs)
@@ -213,10 +217,10 @@ def _of_candidates(step: int, one: Sequence[Candidate], other: Sequence[Candidat
     if rest[0] > 1e-12:
         kl += rest[0] * math.log(rest[0] / max(rest[1], 1e-12))
     changes = ((a.token_id, a.text, a.logit, b.logit) for a, b in pairs)
-    return StepChange(step, "candidates", max(kl, 0.0), _largest_first(changes))
+    return StepChange(step, "candidates", max(kl, 0.0), _sort_by_change(changes))
 
 
-def _largest_first(
+def _sort_by_change(
     changes: Iterator[tuple[int, str, float, float]],
 ) -> tuple[tuple[int, str, float, float], ...]:
     return tuple(sorted(changes, key=lambda one: (-abs(one[3] - one[2]), one[0])))
@@ -225,7 +229,7 @@ def _largest_first(
 # -- masks -----------------------------------------------------------------------------------------
 
 
-MOST_CELLS = 256
+MAX_LISTED_CELLS = 256
 """Cells that a difference of masks lists; all of them are counted."""
 
 
@@ -301,8 +305,8 @@ def mask_change(
     opened, closed = np.argwhere(b & ~a), np.argwhere(a & ~b)
     return MaskChange(
         *(step, mine.layer, int(both.sum()), len(opened), len(closed)),
-        opened=tuple((int(row), int(key)) for row, key in opened[:MOST_CELLS]),
-        closed=tuple((int(row), int(key)) for row, key in closed[:MOST_CELLS]),
+        opened=tuple((int(row), int(key)) for row, key in opened[:MAX_LISTED_CELLS]),
+        closed=tuple((int(row), int(key)) for row, key in closed[:MAX_LISTED_CELLS]),
     )
 
 
@@ -317,18 +321,18 @@ def mask_rows(
     find: FindStepMask | None = None,
 ) -> MaskRows | None:
     """Return the executed mask of all rows up to a step, None where no cell of it is known."""
-    about = reader.step(generation, step, holder(reader, generation, step, branch))
+    about = reader.step(generation, step, branch_of_step(reader, generation, step, branch))
     if about is None:
         return None
     find = find or (lambda owner, at: step_mask(reader, generation, at, owner, layer, head))
     cells = np.zeros((about.kv_after, about.kv_after), np.bool_)
     known = np.zeros(about.kv_after, np.bool_)
     number = None
-    for owner, first, stop in reversed(own_family(reader, generation, branch, step)):
+    for owner, first, stop in reversed(visible_lineage(reader, generation, branch, step)):
         for at in range(first, step + 1 if stop is None else min(stop, step + 1)):
             mask = find(owner, at)
             if mask is not None:
-                _place(mask, cells, known)
+                _copy_rows(mask, cells, known)
                 number = mask.layer
     return None if number is None else MaskRows(number, cells, known)
 
@@ -348,7 +352,7 @@ def step_mask(
     return StepMask(call.layer, row.kv_before, max(row.kv_after - mask.kv_len, 0), cells)
 
 
-def _place(mask: StepMask, cells: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_]) -> None:
+def _copy_rows(mask: StepMask, cells: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_]) -> None:
     row, key = mask.row + len(mask.cells), mask.key + mask.cells.shape[1]
     if row <= len(known) and key <= len(known):
         cells[mask.row : row, mask.key : key] = mask.cells

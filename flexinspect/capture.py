@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from flexinspect import protocol
-from flexinspect.ending import is_request
+from flexinspect.ending import is_signal_exit_code
 from flexinspect.job import Job, ScriptJob
 
-LAST_WORDS = 40
+MAX_STDERR_LINES = 40
 """Lines of the process's stderr that are kept."""
 
 
@@ -31,11 +31,11 @@ class CaptureState:
     note: str | None = None
     error: str | None = None
     hint: str | None = None
-    over: bool = False
+    is_over: bool = False
     wants_terminal: bool = False
-    terminal_wishes: int = 0
-    stops: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
-    debugger: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    n_terminal_requests: int = 0
+    pauses: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
+    debugger_messages: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     prints: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
 
 
@@ -46,7 +46,7 @@ class Capture:
     its trace, and `kill` ends it whatever it does.
     """
 
-    called: ClassVar[str]
+    display_name: ClassVar[str]
     """What it is in a sentence."""
 
     has_own_streams: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class Capture:
         self.state = CaptureState()
         self.was_killed = False
         """Whether we ended it at once."""
-        self._stderr: deque[str] = deque(maxlen=LAST_WORDS)
+        self._stderr: deque[str] = deque(maxlen=MAX_STDERR_LINES)
 
     @property
     def pid(self) -> int:
@@ -91,24 +91,24 @@ class Capture:
     def show_output(self) -> None:
         """The interface is closed: print what was printed meanwhile, and go on with it."""
 
-    def last_words(self) -> list[str]:
+    def last_stderr_lines(self) -> list[str]:
         """Return the last lines of the process's stderr."""
         return list(self._stderr)
 
-    def how_it_ended(self, code: int) -> str:
+    def describe_exit(self, code: int) -> str:
         """Say in words how the process ended, for an exit that nobody explained."""
-        if not self.has_own_streams and is_request(code):
+        if not self.has_own_streams and is_signal_exit_code(code):
             code = 128 - code
         if code >= 0:
-            return f"{self.called} ended with exit code {code}."
+            return f"{self.display_name} ended with exit code {code}."
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
         extra = " (out of memory, or ended by hand)" if name == "SIGKILL" else ""
-        return f"{self.called} was ended by {name}{extra}."
+        return f"{self.display_name} was ended by {name}{extra}."
 
-    def _take(self, facts: Mapping[str, Any]) -> None:
+    def _on_message(self, facts: Mapping[str, Any]) -> None:
         """Take in what the process says of its trace."""
         if facts["kind"] == protocol.TRACE:
             self.state.path = Path(facts["path"])
@@ -116,51 +116,51 @@ class Capture:
             self.state.recording = Path(facts["recording"])
         elif facts["kind"] == protocol.ERROR:
             self.state.error, self.state.hint = facts["message"], facts["hint"]
-        elif facts["kind"] == protocol.KEPT:
+        elif facts["kind"] == protocol.FINISHED:
             self.state.path = Path(facts["path"]) if facts["path"] else None
             self.state.note = facts["note"] or self.state.note
-            self.state.over = True
+            self.state.is_over = True
         elif facts["kind"] == protocol.DEBUGGER:
-            self.state.debugger.put(facts["text"])
+            self.state.debugger_messages.put(facts["text"])
         elif facts["kind"] == protocol.TERMINAL:
             self.state.wants_terminal = facts["wanted"]
-            self.state.terminal_wishes += facts["wanted"]
+            self.state.n_terminal_requests += facts["wanted"]
         elif facts["kind"] == protocol.STOPPED:
-            self.state.stops.put(facts["text"])
+            self.state.pauses.put(facts["text"])
 
-    def lend_terminal(self) -> None:
+    def grant_terminal(self) -> None:
         """Let pdb in the process have the terminal, until `state.wants_terminal` is over."""
         raise NotImplementedError
 
 
-def debuggable(job: Job | ScriptJob) -> list[str]:
+def python_debug_flags(job: Job | ScriptJob) -> list[str]:
     """Return the flags of Python without which debugpy warns that it may miss breakpoints."""
     is_debugged = job.debugger.port is not None or "pydevd" in sys.modules
     return ["-X", "frozen_modules=off"] if is_debugged else []
 
 
-def start(job: Job | ScriptJob) -> Capture:
+def start_capture(job: Job | ScriptJob) -> Capture:
     """Start a job in a process of its own, for an interface that has the terminal to itself.
 
     What a user's program prints is held until `show_output`, and its stdin is empty.
     """
     if isinstance(job, Job):
-        return CaptureProcess(job)
-    from flexinspect.scriptcapture import Echo, ScriptProcess
+        return GenerationProcess(job)
+    from flexinspect.scriptcapture import OutputRelay, ScriptProcess
 
-    return ScriptProcess(job, Echo(held=True), stdin=subprocess.DEVNULL)
+    return ScriptProcess(job, OutputRelay(hold=True), stdin=subprocess.DEVNULL)
 
 
-class CaptureProcess(Capture):
+class GenerationProcess(Capture):
     """One running capture of our own generation."""
 
-    called: ClassVar[str] = "The capture process"
+    display_name: ClassVar[str] = "The capture process"
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self._process = subprocess.Popen(
             # -P: nothing from here
-            [sys.executable, *debuggable(job), "-P", "-m", "flexinspect_hooks.process"],
+            [sys.executable, *python_debug_flags(job), "-P", "-m", "flexinspect_hooks.process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,14 +170,14 @@ class CaptureProcess(Capture):
             start_new_session=True,
         )
         self._readers = [
-            threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True),
-            threading.Thread(target=self._hear, args=(self._process.stderr,), daemon=True),
+            threading.Thread(target=self._read_stdout, args=(self._process.stdout,), daemon=True),
+            threading.Thread(target=self._read_stderr, args=(self._process.stderr,), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
-        self._send(job)
+        self._send_job(job)
 
-    def _send(self, job: Job) -> None:
+    def _send_job(self, job: Job) -> None:
         assert self._process.stdin is not None
         try:
             # Left open: that it ends is how the process learns that we are gone.
@@ -204,21 +204,21 @@ class CaptureProcess(Capture):
                 reader.join(timeout=0.5)  # a grandchild may hold them open for ever
         return code
 
-    def lend_terminal(self) -> None:
+    def grant_terminal(self) -> None:
         """Let pdb have the terminal: any byte tells the process so."""
         with suppress(OSError, ValueError):
             assert self._process.stdin is not None
-            self._process.stdin.write(protocol.GRANT.decode())
+            self._process.stdin.write(protocol.GRANT_TERMINAL.decode())
             self._process.stdin.flush()
 
-    def _listen(self, stream: IO[str]) -> None:
+    def _read_stdout(self, stream: IO[str]) -> None:
         for line in stream:
-            facts = protocol.parse(line)
+            facts = protocol.parse_message(line)
             if facts is None:
                 self.state.prints.put(line.rstrip("\n"))
             else:
-                self._take(facts)
+                self._on_message(facts)
 
-    def _hear(self, stream: IO[str]) -> None:
+    def _read_stderr(self, stream: IO[str]) -> None:
         for line in stream:
             self._stderr.append(line.rstrip("\n"))

@@ -14,7 +14,7 @@ from rich.style import Style
 RGB = tuple[int, int, int]
 Levels = npt.NDArray[np.uint8]
 
-_MOST_RUNS = 20_000
+_MAX_CACHED_RUNS = 20_000
 """Runs of equal cells that a palette remembers, some megabytes, before it starts afresh."""
 
 
@@ -69,14 +69,14 @@ class Palette:
         """Return `length` equal cells as a segment and as bytes; remembered."""
         found = self._runs.get((key, length))
         if found is None:
-            if len(self._runs) >= _MOST_RUNS:
+            if len(self._runs) >= _MAX_CACHED_RUNS:
                 self._runs.clear()
             cell, code = self.pairs[key], self.ansi[key]
             found = (Segment(cell.text * length, cell.style), code + cell.text * (length - 1))
             self._runs[key, length] = found
         return found
 
-    def ink(self, level: int) -> Color:
+    def text_color(self, level: int) -> Color:
         """Return black or white, whichever is read more easily on the colour of a level."""
         red, green, blue = self.rgb[level]
         bright = 0.299 * red + 0.587 * green + 0.114 * blue > 127  # luma of ITU-R BT.601
@@ -89,21 +89,21 @@ def quantise(values: npt.ArrayLike, low: float, high: float, size: int) -> Level
     Values outside are clipped, infinite ones too; NaN is 0. Everything is 0 where `low` to `high`
     is no range: empty, backwards or not finite.
     """
-    given = np.asarray(values, dtype=np.float64)
+    array = np.asarray(values, dtype=np.float64)
     with np.errstate(all="ignore"):
         span = float(np.float64(high) - np.float64(low))
         if not (np.isfinite(span) and span > 0):
-            return np.zeros(given.shape, np.uint8)
-        scaled = (given - low) / span * (size - 1)
+            return np.zeros(array.shape, np.uint8)
+        scaled = (array - low) / span * (size - 1)
     clipped = np.clip(np.nan_to_num(scaled, nan=0.0, posinf=size - 1, neginf=0.0), 0, size - 1)
     return np.rint(clipped).astype(np.uint8)
 
 
 def quantise_marked(values: npt.ArrayLike, low: float, high: float, palette: Palette) -> Levels:
     """Return levels of a palette whose last level marks what is not a finite number."""
-    given = np.asarray(values, dtype=np.float64)
-    levels = quantise(given, low, high, palette.size - 1)
-    levels[~np.isfinite(given)] = palette.size - 1
+    array = np.asarray(values, dtype=np.float64)
+    levels = quantise(array, low, high, palette.size - 1)
+    levels[~np.isfinite(array)] = palette.size - 1
     return levels
 
 

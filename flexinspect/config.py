@@ -57,10 +57,10 @@ class ModelAlias:
     @property
     def folder(self) -> Path:
         """Where the target lies if it is a folder."""
-        return (self.file.parent / expanded(self.target)).resolve()
+        return (self.file.parent / expand_user(self.target)).resolve()
 
 
-def expanded(path: str) -> Path:
+def expand_user(path: str) -> Path:
     """Return the path with `~` replaced, or as it is where that user has no home."""
     try:
         return Path(path).expanduser()
@@ -103,30 +103,30 @@ def load_config(start: Path | None = None) -> Config:
         files.append(file)
         for alias, entry in _model_aliases(file, text, settings).items():
             models.setdefault(alias, entry)
-        for action, names in _keys(file, text, settings.get("keys", {})).items():
+        for action, names in _read_keys(file, text, settings.get("keys", {})).items():
             keys.setdefault(action, names)
             written.setdefault(action, (file, text))
-        breakpoints = _breakpoints(file, text, settings.get("breakpoints", {})) | breakpoints
-        for profile, switches in _debugging(file, text, settings.get("debugging", {})).items():
+        breakpoints = _read_breakpoints(file, text, settings.get("breakpoints", {})) | breakpoints
+        for profile, switches in _read_debugging(file, text, settings.get("debugging", {})).items():
             debugging[profile] = {**switches, **debugging.get(profile, {})}
-    _refuse_shared_keys(keys, written)
+    _check_shared_keys(keys, written)
     joined = {name: ",".join(keys[name]) for name in keys}
     return Config(models, joined, breakpoints, debugging, tuple(files))
 
 
-_Found = tuple[Path, str, Mapping[str, Any]]
+_SettingsFile = tuple[Path, str, Mapping[str, Any]]
 
 
-def _project_settings(start: Path) -> _Found | None:
+def _project_settings(start: Path) -> _SettingsFile | None:
     for folder in (start.resolve(), *start.resolve().parents):
         own = folder / "flexinspect.toml"
         if own.is_file():
-            text = _read(own)
-            return own, text, _parse(own, text)
+            text = _read_text(own)
+            return own, text, _parse_toml(own, text)
         shared = folder / "pyproject.toml"
         # Another project's broken pyproject.toml is not ours to complain about.
-        if shared.is_file() and "tool.flexinspect" in (text := _read(shared)):
-            settings = _parse(shared, text).get("tool", {}).get("flexinspect")
+        if shared.is_file() and "tool.flexinspect" in (text := _read_text(shared)):
+            settings = _parse_toml(shared, text).get("tool", {}).get("flexinspect")
             if settings is not None:
                 return shared, text, settings
     return None
@@ -144,15 +144,15 @@ def user_config_file() -> Path | None:
     return root / "flexinspect" / "config.toml"
 
 
-def _user_settings() -> _Found | None:
+def _user_settings() -> _SettingsFile | None:
     file = user_config_file()
     if file is None or not file.is_file():
         return None
-    text = _read(file)
-    return file, text, _parse(file, text)
+    text = _read_text(file)
+    return file, text, _parse_toml(file, text)
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -160,7 +160,7 @@ def _read(file: Path) -> str:
         raise UsageError(f"The settings file {file} cannot be read: {reason}.") from error
 
 
-def _parse(file: Path, text: str) -> dict[str, Any]:
+def _parse_toml(file: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -174,23 +174,23 @@ def _parse(file: Path, text: str) -> dict[str, Any]:
 
 def _model_aliases(file: Path, text: str, settings: object) -> dict[str, ModelAlias]:
     if not isinstance(settings, dict):
-        raise _bad(file, text, "flexinspect", "[tool.flexinspect] must be a table")
+        raise _settings_error(file, text, "flexinspect", "[tool.flexinspect] must be a table")
     for name in settings:
         if name not in SECTIONS:
             near = difflib.get_close_matches(name, SECTIONS, 1)
             ask = f"; did you mean [{near[0]}]?" if near else f"; known: {_SECTIONS_LISTED}"
-            raise _bad(file, text, name, f"the section {name!r} is unknown{ask}")
+            raise _settings_error(file, text, name, f"the section {name!r} is unknown{ask}")
     table = settings.get("models", {})
     if not isinstance(table, dict):
-        raise _bad(file, text, "models", "[models] must be a table of alias = path")
+        raise _settings_error(file, text, "models", "[models] must be a table of alias = path")
     return {alias: _model_alias(file, text, alias, value) for alias, value in table.items()}
 
 
-def _keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
+def _read_keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
     from flexinspect.keys import all_keys
 
     if not isinstance(table, dict):
-        raise _bad(
+        raise _settings_error(
             file, text, "keys", '[keys] must be a table of "action" = "key"', hint=_KEYS_HINT
         )
     known = {key.id for key in all_keys()}
@@ -198,94 +198,98 @@ def _keys(file: Path, text: str, table: object) -> dict[str, tuple[str, ...]]:
         if action not in known:
             near = difflib.get_close_matches(action, known, 1)
             ask = f"; did you mean {near[0]!r}?" if near else ""
-            raise _bad(file, text, action, f"no action is called {action!r}{ask}", hint=_KEYS_HINT)
-    return {action: _keys_of(file, text, action, given) for action, given in table.items()}
+            raise _settings_error(
+                file, text, action, f"no action is called {action!r}{ask}", hint=_KEYS_HINT
+            )
+    return {action: _action_keys(file, text, action, given) for action, given in table.items()}
 
 
-def _breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
+def _read_breakpoints(file: Path, text: str, table: object) -> dict[str, str]:
     if not isinstance(table, dict):
         what = '[breakpoints] must be a table of name = "condition"'
-        raise _bad(file, text, "breakpoints", what, hint=_BREAKPOINTS_HINT)
+        raise _settings_error(file, text, "breakpoints", what, hint=_BREAKPOINTS_HINT)
     if not table:
         return {}
-    from flexinspect.breaks import BreakpointBook, ExpressionError
+    from flexinspect.breaks import BreakpointStore, ExpressionError
 
-    book = BreakpointBook()
+    book = BreakpointStore()
     for name, condition in table.items():
         if not isinstance(condition, str):
             what = f"the breakpoint {name!r} needs a condition in quotes"
-            raise _bad(file, text, name, what, hint=_BREAKPOINTS_HINT)
+            raise _settings_error(file, text, name, what, hint=_BREAKPOINTS_HINT)
         try:
             book.add(condition)
         except ExpressionError as error:
-            raise error.at(f"{file}:{_line_of(text, name)}") from None
+            raise error.with_location(f"{file}:{_line_of(text, name)}") from None
     return dict(table)
 
 
-def _keys_of(file: Path, text: str, action: str, given: object) -> tuple[str, ...]:
+def _action_keys(file: Path, text: str, action: str, given: object) -> tuple[str, ...]:
     """Return the keys of one action as Textual names them."""
-    from flexinspect.keynames import FORMS, key_named
+    from flexinspect.keynames import KEY_SYNTAX, parse_key
 
     names = [given] if isinstance(given, str) else given
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         what = f"the action {action!r} needs a key, or a list of keys"
-        raise _bad(file, text, action, what, hint=_KEYS_HINT)
+        raise _settings_error(file, text, action, what, hint=_KEYS_HINT)
     found = []
     for name in names:
-        key = key_named(name)
+        key = parse_key(name)
         if key is None:
             what = f"the action {action!r} is given {name!r}, which is no key"
-            raise _bad(file, text, action, what, hint=FORMS)
+            raise _settings_error(file, text, action, what, hint=KEY_SYNTAX)
         found.append(key)
     return tuple(dict.fromkeys(found))
 
 
-def _refuse_shared_keys(
+def _check_shared_keys(
     keys: Mapping[str, tuple[str, ...]], written: Mapping[str, tuple[Path, str]]
 ) -> None:
     """Let no key lose its action in silence: who takes one has to move the other action."""
     if not keys:
         return
-    from flexinspect.keynames import ALWAYS, first_clash
+    from flexinspect.keynames import FIXED_KEYS, find_key_conflict
 
-    clash = first_clash(keys)
+    clash = find_key_conflict(keys)
     if clash is None:
         return
-    what = f"the action {clash.given!r} is given {clash.key!r}, which {clash.other!r} has already"
+    what = f"the action {clash.action!r} is given {clash.key!r}, which {clash.other!r} has already"
     hint = f"Choose another key, or give {clash.other!r} another one here too."
-    if ALWAYS.get(clash.other) == clash.key:
+    if FIXED_KEYS.get(clash.other) == clash.key:
         hint = f"{clash.key!r} cannot be taken from {clash.other!r}; choose another key."
-    raise _bad(*written[clash.given], clash.given, what, hint=hint)
+    raise _settings_error(*written[clash.action], clash.action, what, hint=hint)
 
 
 _BREAKPOINTS_HINT = 'For instance unsure = "entropy > 3 and step > 2".'
 
 
-def _debugging(file: Path, text: str, table: object) -> dict[str, dict[str, bool]]:
+def _read_debugging(file: Path, text: str, table: object) -> dict[str, dict[str, bool]]:
     """Return what each profile sets, "" being the section itself."""
     if not isinstance(table, dict):
-        raise _bad(
+        raise _settings_error(
             file, text, "debugging", "[debugging] must be a table of switches", hint=_SWITCHES_HINT
         )
     profiles = {name: value for name, value in table.items() if isinstance(value, dict)}
     own = {name: value for name, value in table.items() if name not in profiles}
     return {
-        profile: _switches(file, text, switches)
+        profile: _read_switches(file, text, switches)
         for profile, switches in {"": own, **profiles}.items()
     }
 
 
-def _switches(file: Path, text: str, table: Mapping[str, object]) -> dict[str, bool]:
-    from flexinspect.debugging import switch_named
+def _read_switches(file: Path, text: str, table: Mapping[str, object]) -> dict[str, bool]:
+    from flexinspect.debugging import parse_switch
 
     found = {}
     for name, value in table.items():
         try:
-            switch = switch_named(name)
+            switch = parse_switch(name)
         except UsageError as error:
-            raise _bad(file, text, name, error.message.rstrip("."), hint=_SWITCHES_HINT) from None
+            raise _settings_error(
+                file, text, name, error.message.rstrip("."), hint=_SWITCHES_HINT
+            ) from None
         if not isinstance(value, bool):
-            raise _bad(
+            raise _settings_error(
                 file, text, name, f"the switch {name!r} is true or false", hint=_SWITCHES_HINT
             )
         found[switch] = value
@@ -299,15 +303,19 @@ _KEYS_HINT = 'For instance "step.next" = "w"; the palette of the interface (p) n
 def _model_alias(file: Path, text: str, alias: str, value: object) -> ModelAlias:
     entry = {"path": value} if isinstance(value, str) else value
     if not isinstance(entry, dict):
-        raise _bad(
+        raise _settings_error(
             file, text, alias, f"the model {alias!r} must be a text or a table {{ path = ... }}"
         )
     for key in entry:
         if key not in _ALIAS_KEYS:
-            raise _bad(file, text, alias, f"the model {alias!r} has an unknown key {key!r}")
+            raise _settings_error(
+                file, text, alias, f"the model {alias!r} has an unknown key {key!r}"
+            )
     target, dtype = entry.get("path"), entry.get("dtype")
     if not isinstance(target, str) or not target.strip():
-        raise _bad(file, text, alias, f"the model {alias!r} needs a path: a hub id or a folder")
+        raise _settings_error(
+            file, text, alias, f"the model {alias!r} needs a path: a hub id or a folder"
+        )
     if dtype is not None:
         dtype = _dtype(file, text, alias, dtype)
     return ModelAlias(alias, target.strip(), dtype, file)
@@ -318,10 +326,12 @@ def _dtype(file: Path, text: str, alias: str, dtype: object) -> str:
         return canonical_dtype(str(dtype))
     except UsageError as error:
         message = f"the model {alias!r} has an unknown dtype {dtype!r}"
-        raise _bad(file, text, alias, message, hint=error.hint) from None
+        raise _settings_error(file, text, alias, message, hint=error.hint) from None
 
 
-def _bad(file: Path, text: str, key: str, message: str, hint: str | None = None) -> UsageError:
+def _settings_error(
+    file: Path, text: str, key: str, message: str, hint: str | None = None
+) -> UsageError:
     return UsageError(
         f"{file}:{_line_of(text, key)}: {message}{'' if message.endswith('?') else '.'}",
         hint=hint or "See `flexinspect models --help` for the form.",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flexinspect.errors import DatasetError
-from flexinspect.network import cache_only_when_unreachable
+from flexinspect.network import offline_if_unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DatasetRow:
     """One stored object and where it is from ("file:line"), for messages."""
 
     where: str
@@ -43,7 +43,7 @@ class Row:
     fields: Mapping[str, Any]
 
 
-def local_rows(path: Path) -> Iterator[Row]:
+def local_rows(path: Path) -> Iterator[DatasetRow]:
     """Return the rows of a .jsonl, .json or .csv file, or of a `save_to_disk` folder, lazily.
 
     Raises `DatasetError` naming file and line.
@@ -60,10 +60,10 @@ def local_rows(path: Path) -> Iterator[Row]:
             f"The dataset file {path} has an unknown form {path.suffix!r}.",
             hint="Use .jsonl, .json or .csv.",
         )
-    return _guarded(path, reader)
+    return _read_rows(path, reader)
 
 
-def _guarded(path: Path, reader: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
+def _read_rows(path: Path, reader: Callable[[Path], Iterator[DatasetRow]]) -> Iterator[DatasetRow]:
     try:
         yield from reader(path)
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def _guarded(path: Path, reader: Callable[[Path], Iterator[Row]]) -> Iterator[Ro
         raise DatasetError(f"The dataset file {path} cannot be read: {error}.") from error
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[DatasetRow]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -86,10 +86,10 @@ def _jsonl(path: Path) -> Iterator[Row]:
                     hint="Each line is one object, such as "
                     '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}.',
                 ) from error
-            yield Row(where, number, _object(fields, where))
+            yield DatasetRow(where, number, _check_object(fields, where))
 
 
-def _json(path: Path) -> Iterator[Row]:
+def _json(path: Path) -> Iterator[DatasetRow]:
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
@@ -100,19 +100,19 @@ def _json(path: Path) -> Iterator[Row]:
         raise DatasetError(f"{path}: a list of objects is expected, or an object that holds one.")
     for number, fields in enumerate(data, start=1):
         where = f"{path}, entry {number}"
-        yield Row(where, number, _object(fields, where))
+        yield DatasetRow(where, number, _check_object(fields, where))
 
 
-def _csv(path: Path) -> Iterator[Row]:
+def _csv(path: Path) -> Iterator[DatasetRow]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for number, fields in enumerate(reader, start=1):
             row = {
-                key: _cell(value) if key in _LIST_COLUMNS else value
+                key: _parse_list_cell(value) if key in _LIST_COLUMNS else value
                 for key, value in fields.items()
                 if key and value
             }
-            yield Row(f"{path}:{reader.line_num}", number, row)
+            yield DatasetRow(f"{path}:{reader.line_num}", number, row)
 
 
 _LIST_COLUMNS = (
@@ -128,7 +128,7 @@ _LIST_COLUMNS = (
 _QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'" + r'|"((?:[^"\\]|\\.)*)"')
 
 
-def _cell(text: str) -> Any:
+def _parse_list_cell(text: str) -> Any:
     if not text.lstrip().startswith("["):
         return [part.strip() for part in text.split("|")]
     try:
@@ -138,13 +138,13 @@ def _cell(text: str) -> Any:
         return [re.sub(r"\\(.)", r"\1", one or two) for one, two in _QUOTED.findall(text)]
 
 
-def _object(fields: Any, where: str) -> Mapping[str, Any]:
+def _check_object(fields: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(fields, dict):
         raise DatasetError(f"{where}: an object is expected, not {type(fields).__name__}.")
     return fields
 
 
-def plain_samples(rows: Iterable[Row]) -> Iterator[Sample]:
+def plain_samples(rows: Iterable[DatasetRow]) -> Iterator[Sample]:
     """Turn rows in the form of own files into samples."""
     for row in rows:
         yield sample_from(row.fields, row.where, str(row.number))
@@ -152,7 +152,7 @@ def plain_samples(rows: Iterable[Row]) -> Iterator[Sample]:
 
 def sample_from(fields: Any, where: str, default_id: str) -> Sample:
     """Return the sample of one object in the form of own files, or raise `DatasetError`."""
-    fields = dict(fields) if isinstance(fields, Mapping) else _object(fields, where)
+    fields = dict(fields) if isinstance(fields, Mapping) else _check_object(fields, where)
     used = ("id", "uuid", "question", "paraphrases", "answers", "answer")
     question, paraphrases = fields.get("question"), fields.get("paraphrases")
     if question is None and paraphrases is None:
@@ -160,27 +160,27 @@ def sample_from(fields: Any, where: str, default_id: str) -> Sample:
             f"{where}: there is neither `question` nor `paraphrases`.",
             hint=f"The fields are {', '.join(fields) or 'none'}.",
         )
-    asked = texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
+    asked = check_texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
     if question is not None:
-        first = texts(question, where, "question")
+        first = check_texts(question, where, "question")
         asked = (*first, *(text for text in asked if text not in first))
     if not asked:
         raise DatasetError(f"{where}: `paraphrases` is empty.")
     answers = fields.get("answers", fields.get("answer"))
     return Sample(
-        id=_id(fields, default_id),
+        id=_sample_id(fields, default_id),
         paraphrases=asked,
-        answers=() if answers is None else texts(answers, where, "answers"),
+        answers=() if answers is None else check_texts(answers, where, "answers"),
         meta={key: value for key, value in fields.items() if key not in used},
     )
 
 
-def _id(fields: Mapping[str, Any], default: str) -> str:
+def _sample_id(fields: Mapping[str, Any], default: str) -> str:
     value = fields.get("id", fields.get("uuid"))
     return default if value is None or value == "" else str(value)
 
 
-def texts(value: Any, where: str, name: str) -> tuple[str, ...]:
+def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
     """Return one text or a list of non-empty texts as a tuple."""
     value = [value] if isinstance(value, str) else value
     if not isinstance(value, (list, tuple)):
@@ -195,7 +195,7 @@ def texts(value: Any, where: str, name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def webqa_samples(rows: Iterable[Row], _limit: int | None = None) -> Iterator[Sample]:
+def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iterator[Sample]:
     """Turn rows of WebQuestions ("webqa") into samples.
 
     Accepted: the hub's `url`, `question`, `answers`; with paraphrases beside them as `paraphrase0`,
@@ -223,7 +223,7 @@ def _target_values(text: str) -> list[str]:
     return [re.sub(r"\\(.)", r"\1", quoted) or bare.strip() for quoted, bare in found]
 
 
-def myriadlama_samples(rows: Iterable[Row], limit: int | None = None) -> Iterator[Sample]:
+def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> Iterator[Sample]:
     """Turn rows of MyriadLAMA into samples: one per fact (subject and relation).
 
     Accepted: the hub's one row per fact and template (`uuid`, `rel_uri`, `sub_ent`, `obj_aliases`,
@@ -253,18 +253,20 @@ class _Fact:
     meta: Mapping[str, Any]
 
     @classmethod
-    def of(cls, row: Row) -> _Fact:
+    def of(cls, row: DatasetRow) -> _Fact:
         fields, where = row.fields, row.where
-        relation = _first(fields, "rel_uri", "rel", "relation", "predicate_id")
-        subject = _first(fields, "sub_ent", "subject", "sub_label", "sub_uri")
+        relation = _first_field(fields, "rel_uri", "rel", "relation", "predicate_id")
+        subject = _first_field(fields, "sub_ent", "subject", "sub_label", "sub_uri")
         identity = fields.get("uuid") or f"{subject}|{relation}"
-        manual, automatic = _prepared(fields, where) or _filled(fields, where, subject)
+        manual, automatic = _prepared_paraphrases(fields, where) or _fill_templates(
+            fields, where, subject
+        )
         wanted = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
-        answers = _flat(_first(fields, *wanted))
+        answers = _flatten(_first_field(fields, *wanted))
         if answers is None:
             raise DatasetError(f"{where}: there is no `obj_aliases` nor any other object.")
         meta = {"relation": relation, "subject": subject}
-        right = tuple(dict.fromkeys(texts(answers, where, "answers")))
+        right = tuple(dict.fromkeys(check_texts(answers, where, "answers")))
         return cls(str(identity), where, right, manual, automatic, meta)
 
     def add(self, other: _Fact) -> None:
@@ -279,16 +281,20 @@ class _Fact:
         return Sample(self.key or str(number), paraphrases, self.answers, meta)
 
 
-def _prepared(fields: Mapping[str, Any], where: str) -> tuple[list[str], list[str]] | None:
+def _prepared_paraphrases(
+    fields: Mapping[str, Any], where: str
+) -> tuple[list[str], list[str]] | None:
     names = ("manual_paraphrases", "auto_paraphrases")
     if not any(name in fields for name in names):
         return None
-    manual, automatic = (list(texts(fields.get(name) or [], where, name)) for name in names)
+    manual, automatic = (list(check_texts(fields.get(name) or [], where, name)) for name in names)
     return manual, automatic
 
 
-def _filled(fields: Mapping[str, Any], where: str, subject: Any) -> tuple[list[str], list[str]]:
-    templates = _first(fields, "templates", "template")
+def _fill_templates(
+    fields: Mapping[str, Any], where: str, subject: Any
+) -> tuple[list[str], list[str]]:
+    templates = _first_field(fields, "templates", "template")
     if templates is None or not isinstance(subject, str):
         raise DatasetError(
             f"{where}: `template` and `sub_ent` (or `subject`) are needed.",
@@ -296,17 +302,17 @@ def _filled(fields: Mapping[str, Any], where: str, subject: Any) -> tuple[list[s
         )
     filled = [
         template.replace("[X]", subject).replace("[Y]", "[MASK]")
-        for template in texts(templates, where, "template")
+        for template in check_texts(templates, where, "template")
     ]
     by_hand = str(fields.get("is_manual", True)).lower() in ("true", "1")
     return (filled, []) if by_hand else ([], filled)
 
 
-def _first(fields: Mapping[str, Any], *keys: str) -> Any:
+def _first_field(fields: Mapping[str, Any], *keys: str) -> Any:
     return next((fields[key] for key in keys if fields.get(key) not in (None, "")), None)
 
 
-def _flat(value: Any) -> Any:
+def _flatten(value: Any) -> Any:
     """Return a list of lists (one list of aliases per object) as one list."""
     if isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value):
         return [text for item in value for text in ([item] if isinstance(item, str) else item)]
@@ -314,29 +320,29 @@ def _flat(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Public:
+class PublicDataset:
     """A public dataset: where the hub has it, and how its rows become samples."""
 
     repo_id: str
     split: str
-    samples: Callable[[Iterable[Row], int | None], Iterator[Sample]]
+    samples: Callable[[Iterable[DatasetRow], int | None], Iterator[Sample]]
 
 
-PUBLIC: Mapping[str, Public] = {
-    "webqa": Public("stanfordnlp/web_questions", "test", webqa_samples),
-    "myriadlama": Public("iszhaoxin/MyriadLAMA", "train", myriadlama_samples),
+PUBLIC_DATASETS: Mapping[str, PublicDataset] = {
+    "webqa": PublicDataset("stanfordnlp/web_questions", "test", webqa_samples),
+    "myriadlama": PublicDataset("iszhaoxin/MyriadLAMA", "train", myriadlama_samples),
 }
 
 
-def hub_rows(name: str) -> Iterator[Row]:
+def hub_rows(name: str) -> Iterator[DatasetRow]:
     """Return the rows of a public dataset, through the `datasets` library and its cache.
 
     No code of the repository is run. Raises `DatasetError` without the library or the network.
     """
-    public = PUBLIC[name]
+    public = PUBLIC_DATASETS[name]
 
     def read(library: Any) -> Iterable[Any]:
-        with cache_only_when_unreachable():
+        with offline_if_unreachable():
             rows: Iterable[Any] = library.load_dataset(public.repo_id, split=public.split)
             return rows
 
@@ -350,7 +356,7 @@ def hub_rows(name: str) -> Iterator[Row]:
 
 def _library_rows(
     place: str, read: Callable[[Any], Iterable[Any]], *, hint: str | None = None
-) -> Iterator[Row]:
+) -> Iterator[DatasetRow]:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
@@ -366,6 +372,6 @@ def _library_rows(
             f"The dataset {place} cannot be loaded: {type(error).__name__}: {reason}", hint=hint
         ) from error
     return (
-        Row(f"{place}, row {number}", number, dict(fields))
+        DatasetRow(f"{place}, row {number}", number, dict(fields))
         for number, fields in enumerate(items, start=1)
     )

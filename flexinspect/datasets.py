@@ -26,7 +26,7 @@ from typing import Any
 
 from flexinspect import dataset_formats as formats
 from flexinspect.dataset_formats import Sample
-from flexinspect.errors import DatasetError, FlexInspectError, UsageError, in_a_line
+from flexinspect.errors import DatasetError, FlexInspectError, UsageError, summarize_error
 from flexinspect.processes import PACKAGE_DATA
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 DEMO = PACKAGE_DATA / "demo" / "questions.jsonl"
 ENTRY_POINTS = "flexinspect.datasets"
 _BUILT_IN = ("demo", "webqa", "myriadlama")
-_CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_CLASS_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _registered: dict[str, Callable[[], Any]] = {}
 
 
@@ -113,16 +113,16 @@ def _samples(spec: str, limit: int | None) -> Iterator[Sample]:
     name, _, path = spec.partition(":")
     if spec == "demo":
         return _demo()
-    if name in formats.PUBLIC:
+    if name in formats.PUBLIC_DATASETS:
         rows = formats.local_rows(Path(path)) if path else formats.hub_rows(name)
-        return formats.PUBLIC[name].samples(rows, limit)
+        return formats.PUBLIC_DATASETS[name].samples(rows, limit)
     if spec in _registered:
-        return _own(spec, _registered[spec])
+        return _user_samples(spec, _registered[spec])
     point = next((p for p in entry_points(group=ENTRY_POINTS) if p.name == spec), None)
     if point is not None:
-        return _own(spec, lambda: point.load()())
-    if _CLASS.fullmatch(spec) and not Path(spec).exists():
-        return _own(spec, lambda: _import(spec)())
+        return _user_samples(spec, lambda: point.load()())
+    if _CLASS_SPEC.fullmatch(spec) and not Path(spec).exists():
+        return _user_samples(spec, lambda: _import(spec)())
     if Path(spec).suffix or Path(spec).exists():
         return formats.plain_samples(formats.local_rows(Path(spec)))
     near = difflib.get_close_matches(spec, names(), n=2)
@@ -157,7 +157,7 @@ def _import(spec: str) -> Any:
         ) from None
 
 
-def _own(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
+def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
     # The user's code may fail in any way; the sentence says so, the cause keeps the traceback.
     try:
         dataset = make()
@@ -165,11 +165,11 @@ def _own(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
     except FlexInspectError:
         raise
     except (Exception, SystemExit) as error:  # its module may be a script that ends itself
-        raise _own_failed(spec, error) from error
-    return _own_samples(spec, items)
+        raise _user_dataset_error(spec, error) from error
+    return _iterate_user_samples(spec, items)
 
 
-def _own_samples(spec: str, items: Iterator[Any]) -> Iterator[Sample]:
+def _iterate_user_samples(spec: str, items: Iterator[Any]) -> Iterator[Sample]:
     number = 0
     while True:
         try:
@@ -177,7 +177,7 @@ def _own_samples(spec: str, items: Iterator[Any]) -> Iterator[Sample]:
         except StopIteration:
             return
         except Exception as error:
-            raise _own_failed(spec, error) from error
+            raise _user_dataset_error(spec, error) from error
         number += 1
         if isinstance(item, Sample):
             yield item
@@ -185,9 +185,9 @@ def _own_samples(spec: str, items: Iterator[Any]) -> Iterator[Sample]:
             yield formats.sample_from(item, f"{spec}, sample {number}", f"{number}")
 
 
-def _own_failed(spec: str, error: BaseException) -> DatasetError:
+def _user_dataset_error(spec: str, error: BaseException) -> DatasetError:
     return DatasetError(
-        f"The dataset {spec} failed: {in_a_line(error)}.",
+        f"The dataset {spec} failed: {summarize_error(error)}.",
         hint="It needs a constructor without arguments and load_dataset() that returns samples.",
     )
 
@@ -202,7 +202,7 @@ def choose_paraphrases(
     `UsageError` for something that is no list of indices.
     """
     available = len(sample.paraphrases)
-    chosen = list(range(available)) if indices is None else _indices(indices)
+    chosen = list(range(available)) if indices is None else _parse_indices(indices)
     beyond = next((index for index in chosen if index >= available), None)
     if beyond is not None:
         raise DatasetError(
@@ -222,7 +222,7 @@ def choose_paraphrases(
     return Sample(sample.id, paraphrases, sample.answers, sample.meta)
 
 
-def _indices(text: str) -> list[int]:
+def _parse_indices(text: str) -> list[int]:
     chosen: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)

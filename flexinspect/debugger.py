@@ -29,17 +29,17 @@ class DebuggerOptions:
     tty: str | None = None
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether any debugger is wanted."""
         return self.pdb or self.port is not None
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any] | None) -> DebuggerOptions:
+    def from_dict(cls, facts: Mapping[str, Any] | None) -> DebuggerOptions:
         """Read options back from a job's JSON. Raises `TypeError` for what is none."""
         return cls(**(facts or {}))
 
 
-def read_address(text: str) -> tuple[str, int]:
+def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of "PORT", "HOST:PORT" or "[::1]:PORT". Raises `ValueError`."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 0xFFFF:
@@ -89,7 +89,7 @@ def check_debugger(options: DebuggerOptions, *, is_exposed: bool) -> bool:
     is_open = not is_loopback(options.host)
     if is_open and not is_exposed:
         raise UsageError(
-            f"--debugpy {address(options.host, options.port)} would let others than this machine "
+            f"--debugpy {format_address(options.host, options.port)} would let others than this machine "
             "in, and whoever attaches can run any code in the process.",
             hint="Keep to 127.0.0.1 (an SSH tunnel reaches it), or insist with --debugpy-expose.",
         )
@@ -109,23 +109,23 @@ def check_port(host: str, port: int) -> None:
             trial.bind((host, port))
         except OSError as error:
             raise UsageError(
-                f"--debugpy cannot listen on {address(host, port)}: {error.strerror or error}.",
+                f"--debugpy cannot listen on {format_address(host, port)}: {error.strerror or error}.",
                 hint="Choose another port; --debugpy 0 takes any that is free.",
             ) from error
 
 
-def listening_sentence(host: str, port: int, *, waiting: bool) -> str:
+def listening_message(host: str, port: int, *, waiting: bool) -> str:
     """Say where debugpy listens, and whether the run waits for a client."""
     wait = "; nothing runs before a client has attached" if waiting else ""
-    return f"debugpy listens on {address(host, port)}{wait}"
+    return f"debugpy listens on {format_address(host, port)}{wait}"
 
 
-def address(host: str, port: int) -> str:
+def format_address(host: str, port: int) -> str:
     """Return an address as it is written, "[::1]:5678" for one of IPv6."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def own_terminal() -> str | None:
+def controlling_terminal() -> str | None:
     """Return the name of the terminal that stdin and stderr are on, None where there is none."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None

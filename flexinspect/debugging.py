@@ -38,7 +38,7 @@ class TrainingPhase(StrEnum):
     FINISHED = "finished"
 
 
-def level_named(level: str) -> DebugLevel:
+def parse_level(level: str) -> DebugLevel:
     """Return the level of that name. Raises `UsageError` naming the known ones."""
     try:
         return DebugLevel(level)
@@ -47,44 +47,58 @@ def level_named(level: str) -> DebugLevel:
         raise UsageError(f"The debug level {level!r} is unknown; the levels are {known}.") from None
 
 
-def _switch(what: str) -> Any:
-    return field(default=False, metadata={"what": what})
+def _switch_field(description: str) -> Any:
+    return field(default=False, metadata={"what": description})
 
 
 @dataclass(frozen=True, slots=True)
 class DebugSwitches:
     """The thirteen switches, all off unless set; the section [debugging] has these names."""
 
-    enable_autograd_anomaly: bool = _switch("autograd names the forward operation that made a NaN")
-    enable_autograd_profiler: bool = _switch("torch.profiler over windows of steps, as a table")
-    enable_tensorboard_profiler: bool = _switch("the same windows, exported for TensorBoard")
-    debug_memory_usage: bool = _switch("memory of the process and of CUDA, each batch")
-    debug_gradient_norms: bool = _switch("norms of all gradients, NaN, Inf, explosion, vanishing")
-    debug_forward_pass: bool = _switch("shapes of inputs and outputs, loss and device, each batch")
-    debug_backward_pass: bool = _switch("which parameters have gradients, and how far they moved")
-    debug_device_placement: bool = _switch("devices of parameters and inputs, CUDA's own figures")
-    debug_mixed_precision: bool = _switch("autocast and the gradient scaler, each batch")
-    debug_data_loading: bool = _switch("datasets, splits, batches, and the wait for each batch")
-    debug_validation: bool = _switch("samples, batches, loss and memory of a validation")
-    debug_early_stopping: bool = _switch("patience, the value watched, and what was decided")
-    debug_lr_scheduling: bool = _switch("the scheduler, the learning rate, and its changes")
+    enable_autograd_anomaly: bool = _switch_field(
+        "autograd names the forward operation that made a NaN"
+    )
+    enable_autograd_profiler: bool = _switch_field(
+        "torch.profiler over windows of steps, as a table"
+    )
+    enable_tensorboard_profiler: bool = _switch_field("the same windows, exported for TensorBoard")
+    debug_memory_usage: bool = _switch_field("memory of the process and of CUDA, each batch")
+    debug_gradient_norms: bool = _switch_field(
+        "norms of all gradients, NaN, Inf, explosion, vanishing"
+    )
+    debug_forward_pass: bool = _switch_field(
+        "shapes of inputs and outputs, loss and device, each batch"
+    )
+    debug_backward_pass: bool = _switch_field(
+        "which parameters have gradients, and how far they moved"
+    )
+    debug_device_placement: bool = _switch_field(
+        "devices of parameters and inputs, CUDA's own figures"
+    )
+    debug_mixed_precision: bool = _switch_field("autocast and the gradient scaler, each batch")
+    debug_data_loading: bool = _switch_field(
+        "datasets, splits, batches, and the wait for each batch"
+    )
+    debug_validation: bool = _switch_field("samples, batches, loss and memory of a validation")
+    debug_early_stopping: bool = _switch_field("patience, the value watched, and what was decided")
+    debug_lr_scheduling: bool = _switch_field("the scheduler, the learning rate, and its changes")
 
     def status(self) -> dict[str, bool]:
         """Return each switch by its full name."""
         return {name: getattr(self, name) for name in SWITCHES}
 
-    def turned(self, names: Iterable[str], on: bool) -> DebugSwitches:
+    def with_switches(self, names: Iterable[str], on: bool) -> DebugSwitches:
         """Return these switches with those named turned on or off.
 
         Raises `UsageError`, listing all, for a name that no switch has.
         """
-        return replace(self, **{switch_named(name): on for name in names})
+        return replace(self, **{parse_switch(name): on for name in names})
 
 
 SWITCHES = tuple(each.name for each in fields(DebugSwitches))
 """The full names, in order."""
 
-WHAT_SWITCHES_DO: Mapping[str, str] = {
+SWITCH_DESCRIPTIONS: Mapping[str, str] = {
     each.name: each.metadata["what"] for each in fields(DebugSwitches)
 }
 
@@ -97,7 +111,7 @@ def short_name(switch: str) -> str:
 _BY_NAME = {name: switch for switch in SWITCHES for name in (switch, short_name(switch))}
 
 
-def switch_named(name: str) -> str:
+def parse_switch(name: str) -> str:
     """Return the full name of a switch given by its full or short name.
 
     Raises `UsageError`, listing all, for a name that no switch has.
@@ -109,7 +123,7 @@ def switch_named(name: str) -> str:
         raise UsageError(f"No switch is called {name!r}; the switches are {known}.") from None
 
 
-class Facts(dict[str, Any]):
+class DictDataclass(dict[str, Any]):
     """Base of frozen dataclasses that are dicts too: `facts.key` and `facts["key"]` are the same.
 
     So a result is typed where it is read by attribute, and goes to JSON as it is. A subclass is

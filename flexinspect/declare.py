@@ -31,28 +31,30 @@ from flexinspect.errors import MaskError, UsageError
 from flexinspect.job import Declaration
 from flexinspect.prompts import SegmentKind
 
-Wish = tuple[int, int, str] | tuple[str, str] | str
+SegmentSpec = tuple[int, int, str] | tuple[str, str] | str
 
-KEYS = ("mask", "separators", "segments")
+DECLARATION_KEYS = ("mask", "separators", "segments")
 SEGMENT_KEYS = ("start", "stop", "text", "label", "kind")
-KINDS = tuple(str(kind) for kind in SegmentKind if kind is not SegmentKind.GENERATED)
-_KIND_HINT = f"The kinds are {', '.join(KINDS)}."
+SEGMENT_KINDS = tuple(str(kind) for kind in SegmentKind if kind is not SegmentKind.GENERATED)
+_KIND_HINT = f"The kinds are {', '.join(SEGMENT_KINDS)}."
 _SEGMENT_HINT = "A segment has start, stop and label, or a text; label and kind may be added to it."
 
 
 def read_declaration(file: Path) -> Declaration:
     """Return what a file declares. Raises `UsageError` naming file and key, and what is allowed."""
-    said = _parsed(file)
-    _check_keys(file, said, KEYS, "")
+    said = _parse_file(file)
+    _check_keys(file, said, DECLARATION_KEYS, "")
     segments = said.get("segments", [])
     if not isinstance(segments, list):
-        raise _bad(file, "segments", "must be a list of tables", "Write [[segments]] for each one.")
-    wishes = tuple(_wish(file, f"segments[{n}]", one) for n, one in enumerate(segments))
+        raise _declaration_error(
+            file, "segments", "must be a list of tables", "Write [[segments]] for each one."
+        )
+    wishes = tuple(_segment_spec(file, f"segments[{n}]", one) for n, one in enumerate(segments))
     _check_overlaps(file, wishes)
     return Declaration(wishes, _mask(file, said), _separators(file, said))
 
 
-def _parsed(file: Path) -> Mapping[str, Any]:
+def _parse_file(file: Path) -> Mapping[str, Any]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +68,7 @@ def _parsed(file: Path) -> Mapping[str, Any]:
         hint = "A declaration is TOML, or JSON in a file whose name ends in .json."
         raise UsageError(f"{file} is not valid {form} ({what}).", hint=hint) from error
     if not isinstance(said, dict):
-        raise UsageError(f"{file} must hold an object with {_listed(KEYS)}.")
+        raise UsageError(f"{file} must hold an object with {_join_names(DECLARATION_KEYS)}.")
     return said
 
 
@@ -74,44 +76,52 @@ def _mask(file: Path, said: Mapping[str, Any]) -> str | None:
     name = said.get("mask")
     if name is None:
         return None
-    presets = f"The presets are {_listed(tuple(masks.PRESETS))}."
+    presets = f"The presets are {_join_names(tuple(masks.PRESETS))}."
     if not isinstance(name, str):
-        raise _bad(file, "mask", "must be the name of a preset", presets)
+        raise _declaration_error(file, "mask", "must be the name of a preset", presets)
     try:
         masks.check_preset(name)
     except MaskError as error:
-        raise _bad(file, "mask", f"names {name!r}, which is no preset", presets) from error
+        raise _declaration_error(
+            file, "mask", f"names {name!r}, which is no preset", presets
+        ) from error
     return name
 
 
 def _separators(file: Path, said: Mapping[str, Any]) -> str:
     value = said.get("separators", "attached")
-    if value not in masks.SEPARATORS:
-        raise _bad(file, "separators", f"must be {' or '.join(masks.SEPARATORS)}")
+    if value not in masks.SEPARATOR_MODES:
+        raise _declaration_error(
+            file, "separators", f"must be {' or '.join(masks.SEPARATOR_MODES)}"
+        )
     return str(value)
 
 
-def _wish(file: Path, where: str, one: object) -> Wish:
+def _segment_spec(file: Path, where: str, one: object) -> SegmentSpec:
     if isinstance(one, str) and one:
         return one
     if not isinstance(one, dict):
-        raise _bad(file, where, "must be a table or a text", _SEGMENT_HINT)
+        raise _declaration_error(file, where, "must be a table or a text", _SEGMENT_HINT)
     _check_keys(file, one, SEGMENT_KEYS, f"{where}.")
     label = _label(file, where, one)
     if "text" in one:
-        return _text(file, where, one, label)
+        return _text_spec(file, where, one, label)
     start, stop = (_position(file, where, one, name) for name in ("start", "stop"))
     if start >= stop:
-        raise _bad(file, where, f"begins at {start} and ends at {stop}: start must be below stop")
+        raise _declaration_error(
+            file, where, f"begins at {start} and ends at {stop}: start must be below stop"
+        )
     return start, stop, label or f"span {start}-{stop}"
 
 
-def _text(file: Path, where: str, one: Mapping[str, Any], label: str) -> Wish:
+def _text_spec(file: Path, where: str, one: Mapping[str, Any], label: str) -> SegmentSpec:
     text = one["text"]
     if not isinstance(text, str) or not text:
-        raise _bad(file, f"{where}.text", "must be a text of at least one character")
+        raise _declaration_error(file, f"{where}.text", "must be a text of at least one character")
     if {"start", "stop"} & {*one}:
-        raise _bad(file, where, "has a text and positions; give one of the two", _SEGMENT_HINT)
+        raise _declaration_error(
+            file, where, "has a text and positions; give one of the two", _SEGMENT_HINT
+        )
     return (text, label) if label else text
 
 
@@ -119,7 +129,7 @@ def _position(file: Path, where: str, one: Mapping[str, Any], name: str) -> int:
     value = one.get(name)
     if type(value) is not int or value < 0:
         what = "is missing" if value is None else f"must be a position from 0 on, not {value!r}"
-        raise _bad(file, f"{where}.{name}", what, _SEGMENT_HINT)
+        raise _declaration_error(file, f"{where}.{name}", what, _SEGMENT_HINT)
     return value
 
 
@@ -127,13 +137,13 @@ def _label(file: Path, where: str, one: Mapping[str, Any]) -> str:
     """Return the label, with the kind as its first word: so a segment's kind is said."""
     label, kind = one.get("label", ""), one.get("kind")
     if not isinstance(label, str):
-        raise _bad(file, f"{where}.label", "must be a text")
+        raise _declaration_error(file, f"{where}.label", "must be a text")
     if kind is None:
         return label
-    if kind not in KINDS:
-        raise _bad(file, f"{where}.kind", f"is {kind!r}", _KIND_HINT)
+    if kind not in SEGMENT_KINDS:
+        raise _declaration_error(file, f"{where}.kind", f"is {kind!r}", _KIND_HINT)
     first = (label.split() or [""])[0].lower()
-    named = first if first in KINDS else str(SegmentKind.PARAPHRASE)
+    named = first if first in SEGMENT_KINDS else str(SegmentKind.PARAPHRASE)
     return label if named == kind else f"{kind} {label}".rstrip()
 
 
@@ -141,21 +151,21 @@ def _check_keys(file: Path, said: Mapping[str, Any], known: tuple[str, ...], whe
     for key in said:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            hint = f"Did you mean {near[0]}?" if near else f"Known are {_listed(known)}."
-            raise _bad(file, f"{where}{key}", "is not known", hint)
+            hint = f"Did you mean {near[0]}?" if near else f"Known are {_join_names(known)}."
+            raise _declaration_error(file, f"{where}{key}", "is not known", hint)
 
 
-def _check_overlaps(file: Path, wishes: tuple[Wish, ...]) -> None:
-    spans = sorted(wish for wish in wishes if len(wish) == 3 and isinstance(wish, tuple))
+def _check_overlaps(file: Path, segments: tuple[SegmentSpec, ...]) -> None:
+    spans = sorted(wish for wish in segments if len(wish) == 3 and isinstance(wish, tuple))
     for (_, stop, first), (start, _, second) in pairwise(spans):
         if start < stop:
             what = f"has '{first}' and '{second}', which overlap at position {start}"
-            raise _bad(file, "segments", what)
+            raise _declaration_error(file, "segments", what)
 
 
-def _bad(file: Path, key: str, what: str, hint: str | None = None) -> UsageError:
+def _declaration_error(file: Path, key: str, what: str, hint: str | None = None) -> UsageError:
     return UsageError(f"{file}: {key} {what}.", hint=hint)
 
 
-def _listed(names: tuple[str, ...]) -> str:
+def _join_names(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"

@@ -27,7 +27,7 @@ class FlexInspectError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
-def in_a_line(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return what somebody else's exception says: its kind and the first line of its message."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
@@ -57,7 +57,7 @@ class TraceError(FlexInspectError):
     exit_code = 2
 
 
-class CutShortError(TraceError):
+class TruncatedTraceError(TraceError):
     """The trace at `path` lacks its end; `flexinspect.trace.salvage` tells what is left of it."""
 
     def __init__(self, message: str, path: Path, *, hint: str | None = None) -> None:

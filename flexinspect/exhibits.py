@@ -16,35 +16,37 @@ from pathlib import Path
 
 from flexinspect.errors import FlexInspectError
 from flexinspect.findings import Severity
-from flexinspect.museum import EXHIBITS, Exhibit
+from flexinspect.museum import BROKEN_RUNS, BrokenRun
 from flexinspect.records import EventRecord
 from flexinspect.review import review
-from flexinspect.rules.catalogue import catalogue
-from flexinspect.trace.append import annotate, statements
+from flexinspect.rules.catalogue import load_rules
+from flexinspect.trace.append import add_run_facts, review_statements
 from flexinspect.trace.reader import open_trace
 
-AT_ONCE = 2
+MAX_PROCESSES = 2
 """Processes that build at the same time; each takes a core."""
 
-_LAST_LINES = 5
+_MAX_STDERR_LINES = 5
 
-Told = Callable[[str], None]
+BuiltCallback = Callable[[str], None]
 
 
-def built(wanted: Mapping[str, Path], told: Told | None = None) -> None:
+def build_broken_runs(paths: Mapping[str, Path], on_built: BuiltCallback | None = None) -> None:
     """Build exhibits (of a name that begins with "!", the repaired twin) as traces.
 
     `told` hears each name when it is done. Raises `FlexInspectError` for the first that failed.
     """
-    errors = dict(_build(wanted, told or (lambda name: None)))
+    errors = dict(_build_in_process(paths, on_built or (lambda name: None)))
     for name, error in errors.items():
         raise FlexInspectError(f"The exhibit {name} could not be built: {error}.")
 
 
-def _build(wanted: Mapping[str, Path], told: Told) -> Iterator[tuple[str, str]]:
+def _build_in_process(
+    paths: Mapping[str, Path], on_built: BuiltCallback
+) -> Iterator[tuple[str, str]]:
     """Yield the names that could not be built, with the reason."""
     with tempfile.TemporaryDirectory(prefix="flexinspect-museum-") as folder:
-        parts = {name: Path(folder) / f"{n}.flextrace" for n, name in enumerate(wanted)}
+        parts = {name: Path(folder) / f"{n}.flextrace" for n, name in enumerate(paths)}
         words = [f"{name}={part}" for name, part in parts.items()]
         with (
             subprocess.Popen(
@@ -56,8 +58,8 @@ def _build(wanted: Mapping[str, Path], told: Told) -> Iterator[tuple[str, str]]:
             ) as process,
             ThreadPoolExecutor(1) as pool,
         ):
-            heard = pool.submit(_last_lines, process)
-            yield from _results(process, wanted, parts, told)
+            heard = pool.submit(_read_stderr_tail, process)
+            yield from _move_results(process, paths, parts, on_built)
             last = heard.result()
     if process.returncode:
         raise FlexInspectError(
@@ -65,16 +67,16 @@ def _build(wanted: Mapping[str, Path], told: Told) -> Iterator[tuple[str, str]]:
         )
 
 
-def _last_lines(process: subprocess.Popen[str]) -> list[str]:
+def _read_stderr_tail(process: subprocess.Popen[str]) -> list[str]:
     assert process.stderr is not None
-    return process.stderr.read().splitlines()[-_LAST_LINES:]
+    return process.stderr.read().splitlines()[-_MAX_STDERR_LINES:]
 
 
-def _results(
+def _move_results(
     process: subprocess.Popen[str],
-    wanted: Mapping[str, Path],
+    paths: Mapping[str, Path],
     parts: Mapping[str, Path],
-    told: Told,
+    on_built: BuiltCallback,
 ) -> Iterator[tuple[str, str]]:
     assert process.stdout is not None
     for line in process.stdout:
@@ -83,23 +85,23 @@ def _results(
         if said["error"]:
             yield name, said["error"]
         else:
-            wanted[name].parent.mkdir(parents=True, exist_ok=True)
-            shutil.move(parts[name], wanted[name])  # whole or not at all
-        told(name)
+            paths[name].parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(parts[name], paths[name])  # whole or not at all
+        on_built(name)
 
 
-def say_in_trace(path: Path, about: Exhibit, *, repaired: bool) -> None:
+def annotate_trace(path: Path, run: BrokenRun, *, repaired: bool) -> None:
     """Put the story into the trace, where the run panel and the events tell it."""
-    facts = {**asdict(about), "repaired": repaired}
-    text = " ".join(about.lines())
-    annotate(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
+    facts = {**asdict(run), "repaired": repaired}
+    text = " ".join(run.tutorial_lines())
+    add_run_facts(path, {"exhibit": facts}, EventRecord("exhibit", text, time.time()))
 
 
 # -- checking --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BrokenRunCheck:
     """What the rules said of an exhibit and its repaired twin, as ids.
 
     `found` are expected ids; `also` other errors and warnings of the broken run; `false` errors
@@ -118,7 +120,7 @@ class Verdict:
         """Whether the fault was found and nothing else was made up."""
         return bool(self.found) and not self.false and not self.error
 
-    def words(self) -> str:
+    def to_line(self) -> str:
         """Return the verdict in one line."""
         if self.error:
             return f"not built: {self.error}"
@@ -130,47 +132,51 @@ class Verdict:
         return "; ".join(parts)
 
 
-def check(told: Told | None = None, exhibits: Iterable[Exhibit] = EXHIBITS) -> list[Verdict]:
+def check_broken_runs(
+    on_built: BuiltCallback | None = None, runs: Iterable[BrokenRun] = BROKEN_RUNS
+) -> list[BrokenRunCheck]:
     """Build all exhibits with their twins, let every rule look, and judge."""
-    exhibits = list(exhibits)
+    runs = list(runs)
     with tempfile.TemporaryDirectory(prefix="flexinspect-check-") as name:
         folder = Path(name)
         # A peak of memory is seen only above all earlier ones of its process: those come first.
-        order = sorted(exhibits, key=lambda one: not any("memory." in i for i in one.expected))
-        shares = [order[n::AT_ONCE] for n in range(AT_ONCE)]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            hear = told or (lambda name: None)
-            failed = pool.map(lambda part: list(_build(_paths(folder, part), hear)), shares)
+        order = sorted(runs, key=lambda one: not any("memory." in i for i in one.expected))
+        shares = [order[n::MAX_PROCESSES] for n in range(MAX_PROCESSES)]
+        with ThreadPoolExecutor(MAX_PROCESSES) as pool:
+            hear = on_built or (lambda name: None)
+            failed = pool.map(
+                lambda part: list(_build_in_process(_trace_paths(folder, part), hear)), shares
+            )
             errors = dict(chain.from_iterable(failed))
-        return [_verdict(one, folder, errors) for one in exhibits]
+        return [_check_broken_run(one, folder, errors) for one in runs]
 
 
-def _paths(folder: Path, exhibits: Iterable[Exhibit]) -> dict[str, Path]:
-    names = (name for one in exhibits for name in (one.name, f"!{one.name}"))
+def _trace_paths(folder: Path, runs: Iterable[BrokenRun]) -> dict[str, Path]:
+    names = (name for one in runs for name in (one.name, f"!{one.name}"))
     return {name: folder / f"{name}.flextrace" for name in names}
 
 
-def _verdict(about: Exhibit, folder: Path, errors: Mapping[str, str]) -> Verdict:
-    broken, repaired = _paths(folder, [about])
+def _check_broken_run(run: BrokenRun, folder: Path, errors: Mapping[str, str]) -> BrokenRunCheck:
+    broken, repaired = _trace_paths(folder, [run])
     error = errors.get(broken) or errors.get(repaired)
     if error:
-        return Verdict(about.name, about.expected, error=error)
-    said = _said(folder / f"{broken}.flextrace")
+        return BrokenRunCheck(run.name, run.expected, error=error)
+    said = _reviewed_findings(folder / f"{broken}.flextrace")
     bad = {id_ for id_, severity in said if severity is not Severity.NOTE}
-    twin = _said(folder / f"{repaired}.flextrace")
+    twin = _reviewed_findings(folder / f"{repaired}.flextrace")
     ids = {id_ for id_, _ in said}
-    return Verdict(
-        about.name,
-        about.expected,
-        found=tuple(id_ for id_ in about.expected if id_ in ids),
-        also=tuple(sorted(bad - {*about.expected})),
+    return BrokenRunCheck(
+        run.name,
+        run.expected,
+        found=tuple(id_ for id_ in run.expected if id_ in ids),
+        also=tuple(sorted(bad - {*run.expected})),
         false=tuple(sorted({id_ for id_, severity in twin if severity is not Severity.NOTE})),
     )
 
 
-def _said(path: Path) -> set[tuple[str, Severity]]:
+def _reviewed_findings(path: Path) -> set[tuple[str, Severity]]:
     with open_trace(path) as reader:
-        done = review(reader, catalogue().rules)
+        done = review(reader, load_rules().rules)
         if done.unstored:
-            reader.add(statements(done.unstored))
+            reader.add_reviews(review_statements(done.unstored))
         return {(finding.id, finding.severity) for finding in reader.findings()}

@@ -27,7 +27,7 @@ from textual.strip import Strip
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.fonts import find_monospace
 from flexinspect.widgets.lines import line
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 CELL_WIDTH, CELL_HEIGHT = 8, 16
 """Pixels of a cell; eighths of it are whole numbers."""
@@ -38,16 +38,16 @@ ZOOM = 2.0
 
 _FONT_SIZE = 13.3  # 0.6 em, the advance of nearly every monospace font, is a cell
 _BASELINE = 12.5
-_FAMILIES = "'DejaVu Sans Mono','Fira Code',Menlo,Consolas,'Liberation Mono',monospace"
+_FONT_FAMILIES = "'DejaVu Sans Mono','Fira Code',Menlo,Consolas,'Liberation Mono',monospace"
 
-_PICTURES = str.maketrans("␤␊␍␉", "↵↵⇤⇥")
+_CONTROL_SYMBOLS = str.maketrans("␤␊␍␉", "↵↵⇤⇥")
 """Few monospace fonts have pictures of control characters; a PNG cannot leave that to a browser."""
 
 Area = tuple[int, int, int, int]
 """Left, top, width and height in pixels of a cell."""
 
 
-def _areas() -> dict[str, tuple[Area, ...]]:
+def _make_areas() -> dict[str, tuple[Area, ...]]:
     """Return the characters that are drawn as areas; see the Unicode block Block Elements."""
     found: dict[str, tuple[Area, ...]] = {
         "▀": ((0, 0, 8, 8),),
@@ -77,12 +77,12 @@ _LINES = dict(
         strict=True,
     )
 )
-_AREAS = _areas()
+_AREAS = _make_areas()
 _SHADES = {"░": 0.25, "▒": 0.5, "▓": 0.75}
 
 
 def save(
-    path: str | Path, strips: Sequence[Strip], *, title: str, look: Look, note: str = ""
+    path: str | Path, strips: Sequence[Strip], *, title: str, theme: Theme, note: str = ""
 ) -> Path:
     """Write a picture as SVG or PNG, by the ending of `path`, and return where it is.
 
@@ -93,12 +93,12 @@ def save(
     ending = target.suffix.lower()
     if ending not in (".svg", ".png"):
         raise UsageError(f"{target} is neither SVG nor PNG.", hint="Name a file .svg or .png.")
-    svg = to_svg(strips, title=title, look=look, note=note)
-    _replace(target, to_png(svg) if ending == ".png" else svg.encode())
+    svg = to_svg(strips, title=title, look=theme, note=note)
+    _write_atomically(target, to_png(svg) if ending == ".png" else svg.encode())
     return target
 
 
-def to_svg(strips: Sequence[Strip], *, title: str, look: Look, note: str = "") -> str:
+def to_svg(strips: Sequence[Strip], *, title: str, look: Theme, note: str = "") -> str:
     """Return the strips as an SVG, with `title` above and `note` below them.
 
     The same strips give the same bytes. It refers to nothing outside of it, and whatever the strips
@@ -109,11 +109,11 @@ def to_svg(strips: Sequence[Strip], *, title: str, look: Look, note: str = "") -
     rows = [line([(title, look.style("title"))], width), Strip([], 0), *strips]
     if note:
         rows += [Strip([], 0), line([(note, look.style("muted"))], width)]
-    theme = _theme(look)
-    sheet = _Sheet(theme.background_color.hex)
+    theme = _terminal_theme(look)
+    drawing = _Drawing(theme.background_color.hex)
     for y, strip in enumerate(rows):
-        _draw(sheet, strip, y, theme)
-    return _document(sheet, (width * CELL_WIDTH, len(rows) * CELL_HEIGHT), title, look)
+        _draw_row(drawing, strip, y, theme)
+    return _svg_document(drawing, (width * CELL_WIDTH, len(rows) * CELL_HEIGHT), title, look)
 
 
 def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
@@ -137,7 +137,9 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
     try:
         return bytes(
             resvg_py.svg_to_bytes(
-                svg_string=svg.replace(_FAMILIES, f"'{font.family}'").translate(_PICTURES),
+                svg_string=svg.replace(_FONT_FAMILIES, f"'{font.family}'").translate(
+                    _CONTROL_SYMBOLS
+                ),
                 zoom=zoom,
                 font_files=list(font.files),
                 font_family=font.family,
@@ -150,98 +152,105 @@ def to_png(svg: str, *, zoom: float = ZOOM) -> bytes:
         ) from error
 
 
-class _Ink(NamedTuple):
+class _CellStyle(NamedTuple):
     """How a run of cells looks, as the values of SVG attributes."""
 
-    fore: str
-    back: str
-    rest: str
+    foreground: str
+    background: str
+    attributes: str
 
 
 @dataclass
-class _Sheet:
+class _Drawing:
     """What is drawn, from back to front: backgrounds, areas, texts."""
 
-    page: str
+    background: str
     backs: dict[str, list[str]] = field(default_factory=dict)
     areas: dict[str, list[str]] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
 
     def back(self, fill: str, x: int, y: int, n_cells: int) -> None:
-        if fill != self.page:
+        if fill != self.background:
             area = (x * CELL_WIDTH, y * CELL_HEIGHT, n_cells * CELL_WIDTH, CELL_HEIGHT)
-            self.backs.setdefault(fill, []).append(_path(area))
+            self.backs.setdefault(fill, []).append(_rectangle_path(area))
 
     def area(self, fill: str, x: int, y: int, area: Area, times: int) -> None:
         left, top, width, height = area
         where = (x * CELL_WIDTH + left, y * CELL_HEIGHT + top)
         parts = self.areas.setdefault(fill, [])
         if width == CELL_WIDTH:
-            parts.append(_path((*where, width * times, height)))
+            parts.append(_rectangle_path((*where, width * times, height)))
             return
-        parts += [_path((where[0] + n * CELL_WIDTH, where[1], width, height)) for n in range(times)]
+        parts += [
+            _rectangle_path((where[0] + n * CELL_WIDTH, where[1], width, height))
+            for n in range(times)
+        ]
 
-    def text(self, text: str, ink: _Ink, x: int, y: int) -> None:
-        if "underline" not in ink.rest:  # blanks matter only where there is a line below them
+    def text(self, text: str, style: _CellStyle, x: int, y: int) -> None:
+        if (
+            "underline" not in style.attributes
+        ):  # blanks matter only where there is a line below them
             x += len(text) - len(text.lstrip(" "))
             text = text.strip(" ")
         if text:
             length = cell_len(text) * CELL_WIDTH
             self.texts.append(
                 f'<text x="{x * CELL_WIDTH}" y="{y * CELL_HEIGHT + _BASELINE}" '
-                f'textLength="{length}" fill="{ink.fore}"{ink.rest}>{escape(text)}</text>'
+                f'textLength="{length}" fill="{style.foreground}"{style.attributes}>{escape(text)}</text>'
             )
 
 
-def _path(area: Area) -> str:
+def _rectangle_path(area: Area) -> str:
     x, y, width, height = area
     return f"M{x} {y}h{width}v{height}h-{width}z"
 
 
-def _draw(sheet: _Sheet, strip: Strip, y: int, theme: TerminalTheme) -> None:
+def _draw_row(drawing: _Drawing, strip: Strip, y: int, theme: TerminalTheme) -> None:
     """Draw one row of cells."""
     x = 0
-    for style, text in _runs(strip):
-        ink = _ink(style, theme)
+    for style, text in _style_runs(strip):
+        ink = _cell_style(style, theme)
         n_cells = cell_len(text)
-        sheet.back(ink.back, x, y, n_cells)
-        for piece in _pieces(text):
-            _draw_piece(sheet, piece, ink, x, y)
+        drawing.back(ink.background, x, y, n_cells)
+        for piece in _split_pieces(text):
+            _draw_piece(drawing, piece, ink, x, y)
             x += cell_len(piece)
 
 
-def _draw_piece(sheet: _Sheet, piece: str, ink: _Ink, x: int, y: int) -> None:
+def _draw_piece(drawing: _Drawing, piece: str, style: _CellStyle, x: int, y: int) -> None:
     char = piece[0]
     if char in _AREAS:
         for area in _AREAS[char]:
-            sheet.area(ink.fore, x, y, area, len(piece))
+            drawing.area(style.foreground, x, y, area, len(piece))
     elif char in _SHADES:
         whole = (0, 0, CELL_WIDTH, CELL_HEIGHT)
-        sheet.area(_mixed(ink.back, ink.fore, _SHADES[char]), x, y, whole, len(piece))
+        drawing.area(
+            _mix_colors(style.background, style.foreground, _SHADES[char]), x, y, whole, len(piece)
+        )
     else:
-        sheet.text(piece, ink, x, y)
+        drawing.text(piece, style, x, y)
 
 
-def _runs(strip: Strip) -> Iterator[tuple[Style, str]]:
+def _style_runs(strip: Strip) -> Iterator[tuple[Style, str]]:
     """Yield runs of one style, whatever segments they come in."""
     found = (segment for segment in strip if segment.text and not segment.control)
     for style, group in groupby(found, key=lambda segment: segment.style or Style.null()):
         yield style, _printable("".join(segment.text for segment in group))
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_pieces(text: str) -> Iterator[str]:
     """Yield runs of one drawn character, single wide characters, and the text between them."""
     if text.isascii():
         yield text
         return
-    for char, group in groupby(_clusters(text), key=_kind):
+    for char, group in groupby(_split_clusters(text), key=_cluster_kind):
         if char:
             yield "".join(group)
         else:
             yield from group
 
 
-def _clusters(text: str) -> Iterator[str]:
+def _split_clusters(text: str) -> Iterator[str]:
     """Yield characters, each with the marks of no width that follow it."""
     whole = ""
     for char in text:
@@ -253,7 +262,7 @@ def _clusters(text: str) -> Iterator[str]:
         yield whole
 
 
-def _kind(cluster: str) -> str:
+def _cluster_kind(cluster: str) -> str:
     """Tell what may stand together: equal areas, narrow text ("t"), a wide one alone ("")."""
     if cluster in _AREAS or cluster in _SHADES:
         return cluster
@@ -268,31 +277,31 @@ def _printable(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _ink_of(style: Style, fore: str, back: str) -> _Ink:
-    theme = _named_theme(fore, back)
+def _cached_cell_style(style: Style, fore: str, back: str) -> _CellStyle:
+    theme = _make_terminal_theme(fore, back)
     front = (style.color or Color.default()).get_truecolor(theme).hex
     behind = (style.bgcolor or Color.default()).get_truecolor(theme, foreground=False).hex
     if style.reverse:
         front, behind = behind, front
     if style.dim:
-        front = _mixed(front, behind, 0.5)
+        front = _mix_colors(front, behind, 0.5)
     rest = ' font-weight="bold"' if style.bold else ""
     rest += ' font-style="italic"' if style.italic else ""
     lines = ["underline"] * bool(style.underline) + ["line-through"] * bool(style.strike)
     rest += f' text-decoration="{" ".join(lines)}"' if lines else ""
-    return _Ink(front, behind, rest)
+    return _CellStyle(front, behind, rest)
 
 
-def _ink(style: Style, theme: TerminalTheme) -> _Ink:
-    return _ink_of(style, theme.foreground_color.hex, theme.background_color.hex)
+def _cell_style(style: Style, theme: TerminalTheme) -> _CellStyle:
+    return _cached_cell_style(style, theme.foreground_color.hex, theme.background_color.hex)
 
 
-def _theme(look: Look) -> TerminalTheme:
-    return _named_theme(look.colors["foreground"], look.colors["background"])
+def _terminal_theme(theme: Theme) -> TerminalTheme:
+    return _make_terminal_theme(theme.colors["foreground"], theme.colors["background"])
 
 
 @lru_cache(maxsize=16)
-def _named_theme(fore: str, back: str) -> TerminalTheme:
+def _make_terminal_theme(fore: str, back: str) -> TerminalTheme:
     """Return the terminal that a picture is of; its sixteen colours are those of xterm."""
     from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
@@ -301,33 +310,35 @@ def _named_theme(fore: str, back: str) -> TerminalTheme:
     return theme
 
 
-def _mixed(one: str, other: str, share: float) -> str:
+def _mix_colors(one: str, other: str, share: float) -> str:
     """Return `one` with a share of `other`."""
     ends = [Color.parse(name).get_truecolor() for name in (one, other)]
     return blend_rgb(ends[0], ends[1], share).hex
 
 
-def _document(sheet: _Sheet, size: tuple[int, int], title: str, look: Look) -> str:
+def _svg_document(drawing: _Drawing, size: tuple[int, int], title: str, theme: Theme) -> str:
     width, height = size[0] + 2 * MARGIN, size[1] + 2 * MARGIN
-    layers = [*_layer(sheet.backs), *_layer(sheet.areas)]
-    frame = _mixed(sheet.page, _theme(look).foreground_color.hex, 0.25)
+    layers = [*_svg_paths(drawing.backs), *_svg_paths(drawing.areas)]
+    border_color = _mix_colors(
+        drawing.background, _terminal_theme(theme).foreground_color.hex, 0.25
+    )
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img">\n<title>{escape(title)}</title>\n'
         f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6" '
-        f'fill="{sheet.page}" stroke="{frame}"/>\n'
-        f'<g transform="translate({MARGIN} {MARGIN})" font-family="{_FAMILIES}" '
+        f'fill="{drawing.background}" stroke="{border_color}"/>\n'
+        f'<g transform="translate({MARGIN} {MARGIN})" font-family="{_FONT_FAMILIES}" '
         f'font-size="{_FONT_SIZE}" xml:space="preserve">\n<g shape-rendering="crispEdges">'
     )
-    return "\n".join([head, *layers, "</g>", *sheet.texts, "</g>", "</svg>\n"])
+    return "\n".join([head, *layers, "</g>", *drawing.texts, "</g>", "</svg>\n"])
 
 
-def _layer(fills: Mapping[str, Iterable[str]]) -> Iterator[str]:
+def _svg_paths(fills: Mapping[str, Iterable[str]]) -> Iterator[str]:
     for fill, parts in fills.items():
         yield f'<path fill="{fill}" d="{"".join(parts)}"/>'
 
 
-def _replace(target: Path, data: bytes) -> None:
+def _write_atomically(target: Path, data: bytes) -> None:
     """Write beside the target, then take its place, so that nobody sees half a picture."""
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexinspect.capture import Capture, start
-from flexinspect.crash import settle_dead
+from flexinspect.capture import Capture, start_capture
+from flexinspect.crash import close_crashed_trace
 from flexinspect.errors import TraceError
 from flexinspect.job import Job, ScriptJob
 from flexinspect.panels.source import Source
-from flexinspect.processes import recorder_lives
-from flexinspect.text import visible
-from flexinspect.trace.places import discard
+from flexinspect.processes import is_recorder_alive
+from flexinspect.text import escape_unprintable
+from flexinspect.trace.places import delete_trace
 from flexinspect.trace.ranges import step_bounds
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow
@@ -31,13 +31,13 @@ from flexinspect.trace.sequences import n_generations, newest_events
 LAST_LINES = 6
 CHECK_EVERY_S = 1.0
 """How often it is asked whether the process of somebody else's trace still lives."""
-MOST_PRINTS = 1000
-MOST_EVENTS = 64
+MAX_PRINTS = 1000
+MAX_EVENTS = 64
 """Phases that are looked at: only the newest ones say what is going on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class RunStatus:
     """What is known of the run at one moment.
 
     `state` is "starting" before there is a trace, then that of the trace, or "dead" when its
@@ -53,7 +53,7 @@ class Status:
     generations: int = 0
     first_step: int = 0
     last_step: int | None = None
-    words: tuple[str, ...] = ()
+    error_lines: tuple[str, ...] = ()
 
     @property
     def live(self) -> bool:
@@ -61,7 +61,7 @@ class Status:
         return self.state in ("starting", "recording")
 
 
-class Feed:
+class TraceSession:
     """One trace and, for a run of our own, the process that records it.
 
     `look` is called from one thread at a time. Raises `TraceError` for a trace that cannot be read.
@@ -74,47 +74,47 @@ class Feed:
         self.process = process
         self.reader: TraceReader | None = None
         self.source: Source | None = None
-        self._status = Status()
+        self._status = RunStatus()
         self._last_event = 0
-        self._seen: tuple[Any, ...] = ()
-        self._code: int | None = None
-        self._interrupted = self.detached = self.ending = False
+        self._last_poll: tuple[Any, ...] = ()
+        self._exit_code: int | None = None
+        self._interrupted = self.is_detached = self.is_ending = False
         self._next_check = 0.0
-        self.prints: deque[str] = deque(maxlen=MOST_PRINTS)
-        self.debugger: deque[str] = deque(maxlen=MOST_PRINTS)
+        self.prints: deque[str] = deque(maxlen=MAX_PRINTS)
+        self.debugger_messages: deque[str] = deque(maxlen=MAX_PRINTS)
         """What a debugger's user has to know of a run that goes on; whoever shows it takes it."""
-        self._last_told = 0
+        self._last_debugger_event = 0
         if path is not None:
             self._attach(path)
 
     @classmethod
-    def run(cls, job: Job | ScriptJob) -> Feed:
+    def start(cls, job: Job | ScriptJob) -> TraceSession:
         """Start a job in a process of its own."""
-        return cls(process=start(job))
+        return cls(process=start_capture(job))
 
     def _attach(self, path: Path) -> None:
         if self.reader is not None:
             self.reader.close()
         self.path, self.reader = path, TraceReader(path)
         self.source = Source(self.reader)
-        self._seen = ()
+        self._last_poll = ()
 
-    def look(self, generation: int, branch: int = 0) -> Status | None:
+    def poll(self, generation: int, branch: int = 0) -> RunStatus | None:
         """Return how things stand in a generation, None when nothing has changed since.
 
         Costs microseconds when nothing has.
         """
         moved = self._follow_process()
         if self.reader is None:
-            return self._starting(moved)
+            return self._starting_status(moved)
         changed = self.reader.changed()
-        wanted = (generation, branch, self._code, id(self.reader))
+        poll_key = (generation, branch, self._exit_code, id(self.reader))
         self._drain_prints()
         moved = moved or self._has_died()
-        if not changed and not moved and self._seen == wanted:
+        if not changed and not moved and self._last_poll == poll_key:
             return None
-        self._seen = wanted
-        self._status = self._read(self.reader, generation, branch)
+        self._last_poll = poll_key
+        self._status = self._read_status(self.reader, generation, branch)
         return self._status
 
     def _has_died(self) -> bool:
@@ -123,7 +123,7 @@ class Feed:
         if self.process is not None or self._status.state != "recording" or now < self._next_check:
             return False
         self._next_check = now + CHECK_EVERY_S
-        return not recorder_lives(self._status.run)
+        return not is_recorder_alive(self._status.run)
 
     def _drain_prints(self) -> None:
         """Keep the last lines that the user's code printed."""
@@ -133,52 +133,52 @@ class Feed:
     def _follow_process(self) -> bool:
         """Take in what the process says; True when it has just ended or moved its trace."""
         process = self.process
-        if process is None or self._code is not None:
+        if process is None or self._exit_code is not None:
             return False
-        said = process.state
-        if self.reader is None and said.recording is not None and not said.over:
+        state = process.state
+        if self.reader is None and state.recording is not None and not state.is_over:
             with suppress(TraceError):
-                self._attach(said.recording)
-        self._code = process.poll()
-        if self._code is None:
+                self._attach(state.recording)
+        self._exit_code = process.poll()
+        if self._exit_code is None:
             return False
-        self._conclude(process)
+        self._finish_process(process)
         return True
 
-    def _conclude(self, process: Capture) -> None:
+    def _finish_process(self, process: Capture) -> None:
         """The process has ended: settle its trace if it could not, find where it lies now."""
-        said = process.state
+        state = process.state
         if self.reader is not None:
             self.reader.close()
-        if not said.over and said.recording is not None and said.recording.exists():
-            settle_dead(said.recording, process, self._code or 0)
-            said.path = said.recording
-        elif said.over and said.path is None and said.recording is not None:
-            discard(said.recording)
-        if said.path is not None and said.path.exists():
-            self._attach(said.path)
+        if not state.is_over and state.recording is not None and state.recording.exists():
+            close_crashed_trace(state.recording, process, self._exit_code or 0)
+            state.path = state.recording
+        elif state.is_over and state.path is None and state.recording is not None:
+            delete_trace(state.recording)
+        if state.path is not None and state.path.exists():
+            self._attach(state.path)
         else:
             self.reader = self.source = None
 
-    def _starting(self, moved: bool) -> Status | None:
-        if not moved and self._seen == ("starting", self._code):
+    def _starting_status(self, moved: bool) -> RunStatus | None:
+        if not moved and self._last_poll == ("starting", self._exit_code):
             return None
-        self._seen = ("starting", self._code)
-        self._status = Status(
-            state="starting" if self._code is None else "failed",
-            phase="starting the capture process" if self._code is None else "",
-            words=self._words(),
+        self._last_poll = ("starting", self._exit_code)
+        self._status = RunStatus(
+            state="starting" if self._exit_code is None else "failed",
+            phase="starting the capture process" if self._exit_code is None else "",
+            error_lines=self._process_errors(),
         )
         return self._status
 
-    def _read(self, reader: TraceReader, generation: int, branch: int) -> Status:
+    def _read_status(self, reader: TraceReader, generation: int, branch: int) -> RunStatus:
         with reader.snapshot():
             state = reader.state
             first, last = step_bounds(reader, generation, branch) or (0, None)
-            phase, fraction, detail = self._phase(reader)
+            phase, fraction, detail = self._read_phase(reader)
             if state == "recording":
-                self._hear_debugger(reader)
-            status = Status(
+                self._read_debugger_events(reader)
+            status = RunStatus(
                 state=state,
                 phase=phase,
                 fraction=fraction,
@@ -188,69 +188,79 @@ class Feed:
                 first_step=first,
                 last_step=last,
             )
-        return self._with_words(status)
+        return self._with_errors(status)
 
-    def _phase(self, reader: TraceReader) -> tuple[str, float | None, str]:
+    def _read_phase(self, reader: TraceReader) -> tuple[str, float | None, str]:
         phase, fraction, detail = self._status.phase, self._status.fraction, self._status.detail
         rows: Sequence[EventRow] = ()
         with suppress(TraceError):  # a cut trace may have lost them, and still have its steps
-            rows = newest_events(reader, "phase", self._last_event, MOST_EVENTS)
+            rows = newest_events(reader, "phase", self._last_event, MAX_EVENTS)
         for row in rows:
             self._last_event = row.id
             if row.event.text in ("plan", "note"):
                 detail = str(row.event.data.get("text", "")) or detail
                 continue
-            phase, given = row.event.text, row.event.data.get("fraction")
-            fraction = float(given) if isinstance(given, (int, float)) else None
+            phase, value = row.event.text, row.event.data.get("fraction")
+            fraction = float(value) if isinstance(value, (int, float)) else None
             if fraction is not None and not math.isfinite(fraction):
                 fraction = None
         return phase, fraction, detail
 
-    def _hear_debugger(self, reader: TraceReader) -> None:
-        for row in newest_events(reader, "debugger", self._last_told, MOST_EVENTS):
-            self._last_told = row.id
-            self.debugger.append(row.event.text)
+    def _read_debugger_events(self, reader: TraceReader) -> None:
+        for row in newest_events(reader, "debugger", self._last_debugger_event, MAX_EVENTS):
+            self._last_debugger_event = row.id
+            self.debugger_messages.append(row.event.text)
 
-    def _with_words(self, status: Status) -> Status:
+    def _with_errors(self, status: RunStatus) -> RunStatus:
         from dataclasses import replace
 
-        if status.state == "recording" and self.process is None and not recorder_lives(status.run):
+        if (
+            status.state == "recording"
+            and self.process is None
+            and not is_recorder_alive(status.run)
+        ):
             reason = (
                 "Its process is gone without having ended the trace; all finished steps are here."
             )
-            return replace(status, state="dead", words=(reason,))
+            return replace(status, state="dead", error_lines=(reason,))
         if status.state in ("failed", "interrupted"):
-            return replace(status, words=self._words() or _reasons(status, self.reader))
+            return replace(
+                status, error_lines=self._process_errors() or _trace_errors(status, self.reader)
+            )
         return status
 
-    def _words(self) -> tuple[str, ...]:
+    def _process_errors(self) -> tuple[str, ...]:
         """Return why our own process ended badly: its sentence, or how it died, with last lines."""
         process = self.process
-        if process is None or self._code in (None, 0, 130):
+        if process is None or self._exit_code in (None, 0, 130):
             return ()
-        said = process.state
-        if said.error:
-            return tuple(filter(None, (visible(said.error), visible(said.hint or ""))))
-        last = [visible(line) for line in process.last_words()[-LAST_LINES:]]
-        return (process.how_it_ended(self._code or 0), *last)
+        state = process.state
+        if state.error:
+            return tuple(
+                filter(
+                    None, (escape_unprintable(state.error), escape_unprintable(state.hint or ""))
+                )
+            )
+        last = [escape_unprintable(line) for line in process.last_stderr_lines()[-LAST_LINES:]]
+        return (process.describe_exit(self._exit_code or 0), *last)
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether the first step is still to come."""
         return self._status.live and self._status.last_step is None
 
     @property
-    def withdrawn(self) -> bool:
+    def is_trace_removed(self) -> bool:
         """Whether our own process has removed its trace again, as it does when nothing ran."""
         return self.process is not None and self.path is not None and not self.path.exists()
 
     @property
     def exit_code(self) -> int | None:
         """Exit code of the process, None while it runs or when there is none."""
-        return self._code
+        return self._exit_code
 
     @property
-    def stopping(self) -> bool:
+    def is_stopping(self) -> bool:
         """Whether our process was asked to end."""
         return self._interrupted
 
@@ -259,7 +269,7 @@ class Feed:
 
         One that has ended its trace ends by itself, with an exit code of its own.
         """
-        if self.process is None or self.process.state.over:
+        if self.process is None or self.process.state.is_over:
             return
         if not self._interrupted:
             self._interrupted = True
@@ -267,8 +277,8 @@ class Feed:
 
     def detach(self) -> bool:
         """Let our process go on when the interface ends; False where that cannot be."""
-        self.detached = self.process is not None and self.process.detach()
-        return self.detached
+        self.is_detached = self.process is not None and self.process.detach()
+        return self.is_detached
 
     def kill(self) -> None:
         """End our process at once; its trace holds every finished step."""
@@ -281,10 +291,12 @@ class Feed:
             self.reader.close()
 
 
-def _reasons(status: Status, reader: TraceReader | None) -> tuple[str, ...]:
+def _trace_errors(status: RunStatus, reader: TraceReader | None) -> tuple[str, ...]:
     """Return what a finished trace says of its own bad end."""
     reason = status.run.get("reason")
-    words = [visible(str(reason))] if reason else []
+    words = [escape_unprintable(str(reason))] if reason else []
     if reader is not None:
-        words += [visible(row.event.text) for row in newest_events(reader, "error", 0, 1)]
+        words += [
+            escape_unprintable(row.event.text) for row in newest_events(reader, "error", 0, 1)
+        ]
     return tuple(words)

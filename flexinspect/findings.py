@@ -65,7 +65,7 @@ class Repeat:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
-def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def sort_by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings by severity, those of one severity in the order given."""
     order = list(Severity)
     return tuple(sorted(findings, key=lambda finding: order.index(finding.severity)))

@@ -11,14 +11,14 @@ from flexinspect.trace.rows import EventRow, GenerationRow, StepRow
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class NewGeneration:
     """A generation began."""
 
     generation: GenerationRow
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
+class NewStep:
     """A step is in the trace, with the tokens it chose."""
 
     step: StepRow
@@ -26,18 +26,18 @@ class Stepped:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedGeneration:
     """A generation ended."""
 
     generation: GenerationRow
 
 
 @dataclass(slots=True)
-class News:
+class TraceUpdates:
     """What a look found: events, and what happened to generations in its order."""
 
     events: list[EventRow] = field(default_factory=list)
-    happened: list[Started | Stepped | Ended] = field(default_factory=list)
+    changes: list[NewGeneration | NewStep | FinishedGeneration] = field(default_factory=list)
 
 
 class TraceFollower:
@@ -48,8 +48,8 @@ class TraceFollower:
         self._last_event = 0
         self._generation = 0
         self._next_step = 0
-        self._announced = False
-        self._first = True
+        self._is_announced = False
+        self._is_first_poll = True
 
     @property
     def reader(self) -> TraceReader:
@@ -60,36 +60,36 @@ class TraceFollower:
         """Let go of the file."""
         self._reader.close()
 
-    def look(self) -> News:
+    def poll(self) -> TraceUpdates:
         """Return what is new; cheap when nothing is."""
-        if not self._first and not self._reader.changed():
-            return News()
-        self._first = False
-        news = News()
+        if not self._is_first_poll and not self._reader.changed():
+            return TraceUpdates()
+        self._is_first_poll = False
+        news = TraceUpdates()
         with self._reader.snapshot():
             news.events = self._reader.events(self._last_event)
             if news.events:
                 self._last_event = news.events[-1].id
-            while self._advance(news):
+            while self._read_generation(news):
                 pass
         return news
 
-    def _advance(self, news: News) -> bool:
+    def _read_generation(self, news: TraceUpdates) -> bool:
         """Take in the current generation; True when it has ended and the next may be there."""
         rows = self._reader.generations()
         if len(rows) <= self._generation:
             return False
         row = rows[self._generation]
-        if not self._announced:
-            news.happened.append(Started(row))
-            self._announced = True
+        if not self._is_announced:
+            news.changes.append(NewGeneration(row))
+            self._is_announced = True
         steps = self._reader.steps(self._generation, start=self._next_step)
         for step in steps:
             tokens = self._reader.step_tokens(self._generation, step.step)
-            news.happened.append(Stepped(step, tokens))
+            news.changes.append(NewStep(step, tokens))
             self._next_step = step.step + 1
         if row.state == "recording":
             return False
-        news.happened.append(Ended(row))
-        self._generation, self._next_step, self._announced = self._generation + 1, 0, False
+        news.changes.append(FinishedGeneration(row))
+        self._generation, self._next_step, self._is_announced = self._generation + 1, 0, False
         return True

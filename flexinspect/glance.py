@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from flexinspect.findings import Finding, Severity, worst_first
-from flexinspect.text import visible
+from flexinspect.findings import Finding, Severity, sort_by_severity
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.reader import TraceReader
 
-MOST_FINDINGS = 5
+MAX_FINDINGS = 5
 """Findings that are shown."""
 
 # Each colour brings its own background, and all else is the page's own: right in light and dark.
@@ -24,7 +24,7 @@ _CELL = "text-align: left; vertical-align: top; padding: 2px 10px 2px 0"
 
 
 @dataclass(frozen=True, slots=True)
-class Glance:
+class TraceSummary:
     """What a trace at `path` holds so far; `findings` are the worst of `n_findings`."""
 
     path: Path
@@ -36,7 +36,7 @@ class Glance:
 
     def text(self) -> str:
         """Return it as lines for a terminal; nothing of the model can move the cursor."""
-        shown = [f"  {one.severity}: {visible(one.sentence)}" for one in self.findings]
+        shown = [f"  {one.severity}: {escape_unprintable(one.sentence)}" for one in self.findings]
         more = [f"  {self._more()}"] if self._more() else []
         return "\n".join([f"{self._name()} {self._counts()}", *shown, *more, self.command()])
 
@@ -44,7 +44,7 @@ class Glance:
         """Return it as HTML for a notebook: everything escaped, nothing loaded from elsewhere."""
         parts = [
             f"<div><strong>{escape(self._name())}</strong> {escape(self._counts())}</div>",
-            _table(self.findings) if self.findings else "",
+            _findings_table(self.findings) if self.findings else "",
             f"<div>{self._more()}</div>" if self._more() else "",
             f'<pre style="margin: 6px 0"><code>{escape(self.command())}</code></pre>',
         ]
@@ -52,14 +52,14 @@ class Glance:
 
     def command(self) -> str:
         """Return the shell command that opens the trace."""
-        return f"flexinspect open {shlex.quote(visible(str(self.path)))}"
+        return f"flexinspect open {shlex.quote(escape_unprintable(str(self.path)))}"
 
     def _name(self) -> str:
-        return visible(self.path.name)
+        return escape_unprintable(self.path.name)
 
     def _counts(self) -> str:
         counts = ((self.n_generations, "generation"), (self.n_steps, "step"))
-        told = [_count(n, what) for n, what in (*counts, (self.n_findings, "finding"))]
+        told = [_count_text(n, what) for n, what in (*counts, (self.n_findings, "finding"))]
         return f"({self.state}): {', '.join(told)}"
 
     def _more(self) -> str:
@@ -67,7 +67,7 @@ class Glance:
         return f"and {rest} more" if rest else ""
 
 
-def glance(reader: TraceReader, path: Path) -> Glance:
+def summarize_trace(reader: TraceReader, path: Path) -> TraceSummary:
     """Return the glance at what `reader` reads; `path` is where that will be in the end.
 
     Raises `TraceError` for a damaged trace.
@@ -75,32 +75,32 @@ def glance(reader: TraceReader, path: Path) -> Glance:
     with reader.snapshot():
         generations = [row.generation for row in reader.generations()]
         found = reader.findings()
-        return Glance(
+        return TraceSummary(
             *(path, reader.state, len(generations)),
             n_steps=sum(reader.n_steps(number) for number in generations),
             n_findings=len(found),
-            findings=worst_first(found)[:MOST_FINDINGS],
+            findings=sort_by_severity(found)[:MAX_FINDINGS],
         )
 
 
-def _table(findings: tuple[Finding, ...]) -> str:
+def _findings_table(findings: tuple[Finding, ...]) -> str:
     head = "".join(f'<th style="{_CELL}">{name}</th>' for name in ("severity", "where", "finding"))
-    rows = "".join(f"<tr>{_row(finding)}</tr>" for finding in findings)
+    rows = "".join(f"<tr>{_finding_row(finding)}</tr>" for finding in findings)
     style = "border-collapse: collapse; margin: 6px 0; color: inherit; background: transparent"
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _row(finding: Finding) -> str:
+def _finding_row(finding: Finding) -> str:
     badge = f"padding: 0 6px; border-radius: 3px; {_BADGES[finding.severity]}"
     cells = (
         f'<span style="{badge}">{finding.severity}</span>',
-        escape(_where(finding)),
-        escape(visible(finding.sentence)),
+        escape(_finding_location(finding)),
+        escape(escape_unprintable(finding.sentence)),
     )
     return "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells)
 
 
-def _where(finding: Finding) -> str:
+def _finding_location(finding: Finding) -> str:
     places = (
         ("generation", finding.generation),
         ("step", finding.step),
@@ -110,5 +110,5 @@ def _where(finding: Finding) -> str:
     return ", ".join(f"{name} {number}" for name, number in places if number is not None)
 
 
-def _count(n: int, what: str) -> str:
+def _count_text(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"

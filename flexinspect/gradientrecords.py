@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 else:
     Array = Any
 
-TARGETS = ("logprob", "margin")
-PARTS = (
+GRADIENT_TARGETS = ("logprob", "margin")
+PARAMETER_PARTS = (
     *("embedding", "q", "k", "v", "qkv", "o", "attention", "mlp", "norm", "lm_head", "tied"),
     "other",
 )
@@ -70,6 +70,6 @@ class GradientRecord:
     layers: Array | None = None
 
     @property
-    def agrees(self) -> bool:
+    def matches_recorded(self) -> bool:
         """Whether the gradient's forward gave the recorded logits."""
         return self.gate <= self.tolerance

@@ -13,7 +13,7 @@ from flexinspect.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Texts:
+class PromptTexts:
     """The texts around the paraphrases; each is encoded once, on its own."""
 
     instruction: str = ""
@@ -81,7 +81,7 @@ class Job:
     hold: bool = False
     control: bool = True
     serving: tuple[str, int, str] | None = None
-    texts: Texts = field(default_factory=Texts)
+    texts: PromptTexts = field(default_factory=PromptTexts)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     debugger: DebuggerOptions = field(default_factory=DebuggerOptions)
     argv: tuple[str, ...] = ()
@@ -97,12 +97,12 @@ class Job:
             data: dict[str, Any] = json.loads(text)
             known = {f.name for f in fields(cls)}
             values = {name: value for name, value in data.items() if name in known}
-            values["texts"] = Texts(**values.get("texts", {}))
+            values["texts"] = PromptTexts(**values.get("texts", {}))
             values["sampling"] = SamplingOptions(**values.get("sampling", {}))
-            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
+            values["debugger"] = DebuggerOptions.from_dict(values.get("debugger"))
             for name in ("prompts", "argv", "breakpoints"):
                 values[name] = tuple(values.get(name, ()))
-            values["serving"] = _serving(values)
+            values["serving"] = _parse_serving(values)
             return cls(**values)
         except (ValueError, TypeError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
@@ -121,7 +121,7 @@ class Declaration:
 class ScriptJob:
     """A program of the user's to be run under capture.
 
-    `program` is a file, or the name of a module when `is_module`; `args` are its arguments.
+    `program` is a file, or the name of a module when `matches_module`; `args` are its arguments.
     `threads` is None to leave torch's own number. `git` is the state of the current folder.
     """
 
@@ -153,10 +153,10 @@ class ScriptJob:
             values: dict[str, Any] = json.loads(text)
             said = values.pop("declaration")
             wishes = (one if isinstance(one, str) else tuple(one) for one in said.pop("segments"))
-            values["debugger"] = DebuggerOptions.from_facts(values.get("debugger"))
+            values["debugger"] = DebuggerOptions.from_dict(values.get("debugger"))
             for name in ("args", "argv", "breakpoints"):
                 values[name] = tuple(values[name])
-            values["serving"] = _serving(values)
+            values["serving"] = _parse_serving(values)
             return cls(**values, declaration=Declaration(tuple(wishes), **said))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"The capture process got a job it cannot read: {error}") from error
@@ -188,7 +188,7 @@ def parse_steps(text: str) -> frozenset[int] | None:
     return frozenset(chosen)
 
 
-def _serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:
+def _parse_serving(values: Mapping[str, Any]) -> tuple[str, int, str] | None:
     said = values.get("serving")
     return None if said is None else (str(said[0]), int(said[1]), str(said[2]))
 

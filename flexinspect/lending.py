@@ -7,10 +7,10 @@ import time
 
 from flexinspect.capture import Capture
 
-LOOK_EVERY_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
-def lend(process: Capture) -> None:
+def hand_over_terminal(process: Capture) -> None:
     """Let pdb have the terminal until it is done with it, or its process has ended.
 
     Nothing else may read from the terminal or draw on it meanwhile. Ctrl-C goes to pdb. Call it
@@ -20,9 +20,11 @@ def lend(process: Capture) -> None:
     try:
         n_granted = 0
         while process.state.wants_terminal and process.poll() is None:
-            if n_granted != process.state.terminal_wishes:  # it may want it again between two looks
-                n_granted = process.state.terminal_wishes
-                process.lend_terminal()
-            time.sleep(LOOK_EVERY_S)
+            if (
+                n_granted != process.state.n_terminal_requests
+            ):  # it may want it again between two looks
+                n_granted = process.state.n_terminal_requests
+                process.grant_terminal()
+            time.sleep(POLL_INTERVAL_S)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -27,19 +27,19 @@ import numpy.typing as npt
 
 from flexinspect import masks
 from flexinspect.errors import MaskError
-from flexinspect.masks import BoolArray, MaskRule
+from flexinspect.masks import BoolArray, MaskSpec
 from flexinspect.prompts import Segment, SegmentKind
 
-END = masks.NOTHING
+OPEN_END = masks.UNREACHABLE
 """A `stop` beyond every position."""
 
-HINT = (
+EDIT_HINT = (
     "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', "
     "'let SEGMENT [not] see SEGMENT', 'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
 )
 
 
-class Ground(Protocol):
+class BaseMask(Protocol):
     """What edits lie on: a mask in positions of the whole sequence."""
 
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
@@ -48,7 +48,7 @@ class Ground(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class MaskPatch:
     """A rectangle of cells, `start <= i < stop`, opened as far as they are causal, or closed."""
 
     row_start: int
@@ -59,26 +59,28 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class EditedRule:
+class PatchedMask:
     """A mask with patches over it, the later ones over the earlier ones."""
 
-    ground: Ground
-    patches: tuple[Patch, ...] = ()
+    base: BaseMask
+    patches: tuple[MaskPatch, ...] = ()
 
     def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
         """Return its cells, bool (n_q, n_kv), for the rows from `q_offset` on."""
-        return patched(
-            self.ground.dense(n_q, n_kv, q_offset=q_offset), self.patches, q_offset=q_offset
+        return apply_patches(
+            self.base.dense(n_q, n_kv, q_offset=q_offset), self.patches, q_offset=q_offset
         )
 
 
-def patched(cells: BoolArray, patches: Sequence[Patch], *, q_offset: int = 0) -> BoolArray:
+def apply_patches(
+    cells: BoolArray, patches: Sequence[MaskPatch], *, q_offset: int = 0
+) -> BoolArray:
     """Return cells (..., rows, keys) with patches applied; row 0 is position `q_offset`."""
     out = cells.copy()
     n_rows, n_keys = out.shape[-2:]
     q_idx = np.arange(q_offset, q_offset + n_rows)
     for patch in patches:
-        rows = slice(*(min(max(at - q_offset, 0), n_rows) for at in _rows_of(patch)))
+        rows = slice(*(min(max(at - q_offset, 0), n_rows) for at in _patch_rows(patch)))
         keys = slice(min(patch.key_start, n_keys), min(patch.key_stop, n_keys))
         if not patch.is_open:
             out[..., rows, keys] = False
@@ -88,31 +90,31 @@ def patched(cells: BoolArray, patches: Sequence[Patch], *, q_offset: int = 0) ->
     return out
 
 
-def _rows_of(patch: Patch) -> tuple[int, int]:
+def _patch_rows(patch: MaskPatch) -> tuple[int, int]:
     return patch.row_start, patch.row_stop
 
 
-def changed_rows(before: EditedRule, after: EditedRule, n_rows: int) -> npt.NDArray[np.intp]:
+def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.NDArray[np.intp]:
     """Return which of the first `n_rows` rows are other rows under `after`.
 
-    Of a mask that is no `MaskRule` only some heads may be known, so every row under a new patch
+    Of a mask that is no `MaskSpec` only some heads may be known, so every row under a new patch
     counts.
     """
-    if not isinstance(before.ground, MaskRule) and before.ground is after.ground:
+    if not isinstance(before.base, MaskSpec) and before.base is after.base:
         new = after.patches[len(before.patches) :]
         touched = np.zeros(n_rows, np.bool_)
         for patch in new:
-            touched[slice(*_rows_of(patch))] = True
+            touched[slice(*_patch_rows(patch))] = True
         return np.flatnonzero(touched)
     found = [
-        start + np.flatnonzero(_differs(before, after, start, stop, n_rows))
+        start + np.flatnonzero(_differing_rows(before, after, start, stop, n_rows))
         for start, stop in masks.row_chunks(n_rows)
     ]
     return np.concatenate(found) if found else np.zeros(0, np.intp)
 
 
-def _differs(
-    before: EditedRule, after: EditedRule, start: int, stop: int, n_rows: int
+def _differing_rows(
+    before: PatchedMask, after: PatchedMask, start: int, stop: int, n_rows: int
 ) -> npt.NDArray[np.bool_]:
     one, other = (rule.dense(stop - start, n_rows, q_offset=start) for rule in (before, after))
     differs: npt.NDArray[np.bool_] = (one != other).any(axis=1)
@@ -132,7 +134,7 @@ class Edit:
 
     kind: str
     names: tuple[str, ...] = ()
-    places: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     is_open: bool | None = None
 
     def __str__(self) -> str:
@@ -146,11 +148,11 @@ class Edit:
             case "preset" | "drop":
                 return f"{self.kind} {self.names[0]}"
         verb = {None: "", True: " open", False: " close"}[self.is_open]
-        return f"{self.kind} {' '.join(map(str, self.places))}{verb}"
+        return f"{self.kind} {' '.join(map(str, self.indices))}{verb}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the edit as plain data."""
-        lists = {"names": list(self.names), "places": list(self.places)}
+        lists = {"names": list(self.names), "places": list(self.indices)}
         return {"kind": self.kind, **lists, "open": self.is_open}
 
     @classmethod
@@ -161,12 +163,12 @@ class Edit:
             names = tuple(str(name) for name in data.get("names", ()))
             places = tuple(int(place) for place in data.get("places", ()))
             edit = cls(str(data["kind"]), names, places, None if is_open is None else bool(is_open))
-            return parse(str(edit))
+            return parse_edit(str(edit))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise MaskError(f"{data!r} is no edit of a mask.", hint=HINT) from error
+            raise MaskError(f"{data!r} is no edit of a mask.", hint=EDIT_HINT) from error
 
 
-_FORMS: tuple[tuple[str, str], ...] = (
+_EDIT_PATTERNS: tuple[tuple[str, str], ...] = (
     ("preset", r"preset (\S+)"),
     ("drop", r"drop (.+)"),
     ("join", r"join (.+) and (.+)"),
@@ -177,10 +179,10 @@ _FORMS: tuple[tuple[str, str], ...] = (
 )
 
 
-def parse(text: str) -> Edit:
+def parse_edit(text: str) -> Edit:
     """Return the edit that a text says. Raises `MaskError` with the forms there are."""
     said = " ".join(text.split())
-    for kind, form in _FORMS:
+    for kind, form in _EDIT_PATTERNS:
         found = re.fullmatch(form, said, re.IGNORECASE)
         if found is None:
             continue
@@ -191,87 +193,93 @@ def parse(text: str) -> Edit:
         *places, verb = found.groups()
         is_open = None if verb is None else verb.lower() == "open"
         return Edit(kind, (), tuple(map(int, places)), is_open)
-    raise MaskError(f"'{text}' is no edit of a mask.", hint=HINT)
+    raise MaskError(f"'{text}' is no edit of a mask.", hint=EDIT_HINT)
 
 
-def apply(edits: Sequence[Edit], rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
+def apply_edits(
+    edits: Sequence[Edit], mask: PatchedMask, segments: Sequence[Segment]
+) -> PatchedMask:
     """Return the rule with edits applied, one after the other.
 
     Raises `MaskError` for a segment or preset that is not known, a key behind its row, and edits
     that change nothing.
     """
-    after = rule
+    after = mask
     for edit in edits:
-        after = _APPLY[edit.kind](edit, after, segments)
-    if after is rule:
+        after = _APPLY_BY_KIND[edit.kind](edit, after, segments)
+    if after is mask:
         said = "; ".join(str(edit) for edit in edits)
         raise MaskError(f"'{said}' changes nothing: the mask is like that already.")
     return after
 
 
-def _preset(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
+def _apply_preset(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
     name, _, separators = edit.names[0].partition("/")
     made = masks.preset(name, segments, separators=separators or "attached")
-    return rule if rule == EditedRule(made) else EditedRule(made)
+    return mask if mask == PatchedMask(made) else PatchedMask(made)
 
 
-def _drop(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
-    number = resolve(edit.names[0], segments)
+def _apply_drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    number = find_segment(edit.names[0], segments)
     if segments[number].kind is SegmentKind.GENERATED:
         raise MaskError("The generated segment cannot be dropped: its rows choose the tokens.")
-    mine = _spans(number, segments)
-    others = _between(mine)
-    return _with(rule, [Patch(*rows, *keys, False) for keys in mine for rows in others])
+    mine = _segment_spans(number, segments)
+    others = _rows_outside(mine)
+    return _with_patches(mask, [MaskPatch(*rows, *keys, False) for keys in mine for rows in others])
 
 
-def _join(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
-    one, other = (resolve(name, segments) for name in edit.names)
+def _apply_join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    one, other = (find_segment(name, segments) for name in edit.names)
     if one == other:
         raise MaskError(f"'{edit}' names one segment twice.")
-    return _with(rule, _seeing(one, other, segments) + _seeing(other, one, segments))
+    return _with_patches(
+        mask, _opening_patches(one, other, segments) + _opening_patches(other, one, segments)
+    )
 
 
-def _see(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
-    reader, read = (resolve(name, segments) for name in edit.names)
+def _apply_see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    reader, read = (find_segment(name, segments) for name in edit.names)
     if segments[reader].stop <= segments[read].start:
         raise MaskError(
             f"{segments[reader].label} comes before {segments[read].label}, and a row sees no "
             "later key.",
             hint=f"Say it the other way round, or 'drop {segments[reader].label}'.",
         )
-    found = _seeing(reader, read, segments)
+    found = _opening_patches(reader, read, segments)
     if edit.is_open is False:
         found = [replace(patch, is_open=False) for patch in found]
-    return _with(rule, found)
+    return _with_patches(mask, found)
 
 
-def _seeing(reader: int, read: int, segments: Sequence[Segment]) -> list[Patch]:
+def _opening_patches(reader: int, read: int, segments: Sequence[Segment]) -> list[MaskPatch]:
     """Return patches that open one segment to another; none where that is all later."""
-    pairs = [(r, k) for r in _spans(reader, segments) for k in _spans(read, segments)]
-    return [Patch(*rows, *keys, True) for rows, keys in pairs if keys[0] < rows[1]]
+    pairs = [
+        (r, k) for r in _segment_spans(reader, segments) for k in _segment_spans(read, segments)
+    ]
+    return [MaskPatch(*rows, *keys, True) for rows, keys in pairs if keys[0] < rows[1]]
 
 
-def _cell(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
-    row, key = edit.places
+def _apply_cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    row, key = edit.indices
     if key > row:
         raise MaskError(f"Row {row} comes before key {key}, and a row sees no later key.")
     _check_row(row, segments)
     is_open = edit.is_open
     if is_open is None:
-        is_open = not rule.dense(1, row + 1, q_offset=row)[0, key]
-    return _with(rule, [Patch(row, row + 1, key, key + 1, is_open)])
+        is_open = not mask.dense(1, row + 1, q_offset=row)[0, key]
+    return _with_patches(mask, [MaskPatch(row, row + 1, key, key + 1, is_open)])
 
 
-def _row(edit: Edit, rule: EditedRule, segments: Sequence[Segment]) -> EditedRule:
-    row = edit.places[0]
+def _apply_row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    row = edit.indices[0]
     _check_row(row, segments)
     is_open = edit.is_open
     if is_open is None:
-        is_open = not rule.dense(1, row + 1, q_offset=row).all()
+        is_open = not mask.dense(1, row + 1, q_offset=row).all()
     if is_open:
-        return _with(rule, [Patch(row, row + 1, 0, row + 1, True)])
-    itself = Patch(row, row + 1, row, row + 1, True)
-    return _with(rule, [Patch(row, row + 1, 0, END, False), itself])
+        return _with_patches(mask, [MaskPatch(row, row + 1, 0, row + 1, True)])
+    itself = MaskPatch(row, row + 1, row, row + 1, True)
+    return _with_patches(mask, [MaskPatch(row, row + 1, 0, OPEN_END, False), itself])
 
 
 def _check_row(row: int, segments: Sequence[Segment]) -> None:
@@ -279,53 +287,57 @@ def _check_row(row: int, segments: Sequence[Segment]) -> None:
         raise MaskError(f"There is no row {row}: the last one may be {segments[-1].stop - 1}.")
 
 
-_APPLY: dict[str, Callable[[Edit, EditedRule, Sequence[Segment]], EditedRule]] = {
-    "preset": _preset,
-    "drop": _drop,
-    "join": _join,
-    "see": _see,
-    "cell": _cell,
-    "row": _row,
+_APPLY_BY_KIND: dict[str, Callable[[Edit, PatchedMask, Sequence[Segment]], PatchedMask]] = {
+    "preset": _apply_preset,
+    "drop": _apply_drop,
+    "join": _apply_join,
+    "see": _apply_see,
+    "cell": _apply_cell,
+    "row": _apply_row,
 }
 
 
-def _with(rule: EditedRule, patches: Sequence[Patch]) -> EditedRule:
+def _with_patches(mask: PatchedMask, patches: Sequence[MaskPatch]) -> PatchedMask:
     """Return a rule with patches over it, the same one where they change no cell."""
-    needed = tuple(patch for patch in patches if _matters(rule, patch))
+    needed = tuple(patch for patch in patches if _changes_cells(mask, patch))
     if not needed:
-        return rule
-    return EditedRule(rule.ground, (*rule.patches, *patches))
+        return mask
+    return PatchedMask(mask.base, (*mask.patches, *patches))
 
 
-def _matters(rule: EditedRule, patch: Patch) -> bool:
+def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
     """Say whether a patch changes a cell; of endless rows one per region of the ground is asked."""
-    last = patch.row_stop - 1 if patch.row_stop < END else max(patch.row_start, _last_start(rule))
+    last = (
+        patch.row_stop - 1
+        if patch.row_stop < OPEN_END
+        else max(patch.row_start, _last_region_start(mask))
+    )
     for start, stop in masks.row_chunks(last + 1 - patch.row_start):
         first = patch.row_start + start
-        cells = rule.dense(stop - start, last + 1, q_offset=first)
-        if (cells != patched(cells, [patch], q_offset=first)).any():
+        cells = mask.dense(stop - start, last + 1, q_offset=first)
+        if (cells != apply_patches(cells, [patch], q_offset=first)).any():
             return True
     return False
 
 
-def _last_start(rule: EditedRule) -> int:
-    starts = rule.ground.starts if isinstance(rule.ground, MaskRule) else ()
-    places = [start for patch in rule.patches for start in (patch.row_start, patch.key_stop)]
-    return max((*starts, *(place for place in places if place < END), 0)) + 1
+def _last_region_start(mask: PatchedMask) -> int:
+    starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
+    places = [start for patch in mask.patches for start in (patch.row_start, patch.key_stop)]
+    return max((*starts, *(place for place in places if place < OPEN_END), 0)) + 1
 
 
-def named(edit: Edit, segments: Sequence[Segment]) -> Edit:
+def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
     """Return an edit that calls its segments by their labels. Raises `MaskError`."""
     if edit.kind == "preset":
         return edit
-    labels = tuple(segments[resolve(name, segments)].label for name in edit.names)
+    labels = tuple(segments[find_segment(name, segments)].label for name in edit.names)
     return replace(edit, names=labels)
 
 
 # -- segments --------------------------------------------------------------------------------------
 
 
-def resolve(name: str, segments: Sequence[Segment]) -> int:
+def find_segment(name: str, segments: Sequence[Segment]) -> int:
     """Return the number of the segment of a label or number. Raises `MaskError`."""
     said = name.strip().lower()
     labels = [segment.label.lower() for segment in segments]
@@ -340,12 +352,12 @@ def resolve(name: str, segments: Sequence[Segment]) -> int:
     )
 
 
-def _spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """Return the spans of a segment and of what belongs to it, neighbours merged."""
     mine = [s for at, s in enumerate(segments) if number in (at, s.owner)]
     spans: list[tuple[int, int]] = []
     for segment in mine:
-        stop = END if segment.kind is SegmentKind.GENERATED else segment.stop
+        stop = OPEN_END if segment.kind is SegmentKind.GENERATED else segment.stop
         if spans and spans[-1][1] == segment.start:
             spans[-1] = (spans[-1][0], stop)
         else:
@@ -353,8 +365,8 @@ def _spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
     return spans
 
 
-def _between(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def _rows_outside(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return the rows outside of spans, from the first span on: none before it sees them."""
     starts = [stop for _, stop in spans]
-    stops = [*(start for start, _ in spans[1:]), END]
+    stops = [*(start for start, _ in spans[1:]), OPEN_END]
     return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

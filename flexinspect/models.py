@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flexinspect.config import Config, ModelAlias, expanded
+from flexinspect.config import Config, ModelAlias, expand_user
 from flexinspect.errors import ModelError
 from flexinspect.processes import PACKAGE_DATA
 from flexinspect.sizes import parameter_count, stored_parameter_count, weight_files
@@ -76,11 +76,11 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
     if name == "demo":
         return _demo()
     if name in config.models:
-        return _own_alias(config.models[name])
+        return _user_alias(config.models[name])
     if name in ALIASES:
         return _alias(name)
-    if expanded(name).is_dir():
-        return _folder(name, expanded(name))
+    if expand_user(name).is_dir():
+        return _folder(name, expand_user(name))
     if _looks_like_path(name):
         raise ModelError(
             f"There is no model folder {name}.",
@@ -88,7 +88,7 @@ def resolve(name: str, config: Config | None = None) -> ModelSource:
         )
     if _HUB_ID.fullmatch(name):
         return _hub(name)
-    raise _unknown(name, config)
+    raise _unknown_model(name, config)
 
 
 def _demo() -> ModelSource:
@@ -100,7 +100,7 @@ def _demo() -> ModelSource:
     return ModelSource("demo", "demo", None, DEMO, None, "here")
 
 
-def _own_alias(entry: ModelAlias) -> ModelSource:
+def _user_alias(entry: ModelAlias) -> ModelSource:
     if entry.target == "demo" or entry.target in ALIASES:
         source = resolve(entry.target)
     elif entry.folder.is_dir():
@@ -170,7 +170,7 @@ def _looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
 
 
-def _unknown(name: str, config: Config) -> ModelError:
+def _unknown_model(name: str, config: Config) -> ModelError:
     known = ["demo", *config.models, *ALIASES]
     lower = {alias.lower(): alias for alias in known}
     near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)

@@ -19,7 +19,7 @@ from flexinspect.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Exhibit:
+class BrokenRun:
     """A run with one fault, and its tutorial.
 
     `expected` are ids of which at least one must be found; `panel` and `step` are where the answer
@@ -41,7 +41,7 @@ class Exhibit:
         """The name of its module in `flexinspect_hooks.museum`."""
         return self.name.replace("-", "_")
 
-    def lines(self) -> list[str]:
+    def tutorial_lines(self) -> list[str]:
         """Return the tutorial in words, paragraph by paragraph."""
         return [
             self.title,
@@ -52,8 +52,8 @@ class Exhibit:
         ]
 
 
-EXHIBITS = (
-    Exhibit(
+BROKEN_RUNS = (
+    BrokenRun(
         "spans-without-bos",
         "The spans are one token off",
         "the BOS trouble of OpenRLHF/OpenRLHF#393 and deepseek-ai/DeepSeek-R1#151",
@@ -68,7 +68,7 @@ EXHIBITS = (
             "decode.prompt-row-generated",
         ),
     ),
-    Exhibit(
+    BrokenRun(
         "orphan-separators",
         "Line breaks that belong to nobody",
         "masks built from spans alone, as in GuoYibo233/self-ensemble (generate_flex_attention.py)",
@@ -79,7 +79,7 @@ EXHIBITS = (
         "mask",
         ("mask.empty-row",),
     ),
-    Exhibit(
+    BrokenRun(
         "missing-eos",
         "Three documents, one mask",
         "pytorch/torchtitan#3130 and pytorch/torchtitan#1144",
@@ -90,7 +90,7 @@ EXHIBITS = (
         "mask",
         ("mask.merged", "mask.not-applied", "mask.leak"),
     ),
-    Exhibit(
+    BrokenRun(
         "placeholder-mask",
         "FlexAttention without fallback",
         "GuoYibo233/self-ensemble (flex_attention_generate.py at ac7efa7)",
@@ -101,7 +101,7 @@ EXHIBITS = (
         "mask",
         ("mask.future", "mask.not-applied", "mask.leak"),
     ),
-    Exhibit(
+    BrokenRun(
         "silent-fallback",
         "One layer of four",
         "GuoYibo233/self-ensemble (a try/except around flex; layer 26 in commit 1edb851)",
@@ -112,7 +112,7 @@ EXHIBITS = (
         "path",
         ("path.fallback", "path.swallowed"),
     ),
-    Exhibit(
+    BrokenRun(
         "patch-behind-an-if",
         "A patch that is never applied",
         "GuoYibo233/self-ensemble (myriadlama_custom_attention_generate.py); SDPA masks are None",
@@ -123,7 +123,7 @@ EXHIBITS = (
         "mask",
         ("mask.not-applied", "mask.leak"),
     ),
-    Exhibit(
+    BrokenRun(
         "no-mask-function",
         "A name without a mask function",
         "huggingface/transformers#46132 and huggingface/transformers PR#45811",
@@ -134,7 +134,7 @@ EXHIBITS = (
         "mask",
         ("mask.none", "mask.future"),
     ),
-    Exhibit(
+    BrokenRun(
         "bool-mask-added",
         "True is one",
         "huggingface/transformers#29525 and huggingface/transformers#32195",
@@ -145,7 +145,7 @@ EXHIBITS = (
         "mask",
         ("mask.bool-added",),
     ),
-    Exhibit(
+    BrokenRun(
         "leak-through-separators",
         "Isolated in every picture",
         "GuoYibo233/self-ensemble (myriadlama_custom_attention_generate.py: group 0)",
@@ -156,7 +156,7 @@ EXHIBITS = (
         "mask",
         ("reach.leak",),
     ),
-    Exhibit(
+    BrokenRun(
         "decode-without-offset",
         "The first token was right",
         "NVIDIA-NeMo/Megatron-Bridge PR#5259 and meta-pytorch/attention-gym#46",
@@ -168,7 +168,7 @@ EXHIBITS = (
         ("decode.no-offset",),
         1,
     ),
-    Exhibit(
+    BrokenRun(
         "empty-cache-slots",
         "Attention to nothing",
         "meta-pytorch/gpt-fast#233",
@@ -180,7 +180,7 @@ EXHIBITS = (
         ("cache.empty-slots",),
         1,
     ),
-    Exhibit(
+    BrokenRun(
         "lost-cache",
         "A cache that stays empty",
         "adapter-hub/adapters#824 and unslothai/unsloth-zoo#281",
@@ -192,7 +192,7 @@ EXHIBITS = (
         ("cache.empty-layer", "cache.lost"),
         1,
     ),
-    Exhibit(
+    BrokenRun(
         "no-cache",
         "Everything again, in every layer",
         "GuoYibo233/self-ensemble (generate_flex_attention.py: a loop without a cache)",
@@ -204,7 +204,7 @@ EXHIBITS = (
         ("path.needless-builds", "cache.not-used"),
         1,
     ),
-    Exhibit(
+    BrokenRun(
         "mask-one-short",
         "A mask for 58, and 59 keys",
         "unslothai/unsloth#5309 and meta-pytorch/attention-gym#122",
@@ -216,7 +216,7 @@ EXHIBITS = (
         ("lengths.mask-kv", "path.fallback", "path.swallowed", "path.bypass"),
         1,
     ),
-    Exhibit(
+    BrokenRun(
         "graph-every-step",
         "A compile for each token",
         "meta-pytorch/attention-gym#15",
@@ -228,7 +228,7 @@ EXHIBITS = (
         ("graphs.every-step", "graphs.limit"),
         3,
     ),
-    Exhibit(
+    BrokenRun(
         "heads-in-the-mask",
         "The mask costs more than attention",
         "sgl-project/SpecForge#452 and pytorch/pytorch#134756",
@@ -239,7 +239,7 @@ EXHIBITS = (
         "memory",
         ("memory.mask-creation",),
     ),
-    Exhibit(
+    BrokenRun(
         "padding-of-infinity",
         "A softmax over nothing",
         "pytorch/pytorch#103749 and huggingface/transformers#32390",
@@ -250,7 +250,7 @@ EXHIBITS = (
         "layers",
         ("numbers.nan",),
     ),
-    Exhibit(
+    BrokenRun(
         "order-of-the-wordings",
         "The order decides",
         "GuoYibo233/self-ensemble (positions run on over all segments)",
@@ -261,7 +261,7 @@ EXHIBITS = (
         "tokens",
         ("positions.not-reset",),
     ),
-    Exhibit(
+    BrokenRun(
         "not-the-weights",
         "A heat map of something",
         "GuoYibo233/self-ensemble (a forward that returns its output twice)",
@@ -272,7 +272,7 @@ EXHIBITS = (
         "attention",
         ("observer.not-weights",),
     ),
-    Exhibit(
+    BrokenRun(
         "ticked-picture",
         "All green",
         "the class of transformers' mask visualiser (huggingface/transformers PR#36630)",
@@ -283,7 +283,7 @@ EXHIBITS = (
         "mask",
         ("mask.not-applied", "mask.leak"),
     ),
-    Exhibit(
+    BrokenRun(
         "two-bos",
         "Two beginnings",
         "vllm-project/vllm PR#27515 and ggml-org/llama.cpp PR#7332",
@@ -294,7 +294,7 @@ EXHIBITS = (
         "tokens",
         ("segments.bos-doubled",),
     ),
-    Exhibit(
+    BrokenRun(
         "logger-breaks-flex",
         "The observer effect",
         "pytorch/pytorch#134385",
@@ -308,11 +308,11 @@ EXHIBITS = (
 )
 
 
-def exhibit(name: str) -> Exhibit:
+def find_broken_run(name: str) -> BrokenRun:
     """Return the exhibit of a name. Raises `UsageError` with the nearest one."""
-    names = [one.name for one in EXHIBITS]
+    names = [one.name for one in BROKEN_RUNS]
     if name in names:
-        return EXHIBITS[names.index(name)]
+        return BROKEN_RUNS[names.index(name)]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"Did you mean {near[0]}?" if near else "'flexinspect museum' lists all of them."
     raise UsageError(f"The museum has no exhibit '{name}'.", hint=hint)
@@ -330,11 +330,11 @@ def cache_folder() -> Path:
         root = Path(base) if base else Path.home() / ".cache"
     except RuntimeError:
         raise UsageError("There is no home folder to build in.", hint="Add --out FILE.") from None
-    return root / "flexinspect" / "museum" / f"{__version__}-{_state()}"
+    return root / "flexinspect" / "museum" / f"{__version__}-{_code_fingerprint()}"
 
 
 @cache
-def _state() -> str:
+def _code_fingerprint() -> str:
     """Return what changes with the code: an exhibit that an older one built is built anew."""
     here = Path(__file__).parent
     files = sorted([*here.rglob("*.py"), *(here.parent / "hooks").rglob("*.py")])

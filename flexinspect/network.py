@@ -47,7 +47,7 @@ def hub_answers() -> bool:
 
 
 @contextlib.contextmanager
-def cache_only_when_unreachable() -> Iterator[None]:
+def offline_if_unreachable() -> Iterator[None]:
     """Let the hub client look into its cache only, at once, while nothing answers."""
     from huggingface_hub import constants
 

@@ -11,7 +11,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class DeclaredSegment:
     """A piece as it was declared: a span, or a `text` with the `ids` that it encodes to alone.
 
     Of a text `start` and `stop` are 0; `ids` is empty where nothing could encode it.
@@ -25,7 +25,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class WordFacts:
+class TokenizerFacts:
     """What a tokenizer, or the model's configuration, says of special tokens.
 
     `adds_bos` tells whether the tokenizer puts a BOS before a text by default, None when there was
@@ -42,35 +42,37 @@ class WordFacts:
     special: Mapping[str, int] = field(default_factory=dict)
 
 
-KEYS = ("pieces", "words")
+DECLARED_SEGMENT_KEYS = ("pieces", "words")
 """The names in `GenerationRecord.declared` that say nothing of a mask."""
 
 
-def to_declared(pieces: Sequence[Piece], facts: WordFacts) -> dict[str, Any]:
+def declaration_entries(
+    segments: Sequence[DeclaredSegment], tokenizer: TokenizerFacts
+) -> dict[str, Any]:
     """Return pieces and facts as they stand in `GenerationRecord.declared`, without empty ones."""
     said = {
-        "bos": facts.bos,
-        "eos": list(facts.eos) or None,
-        "pad": facts.pad,
-        "adds_bos": facts.adds_bos,
-        "adds_eos": facts.adds_eos or None,
-        "special": dict(facts.special) or None,
+        "bos": tokenizer.bos,
+        "eos": list(tokenizer.eos) or None,
+        "pad": tokenizer.pad,
+        "adds_bos": tokenizer.adds_bos,
+        "adds_eos": tokenizer.adds_eos or None,
+        "special": dict(tokenizer.special) or None,
     }
     words = {name: value for name, value in said.items() if value is not None}
-    parts = {"pieces": [_plain(piece) for piece in pieces], "words": words}
+    parts = {"pieces": [_segment_to_json(piece) for piece in segments], "words": words}
     return {name: part for name, part in parts.items() if part}
 
 
-def _plain(piece: Piece) -> dict[str, Any]:
-    if piece.text is None:
-        return {"label": piece.label, "start": piece.start, "stop": piece.stop}
-    return {"label": piece.label, "text": piece.text, "ids": list(piece.ids)}
+def _segment_to_json(segment: DeclaredSegment) -> dict[str, Any]:
+    if segment.text is None:
+        return {"label": segment.label, "start": segment.start, "stop": segment.stop}
+    return {"label": segment.label, "text": segment.text, "ids": list(segment.ids)}
 
 
-def declared_pieces(declared: Mapping[str, Any]) -> tuple[Piece, ...]:
+def declared_segments(declared: Mapping[str, Any]) -> tuple[DeclaredSegment, ...]:
     """Return the pieces of a declaration, in the order they were given."""
     return tuple(
-        Piece(
+        DeclaredSegment(
             str(one.get("label", "")),
             int(one.get("start", 0)),
             int(one.get("stop", 0)),
@@ -81,10 +83,10 @@ def declared_pieces(declared: Mapping[str, Any]) -> tuple[Piece, ...]:
     )
 
 
-def declared_words(declared: Mapping[str, Any]) -> WordFacts:
+def declared_tokenizer(declared: Mapping[str, Any]) -> TokenizerFacts:
     """Return what a declaration says of special tokens."""
     said = declared.get("words", {})
-    return WordFacts(
+    return TokenizerFacts(
         said.get("bos"),
         tuple(said.get("eos", ())),
         said.get("pad"),
@@ -94,7 +96,7 @@ def declared_words(declared: Mapping[str, Any]) -> WordFacts:
     )
 
 
-def places_of_ids(ids: Sequence[int], within: Sequence[int], after: int = 0) -> Iterator[Span]:
+def find_id_spans(ids: Sequence[int], within: Sequence[int], after: int = 0) -> Iterator[Span]:
     """Yield where ids lie in others, from index `after` on, each as (start, stop)."""
     wanted, whole = list(ids), list(within)
     for start in range(after, len(whole) - len(wanted) + 1):
@@ -102,17 +104,17 @@ def places_of_ids(ids: Sequence[int], within: Sequence[int], after: int = 0) -> 
             yield start, start + len(wanted)
 
 
-def places_of_text(text: str, texts: Sequence[str], after: int = 0) -> Iterator[Span]:
+def find_text_spans(text: str, texts: Sequence[str], after: int = 0) -> Iterator[Span]:
     """Yield where a text lies in what tokens add, from token `after` on, each as (start, stop).
 
     Every token that holds a part of it is taken whole.
     """
     whole, begin = "".join(texts[after:]), -1
     while text and (begin := whole.find(text, begin + 1)) >= 0:
-        yield _tokens_of(begin, begin + len(text), texts, after)
+        yield _covering_tokens(begin, begin + len(text), texts, after)
 
 
-def _tokens_of(begin: int, end: int, texts: Sequence[str], after: int) -> Span:
+def _covering_tokens(begin: int, end: int, texts: Sequence[str], after: int) -> Span:
     held: list[int] = []
     at = 0
     for index, part in enumerate(texts[after:], start=after):

@@ -11,7 +11,7 @@ PACKAGE_DATA = Path(__file__).parent / "data"
 """The files that the package ships: the demo model, architectures."""
 
 
-def recorder_lives(run: Mapping[str, Any]) -> bool:
+def is_recorder_alive(run: Mapping[str, Any]) -> bool:
     """Tell from a manifest whether its process still runs, on this machine; True when unknown.
 
     A process number that was given to another process since then does not count.

@@ -44,7 +44,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPieces:
+class PromptTokenIds:
     """Token ids of each piece, each encoded once and without special tokens."""
 
     bos: tuple[int, ...]
@@ -71,10 +71,12 @@ class Prompt:
         return max(self.position_ids, default=-1) + 1 + n_generated
 
 
-POSITIONS = ("contiguous", "reset")
+POSITION_MODES = ("contiguous", "reset")
 
 
-def compose(pieces: PromptPieces, *, max_new_tokens: int, positions: str = "contiguous") -> Prompt:
+def compose_prompt(
+    parts: PromptTokenIds, *, max_new_tokens: int, positions: str = "contiguous"
+) -> Prompt:
     """Join the pieces into the ids that are fed, with typed segments.
 
     `positions` is `contiguous` (0, 1, 2, ... over the whole sequence) or `reset` (every paraphrase
@@ -83,16 +85,18 @@ def compose(pieces: PromptPieces, *, max_new_tokens: int, positions: str = "cont
 
     Raises `UsageError` for an empty prompt or an unknown positions mode.
     """
-    if positions not in POSITIONS:
-        raise UsageError(f"--positions {positions} is unknown; use {' or '.join(POSITIONS)}.")
+    if positions not in POSITION_MODES:
+        raise UsageError(f"--positions {positions} is unknown; use {' or '.join(POSITION_MODES)}.")
     ids: list[int] = []
     segments: list[Segment] = []
-    _append(ids, segments, pieces.bos, "bos", SegmentKind.BOS)
-    _append(ids, segments, pieces.shared, "shared", SegmentKind.SHARED)
-    for number, paraphrase in enumerate(pieces.paraphrases, start=1):
-        _append(ids, segments, paraphrase, f"paraphrase {number}", SegmentKind.PARAPHRASE)
-        _append(ids, segments, pieces.separator, f"separator {number}", SegmentKind.SEPARATOR)
-    _append(ids, segments, pieces.cue, "cue", SegmentKind.CUE)
+    _append_segment(ids, segments, parts.bos, "bos", SegmentKind.BOS)
+    _append_segment(ids, segments, parts.shared, "shared", SegmentKind.SHARED)
+    for number, paraphrase in enumerate(parts.paraphrases, start=1):
+        _append_segment(ids, segments, paraphrase, f"paraphrase {number}", SegmentKind.PARAPHRASE)
+        _append_segment(
+            ids, segments, parts.separator, f"separator {number}", SegmentKind.SEPARATOR
+        )
+    _append_segment(ids, segments, parts.cue, "cue", SegmentKind.CUE)
     if not ids:
         raise UsageError("The prompt has no tokens: give at least one non-empty --prompt.")
     generated = Segment(
@@ -102,20 +106,20 @@ def compose(pieces: PromptPieces, *, max_new_tokens: int, positions: str = "cont
     return Prompt(tuple(ids), tuple(_position_ids(whole, positions)), whole)
 
 
-def _append(
+def _append_segment(
     ids: list[int],
     segments: list[Segment],
-    piece: Sequence[int],
+    part_ids: Sequence[int],
     label: str,
     kind: SegmentKind,
 ) -> None:
-    if not piece:
+    if not part_ids:
         return
     owner = len(segments)
     if kind is SegmentKind.SEPARATOR and segments:
         owner = segments[-1].owner
-    segments.append(Segment(len(ids), len(ids) + len(piece), label, kind, owner))
-    ids.extend(piece)
+    segments.append(Segment(len(ids), len(ids) + len(part_ids), label, kind, owner))
+    ids.extend(part_ids)
 
 
 def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
@@ -139,7 +143,7 @@ def _position_ids(segments: Sequence[Segment], positions: str) -> list[int]:
     return out
 
 
-def segment_of(segments: Sequence[Segment], pos: int) -> int:
+def segment_index(segments: Sequence[Segment], pos: int) -> int:
     """Return the index of the segment that holds `pos` (the last one for anything beyond)."""
     for index, segment in enumerate(segments):
         if segment.start <= pos < segment.stop:
@@ -147,6 +151,6 @@ def segment_of(segments: Sequence[Segment], pos: int) -> int:
     return len(segments) - 1
 
 
-def close_generated(segments: Sequence[Segment], n_tokens: int) -> tuple[Segment, ...]:
+def close_generated_segment(segments: Sequence[Segment], n_tokens: int) -> tuple[Segment, ...]:
     """Return the segments with the generated one ended at `n_tokens`, the true length."""
     return (*segments[:-1], replace(segments[-1], stop=max(n_tokens, segments[-1].start)))

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flexinspect.findings import Finding, Severity, worst_first
+from flexinspect.findings import Finding, Severity, sort_by_severity
 from flexinspect.rules.base import FindingKind
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 
-KINDS = ("isolation", "order", "kernel", "cache")
+PROOF_KINDS = ("isolation", "order", "kernel", "cache")
 
 LEAK, ISOLATED = "proof.leak", "proof.isolated"
 UNREAD, UNSTABLE, ORDER = "proof.unread", "proof.unstable", "proof.order"
@@ -23,17 +23,17 @@ KERNEL_DIFFERS, KERNEL_SAME = "proof.kernel-differs", "proof.kernel-same"
 KERNEL_UNSEEN = "proof.kernel-unseen"
 CACHE_DIFFERS, CACHE_SAME = "proof.cache-differs", "proof.cache-same"
 
-_CALLS = (
+_CALLS_QUERY = (
     "SELECT step, layer, path, backend, mask, gate FROM calls "
     "WHERE generation = {generation} AND step = {step} AND layer = {layer}"
 )
-_CACHED = (
+_STEPS_QUERY = (
     "SELECT step, q_len, kv_before, kv_after FROM steps "
     "WHERE generation = {generation} AND step <= {step} ORDER BY step DESC LIMIT 2"
 )
-_SEGMENTS = "SELECT start, stop, label, kind FROM segments WHERE generation = {generation}"
+_SEGMENTS_QUERY = "SELECT start, stop, label, kind FROM segments WHERE generation = {generation}"
 
-FINDINGS: Mapping[str, FindingKind] = {
+PROOF_FINDINGS: Mapping[str, FindingKind] = {
     LEAK: FindingKind(
         Severity.ERROR,
         "a row moved when tokens that it must not see were changed",
@@ -44,7 +44,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         fix="A leak that is direct is in that layer's own mask (another backend, no mask, spans "
         "off by one); one that comes through other rows ends when these rows, mostly separators, "
         "belong to one segment alone.",
-        query=_CALLS,
+        query=_CALLS_QUERY,
     ),
     ISOLATED: FindingKind(
         Severity.NOTE,
@@ -52,7 +52,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         why="The isolation is one of behaviour: it holds whatever the code does with its masks.",
         confirm="Plant a leak (a causal mask in one layer, for instance) and see the proof fail.",
         fix="Nothing is to be mended.",
-        query=_SEGMENTS,
+        query=_SEGMENTS_QUERY,
     ),
     UNREAD: FindingKind(
         Severity.NOTE,
@@ -61,7 +61,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         confirm="Look at the mask panel at the row that chooses the next token: the segment's keys "
         "are closed, or a sliding window ends before them.",
         fix="Open the segment to the rows that should read it, or leave it out of the prompt.",
-        query=_SEGMENTS,
+        query=_SEGMENTS_QUERY,
     ),
     UNSTABLE: FindingKind(
         Severity.NOTE,
@@ -91,7 +91,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         "and key.",
         fix="Build the block mask anew from the rule that is meant, for these lengths; for a mask "
         "of your own in drawn=, correct the named cell.",
-        query=_CALLS,
+        query=_CALLS_QUERY,
     ),
     KERNEL_SAME: FindingKind(
         Severity.NOTE,
@@ -99,7 +99,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         why="The pictures of attention of this run show what the kernel did, cell by cell.",
         confirm="Give another mask as drawn= and see the proof name its first cell that differs.",
         fix="Nothing is to be mended.",
-        query=_CALLS,
+        query=_CALLS_QUERY,
     ),
     KERNEL_UNSEEN: FindingKind(
         Severity.NOTE,
@@ -108,7 +108,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         confirm="Look at the path panel: which function each layer called.",
         fix="Call a kernel that is watched (flex_attention, scaled_dot_product_attention, or a "
         "function registered with transformers), without dropout.",
-        query=_CALLS,
+        query=_CALLS_QUERY,
     ),
     CACHE_DIFFERS: FindingKind(
         Severity.ERROR,
@@ -119,7 +119,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         "executed mask, against those of the step before.",
         fix="Give a decode row its offset in the mask, hand the cache on to every layer, and go on "
         "with the position ids where the prompt ended.",
-        query=_CACHED,
+        query=_STEPS_QUERY,
     ),
     CACHE_SAME: FindingKind(
         Severity.NOTE,
@@ -127,7 +127,7 @@ FINDINGS: Mapping[str, FindingKind] = {
         why="The cache holds what it should, and decode rows see what rows of a prompt see.",
         confirm="Mask one key of a decode step by hand and see the proof name step and layer.",
         fix="Nothing is to be mended.",
-        query=_CACHED,
+        query=_STEPS_QUERY,
     ),
 }
 """All that a proof may find, with its words."""
@@ -152,8 +152,11 @@ class Proof:
         return all(finding.severity is not Severity.ERROR for finding in self.findings)
 
     def __str__(self) -> str:
-        said = [f"{one.severity}: {visible(one.sentence)}" for one in worst_first(self.findings)]
-        return "\n".join([*map(visible, self.lines), *said])
+        said = [
+            f"{one.severity}: {escape_unprintable(one.sentence)}"
+            for one in sort_by_severity(self.findings)
+        ]
+        return "\n".join([*map(escape_unprintable, self.lines), *said])
 
     def add_to(self, trace: str | Path, generation: int | None = None) -> int:
         """Store the findings in a finished trace, and return the generation that has them.
@@ -169,7 +172,7 @@ class Proof:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything for scripts: plain lists, numbers and strings."""
-        findings = [asdict(one) for one in worst_first(self.findings)]
+        findings = [asdict(one) for one in sort_by_severity(self.findings)]
         return {
             "proof": self.kind,
             "holds": self.holds,
@@ -179,7 +182,7 @@ class Proof:
         }
 
 
-def found(
+def proof_finding(
     finding_id: str,
     sentence: str,
     *,
@@ -192,7 +195,7 @@ def found(
     layers: Sequence[int] = (),
 ) -> Finding:
     """Return a finding of a proof with the words of its kind."""
-    kind = FINDINGS[finding_id]
+    kind = PROOF_FINDINGS[finding_id]
     finding = Finding(
         finding_id,
         severity or kind.severity,
@@ -216,7 +219,7 @@ def found(
     return replace(finding, query=kind.query.format(**places))
 
 
-def amount(value: float) -> str:
+def format_amount(value: float) -> str:
     """Return a size in a sentence: "0.24", "3.1", "2e-07"."""
     if value == 0 or value != value:
         return f"{value:.0f}"

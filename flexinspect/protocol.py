@@ -19,7 +19,7 @@ TRACE = "trace"
 ERROR = "error"
 """The run ended with a sentence: `message`, `hint`, `exit_code`."""
 
-KEPT = "kept"
+FINISHED = "kept"
 """The run is over and the trace is at `path` (None when nothing was recorded)."""
 
 STOPPED = "stopped"
@@ -40,19 +40,19 @@ TERMINAL = "terminal"
 DEBUGGER = "debugger"
 """What whoever debugs has to know at once is `text`: where debugpy listens, what it cannot do."""
 
-GRANT = b"."
+GRANT_TERMINAL = b"."
 """The other way, on standard input: pdb may have the terminal."""
 
 DETACH = b"detach\n"
 """The other way, on standard input: go on alone, whoever started the run closes its window."""
 
 
-def line(kind: str, **facts: Any) -> str:
+def format_message(kind: str, **facts: Any) -> str:
     """Return one marked line, without its line break."""
     return MARK + json.dumps({"kind": kind, **facts})
 
 
-def parse(text: str) -> Mapping[str, Any] | None:
+def parse_message(text: str) -> Mapping[str, Any] | None:
     """Return the facts of a marked line, None for anything else."""
     if not text.startswith(MARK):
         return None

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-_PATIENCE_S = 2.0
+_TIMEOUT_S = 2.0
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
@@ -27,7 +27,7 @@ def _git(folder: Path, *words: str) -> str | None:
             ["git", "-C", str(folder), *words],
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_S,
+            timeout=_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):

@@ -27,11 +27,11 @@ else:
 LEVELS = ("basic", "advanced", "extreme")
 UNKNOWN = -1
 """The `chosen_id` and `chosen_rank` of a step when nobody saw which token it chose."""
-LOOSE_CALLS = "calls outside of a model"
+STANDALONE_CALLS = "calls outside of a model"
 """What the `sample_id` of a generation begins with that is a call of FlexAttention by itself."""
-LOOSE_RAISED = "a call outside of a model that raised"
+STANDALONE_RAISED = "a call outside of a model that raised"
 """The `sample_id` of a generation that such a call would have been."""
-LOOSE_MASKS = "masks built, and no call after them"
+STANDALONE_MASKS = "masks built, and no call after them"
 """The `sample_id` of a generation that is nothing but masks that were built."""
 TRAIN = "train"
 """The phase of a step of an optimizer; the others are of generation."""
@@ -208,7 +208,7 @@ class MaskRecord:
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
     mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
     `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `rule` names the rule
-    (module and qualified name), `rule_source` its file and first line where known. `heads` is what
+    (module and qualified name), `mask_mod_source` its file and first line where known. `heads` is what
     the mask was made for; the rule of one made for 1 may still tell heads apart. `cells` is the
     executed mask of batch 0, bool of shape (heads, n_q, n_kv), the heads being the query heads, or
     1 when all share it, or None when it was not evaluated. A bool mask that was added to the scores

@@ -21,20 +21,20 @@ from typing import Any
 from flexinspect.errors import FlexInspectError, TraceError, TraceWriteError
 from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.gradientrecords import GradientRecord
-from flexinspect.processes import recorder_lives
-from flexinspect.recall import branch_beginning, recalled
+from flexinspect.processes import is_recorder_alive
+from flexinspect.recall import branch_start_record, replay_parents
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
-from flexinspect.rules.base import Rule, RuleBook
-from flexinspect.rules.catalogue import catalogue
-from flexinspect.rules.scene import Scene
-from flexinspect.trace.append import Reviewed, append
-from flexinspect.trace.gradients import all_gradients
+from flexinspect.rules.base import Rule, RuleRunner
+from flexinspect.rules.catalogue import load_rules
+from flexinspect.rules.scene import RuleContext
+from flexinspect.trace.append import RuleReview, append_reviews
+from flexinspect.trace.gradients import read_all_gradients
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.replay import beginning, is_loose, replay, steps
+from flexinspect.trace.replay import generation_at_start, is_standalone, replay, replay_steps
 from flexinspect.trace.rows import BranchRow, GenerationRow
 from flexinspect.trace.values import from_json, to_json
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Told of steps that are done, and of all there are."""
 
 
@@ -46,40 +46,42 @@ class Review:
     """
 
     n_rules: int = 0
-    unstored: tuple[Reviewed, ...] = ()
+    unstored: tuple[RuleReview, ...] = ()
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ReviewTask:
     """A generation, and the rules that are to look at it; of `enders` only the end counts."""
 
     generation: GenerationRow
     rules: tuple[Rule, ...]
-    enders: tuple[Rule, ...] = ()
+    end_only_rules: tuple[Rule, ...] = ()
 
 
-def tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[Task]:
+def pending_tasks(reader: TraceReader, rules: Sequence[Rule]) -> list[ReviewTask]:
     """Return what is still to be looked at; while it is recorded, of generations that are over."""
     run = reader.run()
     is_recorded = _is_recorded(run)
-    live, done = looked_live(run, rules), set(reader.reviews())
+    live, done = live_rule_names(run, rules), set(reader.reviews())
     found = []
     for about in reader.generations():
-        ended = _has_ended(reader, about)
+        ended = _is_finished(reader, about)
         if is_recorded and not ended:
             continue
         left = [rule for rule in rules if (rule.name, about.generation) not in done]
-        if is_loose(about):
-            left = [rule for rule in left if rule.loose]
+        if is_standalone(about):
+            left = [rule for rule in left if rule.handles_standalone_calls]
         news = tuple(rule for rule in left if rule.name not in live)
-        enders = tuple(rule for rule in left if rule.name in live and _speaks_at_end(rule))
+        enders = tuple(
+            rule for rule in left if rule.name in live and _overrides_generation_end(rule)
+        )
         if news or (enders and not ended):
-            found.append(Task(about, news, () if ended else enders))
+            found.append(ReviewTask(about, news, () if ended else enders))
     return found
 
 
-def looked_live(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]:
+def live_rule_names(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]:
     """Return the names of the rules that looked at each step as it came.
 
     A manifest that names none is of a program that had all but the dear ones.
@@ -87,27 +89,27 @@ def looked_live(run: Mapping[str, Any], rules: Iterable[Rule]) -> frozenset[str]
     named = run.get("rules")
     if isinstance(named, list):
         return frozenset(map(str, named))
-    return frozenset(rule.name for rule in rules if not rule.dear)
+    return frozenset(rule.name for rule in rules if not rule.offline_only)
 
 
 def _is_recorded(run: Mapping[str, Any]) -> bool:
-    return run.get("state") == "recording" and recorder_lives(run)
+    return run.get("state") == "recording" and is_recorder_alive(run)
 
 
-def _has_ended(reader: TraceReader, about: GenerationRow) -> bool:
+def _is_finished(reader: TraceReader, generation: GenerationRow) -> bool:
     """Tell whether a generation and all its branches came to their end."""
-    return all(row.state == "finished" for row in reader.branches(about.generation))
+    return all(row.state == "finished" for row in reader.branches(generation.generation))
 
 
-def _speaks_at_end(rule: Rule) -> bool:
-    return type(rule).end is not Rule.end
+def _overrides_generation_end(rule: Rule) -> bool:
+    return type(rule).on_generation_end is not Rule.on_generation_end
 
 
 def review(
     reader: TraceReader,
     rules: Sequence[Rule] | None = None,
     *,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     store: bool = True,
 ) -> Review:
     """Let the rules (those registered, unless given) look at what they have not seen yet.
@@ -116,38 +118,38 @@ def review(
     wanted, or the trace is still recorded, `unstored` has it. Of a generation that is damaged
     `note` says so. Raises `TraceError` for a trace that cannot be read at all.
     """
-    todo = tasks(reader, catalogue().rules if rules is None else rules)
-    meter = _Meter(progress, [reader.n_steps(task.generation.generation) for task in todo])
-    unstored: list[Reviewed] = []
+    todo = pending_tasks(reader, load_rules().rules if rules is None else rules)
+    meter = _StepCounter(progress, [reader.n_steps(task.generation.generation) for task in todo])
+    unstored: list[RuleReview] = []
     notes: dict[str, None] = {}
     store = store and not _is_recorded(reader.run())
     shared: dict[str, Any] = {}
     for task in todo:
         try:
-            found = _look(reader, task, meter.next(), shared)
+            found = _replay_generation(reader, task, meter.next_task(), shared)
         except TraceError as error:  # the other generations may be whole
             notes[error.message] = None
             continue
         if store and not unstored:
-            why = _stored(reader.path, found)
+            why = _store(reader.path, found)
             if not why:
                 continue
             notes[why] = None
         unstored += found
-    names = {rule.name for task in todo for rule in (*task.rules, *task.enders)}
+    names = {rule.name for task in todo for rule in (*task.rules, *task.end_only_rules)}
     return Review(len(names), tuple(unstored), " ".join(notes))
 
 
-class _Meter:
+class _StepCounter:
     """Counts the steps of all tasks for whoever shows progress."""
 
-    def __init__(self, progress: Progress | None, sizes: Sequence[int]) -> None:
+    def __init__(self, progress: ProgressCallback | None, sizes: Sequence[int]) -> None:
         self._progress, self._sizes = progress, list(sizes)
-        self._total, self._before = sum(sizes), 0
+        self._total, self._n_before = sum(sizes), 0
 
-    def next(self) -> Callable[[int], None]:
+    def next_task(self) -> Callable[[int], None]:
         """Return what is to be told of each step of the next task."""
-        before, self._before = self._before, self._before + self._sizes.pop(0)
+        before, self._n_before = self._n_before, self._n_before + self._sizes.pop(0)
 
         def told(n_steps: int) -> None:
             if self._progress is not None:
@@ -156,198 +158,215 @@ class _Meter:
         return told
 
 
-def _stored(path: Path, found: Sequence[Reviewed]) -> str:
+def _store(path: Path, found: Sequence[RuleReview]) -> str:
     """Store what was found; returns why that was not possible, empty if it was."""
     try:
-        append(path, found)
+        append_reviews(path, found)
     except (TraceWriteError, TraceError) as error:
         return error.message
     return ""
 
 
-def _look(
-    reader: TraceReader, task: Task, told_step: Callable[[int], None], shared: dict[str, Any]
-) -> list[Reviewed]:
+def _replay_generation(
+    reader: TraceReader,
+    task: ReviewTask,
+    on_step_done: Callable[[int], None],
+    shared_memory: dict[str, Any],
+) -> list[RuleReview]:
     """Replay one generation for all rules of a task, and return what each said."""
     about = task.generation
-    scene, started_at = Scene(find_mask=reader.mask), time.time()
-    scene.shared = shared
-    told = {_place(one) for one in reader.findings() if one.generation == about.generation}
+    scene, started_at = RuleContext(find_mask=reader.mask), time.time()
+    scene.shared_memory = shared_memory
+    told = {_finding_key(one) for one in reader.findings() if one.generation == about.generation}
     lookers = [
-        *(_Looker(rule, scene, loose=is_loose(about)) for rule in task.rules),
-        *(_Looker(rule, scene, loose=is_loose(about), told=told) for rule in task.enders),
+        *(_RuleReplay(rule, scene, is_standalone=is_standalone(about)) for rule in task.rules),
+        *(
+            _RuleReplay(rule, scene, is_standalone=is_standalone(about), known_findings=told)
+            for rule in task.end_only_rules
+        ),
     ]
-    record, streams = beginning(reader, about), {s for one in lookers for s in one.rule.streams}
+    record, streams = (
+        generation_at_start(reader, about),
+        {s for one in lookers for s in one.rule.streams},
+    )
     for one in lookers:
-        one.begin(record)
+        one.on_generation_start(record)
     n_steps = 0
     for what in replay(reader, about.generation, streams):
         for one in lookers:
-            one.take(what)
+            one.on_record(what)
         if isinstance(what, StepRecord):
             n_steps += 1
-            told_step(n_steps)
+            on_step_done(n_steps)
     for one in lookers:
-        one.end()
+        one.on_generation_end()
     for row in reader.branches(about.generation)[1:]:
-        _look_at_branch(reader, task, row, lookers, streams)
-    return [one.result(about.generation, started_at) for one in lookers]
+        _replay_branch(reader, task, row, lookers, streams)
+    return [one.to_reviewed(about.generation, started_at) for one in lookers]
 
 
-def _look_at_branch(
+def _replay_branch(
     reader: TraceReader,
-    task: Task,
+    task: ReviewTask,
     row: BranchRow,
-    lookers: Sequence[_Looker],
+    replays: Sequence[_RuleReplay],
     streams: Collection[str],
 ) -> None:
     """Replay one branch for new objects of all rules, and add what each said."""
-    about, scene = task.generation, Scene(find_mask=reader.mask)
-    record = branch_beginning(reader, about, row)
-    anew = [one.anew(scene, row.branch) for one in lookers]
+    about, scene = task.generation, RuleContext(find_mask=reader.mask)
+    record = branch_start_record(reader, about, row)
+    anew = [one.for_branch(scene, row.branch) for one in replays]
     for one in anew:
-        one.begin(record)
+        one.on_generation_start(record)
         if row.change.get("recomputed") is not True:
-            one.recall(reader, row)
-    for step in steps(reader, about.generation, row.branch, streams):
+            one.replay_parents(reader, row)
+    for step in replay_steps(reader, about.generation, row.branch, streams):
         for one in anew:
-            one.take(step)
-    for gradients in all_gradients(reader, about.generation, row.branch):
+            one.on_record(step)
+    for gradients in read_all_gradients(reader, about.generation, row.branch):
         for one in anew:
-            one.take(gradients)
-    for one, before in zip(anew, lookers, strict=True):
-        one.end()
-        before.add(one)
+            one.on_record(gradients)
+    for one, before in zip(anew, replays, strict=True):
+        one.on_generation_end()
+        before.merge(one)
 
 
-def _place(finding: Finding) -> tuple[Any, ...]:
+def _finding_key(finding: Finding) -> tuple[Any, ...]:
     return finding.id, finding.branch, finding.step, finding.layer, finding.head, finding.sentence
 
 
 @dataclass
-class _Looker:
+class _RuleReplay:
     """One rule with a book of its own, so that what it says and takes is told apart.
 
     Of one that has `told` (where and what) only news at the end count.
     """
 
     rule: Rule
-    scene: Scene
-    loose: bool
-    told: set[tuple[Any, ...]] | None = None
+    context: RuleContext
+    is_standalone: bool
+    known_findings: set[tuple[Any, ...]] | None = None
     branch: int = 0
     wall_s: float = 0.0
     found: list[Finding] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._book = RuleBook(
-            [self.rule], is_loose=self.loose, scene=self.scene, branch=self.branch
+        self._runner = RuleRunner(
+            [self.rule], is_standalone=self.is_standalone, context=self.context, branch=self.branch
         )
 
-    def anew(self, scene: Scene, branch: int) -> _Looker:
+    def for_branch(self, context: RuleContext, branch: int) -> _RuleReplay:
         """Return a looker for a branch, with a rule that has seen nothing."""
-        return _Looker(type(self.rule)(), scene, self.loose, self.told, branch)
+        return _RuleReplay(
+            type(self.rule)(), context, self.is_standalone, self.known_findings, branch
+        )
 
-    def recall(self, reader: TraceReader, row: BranchRow) -> None:
+    def replay_parents(self, reader: TraceReader, row: BranchRow) -> None:
         """Show the rule what the branch's parents did before it."""
-        self.events += recalled(reader, row.generation, row.branch, self._book)
+        self.events += replay_parents(reader, row.generation, row.branch, self._runner)
 
-    def add(self, other: _Looker) -> None:
+    def merge(self, other: _RuleReplay) -> None:
         """Take over what another looker said."""
         self.found += other.found
         self.events += other.events
         self.wall_s += other.wall_s
 
-    def begin(self, generation: GenerationRecord) -> None:
-        self.events += self._book.begin(generation)
+    def on_generation_start(self, generation: GenerationRecord) -> None:
+        self.events += self._runner.on_generation_start(generation)
 
-    def take(self, what: StepRecord | EventRecord | GradientRecord) -> None:
+    def on_record(self, record: StepRecord | EventRecord | GradientRecord) -> None:
         """Let the rule look at a step or at gradients, or hear of an event."""
         started = time.perf_counter()
-        if isinstance(what, StepRecord):
-            self._look(what)
-        elif isinstance(what, GradientRecord):
-            self._differentiate(what)
+        if isinstance(record, StepRecord):
+            self._on_step(record)
+        elif isinstance(record, GradientRecord):
+            self._on_gradients(record)
         else:
-            self._say(*self._book.hear(what), counts=self.told is None)
+            self._collect(*self._runner.on_event(record), is_new=self.known_findings is None)
         self.wall_s += time.perf_counter() - started
 
-    def _look(self, step: StepRecord) -> None:
-        seen = self._book.look(step)
+    def _on_step(self, step: StepRecord) -> None:
+        seen = self._runner.on_step(step)
         if seen is step:
             return
-        self._say(seen.findings, seen.events[len(step.events) :], counts=self.told is None)
+        self._collect(
+            seen.findings, seen.events[len(step.events) :], is_new=self.known_findings is None
+        )
         for repeat in seen.repeats:
-            self._count(step, repeat)
+            self._count_repeat(step, repeat)
 
-    def _differentiate(self, gradients: GradientRecord) -> None:
-        found, repeats, events = self._book.differentiate(gradients)
-        self._say(found, events, counts=self.told is None)
+    def _on_gradients(self, gradients: GradientRecord) -> None:
+        found, repeats, events = self._runner.on_gradients(gradients)
+        self._collect(found, events, is_new=self.known_findings is None)
         for repeat in repeats:
-            self._count(gradients, repeat)
+            self._count_repeat(gradients, repeat)
 
-    def _count(self, step: StepRecord | GradientRecord, again: Repeat) -> None:
+    def _count_repeat(self, step: StepRecord | GradientRecord, repeat: Repeat) -> None:
         """Count a finding of an earlier step again, as the trace does."""
-        series = (again.id, again.series, step.branch)
+        series = (repeat.id, repeat.series, step.branch)
         for at, finding in enumerate(self.found):
             if (finding.id, finding.series, finding.branch) == series:
                 news: dict[str, Any] = {"times": finding.times + 1, "last_step": step.step}
-                if again.sentence:
-                    news |= {"sentence": again.sentence, "evidence": again.evidence}
+                if repeat.sentence:
+                    news |= {"sentence": repeat.sentence, "evidence": repeat.evidence}
                 self.found[at] = replace(finding, **news)
 
-    def end(self) -> None:
+    def on_generation_end(self) -> None:
         """Let the rule speak of the generation as a whole."""
         started = time.perf_counter()
-        self._say(*self._book.end(), counts=True)
+        self._collect(*self._runner.on_generation_end(), is_new=True)
         self.wall_s += time.perf_counter() - started
 
-    def _say(
-        self, found: Sequence[Finding], events: Sequence[EventRecord], *, counts: bool
+    def _collect(
+        self, found: Sequence[Finding], events: Sequence[EventRecord], *, is_new: bool
     ) -> None:
         self.events += events
-        if counts:
-            self.found += [f for f in found if self.told is None or _place(f) not in self.told]
+        if is_new:
+            self.found += [
+                f
+                for f in found
+                if self.known_findings is None or _finding_key(f) not in self.known_findings
+            ]
 
-    def result(self, generation: int, at: float) -> Reviewed:
+    def to_reviewed(self, generation: int, started_at: float) -> RuleReview:
         """Return what the rule said of the generation."""
         said = (tuple(self.found), tuple(self.events))
-        return Reviewed(self.rule.name, generation, *said, at, self.wall_s * 1e3)
+        return RuleReview(self.rule.name, generation, *said, started_at, self.wall_s * 1e3)
 
 
 # -- in a process of its own -----------------------------------------------------------------------
 
 
-def command(path: Path) -> list[str]:
-    """Return the command that reviews a trace in a process of its own; see `result_of`."""
+def review_command(path: Path) -> list[str]:
+    """Return the command that reviews a trace in a process of its own; see `review_from_json`."""
     return [sys.executable, "-m", "flexinspect.review", str(path)]
 
 
-def text_of(done: Review) -> str:
-    """Return a review as text, for `result_of`."""
-    return to_json({**asdict(done), "unstored": [asdict(one) for one in done.unstored]})
+def review_to_json(review: Review) -> str:
+    """Return a review as text, for `review_from_json`."""
+    return to_json({**asdict(review), "unstored": [asdict(one) for one in review.unstored]})
 
 
-def result_of(text: str) -> Review:
+def review_from_json(text: str) -> Review:
     """Return the review that the command printed. Raises `ValueError` for anything else."""
     said = from_json(text)
     try:
-        unstored = tuple(_reviewed(one) for one in said["unstored"])
+        unstored = tuple(_reviewed_from_json(one) for one in said["unstored"])
         return Review(int(said["n_rules"]), unstored, str(said["note"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"no review: {error}") from None
 
 
-def _reviewed(said: dict[str, Any]) -> Reviewed:
-    findings = tuple(_finding(one) for one in said.pop("findings"))
-    events = tuple(EventRecord(**one) for one in said.pop("events"))
-    return Reviewed(findings=findings, events=events, **said)
+def _reviewed_from_json(fields: dict[str, Any]) -> RuleReview:
+    findings = tuple(_finding_from_json(one) for one in fields.pop("findings"))
+    events = tuple(EventRecord(**one) for one in fields.pop("events"))
+    return RuleReview(findings=findings, events=events, **fields)
 
 
-def _finding(said: dict[str, Any]) -> Finding:
-    lists = {name: tuple(said[name]) for name in ("positions", "layers")}
-    return Finding(**{**said, **lists, "severity": Severity(said["severity"])})
+def _finding_from_json(fields: dict[str, Any]) -> Finding:
+    lists = {name: tuple(fields[name]) for name in ("positions", "layers")}
+    return Finding(**{**fields, **lists, "severity": Severity(fields["severity"])})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -361,7 +380,7 @@ def main(argv: Sequence[str]) -> int:
             done = review(reader)
     except FlexInspectError as error:
         done = Review(note=error.message)
-    print(text_of(done))
+    print(review_to_json(done))
     return 0
 
 

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from flexinspect import protocol
-from flexinspect.capture import Capture, debuggable
+from flexinspect.capture import Capture, python_debug_flags
 from flexinspect.errors import FlexInspectError
 from flexinspect.job import ScriptJob
 
-KEEP = 4 << 20
+MAX_HEAD_CHARS = 4 << 20
 """Characters of a program's output that its trace keeps from the beginning."""
 
-TAIL = 256 << 10
+MAX_TAIL_CHARS = 256 << 10
 """Characters that it keeps from the end, of what is longer."""
 
 SEND_EVERY_S = 0.05
@@ -38,22 +38,22 @@ LINGER_S = 0.3
 """How long streams may be silent, once the program has ended, before we stop listening: what it
 started may hold them open for ever."""
 
-KILLED_AT = 4
+KILL_AFTER_INTERRUPTS = 4
 """Which Ctrl-C ends a program that takes no notice of those before it."""
 
-_PIECE = 1 << 16
-_CLOSE = 0.005
+_READ_BYTES = 1 << 16
+_MERGE_WITHIN_S = 0.005
 """Seconds between two pieces of one stream that are stored as one."""
 
-Item = tuple[float, str, str]
+OutputItem = tuple[float, str, str]
 
 
-class Echo:
+class OutputRelay:
     """Where a program's output goes: out as it comes, or, while `held`, out when it is released."""
 
-    def __init__(self, *, held: bool, stdout: int = 1, stderr: int = 2) -> None:
+    def __init__(self, *, hold: bool, stdout: int = 1, stderr: int = 2) -> None:
         self._targets = {"stdout": stdout, "stderr": stderr}
-        self._held: deque[tuple[str, bytes]] | None = deque() if held else None
+        self._held: deque[tuple[str, bytes]] | None = deque() if hold else None
         self._n_held = self._n_dropped = 0
         self._lock = threading.Lock()
 
@@ -64,7 +64,7 @@ class Echo:
                 return self._write(stream, piece)
             self._held.append((stream, piece))
             self._n_held += len(piece)
-            while self._n_held > KEEP:
+            while self._n_held > MAX_HEAD_CHARS:
                 dropped = len(self._held.popleft()[1])
                 self._n_held, self._n_dropped = self._n_held - dropped, self._n_dropped + dropped
             return True
@@ -88,19 +88,19 @@ class Echo:
         return True
 
 
-class Copy:
+class OutputRecorder:
     """The copy of a program's output that is sent back for its trace, in a thread of its own."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         make = codecs.getincrementaldecoder("utf-8")
         self._decoders = {name: make("replace") for name in ("stdout", "stderr")}
-        self._waiting: list[Item] = []
-        self._tail: deque[Item] = deque()
+        self._unsent: list[OutputItem] = []
+        self._tail: deque[OutputItem] = deque()
         self._n_kept = self._n_tail = self._n_left_out = 0
         self._wake, self._lock = threading.Event(), threading.Lock()
-        self._saying = threading.Lock()
-        self._is_last = False
+        self._send_lock = threading.Lock()
+        self._is_finished = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -111,17 +111,17 @@ class Copy:
             return
         item = (time.time(), stream, text)
         with self._lock:
-            if self._n_kept < KEEP:
+            if self._n_kept < MAX_HEAD_CHARS:
                 self._n_kept += len(text)
-                _join(self._waiting, item)
+                _append_merged(self._unsent, item)
             else:
                 self._add_to_tail(item)
         self._wake.set()
 
-    def _add_to_tail(self, item: Item) -> None:
+    def _add_to_tail(self, item: OutputItem) -> None:
         self._tail.append(item)
         self._n_tail += len(item[2])
-        while self._n_tail > TAIL and len(self._tail) > 1:
+        while self._n_tail > MAX_TAIL_CHARS and len(self._tail) > 1:
             n = len(self._tail.popleft()[2])
             self._n_tail, self._n_left_out = self._n_tail - n, self._n_left_out + n
 
@@ -129,47 +129,47 @@ class Copy:
         """Send the rest, with what had to be left out, and say that this is all."""
         for stream in self._decoders:
             self.add(stream, b"", final=True)
-        self._is_last = True
+        self._is_finished = True
         self._wake.set()
 
     def _run(self) -> None:
-        while not self._is_last:
+        while not self._is_finished:
             self._wake.wait()
-            if not self._is_last:
+            if not self._is_finished:
                 time.sleep(SEND_EVERY_S)
             self._wake.clear()
-            if not self._send(self._take()):
+            if not self._send(self._take_items()):
                 return
-        self._send(self._take(last=True))
-        self._say(protocol.DRAINED)
+        self._send(self._take_items(last=True))
+        self._send_message(protocol.DRAINED)
 
-    def _take(self, *, last: bool = False) -> list[Item]:
+    def _take_items(self, *, last: bool = False) -> list[OutputItem]:
         with self._lock:
-            items, self._waiting = self._waiting, []
+            items, self._unsent = self._unsent, []
             if last and self._n_left_out:
                 text = f"… {self._n_left_out} characters are left out here …\n"
                 items.append((self._tail[0][0], self._tail[0][1], text))
             return [*items, *self._tail] if last else items
 
-    def _send(self, items: list[Item]) -> bool:
-        return not items or self._say(protocol.OUTPUT, items=items)
+    def _send(self, items: list[OutputItem]) -> bool:
+        return not items or self._send_message(protocol.OUTPUT, items=items)
 
-    def _say(self, kind: str, **facts: Any) -> bool:
+    def _send_message(self, kind: str, **facts: Any) -> bool:
         try:
-            with self._saying:
-                self._control.sendall((protocol.line(kind, **facts) + "\n").encode())
+            with self._send_lock:
+                self._control.sendall((protocol.format_message(kind, **facts) + "\n").encode())
         except OSError:
             return False
         return True
 
-    def lend_terminal(self) -> None:
+    def grant_terminal(self) -> None:
         """Say that pdb may have the terminal."""
-        self._say(protocol.TERMINAL, wanted=True)
+        self._send_message(protocol.TERMINAL, wanted=True)
 
 
-def _join(items: list[Item], item: Item) -> None:
+def _append_merged(items: list[OutputItem], item: OutputItem) -> None:
     """Add a piece, to the one before it if both came of one stream at one time."""
-    if items and items[-1][1] == item[1] and item[0] - items[-1][0] < _CLOSE:
+    if items and items[-1][1] == item[1] and item[0] - items[-1][0] < _MERGE_WITHIN_S:
         at, stream, text = items[-1]
         items[-1] = (at, stream, text + item[2])
     else:
@@ -182,16 +182,16 @@ class ScriptProcess(Capture):
     `stdin` is that of this process when it is None.
     """
 
-    called: ClassVar[str] = "The program"
+    display_name: ClassVar[str] = "The program"
     has_own_streams: ClassVar[bool] = True
 
-    def __init__(self, job: ScriptJob, echo: Echo, *, stdin: int | None = None) -> None:
+    def __init__(self, job: ScriptJob, relay: OutputRelay, *, stdin: int | None = None) -> None:
         super().__init__()
-        self._echo = echo
+        self._relay = relay
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, *debuggable(job), _entry(), str(theirs.fileno())],
+                [sys.executable, *python_debug_flags(job), _entry_script(), str(theirs.fileno())],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -200,8 +200,8 @@ class ScriptProcess(Capture):
                 bufsize=0,
             )
         ours.sendall((job.to_json() + "\n").encode())
-        self._control, self._rest = ours, b""
-        self._copy = Copy(ours)
+        self._control, self._partial_line = ours, b""
+        self._recorder = OutputRecorder(ours)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -220,13 +220,13 @@ class ScriptProcess(Capture):
             else:
                 self._process.send_signal(number)
 
-    def lend_terminal(self) -> None:
+    def grant_terminal(self) -> None:
         """Let pdb have the terminal."""
-        self._copy.lend_terminal()
+        self._recorder.grant_terminal()
 
     def show_output(self) -> None:
         """Print what was held while the interface was open."""
-        self._echo.release()
+        self._relay.release()
 
     def _read(self) -> None:
         """Pass everything on until the program has ended and nothing more comes."""
@@ -240,46 +240,48 @@ class ScriptProcess(Capture):
                     return
                 # The streams before the control: what was printed before a word came before it.
                 for key, _ in sorted(found, key=lambda pair: pair[0].data == "control"):
-                    self._heard(ready, key.fileobj, key.data)
+                    self._on_readable(ready, key.fileobj, key.data)
         self._process.wait()
 
-    def _heard(self, ready: selectors.BaseSelector, source: Any, name: str) -> None:
-        is_open = self._listen(ready) if name == "control" else self._pass_on(source, name)
+    def _on_readable(self, ready: selectors.BaseSelector, source: Any, name: str) -> None:
+        is_open = (
+            self._read_messages(ready) if name == "control" else self._relay_output(source, name)
+        )
         if not is_open:
             ready.unregister(source)
             source.close()
 
-    def _pass_on(self, source: IO[bytes], name: str) -> bool:
-        piece = os.read(source.fileno(), _PIECE)
-        self._copy.add(name, piece)
+    def _relay_output(self, source: IO[bytes], name: str) -> bool:
+        piece = os.read(source.fileno(), _READ_BYTES)
+        self._recorder.add(name, piece)
         if name == "stderr":
             self._stderr.extend(piece.decode(errors="backslashreplace").splitlines())
-        return bool(piece) and self._echo.write(name, piece)
+        return bool(piece) and self._relay.write(name, piece)
 
-    def _listen(self, ready: selectors.BaseSelector) -> bool:
+    def _read_messages(self, ready: selectors.BaseSelector) -> bool:
         try:
-            piece = self._control.recv(_PIECE)
+            piece = self._control.recv(_READ_BYTES)
         except OSError:
             piece = b""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + piece).split(b"\n")
         for line in lines:
-            facts = protocol.parse(line.decode())
+            facts = protocol.parse_message(line.decode())
             if facts is None:
                 continue
             if facts["kind"] == protocol.DRAIN:
                 self._drain(ready)
-            self._take(facts)
+            self._on_message(facts)
         return bool(piece)
 
     def _drain(self, ready: selectors.BaseSelector) -> None:
         """Take what lies in the streams by now, then tell the trace that this was all."""
         while found := [key for key, _ in ready.select(0) if key.data != "control"]:
             for key in found:
-                self._heard(ready, key.fileobj, key.data)
-        self._copy.finish()
+                self._on_readable(ready, key.fileobj, key.data)
+        self._recorder.finish()
 
 
-def hand_on_signals(process: Capture) -> None:
+def forward_signals(process: Capture) -> None:
     """Let the program have the signals that are sent to us in its place, until it has ended."""
     n_interrupts = 0
 
@@ -288,7 +290,7 @@ def hand_on_signals(process: Capture) -> None:
         n_interrupts += number == signal.SIGINT
         if process.poll() is not None:
             raise KeyboardInterrupt
-        if n_interrupts >= KILLED_AT:
+        if n_interrupts >= KILL_AFTER_INTERRUPTS:
             process.kill()
         else:
             process.signal(number)
@@ -299,7 +301,7 @@ def hand_on_signals(process: Capture) -> None:
             signal.signal(number, hand_on)
 
 
-def _entry() -> str:
+def _entry_script() -> str:
     """Return the file that runs a program under capture, without loading anything of it."""
     spec = importlib.util.find_spec("flexinspect_hooks")
     if spec is None or not spec.submodule_search_locations:

@@ -64,12 +64,12 @@ def parameter_count(config: Mapping[str, Any]) -> int | None:
         return None
     hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
     embedding = int(config["vocab_size"]) * hidden
-    per_layer = _attention(config, kind) + _mlp(config, kind) + 2 * hidden
+    per_layer = _attention_parameters(config, kind) + _mlp_parameters(config, kind) + 2 * hidden
     head = 0 if config.get("tie_word_embeddings", False) else embedding
     return embedding + layers * per_layer + hidden + head
 
 
-def _attention(config: Mapping[str, Any], kind: str) -> int:
+def _attention_parameters(config: Mapping[str, Any], kind: str) -> int:
     hidden = int(config["hidden_size"])
     q = int(config["num_attention_heads"]) * _head_dim(config)
     kv = _kv_heads(config) * _head_dim(config)
@@ -82,7 +82,7 @@ def _attention(config: Mapping[str, Any], kind: str) -> int:
     return count + (2 * _head_dim(config) if kind == "qwen3" else 0)
 
 
-def _mlp(config: Mapping[str, Any], kind: str) -> int:
+def _mlp_parameters(config: Mapping[str, Any], kind: str) -> int:
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     bias = kind == "llama" and config.get("mlp_bias", False)
     return 3 * hidden * inner + (2 * inner + hidden if bias else 0)
@@ -189,7 +189,7 @@ def read_header(path: Path) -> dict[str, Any]:
     Reads no tensor. Raises `ModelError` when the file is truncated or not a safetensors file.
     """
     try:
-        header = _header(path)
+        header = _parse_header(path)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise _damaged(path) from error
     end = max((int(tensor["data_offsets"][1]) for _, tensor in _tensors(header)), default=0)
@@ -198,7 +198,7 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _parse_header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > _MAX_HEADER:

@@ -21,7 +21,7 @@ DEFAULT_PANELS = ("mask", "logits", "attention", "findings")
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class InterfaceState:
     """What is remembered.
 
     `panels` by slot, `slots` shown (0: as many as fit well), the theme, traces newest first, and
@@ -47,20 +47,20 @@ def state_file() -> Path | None:
     return root / "flexinspect" / "state.json"
 
 
-def recall() -> Remembered:
+def load_state() -> InterfaceState:
     """Return what was remembered; defaults for whatever is missing or makes no sense."""
     file = state_file()
     found: Any = {}
     if file is not None:
         with suppress(OSError, ValueError, RecursionError):
             found = json.loads(file.read_text("utf-8"))
-    return _sensible(found if isinstance(found, dict) else {})
+    return _validate(found if isinstance(found, dict) else {})
 
 
-def _sensible(found: dict[str, Any]) -> Remembered:
-    default = Remembered()
+def _validate(found: dict[str, Any]) -> InterfaceState:
+    default = InterfaceState()
     values: dict[str, Any] = {}
-    for field in fields(Remembered):
+    for field in fields(InterfaceState):
         value, fallback = found.get(field.name), getattr(default, field.name)
         if isinstance(fallback, tuple):
             good = isinstance(value, list) and all(isinstance(item, str) for item in value)
@@ -68,15 +68,15 @@ def _sensible(found: dict[str, Any]) -> Remembered:
         else:
             values[field.name] = value if type(value) is type(fallback) else fallback
     values["slots"] = min(max(values["slots"], 0), 4)
-    return Remembered(**values)
+    return InterfaceState(**values)
 
 
-def remember(**changes: Any) -> None:
+def save_state(**changes: Any) -> None:
     """Change what is remembered: fields of `Remembered`. The file is replaced whole or not."""
     file = state_file()
     if file is None:
         return
-    text = json.dumps(asdict(replace(recall(), **changes)), indent=2)
+    text = json.dumps(asdict(replace(load_state(), **changes)), indent=2)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=".state-")
@@ -85,11 +85,11 @@ def remember(**changes: Any) -> None:
         Path(name).replace(file)
 
 
-def opened(path: Path) -> None:
+def add_recent_trace(path: Path) -> None:
     """Remember that a trace was opened."""
     mine = str(path.absolute())
-    others = [name for name in recall().recent if name != mine]
-    remember(recent=(mine, *others)[:N_RECENT])
+    others = [name for name in load_state().recent if name != mine]
+    save_state(recent=(mine, *others)[:N_RECENT])
 
 
 def known_traces(folder: Path | None = None) -> Sequence[Path]:
@@ -99,8 +99,10 @@ def known_traces(folder: Path | None = None) -> Sequence[Path]:
     """
     here: list[Path] = []
     with suppress(OSError):
-        here = sorted((folder or Path.cwd()).absolute().glob("*.flextrace"), key=_age)[:N_RECENT]
-    found = [path for path in (*map(Path, recall().recent), *here) if _exists(path)]
+        here = sorted((folder or Path.cwd()).absolute().glob("*.flextrace"), key=_sort_key)[
+            :N_RECENT
+        ]
+    found = [path for path in (*map(Path, load_state().recent), *here) if _exists(path)]
     return list(dict.fromkeys(found))[: 2 * N_RECENT]
 
 
@@ -111,7 +113,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _age(path: Path) -> float:
+def _sort_key(path: Path) -> float:
     try:
         return -path.stat().st_mtime
     except OSError:

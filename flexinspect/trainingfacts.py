@@ -11,18 +11,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import gt
 
-EXPLOSION = 10.0
+EXPLODING_NORM = 10.0
 """A parameter whose gradient norm is above this explodes."""
 
-VANISHING = 1e-6
+VANISHING_NORM = 1e-6
 """A parameter whose gradient norm is below this (and not 0) vanishes."""
 
 LOSS_FROM_OUTPUT = "output"
-LOSS_TOLD = "told"
+LOSS_REPORTED = "told"
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorStats:
     """Statistics of one tensor. Minimum to deviation are of its finite values, NaN without any."""
 
     name: str
@@ -48,13 +48,13 @@ class TensorFacts:
         return self.n_inf > 0
 
     @property
-    def is_sick(self) -> bool:
+    def has_nonfinite(self) -> bool:
         """Whether a value is not finite."""
         return self.has_nan or self.has_inf
 
 
 @dataclass(frozen=True, slots=True)
-class GradientFacts:
+class ParameterGradient:
     """The gradient of one parameter as the optimizer gets it: after unscaling and clipping.
 
     `max` is the largest absolute value (None when not measured), `group` the layer or module it is
@@ -70,7 +70,7 @@ class GradientFacts:
     is_matrix: bool = True
 
     @property
-    def is_sick(self) -> bool:
+    def has_nonfinite(self) -> bool:
         """Whether a value is not finite."""
         return self.n_nan > 0 or self.n_inf > 0
 
@@ -79,27 +79,27 @@ class GradientFacts:
         """Whether every value is exactly 0."""
         return self.norm == 0.0
 
-    def explodes(self, threshold: float = EXPLOSION) -> bool:
+    def explodes(self, threshold: float = EXPLODING_NORM) -> bool:
         """Whether the norm is above the threshold; one that is not finite is sick instead."""
-        return not self.is_sick and self.norm > threshold
+        return not self.has_nonfinite and self.norm > threshold
 
-    def vanishes(self, threshold: float = VANISHING) -> bool:
+    def vanishes(self, threshold: float = VANISHING_NORM) -> bool:
         """Whether the norm is below the threshold and not 0."""
         return 0.0 < self.norm < threshold
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFacts:
+class GroupGradient:
     """The gradients of one layer or module together; a `norm` of NaN has a sick one among them."""
 
     group: str
     norm: float
     n_parameters: int
-    n_sick: int
+    n_nonfinite: int
 
 
 @dataclass(frozen=True, slots=True)
-class Producer:
+class AnomalyOrigin:
     """Where numbers that are not finite came from, as far as the step tells.
 
     `kind` is "input" (the batch was sick), "weights" (they were before the step), "module" (the
@@ -144,8 +144,8 @@ class TrainingStepRecord:
     n_sick: int = 0
     group_norms: tuple[float, ...] = ()
     group_ratios: tuple[float, ...] = ()
-    gradients: tuple[GradientFacts, ...] = ()
-    producer: Producer | None = None
+    gradients: tuple[ParameterGradient, ...] = ()
+    producer: AnomalyOrigin | None = None
     n_backward: int = 0
     forward_ms: float = 0.0
     backward_ms: float = 0.0
@@ -237,7 +237,7 @@ class TrainingSummary:
 
 
 @dataclass(slots=True)
-class SummaryCount:
+class TrainingSummaryCounter:
     """Counts steps as they come; nothing of them is kept."""
 
     summary: TrainingSummary = field(default_factory=TrainingSummary)
@@ -256,13 +256,13 @@ class SummaryCount:
 
 def summarise(steps: Iterable[TrainingStepRecord]) -> TrainingSummary:
     """Return the summary of some steps."""
-    count = SummaryCount()
+    count = TrainingSummaryCounter()
     for step in steps:
         count.add(step)
     return count.summary
 
 
-def is_warming(before: Sequence[float], now: Sequence[float]) -> bool:
+def is_warming_up(before: Sequence[float], now: Sequence[float]) -> bool:
     """Say whether a learning rate rises: behind a gate that begins at 0 gradients begin small."""
     return any(map(gt, now, before))
 
@@ -280,23 +280,23 @@ def group_of(name: str) -> str:
     return ".".join(parts[:-1]) or "(model)"
 
 
-def groups_of(gradients: Iterable[GradientFacts]) -> list[GroupFacts]:
+def gradient_groups(gradients: Iterable[ParameterGradient]) -> list[GroupGradient]:
     """Return the groups of some gradients, in the order in which they first appear."""
-    by_group: dict[str, list[GradientFacts]] = {}
+    by_group: dict[str, list[ParameterGradient]] = {}
     for facts in gradients:
         by_group.setdefault(facts.group or group_of(facts.name), []).append(facts)
     return [
-        GroupFacts(group, total_norm(found), len(found), sum(one.is_sick for one in found))
+        GroupGradient(group, total_norm(found), len(found), sum(one.has_nonfinite for one in found))
         for group, found in by_group.items()
     ]
 
 
-def total_norm(gradients: Iterable[GradientFacts]) -> float:
+def total_norm(gradients: Iterable[ParameterGradient]) -> float:
     """Return the norm of all of them together; NaN or Inf when one is not finite."""
-    return joint_norm([facts.norm for facts in gradients])
+    return combined_norm([facts.norm for facts in gradients])
 
 
-def joint_norm(norms: Sequence[float]) -> float:
+def combined_norm(norms: Sequence[float]) -> float:
     """Return the norm of the parts' norms; NaN or Inf when one is not finite."""
     if all(map(math.isfinite, norms)):
         return math.hypot(*norms)

@@ -64,13 +64,13 @@ CONFIGURATIONS: tuple[Mapping[str, Any], ...] = (
 """What is written: launches whose capture process is debugged too, and two ways to attach."""
 
 
-QUICK_SYMBOLS = ("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libdl,libltdl,libc,libfreebl3")
+GDB_SYMBOL_FILTER = ("PYDEVD_GDB_SCAN_SHARED_LIBRARIES", "libdl,libltdl,libc,libfreebl3")
 """Variable and value that spare gdb the symbols of all of torch's libraries."""
 
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _CPUINFO = Path("/proc/cpuinfo")
 
-_GDB_OF_ANY_SIZE = 14
+_MIN_GDB_WITH_AMX = 14
 """The first gdb that asks the processor how long the state of its registers is.
 
 gdb 13.1 on a processor with AMX, whose state is longer than it expects, calls nothing in another
@@ -79,7 +79,7 @@ x86_xsave_layout structure to handle variable XSAVE layouts", of 2023, replaced 
 """
 
 
-def attach_lacks() -> list[str]:
+def attach_problems() -> list[str]:
     """Return why no process can be attached to by its id here, a sentence each; Linux alone."""
     if sys.platform != "linux":
         return []
@@ -92,9 +92,9 @@ def attach_lacks() -> list[str]:
             f"Attaching by process id needs {_PTRACE_SCOPE} to be 0, and it is {scope}: "
             "an administrator may write 0 there."
         )
-    if not lacks and _has_amx() and (version := _gdb_version()) < _GDB_OF_ANY_SIZE:
+    if not lacks and _has_amx() and (version := _gdb_version()) < _MIN_GDB_WITH_AMX:
         lacks.append(
-            f"Attaching by process id needs gdb {_GDB_OF_ANY_SIZE} or later on a processor with "
+            f"Attaching by process id needs gdb {_MIN_GDB_WITH_AMX} or later on a processor with "
             f"AMX, and gdb is {version}: install a later one, or start the run with --debugpy."
         )
     return lacks
@@ -114,24 +114,24 @@ def _gdb_version() -> int:
             ["gdb", "--version"], capture_output=True, text=True, timeout=10, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return _GDB_OF_ANY_SIZE
+        return _MIN_GDB_WITH_AMX
     found = re.search(r"(\d+)\.\d+", said.partition("\n")[0])
-    return int(found[1]) if found else _GDB_OF_ANY_SIZE
+    return int(found[1]) if found else _MIN_GDB_WITH_AMX
 
 
 def attach_notes() -> list[str]:
     """Return what is to be known before attaching by process id here, a sentence each."""
-    name, value = QUICK_SYMBOLS
+    name, value = GDB_SYMBOL_FILTER
     slow = (
         "Attaching by process id is slow, and may run into debugpy's limit of 60 s, as gdb reads "
         f"all of torch's symbols first: start VSCode with {name}={value} in its environment."
     )
     needs_it = sys.platform == "linux" and name not in os.environ
-    return attach_lacks() or ([slow] if needs_it else [])
+    return attach_problems() or ([slow] if needs_it else [])
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedLaunch:
     """A merged text, and the names that were added and that were there already."""
 
     text: str
@@ -141,29 +141,29 @@ class Merged:
 
 def merge(
     text: str, configurations: Sequence[Mapping[str, Any]] = CONFIGURATIONS, *, name: str = ""
-) -> Merged:
+) -> MergedLaunch:
     """Return a launch.json with the configurations that it lacks, by name, put at the end.
 
     `name` is what the file is called in an error. Raises `UsageError` with line and column for a
     text that is broken, or whose configurations are no list.
     """
     if not text.strip():
-        whole = _dump({"version": "0.2.0", "configurations": list(configurations)}, "  ")
-        return Merged(whole + "\n", tuple(str(one["name"]) for one in configurations), ())
+        whole = _format_json({"version": "0.2.0", "configurations": list(configurations)}, "  ")
+        return MergedLaunch(whole + "\n", tuple(str(one["name"]) for one in configurations), ())
     found = _Document(text, name)
     there = found.names()
     missing = [one for one in configurations if one["name"] not in there]
     merged = found.with_added(missing) if missing else text
-    _check(text, merged, missing)
+    _check_merge(text, merged, missing)
     names = tuple(str(one["name"]) for one in configurations)
-    return Merged(
+    return MergedLaunch(
         merged,
         tuple(one for one in names if one not in there),
         tuple(one for one in names if one in there),
     )
 
 
-def _check(before: str, after: str, added: Sequence[Mapping[str, Any]]) -> None:
+def _check_merge(before: str, after: str, added: Sequence[Mapping[str, Any]]) -> None:
     """Raise `FlexInspectError` rather than write a text that does not say what it should."""
     import json5
 
@@ -188,18 +188,20 @@ class _Document:
         try:
             root = loads(text, loader=ModelLoader()).value
         except JSON5DecodeError as error:
-            raise self._refusal(*_first(error, len(text))) from None
+            raise self._parse_error(*_first_error(error, len(text))) from None
         if not isinstance(root, JSONObject):
-            raise self._refusal(root._tok.index, "an object is expected here")
+            raise self._parse_error(root._tok.index, "an object is expected here")
         self.root = root
         self.list: Any = None
         for key, value in zip(root.keys, root.values, strict=True):
             if getattr(key, "characters", getattr(key, "name", None)) == "configurations":
                 self.list = value
         if self.list is not None and not isinstance(self.list, JSONArray):
-            raise self._refusal(self.list._tok.index, '"configurations" is expected to be a list')
+            raise self._parse_error(
+                self.list._tok.index, '"configurations" is expected to be a list'
+            )
 
-    def _refusal(self, at: int, what: str) -> UsageError:
+    def _parse_error(self, at: int, what: str) -> UsageError:
         line = self.text.count("\n", 0, at) + 1
         column = at - (self.text.rfind("\n", 0, at) + 1) + 1
         return UsageError(
@@ -216,11 +218,11 @@ class _Document:
 
     def with_added(self, configurations: Sequence[Mapping[str, Any]]) -> str:
         """Return the text with these at the end of the list, which is made if there is none."""
-        unit = self._unit()
+        unit = self._indent_unit()
         if self.list is None:
-            block = '"configurations": ' + _dump(configurations, unit)
+            block = '"configurations": ' + _format_json(configurations, unit)
             return self._insert(self.root, block, unit)
-        blocks = [_dump(one, unit) for one in configurations]
+        blocks = [_format_json(one, unit) for one in configurations]
         return self._insert(self.list, ",\n".join(blocks), unit)
 
     def _insert(self, node: Any, block: str, unit: str) -> str:
@@ -241,7 +243,7 @@ class _Document:
             head = head[:last] + "," + head[last:]
         return _with_newlines(head, tail, text)
 
-    def _unit(self) -> str:
+    def _indent_unit(self) -> str:
         """Return one level of the file's indentation."""
         found = re.search(r'\n([ \t]+)"', self.text)
         return found[1] if found else "  "
@@ -259,19 +261,21 @@ def _indent(text: str, at: int) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
-def _dump(value: Any, unit: str) -> str:
+def _format_json(value: Any, unit: str) -> str:
     """Return our own JSON, with lists of words on one line, as people write them."""
     text = json.dumps(value, indent=unit, ensure_ascii=False)
     return re.sub(
-        r"\[\s+((?:\"[^\"]*\",?\s*)*?)\s*\]", lambda found: f"[{_line(found[1]).strip()}]", text
+        r"\[\s+((?:\"[^\"]*\",?\s*)*?)\s*\]",
+        lambda found: f"[{_on_one_line(found[1]).strip()}]",
+        text,
     )
 
 
-def _line(text: str) -> str:
+def _on_one_line(text: str) -> str:
     return re.sub(r"\s*\n\s*", " ", text)
 
 
-def _first(error: ValueError, end: int) -> tuple[int, str]:
+def _first_error(error: ValueError, end: int) -> tuple[int, str]:
     """Return place and words of the first error that a parser told of; `end` for no place."""
     said = str(error).replace("There were multiple errors parsing the JSON5 document.", "")
     said = re.sub(r"\s*The primary error was:\s*", "", said)
@@ -280,7 +284,7 @@ def _first(error: ValueError, end: int) -> tuple[int, str]:
     return int(place[1]) if place else end, words or "it is not JSON"
 
 
-def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, Merged]:
+def write_launch(folder: Path, *, dry_run: bool = False) -> tuple[Path, MergedLaunch]:
     """Merge our configurations into a folder's `.vscode/launch.json`, which is made if need be.
 
     It is replaced at once or not at all, and not touched when nothing is missing. Raises

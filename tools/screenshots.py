@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flexinspect.app import InspectorApp
 from flexinspect.export import to_png
-from flexinspect.screens.facts import FactLines
+from flexinspect.screens.facts import TraceHeader
 from flexinspect.screens.panelview import PanelView
 from flexinspect.screens.strip import TokenStrip
 
@@ -50,16 +50,16 @@ async def shoot(shot: Shot, trace: Path) -> str:
     """Return the screen as SVG."""
     from flexinspect import state
 
-    state.remember(panels=shot.panels)
+    state.save_state(panels=shot.panels)
     app = InspectorApp(trace)
     async with app.run_test(size=shot.size) as pilot:
         for key in shot.keys:
             await pilot.press(key)
         screen = app.screen
         loaders = [view.loader for view in screen.query(PanelView)]
-        loaders += [screen.query_one(TokenStrip).loader, screen.query_one(FactLines).loader]
+        loaders += [screen.query_one(TokenStrip).loader, screen.query_one(TraceHeader).loader]
         for loader in loaders:
-            await loader.rest()
+            await loader.wait_idle()
         await pilot.pause(0.2)
         return app.export_screenshot(title="flexinspect open demo.flextrace", simplify=True)
 

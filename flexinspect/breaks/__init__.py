@@ -6,29 +6,29 @@ no files.
 
 from __future__ import annotations
 
-from flexinspect.breaks.book import Action, Breakpoint, BreakpointBook
+from flexinspect.breaks.book import Breakpoint, BreakpointStore, HitAction
 from flexinspect.breaks.complete import Completion, complete
 from flexinspect.breaks.errors import ExpressionError
-from flexinspect.breaks.evaluate import Unknown, Verdict, evaluate, judge
-from flexinspect.breaks.facts import Facts, Sighting, facts_of
+from flexinspect.breaks.evaluate import EvaluationResult, Unknown, evaluate, evaluate_with_layer
+from flexinspect.breaks.facts import Observation, StepObservations, observe_step
 from flexinspect.breaks.parser import parse
 from flexinspect.breaks.tree import Expression, to_text
 
 __all__ = [
-    "Action",
     "Breakpoint",
-    "BreakpointBook",
+    "BreakpointStore",
     "Completion",
+    "EvaluationResult",
     "Expression",
     "ExpressionError",
-    "Facts",
-    "Sighting",
+    "HitAction",
+    "Observation",
+    "StepObservations",
     "Unknown",
-    "Verdict",
     "complete",
     "evaluate",
-    "facts_of",
-    "judge",
+    "evaluate_with_layer",
+    "observe_step",
     "parse",
     "to_text",
 ]

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from flexinspect.breaks.options import Options, split_options
+from flexinspect.breaks.options import BreakpointOptions, split_options
 from flexinspect.breaks.parser import parse
-from flexinspect.breaks.tree import Expression, has_finding, sights_in, to_text, wants_calls
+from flexinspect.breaks.tree import Expression, has_finding, needs_calls, observations_in, to_text
 from flexinspect.breaks.words import INF, NAN
 from flexinspect.control.messages import BreakpointInfo
 
 
-class Action(StrEnum):
+class HitAction(StrEnum):
     """What a hit means."""
 
     STOP = "stop"
@@ -33,12 +33,12 @@ class Breakpoint:
 
     id: int
     expression: Expression
-    options: Options
+    options: BreakpointOptions
     is_enabled: bool = True
     n_hits: int = 0
     source: str = ""
     note: str = ""
-    since: float = 0.0
+    enabled_at: float = 0.0
 
     @property
     def text(self) -> str:
@@ -61,11 +61,11 @@ class Breakpoint:
             once=options.once,
             log_only=options.log,
             n_hits=self.n_hits,
-            note=self.note or _note(self.expression),
+            note=self.note or _evaluation_note(self.expression),
         )
 
 
-class BreakpointBook:
+class BreakpointStore:
     """All breakpoints of a run. Any thread may ask and change it.
 
     `version` changes with the set of enabled breakpoints, so that whoever prepares for them can see
@@ -78,13 +78,13 @@ class BreakpointBook:
         self,
         *,
         finding_ids: Callable[[], Collection[str]] | None = None,
-        changed: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._breakpoints: dict[int, Breakpoint] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._finding_ids = finding_ids
-        self.changed = changed
+        self.on_change = on_change
         self.version = 0
 
     def add(
@@ -104,13 +104,15 @@ class BreakpointBook:
         expression = parse(condition)
         if self._finding_ids is not None and has_finding(expression):
             parse(condition, finding_ids=self._finding_ids() or None)
-        options = Options(max(said.hits, hits), said.once or once, said.log or log_only, said.off)
+        options = BreakpointOptions(
+            max(said.hits, hits), said.once or once, said.log or log_only, said.off
+        )
         with self._lock:
             number = next(self._numbers)
             about = (number, expression, options, not options.off)
-            made = Breakpoint(*about, source=source, since=time.time())
-            self._put(made)
-        self.changed()
+            made = Breakpoint(*about, source=source, enabled_at=time.time())
+            self._store(made)
+        self.on_change()
         return made.info()
 
     def list(self) -> tuple[BreakpointInfo, ...]:
@@ -123,17 +125,17 @@ class BreakpointBook:
         with self._lock:
             del self._breakpoints[number]
             self.version += 1
-        self.changed()
+        self.on_change()
 
     def enable(self, number: int, on: bool) -> BreakpointInfo:
         """Switch one on or off. Raises `KeyError` for a number that none has."""
         with self._lock:
-            made = replace(self._breakpoints[number], is_enabled=on, since=time.time())
-            self._put(made)
-        self.changed()
+            made = replace(self._breakpoints[number], is_enabled=on, enabled_at=time.time())
+            self._store(made)
+        self.on_change()
         return made.info()
 
-    def annotate(self, number: int, note: str) -> None:
+    def set_note(self, number: int, note: str) -> None:
         """Say something of a breakpoint to whoever lists it."""
         with self._lock:
             if number in self._breakpoints:
@@ -144,7 +146,7 @@ class BreakpointBook:
         with self._lock:
             return tuple(each for each in self._breakpoints.values() if each.is_enabled)
 
-    def hit(self, number: int) -> Action:
+    def record_hit(self, number: int) -> HitAction:
         """Count a hit; returns what it means.
 
         One that stops once is switched off by it. `changed` is not called for that, as whoever
@@ -153,23 +155,26 @@ class BreakpointBook:
         with self._lock:
             met = self._breakpoints.get(number)
             if met is None or not met.is_enabled:
-                return Action.PASS
+                return HitAction.PASS
             met = self._breakpoints[number] = replace(met, n_hits=met.n_hits + 1)
             if met.n_hits < met.options.hits:
-                return Action.PASS
+                return HitAction.PASS
             if met.options.once:
-                self._put(replace(met, is_enabled=False))
-        return Action.LOG if met.options.log else Action.STOP
+                self._store(replace(met, is_enabled=False))
+        return HitAction.LOG if met.options.log else HitAction.STOP
 
-    def _put(self, made: Breakpoint) -> None:
+    def _store(self, made: Breakpoint) -> None:
         self._breakpoints[made.id] = made
         self.version += 1
 
 
-def _note(expression: Expression) -> str:
+def _evaluation_note(expression: Expression) -> str:
     """Say where an expression is judged."""
-    if any(seen.place is not None and seen.kind in (NAN, INF) for seen in sights_in(expression)):
+    if any(
+        seen.module_pattern is not None and seen.kind in (NAN, INF)
+        for seen in observations_in(expression)
+    ):
         return "judged at each of these modules, and after each step"
-    if wants_calls(expression):
+    if needs_calls(expression):
         return "judged at each attention call, and after each step"
     return "judged after each step"

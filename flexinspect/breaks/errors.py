@@ -17,12 +17,12 @@ class ExpressionError(UsageError):
         self, reason: str, text: str, start: int, stop: int, *, hint: str | None = None
     ) -> None:
         shown = f"  {_printable(text)}"
-        super().__init__(f"{reason}\n{shown}\n{_mark(text, start, stop)}", hint=hint)
+        super().__init__(f"{reason}\n{shown}\n{_underline(text, start, stop)}", hint=hint)
         self.reason = reason
         self.text = text
         self.start, self.stop = start, stop
 
-    def at(self, where: str) -> ExpressionError:
+    def with_location(self, where: str) -> ExpressionError:
         """Return the same error, which says where the expression stands."""
         reason = f"{where}: {self.reason}"
         return ExpressionError(reason, self.text, self.start, self.stop, hint=self.hint)
@@ -33,10 +33,10 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "\N{MIDDLE DOT}" for c in text)
 
 
-def _mark(text: str, start: int, stop: int) -> str:
-    before = sum(map(_width, text[:start]))
-    return f"  {' ' * before}{'^' * max(sum(map(_width, text[start:stop])), 1)}"
+def _underline(text: str, start: int, stop: int) -> str:
+    before = sum(map(_cell_width, text[:start]))
+    return f"  {' ' * before}{'^' * max(sum(map(_cell_width, text[start:stop])), 1)}"
 
 
-def _width(character: str) -> int:
+def _cell_width(character: str) -> int:
     return 2 if east_asian_width(character) in "WF" else 1

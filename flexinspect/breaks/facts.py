@@ -14,7 +14,7 @@ Value = float | str
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class Observation:
     """Something that was seen: `kind` is one of `words.SIGHTS`, `what` says it in words.
 
     `module` is empty where it belongs to none.
@@ -23,11 +23,11 @@ class Sighting:
     kind: str
     module: str = ""
     layer: int | None = None
-    what: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class StepObservations:
     """Values of the step and of each layer by name, what was seen, and its new findings.
 
     A name that is not there is not known. `looked` holds what was looked for everywhere, as
@@ -37,31 +37,31 @@ class Facts:
 
     values: Mapping[str, Value] = field(default_factory=dict)
     layers: Mapping[int, Mapping[str, Value]] = field(default_factory=dict)
-    sightings: tuple[Sighting, ...] = ()
-    looked: frozenset[str] = frozenset()
+    observed: tuple[Observation, ...] = ()
+    checked: frozenset[str] = frozenset()
     findings: tuple[Finding, ...] | None = None
 
 
-def facts_of(
+def observe_step(
     step: StepRecord,
     *,
-    sightings: Iterable[Sighting] = (),
-    looked: Iterable[str] = (),
-) -> Facts:
+    observed: Iterable[Observation] = (),
+    checked: Iterable[str] = (),
+) -> StepObservations:
     """Return what a step's record tells, together with what was seen while it ran."""
-    recorded = set(looked)
+    recorded = set(checked)
     if step.logits is not None or step.layer_stats:
         recorded |= {NAN, INF}
-    return Facts(
-        values=_values(step),
-        layers=_layers(step),
-        sightings=(*sightings, *_sick(step), *_told(step)),
-        looked=frozenset(recorded),
+    return StepObservations(
+        values=_step_values(step),
+        layers=_layer_values(step),
+        observed=(*observed, *_nonfinite_observations(step), *_finding_observations(step)),
+        checked=frozenset(recorded),
         findings=step.findings,
     )
 
 
-def _values(step: StepRecord) -> dict[str, Value]:
+def _step_values(step: StepRecord) -> dict[str, Value]:
     found: dict[str, Value] = {
         "step": step.step,
         "phase": step.phase,
@@ -71,10 +71,10 @@ def _values(step: StepRecord) -> dict[str, Value]:
         "kv_len": step.kv_after,
         "wall_ms": step.wall_ms,
     }
-    return found | _choice(step) | _memory(step)
+    return found | _token_values(step) | _memory_values(step)
 
 
-def _choice(step: StepRecord) -> dict[str, Value]:
+def _token_values(step: StepRecord) -> dict[str, Value]:
     """Return what is known of the distribution and of the token that was chosen from it."""
     found: dict[str, Value] = {}
     token = next((token for token in step.tokens if token.step == step.step), None)
@@ -87,10 +87,10 @@ def _choice(step: StepRecord) -> dict[str, Value]:
     if logits.chosen_id != UNKNOWN:
         logprob = logits.chosen_logprob
         found |= {"rank": logits.chosen_rank, "logprob": logprob, "prob": math.exp(logprob)}
-    return _numbers(found)
+    return _without_nan(found)
 
 
-def _memory(step: StepRecord) -> dict[str, Value]:
+def _memory_values(step: StepRecord) -> dict[str, Value]:
     memory = step.memory
     if memory is None:
         return {}
@@ -99,33 +99,33 @@ def _memory(step: StepRecord) -> dict[str, Value]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _layers(step: StepRecord) -> dict[int, dict[str, Value]]:
+def _layer_values(step: StepRecord) -> dict[int, dict[str, Value]]:
     found: dict[int, dict[str, Value]] = {}
     for call in step.calls:
-        found.setdefault(call.layer, {"layer": call.layer}).update(_of_call(call))
+        found.setdefault(call.layer, {"layer": call.layer}).update(_call_values(call))
     for stats in step.layer_stats:
-        found.setdefault(stats.layer, {"layer": stats.layer}).update(_of_output(stats))
+        found.setdefault(stats.layer, {"layer": stats.layer}).update(_output_values(stats))
     return found
 
 
-def _of_call(call: CallRecord) -> dict[str, Value]:
+def _call_values(call: CallRecord) -> dict[str, Value]:
     found: dict[str, Value] = {"path": call.path, "q_len": call.q_len, "kv_len": call.kv_len}
     if call.gate is not None:
         found["gate"] = call.gate
-    return _numbers(found)
+    return _without_nan(found)
 
 
-def _of_output(stats: LayerStatRecord) -> dict[str, Value]:
+def _output_values(stats: LayerStatRecord) -> dict[str, Value]:
     names = ("norm", "std", "mean", "min", "max")
-    return _numbers({name: getattr(stats, name) for name in names})
+    return _without_nan({name: getattr(stats, name) for name in names})
 
 
-def _numbers(found: dict[str, Value]) -> dict[str, Value]:
+def _without_nan(found: dict[str, Value]) -> dict[str, Value]:
     """Leave out what is no number: it compares with nothing."""
     return {n: v for n, v in found.items() if isinstance(v, str) or not math.isnan(v)}
 
 
-def _sick(step: StepRecord) -> list[Sighting]:
+def _nonfinite_observations(step: StepRecord) -> list[Observation]:
     """Return NaNs and infinities that were recorded, from the first layer to the logits."""
     places: list[tuple[str, int | None, int, int]] = [
         (stats.module, stats.layer, stats.n_nan, stats.n_inf) for stats in step.layer_stats
@@ -138,11 +138,11 @@ def _sick(step: StepRecord) -> list[Sighting]:
             if n:
                 values = "value" if n == 1 else "values"
                 said = f"{n} {word} {values} in {module}"
-                found.append(Sighting(kind, module if layer is not None else "", layer, said))
+                found.append(Observation(kind, module if layer is not None else "", layer, said))
     return found
 
 
-_MEAN = {
+_CONDITION_OF_FINDING = {
     "mask.empty-row": EMPTY_ROW,
     "path.fallback": FALLBACK,
     "path.bypass": FALLBACK,
@@ -150,10 +150,10 @@ _MEAN = {
 """Findings that say what a condition asks for, where nobody looked while the step ran."""
 
 
-def _told(step: StepRecord) -> list[Sighting]:
+def _finding_observations(step: StepRecord) -> list[Observation]:
     return [
-        Sighting(_MEAN[finding.id], "", layer, finding.sentence)
+        Observation(_CONDITION_OF_FINDING[finding.id], "", layer, finding.sentence)
         for finding in step.findings
-        if finding.id in _MEAN
+        if finding.id in _CONDITION_OF_FINDING
         for layer in finding.layers or (finding.layer,)
     ]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flexinspect.breaks.book import Breakpoint
-from flexinspect.breaks.evaluate import Verdict, layer_seen
-from flexinspect.breaks.facts import Facts
-from flexinspect.breaks.reasons import reason
+from flexinspect.breaks.evaluate import EvaluationResult, observed_layer
+from flexinspect.breaks.facts import StepObservations
+from flexinspect.breaks.reasons import hit_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class BreakpointHit:
     step: int | None = None
     layer: int | None = None
     values: Mapping[str, float | str] = field(default_factory=dict)
-    is_inside: bool = False
+    is_in_forward: bool = False
 
     def sentence(self) -> str:
         """Return the hit as one sentence."""
         return f"Breakpoint {self.id}, {self.reason}."
 
-    def as_facts(self) -> dict[str, Any]:
+    def event_data(self) -> dict[str, Any]:
         """Return it as the data of an event."""
         return {
             "breakpoint": self.id,
@@ -45,21 +45,23 @@ class BreakpointHit:
         }
 
 
-def hit_of(met: Breakpoint, facts: Facts, verdict: Verdict, *, inside: bool) -> BreakpointHit:
+def make_hit(
+    met: Breakpoint, observations: StepObservations, result: EvaluationResult, *, in_forward: bool
+) -> BreakpointHit:
     """Return the hit of a breakpoint that holds under these facts."""
-    values = facts.values
-    layer = verdict.layer
-    own = facts.layers.get(layer, {}) if layer is not None else {}
+    values = observations.values
+    layer = result.layer
+    own = observations.layers.get(layer, {}) if layer is not None else {}
     if layer is None:
-        layer = layer_seen(met.expression, facts)
+        layer = observed_layer(met.expression, observations)
     return BreakpointHit(
         id=met.id,
         condition=met.text,
-        reason=reason(met.expression, facts, verdict),
+        reason=hit_reason(met.expression, observations, result),
         generation=int(values.get("generation", 0)),
         branch=int(values.get("branch", 0)),
         step=int(values["step"]) if "step" in values else None,
         layer=layer,
         values={**values, **own},
-        is_inside=inside,
+        is_in_forward=in_forward,
     )

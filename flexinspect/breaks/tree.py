@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flexinspect.breaks.words import EMPTY_ROW, FALLBACK, WORDS
+from flexinspect.breaks.words import EMPTY_ROW, FALLBACK, VALUE_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,15 @@ class Contains:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservationCondition:
     """One of `SIGHTS`, anywhere or at modules whose names match."""
 
     kind: str
-    place: str | None = None
+    module_pattern: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FindingCondition:
     """A new finding whose id matches, and whose severity compares so."""
 
     pattern: str
@@ -99,8 +99,8 @@ class Or:
     parts: tuple[Expression, ...]
 
 
-Expression = Compare | Member | Contains | Seen | Found | Not | And | Or
-Leaf = Compare | Member | Contains | Seen | Found
+Expression = Compare | Member | Contains | ObservationCondition | FindingCondition | Not | And | Or
+Leaf = Compare | Member | Contains | ObservationCondition | FindingCondition
 
 
 def to_text(tree: Expression) -> str:
@@ -108,46 +108,46 @@ def to_text(tree: Expression) -> str:
     if isinstance(tree, Or):
         return " or ".join(to_text(part) for part in tree.parts)
     if isinstance(tree, And):
-        return " and ".join(_inner(part, Or) for part in tree.parts)
+        return " and ".join(_parenthesized(part, Or) for part in tree.parts)
     if isinstance(tree, Not):
-        return f"not {_inner(tree.inner, Or, And)}"
-    return _leaf(tree)
+        return f"not {_parenthesized(tree.inner, Or, And)}"
+    return _leaf_text(tree)
 
 
-def _inner(tree: Expression, *loose: type) -> str:
-    return f"({to_text(tree)})" if isinstance(tree, loose) else to_text(tree)
+def _parenthesized(tree: Expression, *looser_types: type) -> str:
+    return f"({to_text(tree)})" if isinstance(tree, looser_types) else to_text(tree)
 
 
-def _leaf(leaf: Leaf) -> str:
+def _leaf_text(leaf: Leaf) -> str:
     if isinstance(leaf, Compare):
-        return f"{written(leaf.left)} {leaf.op} {written(leaf.right)}"
+        return f"{operand_text(leaf.left)} {leaf.op} {operand_text(leaf.right)}"
     if isinstance(leaf, Member):
-        return f"{leaf.name.name} in ({', '.join(map(written, leaf.values))})"
+        return f"{leaf.name.name} in ({', '.join(map(operand_text, leaf.values))})"
     if isinstance(leaf, Contains):
-        return f"{written(leaf.part)} in {leaf.name.name}"
-    if isinstance(leaf, Seen):
-        return leaf.kind if leaf.place is None else f"{leaf.kind} @ {leaf.place}"
+        return f"{operand_text(leaf.part)} in {leaf.name.name}"
+    if isinstance(leaf, ObservationCondition):
+        return leaf.kind if leaf.module_pattern is None else f"{leaf.kind} @ {leaf.module_pattern}"
     return f"finding {leaf.pattern}" + (f" {leaf.op} {leaf.severity}" if leaf.op else "")
 
 
-def written(operand: Operand) -> str:
+def operand_text(operand: Operand) -> str:
     """Write an operand."""
     if isinstance(operand, Name):
         return operand.name
     if isinstance(operand, Text):
-        return quoted(operand.value)
+        return quote(operand.value)
     return f"{operand.value!r} {operand.unit}" if operand.unit else repr(operand.value)
 
 
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Write a text between double quotes, with escapes for what cannot be seen."""
-    return '"' + "".join(_ESCAPES.get(c) or _escaped(c) for c in text) + '"'
+    return '"' + "".join(_ESCAPES.get(c) or _escape_character(c) for c in text) + '"'
 
 
-def _escaped(character: str) -> str:
+def _escape_character(character: str) -> str:
     if character.isprintable():
         return character
     code = ord(character)
@@ -171,33 +171,35 @@ def leaves(tree: Expression) -> Iterator[Leaf]:
         yield tree
 
 
-def names_in(tree: Expression) -> tuple[str, ...]:
+def value_names_in(tree: Expression) -> tuple[str, ...]:
     """Return the names with a value that an expression asks for, each once."""
-    found = [operand.name for leaf in leaves(tree) for operand in _operands(leaf)]
+    found = [operand.name for leaf in leaves(tree) for operand in _name_operands(leaf)]
     return tuple(dict.fromkeys(found))
 
 
-def _operands(leaf: Leaf) -> list[Name]:
+def _name_operands(leaf: Leaf) -> list[Name]:
     if isinstance(leaf, Compare):
         return [side for side in (leaf.left, leaf.right) if isinstance(side, Name)]
     return [leaf.name] if isinstance(leaf, Member | Contains) else []
 
 
-def is_of_layers(tree: Expression) -> bool:
+def is_per_layer(tree: Expression) -> bool:
     """Say whether an expression is tried for each layer: it names what every layer has."""
-    return any(WORDS[name].of_layers for name in names_in(tree))
+    return any(VALUE_NAMES[name].is_per_layer for name in value_names_in(tree))
 
 
-def sights_in(tree: Expression) -> tuple[Seen, ...]:
+def observations_in(tree: Expression) -> tuple[ObservationCondition, ...]:
     """Return what an expression wants to see, each once."""
-    return tuple(dict.fromkeys(leaf for leaf in leaves(tree) if isinstance(leaf, Seen)))
+    return tuple(
+        dict.fromkeys(leaf for leaf in leaves(tree) if isinstance(leaf, ObservationCondition))
+    )
 
 
 def has_finding(tree: Expression) -> bool:
     """Say whether an expression asks for findings."""
-    return any(isinstance(leaf, Found) for leaf in leaves(tree))
+    return any(isinstance(leaf, FindingCondition) for leaf in leaves(tree))
 
 
-def wants_calls(tree: Expression) -> bool:
+def needs_calls(tree: Expression) -> bool:
     """Say whether attention calls are to be looked at, one by one, while the model runs."""
-    return is_of_layers(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in sights_in(tree))
+    return is_per_layer(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in observations_in(tree))

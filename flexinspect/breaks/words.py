@@ -9,7 +9,7 @@ from flexinspect.findings import Severity
 from flexinspect.records import PATHS
 
 
-class Kind(StrEnum):
+class ValueKind(StrEnum):
     """What a name or a written value is; the words are those of an error."""
 
     NUMBER = "a number"
@@ -18,7 +18,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class ValueName:
     """A name with a value. `choices` are all the texts that it may be, empty where it is free.
 
     `of_layers` says that each layer has one of its own; `early` that it is known at an attention
@@ -26,46 +26,69 @@ class Word:
     """
 
     name: str
-    kind: Kind
+    kind: ValueKind
     help: str
     choices: tuple[str, ...] = ()
-    of_layers: bool = False
-    early: bool = False
+    is_per_layer: bool = False
+    is_known_at_call: bool = False
 
 
-_WORDS = (
-    Word("entropy", Kind.NUMBER, "entropy of the newest row's distribution, in nats"),
-    Word("margin", Kind.NUMBER, "logit of the best token minus the second"),
-    Word("prob", Kind.NUMBER, "probability of the chosen token, before processors"),
-    Word("logprob", Kind.NUMBER, "its natural logarithm"),
-    Word("rank", Kind.NUMBER, "rank of the chosen token; 0 is the best"),
-    Word("token", Kind.TEXT, "the text that the chosen token adds"),
-    Word("token_id", Kind.NUMBER, "the id of the chosen token"),
-    Word("step", Kind.NUMBER, "the step; 0 is the prompt", early=True),
-    Word("phase", Kind.TEXT, "prefill or decode", ("prefill", "decode"), early=True),
-    Word("generation", Kind.NUMBER, "the generation, from 0", early=True),
-    Word("branch", Kind.NUMBER, "the branch, 0 for the base", early=True),
-    Word("q_len", Kind.NUMBER, "rows that the step, or the layer's call, computes", early=True),
-    Word("kv_len", Kind.NUMBER, "keys that its rows may see, these rows included", early=True),
-    Word("wall_ms", Kind.NUMBER, "how long the step took, in milliseconds"),
-    Word("rss", Kind.BYTES, "memory of the process"),
-    Word("kv_cache", Kind.BYTES, "memory of the KV cache"),
-    Word("cuda_allocated", Kind.BYTES, "GPU memory in use"),
-    Word("cuda_reserved", Kind.BYTES, "GPU memory that torch holds"),
-    Word("cuda_peak", Kind.BYTES, "its highest so far"),
-    Word("layer", Kind.NUMBER, "the layer, from 0", of_layers=True, early=True),
-    Word("path", Kind.TEXT, "how the layer's attention ran", PATHS, of_layers=True, early=True),
-    Word("gate", Kind.NUMBER, "how far the attention mass is from 1", of_layers=True),
-    Word("norm", Kind.NUMBER, "norm of the layer's output", of_layers=True),
-    Word("std", Kind.NUMBER, "standard deviation of the layer's output", of_layers=True),
-    Word("mean", Kind.NUMBER, "mean of the layer's output", of_layers=True),
-    Word("min", Kind.NUMBER, "smallest value of the layer's output", of_layers=True),
-    Word("max", Kind.NUMBER, "largest value of the layer's output", of_layers=True),
+_VALUE_NAMES = (
+    ValueName("entropy", ValueKind.NUMBER, "entropy of the newest row's distribution, in nats"),
+    ValueName("margin", ValueKind.NUMBER, "logit of the best token minus the second"),
+    ValueName("prob", ValueKind.NUMBER, "probability of the chosen token, before processors"),
+    ValueName("logprob", ValueKind.NUMBER, "its natural logarithm"),
+    ValueName("rank", ValueKind.NUMBER, "rank of the chosen token; 0 is the best"),
+    ValueName("token", ValueKind.TEXT, "the text that the chosen token adds"),
+    ValueName("token_id", ValueKind.NUMBER, "the id of the chosen token"),
+    ValueName("step", ValueKind.NUMBER, "the step; 0 is the prompt", is_known_at_call=True),
+    ValueName(
+        "phase", ValueKind.TEXT, "prefill or decode", ("prefill", "decode"), is_known_at_call=True
+    ),
+    ValueName("generation", ValueKind.NUMBER, "the generation, from 0", is_known_at_call=True),
+    ValueName("branch", ValueKind.NUMBER, "the branch, 0 for the base", is_known_at_call=True),
+    ValueName(
+        "q_len",
+        ValueKind.NUMBER,
+        "rows that the step, or the layer's call, computes",
+        is_known_at_call=True,
+    ),
+    ValueName(
+        "kv_len",
+        ValueKind.NUMBER,
+        "keys that its rows may see, these rows included",
+        is_known_at_call=True,
+    ),
+    ValueName("wall_ms", ValueKind.NUMBER, "how long the step took, in milliseconds"),
+    ValueName("rss", ValueKind.BYTES, "memory of the process"),
+    ValueName("kv_cache", ValueKind.BYTES, "memory of the KV cache"),
+    ValueName("cuda_allocated", ValueKind.BYTES, "GPU memory in use"),
+    ValueName("cuda_reserved", ValueKind.BYTES, "GPU memory that torch holds"),
+    ValueName("cuda_peak", ValueKind.BYTES, "its highest so far"),
+    ValueName(
+        "layer", ValueKind.NUMBER, "the layer, from 0", is_per_layer=True, is_known_at_call=True
+    ),
+    ValueName(
+        "path",
+        ValueKind.TEXT,
+        "how the layer's attention ran",
+        PATHS,
+        is_per_layer=True,
+        is_known_at_call=True,
+    ),
+    ValueName("gate", ValueKind.NUMBER, "how far the attention mass is from 1", is_per_layer=True),
+    ValueName("norm", ValueKind.NUMBER, "norm of the layer's output", is_per_layer=True),
+    ValueName(
+        "std", ValueKind.NUMBER, "standard deviation of the layer's output", is_per_layer=True
+    ),
+    ValueName("mean", ValueKind.NUMBER, "mean of the layer's output", is_per_layer=True),
+    ValueName("min", ValueKind.NUMBER, "smallest value of the layer's output", is_per_layer=True),
+    ValueName("max", ValueKind.NUMBER, "largest value of the layer's output", is_per_layer=True),
 )
-WORDS = {word.name: word for word in _WORDS}
+VALUE_NAMES = {word.name: word for word in _VALUE_NAMES}
 
 NAN, INF, EMPTY_ROW, FALLBACK = "nan", "inf", "empty-row", "fallback"
-SIGHTS = {
+OBSERVATIONS = {
     NAN: "a NaN: in a layer's output or the logits, or @ modules of this name",
     INF: "an infinity, in the same places",
     EMPTY_ROW: "a row of attention that sees no key",
@@ -79,7 +102,7 @@ SEVERITIES = tuple(severity.value for severity in Severity)
 
 COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
 KEYWORDS = ("and", "or", "not", "in")
-NAMES = (*WORDS, *SIGHTS, FINDING)
+ALL_NAMES = (*VALUE_NAMES, *OBSERVATIONS, FINDING)
 
 UNITS = {
     "B": 1,
@@ -92,7 +115,7 @@ UNITS = {
     "GiB": 1 << 30,
 }
 
-OPTIONS = {
+OPTION_HELP = {
     "hits=": "stop from this hit on, for instance hits=3",
     "ignore=": "pass over so many hits first, for instance ignore=10",
     "once": "stop once, then switch off",

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from flexinspect import __version__
 from flexinspect.ending import exit_code_of
-from flexinspect.errors import CutShortError, FlexInspectError
-from flexinspect.text import visible
+from flexinspect.errors import FlexInspectError, TruncatedTraceError
+from flexinspect.text import escape_unprintable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,14 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.insert(0, "open")
     args = parser.parse_args(words)
     try:
-        return _begin(parser) if args.command is None else int(args.run(args))
+        return _run_without_command(parser) if args.command is None else int(args.run(args))
     except FlexInspectError as error:
-        _say(error.sentence())
-        if isinstance(error, CutShortError):
-            _say_what_is_left(error.path)
+        _print_error(error.sentence())
+        if isinstance(error, TruncatedTraceError):
+            _print_remaining_parts(error.path)
         return error.exit_code
     except KeyboardInterrupt as error:
-        _say("interrupted")
+        _print_error("interrupted")
         return exit_code_of(error)
     except BrokenPipeError:
         # The reader of our output is gone; point stdout at nothing so that exit stays quiet.
@@ -108,33 +108,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         # Commands turn what they expect into sentences; what is left is our own output failing.
         _drop_output()
-        _say(f"Writing the output failed: {error.strerror or error}.")
+        _print_error(f"Writing the output failed: {error.strerror or error}.")
         return 1
 
 
-def _begin(parser: argparse.ArgumentParser) -> int:
+def _run_without_command(parser: argparse.ArgumentParser) -> int:
     """Without a command: ask what to do on a terminal, print the help anywhere else."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         parser.print_help()
         return 0
-    from flexinspect.commands.open import start
+    from flexinspect.commands.open import open_start_screen
 
-    return start()
+    return open_start_screen()
 
 
-def _say(sentence: str) -> None:
-    lines = [visible(line) for line in sentence.splitlines()]
+def _print_error(sentence: str) -> None:
+    lines = [escape_unprintable(line) for line in sentence.splitlines()]
     print("flexinspect: " + "\n".join(lines), file=sys.stderr)
 
 
-def _say_what_is_left(path: Path) -> None:
+def _print_remaining_parts(path: Path) -> None:
     """Say what a trace that is cut short still holds, and how to see it."""
-    from flexinspect.trace.salvage import can_be_mended, what_is_left
+    from flexinspect.trace.salvage import describe_readable, is_repairable
 
-    for line in what_is_left(path)[1:]:
+    for line in describe_readable(path)[1:]:
         print(line, file=sys.stderr)
-    if can_be_mended(path):
-        print(f"To see that: flexinspect open {visible(str(path))}", file=sys.stderr)
+    if is_repairable(path):
+        print(f"To see that: flexinspect open {escape_unprintable(str(path))}", file=sys.stderr)
     else:
         print("It cannot be opened without the part that is missing.", file=sys.stderr)
 

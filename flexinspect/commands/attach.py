@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 
 EXAMPLES = """\
 examples:
@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
     if args.list or args.json:
         return _list(as_json=args.json)
     from flexinspect.commands.open import open_trace_file
-    from flexinspect.control.choosing import choose
+    from flexinspect.control.choosing import find_capture
 
     which = args.which
     is_pid = which is not None and which.isdecimal()
     trace = Path(which) if which is not None and not is_pid else None
     hint = "Name one: flexinspect attach PID, or attach TRACE."
-    entry = choose(int(which) if is_pid else None, trace, hint=hint)
+    entry = find_capture(int(which) if is_pid else None, trace, hint=hint)
     return open_trace_file(Path(entry.trace))
 
 
@@ -62,33 +62,33 @@ def _list(*, as_json: bool) -> int:
         print(json.dumps([to_json(entry) for entry in found], indent=2))
         return 0
     for line in _table(found):
-        print(visible(line))
+        print(escape_unprintable(line))
     return 0
 
 
 def _table(found: Sequence[Any]) -> list[str]:
     if not found:
         return ["No capture is running."]
-    states = [_state_of(entry) for entry in found]
+    states = [_capture_state(entry) for entry in found]
     return [
-        f"{entry.pid:>8}  {_ago(entry.started_at):>8}  {state:<28}  {entry.title}  {entry.trace}"
+        f"{entry.pid:>8}  {_format_age(entry.started_at):>8}  {state:<28}  {entry.title}  {entry.trace}"
         + (f"  {entry.address.url}" if entry.address.url else "")
         for entry, state in zip(found, states, strict=True)
     ]
 
 
-def _state_of(entry: Any) -> str:
+def _capture_state(entry: Any) -> str:
     from flexinspect.control.client import ControlClient
     from flexinspect.control.registry import Address
     from flexinspect.errors import ControlError
 
     try:
-        return ControlClient(Address(entry.address.socket), patience_s=1.0).status().says
+        return ControlClient(Address(entry.address.socket), timeout_s=1.0).status().description
     except ControlError:
         return "does not answer"
 
 
-def _ago(started_at: float) -> str:
+def _format_age(started_at: float) -> str:
     seconds = max(int(time.time() - started_at), 0)
     if seconds < 60:
         return f"{seconds} s"

@@ -35,24 +35,24 @@ def breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
 
     Raises `ExpressionError` for one that cannot be read.
     """
-    from flexinspect.breaks import BreakpointBook, ExpressionError
+    from flexinspect.breaks import BreakpointStore, ExpressionError
     from flexinspect.config import load_config
 
     given: list[str] = args.breakpoints or []
-    book = BreakpointBook(finding_ids=known_findings)
+    book = BreakpointStore(finding_ids=known_finding_ids)
     for text in given:
         try:
             book.add(text)
         except ExpressionError as error:
-            raise error.at("--break") from None
+            raise error.with_location("--break") from None
     return (*load_config().breakpoints.values(), *given)
 
 
-def known_findings() -> Collection[str]:
+def known_finding_ids() -> Collection[str]:
     """Return the ids of all findings that the registered rules may tell of."""
-    from flexinspect.rules.catalogue import catalogue
+    from flexinspect.rules.catalogue import load_rules
 
-    return catalogue().kinds.keys()
+    return load_rules().finding_kinds.keys()
 
 
 def on_break(args: argparse.Namespace) -> OnBreak:

@@ -47,28 +47,28 @@ def run(args: argparse.Namespace) -> int:
     trace or is damaged.
     """
     from flexinspect.compare.traces import DIFFERENT, ROUNDING, compare_traces
-    from flexinspect.compare.words import lines
-    from flexinspect.text import visible
+    from flexinspect.compare.words import comparison_lines
+    from flexinspect.text import escape_unprintable
     from flexinspect.trace.reader import open_trace
 
     with open_trace(args.a) as a, open_trace(args.b) as b, a.snapshot(), b.snapshot():
         found = compare_traces(a, b, generation=args.generation)
     if args.json:
-        json.dump(_finite(found.as_json()), sys.stdout, ensure_ascii=False, indent=2)
+        json.dump(_json_safe(found.as_json()), sys.stdout, ensure_ascii=False, indent=2)
         sys.stdout.write("\n")
     else:
-        for line in lines(found):
-            print(visible(line))
+        for line in comparison_lines(found):
+            print(escape_unprintable(line))
     wrong = (DIFFERENT, ROUNDING) if args.exact else (DIFFERENT,)
     return int(found.verdict in wrong)
 
 
-def _finite(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     """Return what JSON can hold: numbers that are none as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _json_safe(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_json_safe(one) for one in value]
     return value

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from flexinspect.debugger import DebuggerOptions, check_debugger, own_terminal, read_address
+from flexinspect.debugger import (
+    DebuggerOptions,
+    check_debugger,
+    controlling_terminal,
+    parse_address,
+)
 
 DEBUG_FLAGS = ("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb")
 
@@ -20,7 +25,7 @@ def add_debugger_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--debugpy",
         default=None,
-        type=_address,
+        type=_parse_address,
         metavar="[HOST:]PORT",
         help="let VSCode attach to the capture process here (0: any free port)",
     )
@@ -51,7 +56,7 @@ def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
     Raises `UsageError`.
     """
     host, port = args.debugpy or (DebuggerOptions().host, None)
-    tty = own_terminal() if args.pdb else None
+    tty = controlling_terminal() if args.pdb else None
     options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
     if check_debugger(options, is_exposed=args.debugpy_expose):
         print(
@@ -61,8 +66,8 @@ def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
     return options
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     try:
-        return read_address(text)
+        return parse_address(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

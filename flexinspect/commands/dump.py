@@ -41,12 +41,12 @@ def run(args: argparse.Namespace) -> int:
     Raises `UsageError` for a step or generation that does not exist and `TraceError` for a file
     that is no trace or is damaged.
     """
-    from flexinspect.trace.dump import Selection, dump_json
+    from flexinspect.trace.dump import DumpSelection, dump_json
     from flexinspect.trace.dumptext import dump_text
     from flexinspect.trace.reader import open_trace
 
     with open_trace(args.trace) as reader, reader.snapshot():
-        what = Selection(reader, generation=args.generation, step=args.step)
+        what = DumpSelection(reader, generation=args.generation, step=args.step)
         pieces = dump_json(what) if args.json else dump_text(what)
         try:
             _print(pieces)

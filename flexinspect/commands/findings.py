@@ -15,7 +15,7 @@ from flexinspect.findings import Severity
 
 if TYPE_CHECKING:
     from flexinspect.reports.collect import Report
-    from flexinspect.review import Progress
+    from flexinspect.review import ProgressCallback
     from flexinspect.rules.base import Rule
     from flexinspect.trace.reader import TraceReader
 
@@ -36,7 +36,7 @@ exit codes: 0 nothing as bad as --fail-on, 1 something is,
             2 the trace cannot be read or the request makes no sense
 """
 
-_SLOW_S = 1.0
+_PROGRESS_AFTER_S = 1.0
 NEVER = "never"
 
 
@@ -75,53 +75,53 @@ def run(args: argparse.Namespace) -> int:
     Raises `UsageError` for a generation that does not exist and `TraceError` for a file that is no
     trace or is damaged.
     """
-    from flexinspect.reports.collect import Wanted, collect
-    from flexinspect.rules.catalogue import catalogue
+    from flexinspect.reports.collect import FindingFilter, collect_report
+    from flexinspect.rules.catalogue import load_rules
     from flexinspect.trace.reader import open_trace
 
-    wanted = Wanted(
+    wanted = FindingFilter(
         args.generation, tuple(args.id or ()), tuple(map(Severity, args.severity or ()))
     )
     bar = None if args.fail_on == NEVER else Severity(args.fail_on)
-    known = catalogue()
+    known = load_rules()
     with open_trace(args.trace) as reader:
         notes = [f"The rule '{name}' cannot look: {why}" for name, why in known.failed.items()]
         notes += _state_notes(reader)
         if not args.no_review:
-            notes += reviewed(reader, known.rules)
-        report = collect(reader, wanted, known.rules, notes)
+            notes += run_missing_rules(reader, known.rules)
+        report = collect_report(reader, wanted, known.rules, notes)
     _print(args, report, bar)
-    return 1 if report.at_least(bar) else 0
+    return 1 if report.reaches(bar) else 0
 
 
-def reviewed(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
+def run_missing_rules(reader: TraceReader, rules: Sequence[Rule]) -> list[str]:
     """Let rules look that have not yet; returns what there is to say about it.
 
     What they say and the trace cannot hold, the reader holds from then on.
     """
     from flexinspect.review import review
-    from flexinspect.trace.append import statements
+    from flexinspect.trace.append import review_statements
 
     with _progress() as progress:
         done = review(reader, rules, progress=progress)
     if done.unstored:
-        reader.add(statements(done.unstored))
+        reader.add_reviews(review_statements(done.unstored))
     return [done.note] if done.note else []
 
 
 def _state_notes(reader: TraceReader) -> list[str]:
-    from flexinspect.processes import recorder_lives
+    from flexinspect.processes import is_recorder_alive
 
     if reader.state != "recording":
         return []
-    if recorder_lives(reader.run()):
+    if is_recorder_alive(reader.run()):
         told = "rules that look afterwards have looked at generations that are over alone"
         return [f"The trace is still being recorded: {told}."]
     return ["The process that recorded it is gone without having ended it."]
 
 
 @contextmanager
-def _progress() -> Iterator[Progress | None]:
+def _progress() -> Iterator[ProgressCallback | None]:
     """Show how far the rules are, on a terminal and once that takes longer than a second."""
     if not sys.stderr.isatty():
         yield None
@@ -133,7 +133,7 @@ def _progress() -> Iterator[Progress | None]:
     task, started = bar.add_task("rules look at the steps"), time.monotonic()
 
     def told(done: int, total: int) -> None:
-        if bar.live.is_started or time.monotonic() - started > _SLOW_S:
+        if bar.live.is_started or time.monotonic() - started > _PROGRESS_AFTER_S:
             bar.start()
             bar.update(task, completed=done, total=total)
 

@@ -22,7 +22,7 @@ def add_edit_flags(parser: argparse.ArgumentParser) -> None:
         "--close": ("ROW:KEY", "this row no longer sees this key; without a key: only itself"),
     }
     for name, (metavar, text) in flags.items():
-        parser.add_argument(name, action=_Edit, metavar=metavar, help=text, dest="edits")
+        parser.add_argument(name, action=_EditAction, metavar=metavar, help=text, dest="edits")
 
 
 def edits_of(args: argparse.Namespace) -> Sequence[MaskEdit]:
@@ -30,7 +30,7 @@ def edits_of(args: argparse.Namespace) -> Sequence[MaskEdit]:
     return tuple(args.edits or ())
 
 
-class _Edit(argparse.Action):
+class _EditAction(argparse.Action):
     """Reads one flag into a `MaskEdit` and appends it."""
 
     def __call__(
@@ -42,28 +42,28 @@ class _Edit(argparse.Action):
     ) -> None:
         """Append what the flag says, or end with how it is written."""
         try:
-            edit = _read(str(option_string).removeprefix("--"), str(values))
+            edit = _parse_edit(str(option_string).removeprefix("--"), str(values))
         except ValueError:
             parser.error(f"{option_string} {values} is not {self.metavar} in numbers")
         namespace.edits = [*(namespace.edits or ()), edit]
 
 
-def _read(flag: str, text: str) -> MaskEdit:
+def _parse_edit(flag: str, text: str) -> MaskEdit:
     from flexinspect.control.messages import MaskEdit
 
     if flag == "preset":
         return MaskEdit("preset", name=text)
     if flag in ("drop", "join"):
-        return MaskEdit("drop" if flag == "drop" else "join", segments=_numbers(text, ","))
+        return MaskEdit("drop" if flag == "drop" else "join", segments=_parse_numbers(text, ","))
     if flag in ("see", "unsee"):
-        first, second = _numbers(text, ":")
+        first, second = _parse_numbers(text, ":")
         return MaskEdit("see", segments=(first, second), is_open=flag == "see")
-    row, *rest = _numbers(text, ":")
+    row, *rest = _parse_numbers(text, ":")
     if not rest:
         return MaskEdit("row", row=row, is_open=flag == "open")
     (key,) = rest
     return MaskEdit("cell", row=row, key=key, is_open=flag == "open")
 
 
-def _numbers(text: str, between: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(between))
+def _parse_numbers(text: str, separator: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(separator))

@@ -31,7 +31,7 @@ own names, in flexinspect.toml (or under [tool.flexinspect.models] in pyproject.
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ModelRow:
     alias: str
     source: ModelSource | None
     n_parameters: int | None
@@ -83,7 +83,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Print the table (or JSON) and return the exit code."""
     config = load_config()
-    rows = [_row(alias, config) for alias in dict.fromkeys(["demo", *config.models, *ALIASES])]
+    rows = [
+        _model_row(alias, config) for alias in dict.fromkeys(["demo", *config.models, *ALIASES])
+    ]
     if args.json:
         json.dump({"models": [row.as_json() for row in rows]}, sys.stdout, indent=2)
         sys.stdout.write("\n")
@@ -92,17 +94,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(alias: str, config: Config) -> _Row:
+def _model_row(alias: str, config: Config) -> _ModelRow:
     # One broken entry must not hide the others.
     try:
         source = resolve(alias, config)
         model = read_config(source) or {}
-        return _Row(alias, source, count_parameters(source), kv_bytes_per_token(model, "bfloat16"))
+        return _ModelRow(
+            alias, source, count_parameters(source), kv_bytes_per_token(model, "bfloat16")
+        )
     except ModelError as error:
-        return _Row(alias, None, None, None, error.sentence())
+        return _ModelRow(alias, None, None, None, error.sentence())
 
 
-def _print(rows: list[_Row], config: Config) -> None:
+def _print(rows: list[_ModelRow], config: Config) -> None:
     from flexinspect.commands.output import Output
 
     console = Output()
@@ -113,7 +117,7 @@ def _print(rows: list[_Row], config: Config) -> None:
     console.print("\n" + _notes(config), markup=False, soft_wrap=True)
 
 
-def _table(rows: list[_Row], *, full_names: bool) -> Table:
+def _table(rows: list[_ModelRow], *, full_names: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -128,7 +132,7 @@ def _table(rows: list[_Row], *, full_names: bool) -> Table:
     for row in rows:
         table.add_row(
             Text(row.alias, style="bold"),
-            Text(_what(row.source, full_names)),
+            Text(_model_label(row.source, full_names)),
             human_count(row.n_parameters),
             human_bytes(row.weight_bytes("bfloat16")),
             human_bytes(row.weight_bytes("float32")),
@@ -137,7 +141,7 @@ def _table(rows: list[_Row], *, full_names: bool) -> Table:
     return table
 
 
-def _what(source: ModelSource | None, full_names: bool) -> str:
+def _model_label(source: ModelSource | None, full_names: bool) -> str:
     if source is None:
         return ""
     if source.name == "demo":

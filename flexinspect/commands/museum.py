@@ -14,8 +14,8 @@ from flexinspect.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flexinspect.exhibits import Verdict
-    from flexinspect.museum import Exhibit
+    from flexinspect.exhibits import BrokenRunCheck
+    from flexinspect.museum import BrokenRun
 
 _DESCRIPTION = """Without a name, list the museum: runs with one fault each, of the kind
 that was reported in public. With a name, build that run (a few seconds, no
@@ -72,16 +72,16 @@ def run(args: argparse.Namespace) -> int:
 def _list(*, as_json: bool) -> int:
     from dataclasses import asdict
 
-    from flexinspect.museum import EXHIBITS
+    from flexinspect.museum import BROKEN_RUNS
 
     if as_json:
-        print(json.dumps([asdict(one) for one in EXHIBITS], indent=2))
+        print(json.dumps([asdict(one) for one in BROKEN_RUNS], indent=2))
         return 0
     console = _console()
-    width = max(len(one.name) for one in EXHIBITS)
-    for one in EXHIBITS:
+    width = max(len(one.name) for one in BROKEN_RUNS)
+    for one in BROKEN_RUNS:
         console.print(f"{one.name:{width}}  {one.title}")
-    console.print(f"\n{len(EXHIBITS)} exhibits; flexinspect museum NAME opens one.")
+    console.print(f"\n{len(BROKEN_RUNS)} exhibits; flexinspect museum NAME opens one.")
     return 0
 
 
@@ -92,19 +92,19 @@ def _console() -> Console:
 
 
 def _open(args: argparse.Namespace) -> int:
-    from flexinspect.exhibits import built, say_in_trace
-    from flexinspect.museum import cache_folder, exhibit
+    from flexinspect.exhibits import annotate_trace, build_broken_runs
+    from flexinspect.museum import cache_folder, find_broken_run
 
-    about = exhibit(args.name)
+    about = find_broken_run(args.name)
     if args.out is not None and args.out.exists():
         raise UsageError(f"{args.out} exists already.", hint="Choose another --out.")
     twin = "-repaired" if args.repaired else ""
     path = args.out or cache_folder() / f"{about.name}{twin}.flextrace"
-    _tell(about)
+    _print_description(about)
     if not path.exists():
         print("building it …", file=sys.stderr)
-        built({("!" if args.repaired else "") + about.name: path})
-        say_in_trace(path, about, repaired=args.repaired)
+        build_broken_runs({("!" if args.repaired else "") + about.name: path})
+        annotate_trace(path, about, repaired=args.repaired)
     if args.no_ui or not (sys.stdin.isatty() and sys.stdout.isatty()):
         print(f"\ntrace {path}\nnext  flexinspect open {path} --step {about.step}")
         return 0
@@ -117,19 +117,19 @@ def _open(args: argparse.Namespace) -> int:
     return main(["open", str(path), "--step", str(about.step)])
 
 
-def _tell(about: Exhibit) -> None:
+def _print_description(about: BrokenRun) -> None:
     console = _console()
-    for number, line in enumerate(about.lines()):
+    for number, line in enumerate(about.tutorial_lines()):
         console.print(line, style="bold" if number == 0 else None)
 
 
 def _check(*, as_json: bool) -> int:
     from dataclasses import asdict
 
-    from flexinspect.exhibits import check
+    from flexinspect.exhibits import check_broken_runs
 
-    progress = None if as_json or not sys.stderr.isatty() else _dot
-    verdicts = check(progress)
+    progress = None if as_json or not sys.stderr.isatty() else _print_progress
+    verdicts = check_broken_runs(progress)
     if as_json:
         good = [one.is_good for one in verdicts]
         facts = [{**asdict(one), "good": ok} for one, ok in zip(verdicts, good, strict=True)]
@@ -139,16 +139,16 @@ def _check(*, as_json: bool) -> int:
     return 0 if all(one.is_good for one in verdicts) else 1
 
 
-def _dot(name: str) -> None:
+def _print_progress(name: str) -> None:
     print(f"built {name}", file=sys.stderr)
 
 
-def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
+def _print_verdicts(verdicts: Sequence[BrokenRunCheck]) -> None:
     console = _console()
     width = max(len(one.name) for one in verdicts)
     for one in verdicts:
         style = None if one.is_good else "bold red"
-        console.print(f"{one.name:{width}}  {one.words()}", style=style)
+        console.print(f"{one.name:{width}}  {one.to_line()}", style=style)
     n_found = sum(bool(one.found) for one in verdicts)
     n_false = sum(bool(one.false) for one in verdicts)
     n_failed = sum(bool(one.error) for one in verdicts)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentTypeError
 
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 """OpenMP makes as many as it is told, until the machine has none left for anybody."""
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """Read a whole number above 0."""
     try:
         value = int(text)
@@ -21,7 +21,7 @@ def positive(text: str) -> int:
 
 def n_threads(text: str) -> int:
     """Read a number of CPU threads."""
-    value = positive(text)
-    if value > MOST_THREADS:
-        raise ArgumentTypeError(f"{value} threads are more than {MOST_THREADS}")
+    value = positive_int(text)
+    if value > MAX_THREADS:
+        raise ArgumentTypeError(f"{value} threads are more than {MAX_THREADS}")
     return value

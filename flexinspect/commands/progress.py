@@ -16,12 +16,12 @@ from rich.text import Text
 
 from flexinspect.records import EventRecord, TokenRecord
 from flexinspect.sizes import human_bytes, human_count
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import GenerationRow, StepRow
 
 
-class Progress:
+class RunProgress:
     """Takes the news of a run. This base class notes; the two below show."""
 
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
@@ -46,42 +46,42 @@ class Progress:
         """Nothing to put back."""
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """While entered, nothing is drawn: somebody else has the terminal."""
         yield
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line of its own."""
-        self.console.print(visible(text))
+        self.console.print(escape_unprintable(text))
 
-    def event(self, event: EventRecord) -> None:
+    def on_event(self, event: EventRecord) -> None:
         """Take an event: a phase moves the bar, anything else is said."""
         if event.kind != "phase":
             if event.kind == "breakpoint" and not event.text.startswith("paused"):
-                self.say(event.text)
+                self.print_line(event.text)
             elif event.kind not in ("error", "breakpoint"):
-                self.say(f"{event.kind}: {event.text}")
+                self.print_line(f"{event.kind}: {event.text}")
             return
         fraction = event.data.get("fraction")
         self.fraction = float(fraction) if isinstance(fraction, (int, float)) else None
         if event.text == "plan":
-            self.say(plan_line(event))
+            self.print_line(plan_line(event))
         elif event.text == "note":
-            self.say(str(event.data.get("text", "")))
+            self.print_line(str(event.data.get("text", "")))
         elif event.text != self.phase:
             self.phase = event.text
-            self.new_phase()
+            self.on_phase()
 
-    def new_phase(self) -> None:
+    def on_phase(self) -> None:
         """The phase changed."""
 
-    def started(self, generation: GenerationRow, reader: TraceReader) -> None:
+    def on_generation_start(self, generation: GenerationRow, reader: TraceReader) -> None:
         """A generation began."""
         self.text, self.n_tokens, self.wall_ms, self.capture_ms = "", 0, 0.0, 0.0
-        question = question_of(generation, reader)
-        self.say(f"generation {generation.generation}: {question}")
+        question = first_question(generation, reader)
+        self.print_line(f"generation {generation.generation}: {question}")
 
-    def step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
+    def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
         """A step is in the trace."""
         self.n_tokens += len(tokens)
         self.text += "".join(token.text for token in tokens if not token.special)
@@ -90,9 +90,9 @@ class Progress:
             self.wall_ms += step.wall_ms
         if self.verbose:
             for line in step_lines(step, tokens, reader):
-                self.say(line)
+                self.print_line(line)
 
-    def ended(self, generation: GenerationRow) -> None:
+    def on_generation_end(self, generation: GenerationRow) -> None:
         """A generation ended."""
 
     def rate(self) -> str:
@@ -103,30 +103,30 @@ class Progress:
         return f"{speed:.1f} tokens/s, capture {self.capture_ms / self.n_tokens:.2f} ms/step"
 
 
-class PlainProgress(Progress):
+class PlainProgress(RunProgress):
     """Lines for a pipe or a file: phases and questions, no bars; nothing at all when quiet."""
 
     def __init__(self, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
         super().__init__(console, verbose=verbose)
         self._quiet = quiet
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line unless quiet."""
         if not self._quiet:
-            self.console.print(visible(text), soft_wrap=True)
+            self.console.print(escape_unprintable(text), soft_wrap=True)
 
-    def new_phase(self) -> None:
+    def on_phase(self) -> None:
         """Name the phase."""
-        self.say(f"{self.phase} …")
+        self.print_line(f"{self.phase} …")
 
 
-class TerminalProgress(Progress):
+class TerminalProgress(RunProgress):
     """A few live lines on a terminal, redrawn only when something changed."""
 
     def __init__(self, console: Console, *, verbose: bool = False) -> None:
         super().__init__(console, verbose=verbose)
         self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._drawn = 0.0
+        self._drawn_at = 0.0
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -141,7 +141,7 @@ class TerminalProgress(Progress):
         self._live.__exit__(kind, error, trace)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """While entered, the live lines are gone."""
         self._live.stop()
         try:
@@ -149,26 +149,26 @@ class TerminalProgress(Progress):
         finally:
             self._live.start()
 
-    def event(self, event: EventRecord) -> None:
+    def on_event(self, event: EventRecord) -> None:
         """Take the event and redraw."""
-        super().event(event)
+        super().on_event(event)
         self._draw(now=True)
 
-    def step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
+    def on_step(self, step: StepRow, tokens: list[TokenRecord], reader: TraceReader) -> None:
         """Take the step and redraw, at most ten times a second."""
-        super().step(step, tokens, reader)
+        super().on_step(step, tokens, reader)
         self._draw()
 
-    def ended(self, generation: GenerationRow) -> None:
+    def on_generation_end(self, generation: GenerationRow) -> None:
         """Draw the last tokens."""
         self._draw(now=True)
 
     def _draw(self, *, now: bool = False) -> None:
-        if now or time.monotonic() - self._drawn > 0.1:
-            self._drawn = time.monotonic()
-            self._live.update(self._picture(), refresh=True)
+        if now or time.monotonic() - self._drawn_at > 0.1:
+            self._drawn_at = time.monotonic()
+            self._live.update(self._render(), refresh=True)
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         lines: list[RenderableType] = []
         bar = Table.grid(padding=(0, 1))
         row: list[RenderableType] = [Text(self.phase, style="bold")]
@@ -178,7 +178,7 @@ class TerminalProgress(Progress):
         lines.append(bar)
         if self.n_tokens:
             # The end of it: a picture taller than the window cannot be redrawn in place.
-            newest = visible(self.text)[-2 * self.console.width :]
+            newest = escape_unprintable(self.text)[-2 * self.console.width :]
             lines.append(Text("  " + newest, style="green", overflow="fold"))
             lines.append(Text(f"  token {self.n_tokens}  {self.rate()}", style="dim"))
         return Group(*lines)
@@ -196,7 +196,7 @@ def plan_line(event: EventRecord) -> str:
     )
 
 
-def question_of(generation: GenerationRow, reader: TraceReader) -> str:
+def first_question(generation: GenerationRow, reader: TraceReader) -> str:
     """Return the first paraphrase of a prompt, as its tokens spell it."""
     segments = reader.segments(generation.generation)
     first = next((s for s in segments if s.kind == "paraphrase"), next(iter(segments), None))

@@ -11,7 +11,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
-from flexinspect.commands.numbers import n_threads, positive
+from flexinspect.commands.numbers import n_threads, positive_int
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import Job
 
@@ -32,14 +32,14 @@ docs/proofs.md shows each kind.
 exit codes: 0 it holds, 1 it does not (or the run failed), 2 it could not be done as asked,
 130 interrupted
 """
-_NEW_TOKENS = {"isolation": 4, "order": 1, "kernel": 2, "cache": 16}
+_DEFAULT_NEW_TOKENS = {"isolation": 4, "order": 1, "kernel": 2, "cache": 16}
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold blue"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     from flexinspect.commands import run as run_
-    from flexinspect.proofs import KINDS
+    from flexinspect.proofs import PROOF_KINDS
 
     parser = subparsers.add_parser(
         "prove",
@@ -55,27 +55,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("proof", choices=KINDS, metavar="|".join(KINDS), help="what to prove")
+    parser.add_argument(
+        "proof", choices=PROOF_KINDS, metavar="|".join(PROOF_KINDS), help="what to prove"
+    )
     run_.add_program_flags(parser)
     run_.add_model_flags(parser)
     run_.add_data_flags(parser)
     run_.add_attention_flags(parser)
     group = parser.add_argument_group("the proof")
-    tokens = ", ".join(f"{kind} {n}" for kind, n in _NEW_TOKENS.items())
+    tokens = ", ".join(f"{kind} {n}" for kind, n in _DEFAULT_NEW_TOKENS.items())
     group.add_argument(
         "--max-new-tokens",
-        type=positive,
+        type=positive_int,
         help=f"decode steps after the prompt (default: {tokens})",
     )
     group.add_argument(
         "--cache-check",
-        type=positive,
+        type=positive_int,
         metavar="N",
         help="cache: a full recompute every N steps, and at the last one (default: 1)",
     )
     group.add_argument(
         "--call",
-        type=positive,
+        type=positive_int,
         metavar="N",
         help="of a program: the N-th call that feeds a whole prompt (default: 1)",
     )
@@ -85,7 +87,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     group.add_argument("--threads", default=None, type=n_threads, help="CPU threads")
     group.add_argument("--json", default=False, action="store_true", help="print it as JSON")
     parser.set_defaults(run=run, out="", level="basic", layers=None, overwrite=False)
-    parser.set_defaults(**_OF_RUNS)
+    parser.set_defaults(**_RUN_DEFAULTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
     console = Output()
     done = []
     is_program = hasattr(args, "program") or hasattr(args, "module")
-    for proof in _of_program(args) if is_program else _proofs(args, _job(args)):
+    for proof in _program_proofs(args) if is_program else _generation_proofs(args, _job(args)):
         done.append(proof)
         if not args.json:
             _show(proof, console)
@@ -132,7 +134,7 @@ def _job(args: argparse.Namespace) -> Job:
             )
     job = job_of(args)
     if not hasattr(args, "max_new_tokens"):
-        job = replace(job, max_new_tokens=_NEW_TOKENS[args.proof])
+        job = replace(job, max_new_tokens=_DEFAULT_NEW_TOKENS[args.proof])
     check_job(job)
     return job
 
@@ -142,7 +144,7 @@ def _check_cache_flag(args: argparse.Namespace) -> None:
         raise UsageError(f"--cache-check goes with prove cache, not with prove {args.proof}.")
 
 
-_OF_RUNS = {
+_RUN_DEFAULTS = {
     "breakpoints": None,
     "wait": False,
     "pdb": False,
@@ -156,17 +158,19 @@ _OF_RUNS = {
 }
 """What a run may be told beside: a proof stops nowhere and takes no commands."""
 
-_OF_PROGRAMS = ("declare", "program", "module", "call", "cache_check", "add_to")
-_ALWAYS = ("command", "proof", "run", "out", "level", "layers", "overwrite", "threads", "json")
+_PROGRAM_ARGS = ("declare", "program", "module", "call", "cache_check", "add_to")
+_COMMON_ARGS = ("command", "proof", "run", "out", "level", "layers", "overwrite", "threads", "json")
 
 
-def _of_program(args: argparse.Namespace) -> Iterator[Any]:
+def _program_proofs(args: argparse.Namespace) -> Iterator[Any]:
     """Yield the proof of a user's own program. What that prints goes to stderr with --json."""
     from flexinspect import plugins
     from flexinspect.commands.script import script_job
 
     _check_cache_flag(args)
-    given = [name for name in vars(args) if name not in (*_OF_PROGRAMS, *_ALWAYS, *_OF_RUNS)]
+    given = [
+        name for name in vars(args) if name not in (*_PROGRAM_ARGS, *_COMMON_ARGS, *_RUN_DEFAULTS)
+    ]
     flags = [f"--{name.replace('_', '-')}" for name in given]
     nowhere = argparse.Namespace(**{**vars(args), "out": None})  # a proof records nothing
     job = replace(script_job(nowhere, flags), threads=args.threads)
@@ -180,21 +184,21 @@ def _of_program(args: argparse.Namespace) -> Iterator[Any]:
     yield proof
 
 
-def _proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
+def _generation_proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
     """Yield the proof of each sample as it is done, with progress on stderr."""
     from rich.console import Console
 
-    from flexinspect.commands.progress import PlainProgress, Progress, TerminalProgress
+    from flexinspect.commands.progress import PlainProgress, RunProgress, TerminalProgress
     from flexinspect.records import EventRecord
 
     console = Console(stderr=True, highlight=False, markup=False)
     is_shown = console.is_terminal and not args.json
-    progress: Progress = (
+    progress: RunProgress = (
         TerminalProgress(console) if is_shown else PlainProgress(console, quiet=args.json)
     )
 
     def tell(phase: str, data: Mapping[str, Any]) -> None:
-        progress.event(EventRecord("phase", phase, time.time(), data=data))
+        progress.on_event(EventRecord("phase", phase, time.time(), data=data))
 
     def report(phase: str, fraction: float | None) -> None:
         if is_shown:  # in a file the many small steps of a proof would be noise
@@ -218,15 +222,17 @@ def _proofs(args: argparse.Namespace, job: Job) -> Iterator[Any]:
 def _show(proof: Any, console: Any) -> None:
     from rich.text import Text
 
-    from flexinspect.findings import Severity, worst_first
-    from flexinspect.text import visible
+    from flexinspect.findings import Severity, sort_by_severity
+    from flexinspect.text import escape_unprintable
 
     for line in proof.lines:
-        console.print(visible(line), soft_wrap=True)
-    for finding in worst_first(proof.findings):
+        console.print(escape_unprintable(line), soft_wrap=True)
+    for finding in sort_by_severity(proof.findings):
         label = Text(f"{finding.severity}: ", style=_STYLES[finding.severity])
-        said = Text.assemble(label, visible(finding.sentence), f" [{finding.id}]")
+        said = Text.assemble(label, escape_unprintable(finding.sentence), f" [{finding.id}]")
         console.print(said, soft_wrap=True)
         if finding.severity is Severity.ERROR:
             for name in ("why", "confirm", "fix"):
-                console.print(f"  {name}: {visible(getattr(finding, name))}", soft_wrap=True)
+                console.print(
+                    f"  {name}: {escape_unprintable(getattr(finding, name))}", soft_wrap=True
+                )

@@ -14,10 +14,10 @@ from typing import Any
 
 from flexinspect.commands.breakflags import add_break_flags, breakpoints_of, on_break
 from flexinspect.commands.debugflags import DEBUG_FLAGS, add_debugger_flags, debugger_of
-from flexinspect.commands.numbers import n_threads, positive
-from flexinspect.commands.serving import add_control_flags, serving_of, tell_serving
+from flexinspect.commands.numbers import n_threads, positive_int
+from flexinspect.commands.serving import add_control_flags, print_serve_address, serve_options
 from flexinspect.errors import FlexInspectError, UsageError
-from flexinspect.job import Job, SamplingOptions, ScriptJob, Texts, parse_steps
+from flexinspect.job import Job, PromptTexts, SamplingOptions, ScriptJob, parse_steps
 
 EXAMPLES = """\
 examples:
@@ -115,10 +115,10 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "(default: demo, unless --prompt is given)",
     )
     group.add_argument("--prompt", action="append", help="a paraphrase; repeat it for each one")
-    group.add_argument("--max-samples", type=positive, help="default: 1")
+    group.add_argument("--max-samples", type=positive_int, help="default: 1")
     group.add_argument(
         *("--num-paraphrases", "--num_paraphrases"),
-        type=positive,
+        type=positive_int,
         help="default: the first five, or all that --indices names",
     )
     group.add_argument(
@@ -131,8 +131,8 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_attention_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say how the paraphrases see each other."""
-    from flexinspect.masks import PRESETS, SEPARATORS
-    from flexinspect.prompts import POSITIONS
+    from flexinspect.masks import PRESETS, SEPARATOR_MODES
+    from flexinspect.prompts import POSITION_MODES
 
     group = parser.add_argument_group("attention")
     group.add_argument(
@@ -140,8 +140,8 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MASK",
         help=f"{', '.join(PRESETS)}, or package.module:function (default: segment-isolation)",
     )
-    group.add_argument("--separators", choices=SEPARATORS)
-    group.add_argument("--positions", choices=POSITIONS)
+    group.add_argument("--separators", choices=SEPARATOR_MODES)
+    group.add_argument("--positions", choices=POSITION_MODES)
     group.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -151,7 +151,7 @@ def add_attention_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding (greedy unless a sampling flag is given)")
-    group.add_argument("--max-new-tokens", type=positive, help="default: 32")
+    group.add_argument("--max-new-tokens", type=positive_int, help="default: 32")
     group.add_argument("--stop", choices=("newline", "eos"), help="where an answer ends")
     group.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
     group.add_argument("--temperature", type=float)
@@ -160,14 +160,14 @@ def _add_decoding_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_gradient_flags(parser: argparse.ArgumentParser) -> None:
-    from flexinspect.gradientrecords import TARGETS
+    from flexinspect.gradientrecords import GRADIENT_TARGETS
 
     group = parser.add_argument_group("gradients (taken when a generation is over)")
     group.add_argument(
         "--grads",
         nargs="?",
         const="logprob",
-        choices=TARGETS,
+        choices=GRADIENT_TARGETS,
         help="of each generated token's log-probability (default), or of its margin to the next "
         "best one; a forward and a backward of the whole sequence per token",
     )
@@ -211,13 +211,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the job that the flags describe."""
     try:
         job = checked_job(args)
-        tell_serving(job.serving)
+        print_serve_address(job.serving)
     except FlexInspectError as error:
         if args.json:
             said = {"exit_code": error.exit_code, "error": error.message, "hint": error.hint}
             print(json.dumps({"trace": None, "generations": [], **said}, indent=2))
         raise
-    if not (args.no_ui or args.json or args.verbose) and _on_a_terminal():
+    if not (args.no_ui or args.json or args.verbose) and _is_interactive():
         from flexinspect.commands.open import inspect_run
 
         return inspect_run(job)
@@ -230,25 +230,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_script(job: ScriptJob, *, as_json: bool, verbose: bool) -> int:
     """Run a program with our own streams; with `as_json` what it prints goes to stderr."""
-    from flexinspect.scriptcapture import Echo, ScriptProcess, hand_on_signals
+    from flexinspect.scriptcapture import OutputRelay, ScriptProcess, forward_signals
 
-    process = ScriptProcess(job, Echo(held=False, stdout=2 if as_json else 1))
-    hand_on_signals(process)
+    process = ScriptProcess(job, OutputRelay(hold=False, stdout=2 if as_json else 1))
+    forward_signals(process)
     # The program runs by now: what shows its end may load meanwhile.
     from flexinspect.commands.live import show_script
 
     return show_script(process, as_json=as_json, verbose=verbose)
 
 
-def _on_a_terminal() -> bool:
+def _is_interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
 
 
-def job_from_words(words: Sequence[str]) -> Job | ScriptJob:
+def job_from_argv(argv: Sequence[str]) -> Job | ScriptJob:
     """Return the job of a command line ("run", "--model", ...). Raises `FlexInspectError`."""
     from flexinspect.commands import build_parser
 
-    return replace(checked_job(build_parser().parse_args(words)), argv=("flexinspect", *words))
+    return replace(checked_job(build_parser().parse_args(argv)), argv=("flexinspect", *argv))
 
 
 def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
@@ -256,7 +256,7 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     if hasattr(args, "program") or hasattr(args, "module"):
         from flexinspect.commands.script import script_job
 
-        return script_job(args, _given(args))
+        return script_job(args, _generation_flags(args))
     if hasattr(args, "declare"):
         raise UsageError(
             "--declare goes with a program of your own.",
@@ -268,29 +268,33 @@ def checked_job(args: argparse.Namespace) -> Job | ScriptJob:
     return replace(job, debugger=debugger_of(args))
 
 
-_OWN = (
+_GENERATION_ARGS = (
     *("model", "weights", "device", "dtype", "seed", "trust_remote_code", "dataset"),
     *("max_samples", "num_paraphrases", "indices", "mask", "separators", "positions", "compile"),
     *("max_new_tokens", "stop", "grads", "grads_steps", "detect_anomaly"),
 )
-_TEXTS = ("instruction", "separator", "cue")
-_SAMPLING = ("sample", "temperature", "top_k", "top_p")
+_TEXT_ARGS = ("instruction", "separator", "cue")
+_SAMPLING_ARGS = ("sample", "temperature", "top_k", "top_p")
 
 
-def _given(args: argparse.Namespace) -> list[str]:
+def _generation_flags(args: argparse.Namespace) -> list[str]:
     """Return the flags of our own generation that were given, as they are written."""
-    names = [name for name in (*_OWN, "prompt", *_TEXTS, *_SAMPLING) if hasattr(args, name)]
+    names = [
+        name
+        for name in (*_GENERATION_ARGS, "prompt", *_TEXT_ARGS, *_SAMPLING_ARGS)
+        if hasattr(args, name)
+    ]
     return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def job_of(args: argparse.Namespace) -> Job:
     """Return the job that parsed flags describe. Raises `UsageError`."""
     said = vars(args)
-    texts = {name: _unescaped(said[name]) for name in _TEXTS if name in said}
-    _check_question(said)
+    texts = {name: _unescape(said[name]) for name in _TEXT_ARGS if name in said}
+    _check_prompt_source(said)
     job = Job(
         out=args.out or "",
-        **{name: said[name] for name in _OWN if name in said},
+        **{name: said[name] for name in _GENERATION_ARGS if name in said},
         prompts=tuple(said.get("prompt", ())),
         level=args.level,
         layers=args.layers,
@@ -300,17 +304,19 @@ def job_of(args: argparse.Namespace) -> Job:
         on_break=on_break(args),
         hold=args.hold,
         control=args.control,
-        serving=serving_of(args),
-        texts=Texts(**texts),
-        sampling=_sampling({name: said[name] for name in _SAMPLING if name in said}),
+        serving=serve_options(args),
+        texts=PromptTexts(**texts),
+        sampling=_sampling({name: said[name] for name in _SAMPLING_ARGS if name in said}),
         argv=tuple(sys.argv),
     )
     if args.out is None:
-        return replace(job, out=default_name(f"{Path(job.model).name}-{job.mask}", Path.cwd()))
+        return replace(
+            job, out=default_trace_name(f"{Path(job.model).name}-{job.mask}", Path.cwd())
+        )
     return job
 
 
-def _check_question(said: dict[str, Any]) -> None:
+def _check_prompt_source(said: dict[str, Any]) -> None:
     if "dataset" in said and "prompt" in said:
         raise UsageError(
             "--prompt and --dataset exclude each other: both name what is asked.",
@@ -333,12 +339,12 @@ def _sampling(given: dict[str, Any]) -> SamplingOptions:
     return options
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """Let \\n and \\t be written on a command line."""
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def default_name(stem: str, folder: Path) -> str:
+def default_trace_name(stem: str, folder: Path) -> str:
     """Return a readable name, from `stem` and the time, for a trace that is not in `folder` yet."""
     stem = re.sub(r"[^\w.-]+", "-", stem).strip("-")
     name = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -363,7 +369,7 @@ def check_job(job: Job) -> None:
     _check_gradients(job)
     models.resolve(job.model, load_config())
     if ":" in job.mask:
-        ownmodules.check_rule_name(job.mask)
+        ownmodules.check_mask_mod_spec(job.mask)
     else:
         masks.check_preset(job.mask)
 

@@ -41,7 +41,7 @@ def add_control_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def serving_of(args: argparse.Namespace) -> tuple[str, int, str] | None:
+def serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
     """Return host, port and token of --serve, None without. Raises `UsageError`."""
     if args.serve is None:
         if args.insecure_bind:
@@ -49,13 +49,13 @@ def serving_of(args: argparse.Namespace) -> tuple[str, int, str] | None:
         return None
     if not args.control:
         raise UsageError("--serve and --no-control exclude each other.")
-    from flexinspect.control.addresses import read_serving
+    from flexinspect.control.addresses import parse_serve_address
 
-    serving = read_serving(args.serve, insecure=args.insecure_bind)
+    serving = parse_serve_address(args.serve, insecure=args.insecure_bind)
     return serving.host, serving.port, serving.token
 
 
-def tell_serving(serving: tuple[str, int, str] | None) -> None:
+def print_serve_address(serving: tuple[str, int, str] | None) -> None:
     """Say on stderr how to reach a run over TCP, before it starts."""
     if serving is None:
         return

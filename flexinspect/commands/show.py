@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexinspect.errors import FlexInspectError, UsageError
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flexinspect.panels.base import Panel, Picture, Place, Request
+    from flexinspect.panels.base import Panel, Picture, Request, TracePlace
     from flexinspect.panels.source import Source
     from flexinspect.trace.reader import TraceReader
-    from flexinspect.widgets.look import Look
+    from flexinspect.widgets.look import Theme
 
 _DESCRIPTION = """Print what the panels of the interface say about one place of a trace: all of
 them, or those named. Without --generation and --step the place is the prefill (step 0) of
@@ -38,8 +38,8 @@ _EPILOG = """examples:
 exit codes: 0 done, 1 the only panel has nothing to show or one failed, 2 no such place or option
 """
 
-_WIDTH, _HEIGHT = 100, 30
-_LARGEST = 1000
+_DEFAULT_WIDTH, _DEFAULT_HEIGHT = 100, 30
+_MAX_SIZE = 1000
 
 
 def add_parser(subparsers: Any) -> None:
@@ -62,8 +62,13 @@ def add_parser(subparsers: Any) -> None:
         ("head", "the query head (default: 0)"),
     ):
         add(f"--{name}", metavar="N", type=int, help=what)
-    add("--width", metavar="N", type=int, help=f"cells (default: the terminal's, or {_WIDTH})")
-    add("--height", metavar="N", type=int, help=f"lines of a picture (default: {_HEIGHT})")
+    add(
+        "--width",
+        metavar="N",
+        type=int,
+        help=f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
+    )
+    add("--height", metavar="N", type=int, help=f"lines of a picture (default: {_DEFAULT_HEIGHT})")
     add("--picture", action="store_true", help="print the picture instead of the text")
     add("--json", action="store_true", help="print JSON: an object, or a list for several panels")
     add("--export", metavar="FILE", type=Path, help="save the picture as FILE.svg or FILE.png")
@@ -86,10 +91,10 @@ def run(args: argparse.Namespace) -> int:
     from flexinspect.trace.reader import open_trace
 
     named = tuple(dict.fromkeys(args.panel or ()))
-    options = _pairs(args.option)
-    _check_options(options, [load_panel(name) for name in named] or _loadable())
+    options = _parse_options(args.option)
+    _check_options(options, [load_panel(name) for name in named] or _loadable_panels())
     with open_trace(args.trace) as reader, reader.snapshot():
-        view = _View(args, _place(args, reader), Source(reader), options)
+        view = _PanelPrinter(args, _place(args, reader), Source(reader), options)
         return view.show(named or panel_names(), named=bool(named))
 
 
@@ -100,8 +105,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--picture and --json exclude each other.")
     for name in ("width", "height"):
         size = getattr(args, name)
-        if size is not None and not 1 <= size <= _LARGEST:
-            raise UsageError(f"--{name} {size} is not between 1 and {_LARGEST}.")
+        if size is not None and not 1 <= size <= _MAX_SIZE:
+            raise UsageError(f"--{name} {size} is not between 1 and {_MAX_SIZE}.")
     for name in ("generation", "branch", "step", "layer", "head"):
         if (getattr(args, name) or 0) < 0:
             raise UsageError(f"--{name} {getattr(args, name)} is below 0.")
@@ -113,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"--export {args.export} is neither .svg nor .png.")
 
 
-def _pairs(given: Iterable[str]) -> dict[str, str]:
+def _parse_options(given: Iterable[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -136,7 +141,7 @@ def _check_options(options: dict[str, str], panels: Sequence[Panel[Any, Any]]) -
         with_options(panel, options)
 
 
-def _loadable() -> list[Panel[Any, Any]]:
+def _loadable_panels() -> list[Panel[Any, Any]]:
     from flexinspect.panels.registry import load_panel, panel_names
 
     found = []
@@ -146,32 +151,32 @@ def _loadable() -> list[Panel[Any, Any]]:
     return found
 
 
-def _place(args: argparse.Namespace, reader: TraceReader) -> Place:
+def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
     """Return the place asked for; what was not asked for is the first there is."""
-    from flexinspect.panels.base import Place
+    from flexinspect.panels.base import TracePlace
     from flexinspect.trace.callranges import lineage
-    from flexinspect.trace.ranges import holder
+    from flexinspect.trace.ranges import branch_of_step
 
     generations = [row.generation for row in reader.generations()]
-    generation = _one_of("generation", args.generation, generations, "The trace")
+    generation = _choose_number("generation", args.generation, generations, "The trace")
     whose = f"Generation {generation}"
     branches = [row.branch for row in reader.branches(generation)]
-    branch = _one_of("branch", args.branch, branches, whose)
+    branch = _choose_number("branch", args.branch, branches, whose)
     if branch:
         whose = f"Branch {branch} of generation {generation}"
     family = lineage(reader, generation, branch) or [(branch, 0, None)]
-    steps = _steps(reader, generation, family)
+    steps = _branch_steps(reader, generation, family)
     begin = family[0][1]
     asked = begin if args.step is None and begin in steps else args.step
-    step = _one_of("step", asked, steps, whose)
-    owner = holder(reader, generation, step, branch)
+    step = _choose_number("step", asked, steps, whose)
+    owner = branch_of_step(reader, generation, step, branch)
     layers, heads = _layers_and_heads(reader, (generation, step, owner))
-    layer = _one_of("layer", args.layer, layers, f"Step {step}", unknown=True)
-    head = _one_of("head", args.head, heads, f"Layer {layer}", unknown=True)
-    return Place(generation, branch, step, layer, head)
+    layer = _choose_number("layer", args.layer, layers, f"Step {step}", unknown=True)
+    head = _choose_number("head", args.head, heads, f"Layer {layer}", unknown=True)
+    return TracePlace(generation, branch, step, layer, head)
 
 
-def _steps(
+def _branch_steps(
     reader: TraceReader, generation: int, family: Sequence[tuple[int, int, int | None]]
 ) -> range:
     """Return the steps of a branch, from the first one of the branch that it comes from."""
@@ -185,18 +190,18 @@ def _steps(
     return range(first, last + 1)
 
 
-def _one_of(
-    what: str, asked: int | None, known: Sequence[int], whose: str, *, unknown: bool = False
+def _choose_number(
+    what: str, requested: int | None, known: Sequence[int], whose: str, *, unknown: bool = False
 ) -> int:
     """Return the number asked for, or the first known one; `unknown`: none known proves nothing."""
-    if asked is None:
+    if requested is None:
         return known[0] if known else 0
-    if asked in known or (unknown and not known):
-        return asked
-    raise UsageError(f"{whose} has no {what} {asked}; it has {_span(what, known)}.")
+    if requested in known or (unknown and not known):
+        return requested
+    raise UsageError(f"{whose} has no {what} {requested}; it has {_format_numbers(what, known)}.")
 
 
-def _span(what: str, known: Sequence[int]) -> str:
+def _format_numbers(what: str, known: Sequence[int]) -> str:
     if not known:
         return f"no {what} at all"
     if len(known) == 1:
@@ -221,11 +226,11 @@ def _layers_and_heads(
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _PanelPrinter:
     """What is shown, and how: the command line, the place, the options that were set."""
 
     args: argparse.Namespace
-    place: Place
+    place: TracePlace
     source: Source
     options: dict[str, str]
 
@@ -237,37 +242,37 @@ class _View:
         told: list[dict[str, Any]] = []
         failed = False
         if len(names) > 1 and not self.args.json:
-            print(self._where())
+            print(self._location())
         for name in names:
             try:
-                told.append(self._one(name, alone=len(names) == 1))
+                told.append(self._show_panel(name, alone=len(names) == 1))
             except FlexInspectError as error:
                 if named:
                     raise
                 failed = True
-                print(f"flexinspect: {_clean(error.message)}", file=sys.stderr)
+                print(f"flexinspect: {_escape_unprintable(error.message)}", file=sys.stderr)
         if self.args.json:
             _print_json(told[0] if len(names) == 1 else told)
         return 1 if failed or (len(names) == 1 and told[0]["missing"]) else 0
 
-    def _one(self, name: str, *, alone: bool) -> dict[str, Any]:
+    def _show_panel(self, name: str, *, alone: bool) -> dict[str, Any]:
         from flexinspect.panels.base import Missing
-        from flexinspect.panels.parts.trainingrun import check_suits
+        from flexinspect.panels.parts.trainingrun import check_panel_applies
         from flexinspect.panels.registry import load_panel
 
         panel = load_panel(name)
         picture = None
-        with _told(name):
+        with _panel_errors(name):
             request = self._request(panel)
             try:
-                check_suits(panel, self.source, self.place)
+                check_panel_applies(panel, self.source, self.place)
                 data = panel.load(self.source, request)
                 lines, missing = panel.describe(data), False
                 if self.args.picture or self.args.export:
-                    picture = panel.paint(data, request, self._look())
+                    picture = panel.paint(data, request, self._theme())
             except Missing as nothing:
                 lines, missing = nothing.lines(), True
-        lines = [_clean(line) for line in lines]
+        lines = [_escape_unprintable(line) for line in lines]
         if self.args.export:
             self._save(panel, picture, lines)
         if not (self.args.json or (self.args.export and not self.args.picture)):
@@ -282,39 +287,43 @@ class _View:
         width = self.args.width
         if width is None:
             alone = self.args.export or not sys.stdout.isatty()
-            width = _WIDTH if alone else shutil.get_terminal_size((_WIDTH, _HEIGHT)).columns
+            width = (
+                _DEFAULT_WIDTH
+                if alone
+                else shutil.get_terminal_size((_DEFAULT_WIDTH, _DEFAULT_HEIGHT)).columns
+            )
         options = with_options(panel, self.options)
-        return Request(self.place, options, width, self.args.height or _HEIGHT)
+        return Request(self.place, options, width, self.args.height or _DEFAULT_HEIGHT)
 
-    def _look(self) -> Look:
+    def _theme(self) -> Theme:
         """Return all colours for a file, and for the terminal what it has."""
-        from flexinspect.widgets.look import Look
+        from flexinspect.widgets.look import Theme
 
         if self.args.export:
-            return Look()
+            return Theme()
         system = _console().color_system
-        return Look("none" if system is None else "truecolor" if system == "truecolor" else "256")
+        return Theme("none" if system is None else "truecolor" if system == "truecolor" else "256")
 
     def _save(self, panel: Panel[Any, Any], picture: Picture | None, lines: list[str]) -> None:
         from flexinspect.export import save
 
         if picture is None:
             raise FlexInspectError(lines[0], hint="\n".join(lines[1:]) or None)
-        title = f"{panel.title}: {self._where()}"
+        title = f"{panel.title}: {self._location()}"
         file = save(
-            self.args.export, picture.strips, title=title, look=self._look(), note=picture.note
+            self.args.export, picture.strips, title=title, theme=self._theme(), note=picture.note
         )
-        print(f"flexinspect: saved {_clean(str(file))}", file=sys.stderr)
+        print(f"flexinspect: saved {_escape_unprintable(str(file))}", file=sys.stderr)
 
-    def _where(self) -> str:
+    def _location(self) -> str:
         place = asdict(self.place)
         usual = {"branch": 0, "pos": None}
         words = [f"{name} {place[name]}" for name in place if place[name] != usual.get(name, "")]
-        return _clean(", ".join([self.args.trace.name, *words]))
+        return _escape_unprintable(", ".join([self.args.trace.name, *words]))
 
 
 @contextmanager
-def _told(name: str) -> Iterator[None]:
+def _panel_errors(name: str) -> Iterator[None]:
     """Make a sentence of whatever a panel, maybe somebody else's, fails with."""
     try:
         yield
@@ -331,7 +340,7 @@ def _print_panel(heading: str | None, lines: Sequence[str], picture: Picture | N
     indent = ""
     if heading is not None:
         indent = "  "
-        print(f"\n{_clean(heading)}")
+        print(f"\n{_escape_unprintable(heading)}")
     if picture is None:
         for line in lines:
             print(f"{indent}{line}".rstrip())
@@ -340,7 +349,7 @@ def _print_panel(heading: str | None, lines: Sequence[str], picture: Picture | N
     for strip in picture.strips:
         print(strip.render(console) if console.is_terminal else strip.text.rstrip())
     if picture.note:
-        print(_clean(picture.note))
+        print(_escape_unprintable(picture.note))
 
 
 def _console() -> Console:
@@ -356,28 +365,28 @@ def _print_json(what: Any) -> None:
     sys.stdout.write("\n")
 
 
-def _clean(line: str) -> str:
+def _escape_unprintable(line: str) -> str:
     """Escape what no panel should have let through; what is printable is left as it is."""
-    return line if line.isprintable() else visible(line)
+    return line if line.isprintable() else escape_unprintable(line)
 
 
 def _list(*, as_json: bool) -> int:
     from flexinspect.panels.registry import panel_names
 
-    entries = [_entry(name) for name in panel_names()]
+    entries = [_panel_entry(name) for name in panel_names()]
     if as_json:
         _print_json(entries)
         return 0
     for entry in entries:
-        print(_clean(f"{entry['name']}: {entry['title']}"))
+        print(_escape_unprintable(f"{entry['name']}: {entry['title']}"))
         for line in entry["help"]:
-            print(f"  {_clean(line)}")
+            print(f"  {_escape_unprintable(line)}")
         for key, value in entry["options"].items():
-            print(_clean(f"  --option {key}={value}"))
+            print(_escape_unprintable(f"  --option {key}={value}"))
     return 0
 
 
-def _entry(name: str) -> dict[str, Any]:
+def _panel_entry(name: str) -> dict[str, Any]:
     from flexinspect.panels.registry import load_panel, option_names
 
     try:

@@ -11,11 +11,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from flexinspect.errors import UsageError
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 
 HOST = "127.0.0.1"
 
-_NAMES = (HOST, "localhost")
+_LOCAL_HOSTS = (HOST, "localhost")
 
 
 def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
@@ -38,7 +38,9 @@ def serve(trace: Path, port: int, place: Sequence[str] = ()) -> int:
         shlex.join(words), host=HOST, port=port, title=f"flexinspect {trace.name}"
     )
     where = f"http://{HOST}:{port}"
-    print(f"{visible(trace.name)} is at {where} until Ctrl-C", file=sys.stderr, flush=True)
+    print(
+        f"{escape_unprintable(trace.name)} is at {where} until Ctrl-C", file=sys.stderr, flush=True
+    )
     server.serve()
     return 0
 
@@ -63,7 +65,7 @@ def _server_class() -> type:
 
     @web.middleware
     async def _only_from_here(request: web.Request, handler: Any) -> web.StreamResponse:
-        if not is_from_here(request.headers):
+        if not is_local_request(request.headers):
             raise web.HTTPForbidden(text="Only pages of this machine are answered.")
         answer: web.StreamResponse = await handler(request)
         return answer
@@ -71,7 +73,7 @@ def _server_class() -> type:
     return LocalServer
 
 
-def is_from_here(headers: Mapping[str, str]) -> bool:
+def is_local_request(headers: Mapping[str, str]) -> bool:
     """Tell whether a request was sent to this machine by its name, from a page of this machine.
 
     A page of another site may send requests here, by a name of its own (DNS rebinding), too.
@@ -79,7 +81,7 @@ def is_from_here(headers: Mapping[str, str]) -> bool:
     names = [urlsplit(f"//{headers.get('Host', '')}").hostname]
     if "Origin" in headers:
         names.append(urlsplit(headers["Origin"]).hostname)
-    return all(name in _NAMES for name in names)
+    return all(name in _LOCAL_HOSTS for name in names)
 
 
 def _check_port(port: int) -> None:

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from flexinspect.masks import BoolArray
 from flexinspect.records import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
 
-ROUNDING = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 """How far a layer's statistics may be off, relative, when only rounding differs."""
-JUMP = 4.0
+JUMP_FACTOR = 4.0
 """A layer that adds this many times what the others add on average stands out."""
 
 FindMask = Callable[[str], MaskRecord | None]
-Real = npt.NDArray[np.bool_] | None
+RealPositions = npt.NDArray[np.bool_] | None
 """Which positions are no padding; None when all are real."""
 
 
@@ -86,7 +86,7 @@ class StepDifference:
     layers: tuple[LayerDifference, ...] = ()
 
     @property
-    def is_parted(self) -> bool:
+    def is_diverged(self) -> bool:
         """Whether the two runs go on with different tokens."""
         return self.tokens is not None and self.tokens[0] != self.tokens[1]
 
@@ -96,7 +96,7 @@ class StepDifference:
         off = any(one.difference for one in self.layers) or bool(self.logits)
         fed = self.lengths or self.positions
         structure = fed or self.masks or self.paths or self.entered or self.left
-        return not (self.is_parted or structure or off)
+        return not (self.is_diverged or structure or off)
 
     @property
     def worst(self) -> LayerDifference | None:
@@ -107,15 +107,15 @@ class StepDifference:
 def compare_steps(
     a: StepRecord,
     b: StepRecord,
-    masks_of: tuple[FindMask, FindMask],
+    find_masks: tuple[FindMask, FindMask],
     *,
-    real: Real = None,
+    real: RealPositions = None,
 ) -> StepDifference:
     """Return what differs between two steps that were fed the same."""
-    lengths = _lengths(a, b)
+    lengths = _compare_lengths(a, b)
     same = not lengths
-    tokens = _tokens(a, b)
-    entered, left, moved = _candidates(a.logits, b.logits)
+    tokens = _chosen_pair(a, b)
+    entered, left, moved = _compare_candidates(a.logits, b.logits)
     margins = None
     if a.logits is not None and b.logits is not None:
         margins = (a.logits.margin, b.logits.margin)
@@ -127,20 +127,22 @@ def compare_steps(
         entered=entered,
         left=left,
         lengths=lengths,
-        positions=_positions(a, b),
-        masks=_masks(a, b, masks_of, real) if same else (),
-        paths=_paths(a, b),
-        layers=_layers(a, b, real) if same else (),
+        positions=_compare_positions(a, b),
+        masks=_compare_masks(a, b, find_masks, real) if same else (),
+        paths=_compare_paths(a, b),
+        layers=_compare_layers(a, b, real) if same else (),
     )
 
 
-def limit_of(a: StepRecord, b: StepRecord) -> float:
+def rounding_limit(a: StepRecord, b: StepRecord) -> float:
     """Return how far rounding may put two steps apart, by the coarser of their dtypes."""
     dtypes = {call.dtype for step in (a, b) for call in step.calls}
-    return max((ROUNDING.get(name, 0.1) for name in dtypes), default=ROUNDING["float32"])
+    return max(
+        (ROUNDING_LIMITS.get(name, 0.1) for name in dtypes), default=ROUNDING_LIMITS["float32"]
+    )
 
 
-def jump_of(layers: Sequence[LayerDifference], limit: float) -> LayerDifference | None:
+def find_jump(layers: Sequence[LayerDifference], limit: float) -> LayerDifference | None:
     """Return the layer at which a difference jumps beyond what rounding explains, None for none.
 
     A layer stands out when it adds `JUMP` times what the others add on average.
@@ -151,35 +153,35 @@ def jump_of(layers: Sequence[LayerDifference], limit: float) -> LayerDifference 
     first = max(layers, key=lambda one: one.added)
     others = [abs(one.added) for one in layers if one is not first]
     usual = sum(others) / len(others) if others else 0.0
-    return first if first.added > JUMP * usual and first.added > limit / 2 else None
+    return first if first.added > JUMP_FACTOR * usual and first.added > limit / 2 else None
 
 
 # -- choice and logits -----------------------------------------------------------------------------
 
 
-def _lengths(a: StepRecord, b: StepRecord) -> str:
+def _compare_lengths(a: StepRecord, b: StepRecord) -> str:
     one, other = (f"{step.q_len} rows after {step.kv_before} keys" for step in (a, b))
     return "" if one == other else f"{one} against {other}"
 
 
-def _positions(a: StepRecord, b: StepRecord) -> str:
+def _compare_positions(a: StepRecord, b: StepRecord) -> str:
     if a.inputs is None or b.inputs is None or not (a.inputs.positions and b.inputs.positions):
         return ""
-    one, other = (_runs(step.inputs.positions) for step in (a, b) if step.inputs is not None)
+    one, other = (_format_runs(step.inputs.positions) for step in (a, b) if step.inputs is not None)
     return "" if one == other else f"{one} against {other}"
 
 
-def _runs(positions: Sequence[tuple[int, int]]) -> str:
+def _format_runs(positions: Sequence[tuple[int, int]]) -> str:
     """Return runs of position ids as `0-4, 0-5`."""
     return ", ".join(f"{first}-{first + n - 1}" if n > 1 else f"{first}" for first, n in positions)
 
 
-def _tokens(a: StepRecord, b: StepRecord) -> tuple[int, int] | None:
-    chosen = (_chosen(a), _chosen(b))
+def _chosen_pair(a: StepRecord, b: StepRecord) -> tuple[int, int] | None:
+    chosen = (_chosen_id(a), _chosen_id(b))
     return None if chosen[0] is None or chosen[1] is None else (chosen[0], chosen[1])
 
 
-def _chosen(step: StepRecord) -> int | None:
+def _chosen_id(step: StepRecord) -> int | None:
     logits = step.logits
     if logits is None:
         return None
@@ -188,7 +190,7 @@ def _chosen(step: StepRecord) -> int | None:
     return logits.candidates[0].token_id if logits.candidates else None
 
 
-def _candidates(
+def _compare_candidates(
     a: LogitsRecord | None, b: LogitsRecord | None
 ) -> tuple[tuple[int, ...], tuple[int, ...], float | None]:
     """Return the candidates of B alone, those of A alone, and the largest change of a logit."""
@@ -205,8 +207,8 @@ def _candidates(
 # -- masks and paths -------------------------------------------------------------------------------
 
 
-def _masks(
-    a: StepRecord, b: StepRecord, masks_of: tuple[FindMask, FindMask], real: Real
+def _compare_masks(
+    a: StepRecord, b: StepRecord, find_masks: tuple[FindMask, FindMask], real: RealPositions
 ) -> tuple[MaskDifference, ...]:
     """Return the layers whose executed masks differ, those with one difference together."""
     of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
@@ -215,7 +217,7 @@ def _masks(
     for layer in sorted(of_a.keys() & of_b.keys()):
         key = (of_a[layer], of_b[layer])
         if key not in found:
-            found[key] = _mask_difference(key, masks_of, a, real)
+            found[key] = _mask_difference(key, find_masks, a, real)
         if found[key] is not None:
             layers.setdefault(key, []).append(layer)
     return tuple(
@@ -227,18 +229,18 @@ def _masks(
 
 def _mask_difference(
     key: tuple[str | None, str | None],
-    masks_of: tuple[FindMask, FindMask],
+    find_masks: tuple[FindMask, FindMask],
     step: StepRecord,
-    real: Real,
+    real: RealPositions,
 ) -> MaskDifference | None:
     if key[0] == key[1] or key[0] is None or key[1] is None:
         return None if key[0] == key[1] else MaskDifference(())
-    one, other = masks_of[0](key[0]), masks_of[1](key[1])
+    one, other = find_masks[0](key[0]), find_masks[1](key[1])
     if one is None or other is None or one.cells is None or other.cells is None:
         # Fingerprints count names and captured values too, so without cells nothing is known.
         return None
     n_rows = max(one.q_len, other.q_len)
-    cells_a, cells_b = (_spread(cells, n_rows) for cells in (one.cells, other.cells))
+    cells_a, cells_b = (_broadcast_rows(cells, n_rows) for cells in (one.cells, other.cells))
     if cells_a.shape[1:] != cells_b.shape[1:]:
         return MaskDifference(())
     differs = cells_a != cells_b
@@ -252,13 +254,15 @@ def _mask_difference(
     return MaskDifference((), int(per_head[head]), first)
 
 
-def _spread(cells: BoolArray, n_rows: int) -> BoolArray:
+def _broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
     if cells.shape[1] == 1 < n_rows:  # one row that is broadcast
         return np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
     return cells
 
 
-def _drop_padding(differs: BoolArray, step: StepRecord, mask: MaskRecord, real: Real) -> None:
+def _drop_padding(
+    differs: BoolArray, step: StepRecord, mask: MaskRecord, real: RealPositions
+) -> None:
     """Take out rows and keys of padding: what they hold differs between kernels by right."""
     if real is None:
         return
@@ -270,7 +274,7 @@ def _drop_padding(differs: BoolArray, step: StepRecord, mask: MaskRecord, real: 
     differs[:, :, np.isin(keys, pads)] = False
 
 
-def _paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
+def _compare_paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
     of_a, of_b = (
         {call.layer: f"{call.path}, {call.dtype}" for call in step.calls} for step in (a, b)
     )
@@ -285,14 +289,16 @@ def _paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
 # -- layers ----------------------------------------------------------------------------------------
 
 
-def _layers(a: StepRecord, b: StepRecord, real: Real) -> tuple[LayerDifference, ...]:
+def _compare_layers(
+    a: StepRecord, b: StepRecord, real: RealPositions
+) -> tuple[LayerDifference, ...]:
     """Return how far each layer is off: of hidden states where both have them, else of statistics.
 
     Statistics are over all rows, so with padding among these they say nothing.
     """
-    states = _states(a, b, real)
+    states = _hidden_differences(a, b, real)
     if not states and real is None:
-        states = {layer: (off, False) for layer, off in _statistics(a, b).items()}
+        states = {layer: (off, False) for layer, off in _stat_differences(a, b).items()}
     found, before = [], 0.0
     for layer, (off, exact) in sorted(states.items()):
         found.append(LayerDifference(layer, off, off - before, exact))
@@ -300,13 +306,15 @@ def _layers(a: StepRecord, b: StepRecord, real: Real) -> tuple[LayerDifference, 
     return tuple(found)
 
 
-def _states(a: StepRecord, b: StepRecord, real: Real) -> Mapping[int, tuple[float, bool]]:
+def _hidden_differences(
+    a: StepRecord, b: StepRecord, real: RealPositions
+) -> Mapping[int, tuple[float, bool]]:
     of_a, of_b = (
         {one.layer: one for one in step.arrays if one.stream == "hidden"} for step in (a, b)
     )
     found = {}
     for layer in of_a.keys() & of_b.keys():
-        one, other = (_widened(of[layer].array, of[layer].dtype) for of in (of_a, of_b))
+        one, other = (_to_float32(of[layer].array, of[layer].dtype) for of in (of_a, of_b))
         if layer is None or one.shape != other.shape:
             continue
         if real is not None:
@@ -317,18 +325,20 @@ def _states(a: StepRecord, b: StepRecord, real: Real) -> Mapping[int, tuple[floa
     return found
 
 
-def _widened(array: npt.NDArray[np.generic], dtype: str | None) -> npt.NDArray[np.float32]:
+def _to_float32(array: npt.NDArray[np.generic], dtype: str | None) -> npt.NDArray[np.float32]:
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float32)
 
 
-def _statistics(a: StepRecord, b: StepRecord) -> Mapping[int, float]:
+def _stat_differences(a: StepRecord, b: StepRecord) -> Mapping[int, float]:
     of_a, of_b = ({stat.layer: stat for stat in step.layer_stats} for step in (a, b))
-    return {layer: _off(of_a[layer], of_b[layer]) for layer in of_a.keys() & of_b.keys()}
+    return {
+        layer: _relative_change(of_a[layer], of_b[layer]) for layer in of_a.keys() & of_b.keys()
+    }
 
 
-def _off(one: LayerStatRecord, other: LayerStatRecord) -> float:
+def _relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:
     """Return the largest relative change of a layer's norm, spread and extremes."""
     size = max(abs(one.std), abs(other.std), 1e-12)
     width = max(abs(one.max), abs(one.min), abs(other.max), abs(other.min), 1e-12)

@@ -11,19 +11,25 @@ from typing import Any
 
 import numpy as np
 
-from flexinspect.compare.steps import Real, StepDifference, compare_steps, jump_of, limit_of
+from flexinspect.compare.steps import (
+    RealPositions,
+    StepDifference,
+    compare_steps,
+    find_jump,
+    rounding_limit,
+)
 from flexinspect.errors import UsageError
 from flexinspect.records import StepRecord, TokenRecord
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.replay import is_loose, steps
+from flexinspect.trace.replay import is_standalone, replay_steps
 from flexinspect.trace.rows import GenerationRow
 
-STREAMS = ("hidden", "inputs.mask")
+COMPARED_STREAMS = ("hidden", "inputs.mask")
 SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptDifference:
     """Where two prompts part: the position, and the words there (empty past the end of one)."""
 
     position: int
@@ -44,7 +50,7 @@ class GenerationDifference:
     """
 
     generation: int
-    prompt: Prompt | None
+    prompt: PromptDifference | None
     n_steps: tuple[int, int]
     steps: tuple[StepDifference, ...] = ()
     words: tuple[str, str] = ("", "")
@@ -54,21 +60,21 @@ class GenerationDifference:
     missing: str = ""
 
     @property
-    def parted(self) -> StepDifference | None:
+    def divergence(self) -> StepDifference | None:
         """The step after which the two go on with different tokens."""
-        return next((step for step in self.steps if step.is_parted), None)
+        return next((step for step in self.steps if step.is_diverged), None)
 
     @property
-    def first(self) -> StepDifference | None:
+    def first_difference(self) -> StepDifference | None:
         """The first step in which anything differs."""
         return next((step for step in self.steps if not step.is_same), None)
 
     @property
-    def odd(self) -> StepDifference | None:
+    def first_beyond_rounding(self) -> StepDifference | None:
         """The first step with a difference that rounding does not explain."""
-        return next((step for step in self.steps if self._is_odd(step)), None)
+        return next((step for step in self.steps if self._is_beyond_rounding(step)), None)
 
-    def _is_odd(self, step: StepDifference) -> bool:
+    def _is_beyond_rounding(self, step: StepDifference) -> bool:
         worst = step.worst
         fed = step.lengths or step.positions or step.masks
         return bool(fed) or (worst is not None and worst.difference > self.limit)
@@ -76,16 +82,26 @@ class GenerationDifference:
     @property
     def jump(self) -> int | None:
         """The layer at which the first odd step jumps, None where no layer stands out."""
-        found = None if self.odd is None else jump_of(self.odd.layers, self.limit)
+        found = (
+            None
+            if self.first_beyond_rounding is None
+            else find_jump(self.first_beyond_rounding.layers, self.limit)
+        )
         return None if found is None else found.layer
 
     @property
     def verdict(self) -> str:
         """`same`, `rounding` (same tokens and masks, numbers within rounding) or `different`."""
         one, other = self.n_steps
-        if self.missing or self.prompt is not None or one != other or self.odd or self.parted:
+        if (
+            self.missing
+            or self.prompt is not None
+            or one != other
+            or self.first_beyond_rounding
+            or self.divergence
+        ):
             return DIFFERENT
-        return SAME if self.first is None else ROUNDING
+        return SAME if self.first_difference is None else ROUNDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +123,7 @@ class Comparison:
         """Return everything for scripts, with verdicts."""
         said = asdict(self)
         for one, generation in zip(said["generations"], self.generations, strict=True):
-            parted, first = generation.parted, generation.first
+            parted, first = generation.divergence, generation.first_difference
             one["verdict"] = generation.verdict
             one["first_difference"] = None if first is None else first.step
             one["parted_at"] = None if parted is None else parted.step
@@ -123,16 +139,16 @@ def compare_traces(a: TraceReader, b: TraceReader, *, generation: int | None = N
     """
     names = (str(a.path), str(b.path))
     identical = _digest(a.path) == _digest(b.path)
-    pairs = list(zip_longest(_models_own(a, generation), _models_own(b, generation)))
+    pairs = list(zip_longest(_model_generations(a, generation), _model_generations(b, generation)))
     if not pairs:
         which = "" if generation is None else f" {generation}"
         raise UsageError(f"Neither {names[0]} nor {names[1]} has a generation{which} of a model.")
-    return Comparison(*names, identical, tuple(_generation(a, b, *pair) for pair in pairs))
+    return Comparison(*names, identical, tuple(_compare_generations(a, b, *pair) for pair in pairs))
 
 
-def _models_own(reader: TraceReader, wanted: int | None) -> list[GenerationRow]:
-    found = [one for one in reader.generations() if not is_loose(one)]
-    return [one for one in found if wanted is None or one.generation == wanted]
+def _model_generations(reader: TraceReader, generation: int | None) -> list[GenerationRow]:
+    found = [one for one in reader.generations() if not is_standalone(one)]
+    return [one for one in found if generation is None or one.generation == generation]
 
 
 def _digest(path: Path) -> bytes:
@@ -140,7 +156,7 @@ def _digest(path: Path) -> bytes:
         return hashlib.file_digest(file, "blake2b").digest()
 
 
-def _generation(
+def _compare_generations(
     a: TraceReader, b: TraceReader, one: GenerationRow | None, other: GenerationRow | None
 ) -> GenerationDifference:
     if one is None or other is None:
@@ -150,57 +166,61 @@ def _generation(
         return GenerationDifference(there.generation, None, (0, 0), missing=missing)
     numbers = (one.generation, other.generation)
     counts = (a.n_steps(numbers[0]), b.n_steps(numbers[1]))
-    prompt = _prompt(_fed(a, numbers[0]), _fed(b, numbers[1]))
+    prompt = _compare_prompts(_prompt_tokens(a, numbers[0]), _prompt_tokens(b, numbers[1]))
     about = GenerationDifference(one.generation, prompt, counts)
-    return about if prompt is not None else _filled(a, b, numbers, about)
+    return about if prompt is not None else _compare_generation_steps(a, b, numbers, about)
 
 
-def _fed(reader: TraceReader, generation: int) -> list[TokenRecord]:
+def _prompt_tokens(reader: TraceReader, generation: int) -> list[TokenRecord]:
     return [token for token in reader.tokens(generation) if token.step is None]
 
 
-def _prompt(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> Prompt | None:
+def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> PromptDifference | None:
     for position, (one, other) in enumerate(zip_longest(a, b)):
         if one is None or other is None or one.token_id != other.token_id:
             words = ("" if token is None else token.text or token.token for token in (one, other))
-            return Prompt(position, *words)
+            return PromptDifference(position, *words)
     return None
 
 
-def _filled(
-    a: TraceReader, b: TraceReader, numbers: tuple[int, int], about: GenerationDifference
+def _compare_generation_steps(
+    a: TraceReader, b: TraceReader, numbers: tuple[int, int], result: GenerationDifference
 ) -> GenerationDifference:
     """Return the difference of two generations with one prompt, with its steps."""
-    both = zip(steps(a, numbers[0], 0, STREAMS), steps(b, numbers[1], 0, STREAMS), strict=False)
-    real: Real = None
+    both = zip(
+        replay_steps(a, numbers[0], 0, COMPARED_STREAMS),
+        replay_steps(b, numbers[1], 0, COMPARED_STREAMS),
+        strict=False,
+    )
+    real: RealPositions = None
     limit = 0.0
     found: list[StepDifference] = []
-    words, seen = ("", ""), (_Alike(), _Alike())
+    words, seen = ("", ""), (_StaleSteps(), _StaleSteps())
     for one, other in both:
-        seen[0].look(one)
-        seen[1].look(other)
+        seen[0].add(one)
+        seen[1].add(other)
         if not found:
-            real, limit = _real(one), limit_of(one, other)
+            real, limit = _real_positions(one), rounding_limit(one, other)
         difference = compare_steps(one, other, (a.mask, b.mask), real=real)
         found.append(difference)
-        if difference.is_parted:
-            words = (_word(one), _word(other))
-        if difference.is_parted or difference.lengths:
+        if difference.is_diverged:
+            words = (_step_text(one), _step_text(other))
+        if difference.is_diverged or difference.lengths:
             break
     padding = () if real is None else tuple(np.flatnonzero(~real).tolist())
     alike = (tuple(seen[0].steps), tuple(seen[1].steps))
-    told = replace(about, steps=tuple(found), words=words, limit=limit)
+    told = replace(result, steps=tuple(found), words=words, limit=limit)
     return replace(told, padding=padding, alike=alike)
 
 
-class _Alike:
+class _StaleSteps:
     """Finds steps whose layers have the numbers of the step before."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
         self._before: tuple[object, ...] = ()
 
-    def look(self, step: StepRecord) -> None:
+    def add(self, step: StepRecord) -> None:
         """Compare a step with the one before; a step of other rows cannot be alike."""
         now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
         if now and now == self._before:
@@ -208,7 +228,7 @@ class _Alike:
         self._before = now
 
 
-def _real(step: StepRecord) -> Real:
+def _real_positions(step: StepRecord) -> RealPositions:
     for wide in step.arrays:
         if wide.stream == "inputs.mask" and len(wide.array):
             real = np.asarray(wide.array[0], np.bool_)
@@ -216,5 +236,5 @@ def _real(step: StepRecord) -> Real:
     return None
 
 
-def _word(step: StepRecord) -> str:
+def _step_text(step: StepRecord) -> str:
     return "".join(token.text or token.token for token in step.tokens)

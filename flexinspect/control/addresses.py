@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from flexinspect.errors import UsageError
 
 TOKEN_VARIABLE = "FLEXINSPECT_TOKEN"
-SHORTEST_TOKEN = 16
+MIN_TOKEN_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServeOptions:
     """Where to listen over TCP, and the token that every request must bring. Port 0: a free one."""
 
     host: str
@@ -22,7 +22,7 @@ class Serving:
     token: str
 
 
-def read_serving(text: str, *, insecure: bool) -> Serving:
+def parse_serve_address(text: str, *, insecure: bool) -> ServeOptions:
     """Return what `--serve HOST:PORT` asks for, with a token from the environment or a new one.
 
     Raises `UsageError` for what is no address, and for one that others than this machine reach
@@ -40,16 +40,16 @@ def read_serving(text: str, *, insecure: bool) -> Serving:
             f"--serve {text} would let other machines control this run, unencrypted.",
             hint="Use 127.0.0.1 and an SSH tunnel, or add --insecure-bind if that is meant.",
         )
-    return Serving(host, int(port), _token())
+    return ServeOptions(host, int(port), _read_token())
 
 
-def _token() -> str:
+def _read_token() -> str:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         return secrets.token_urlsafe(24)
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable():
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable():
         raise UsageError(
-            f"{TOKEN_VARIABLE} must hold at least {SHORTEST_TOKEN} printable ASCII characters.",
+            f"{TOKEN_VARIABLE} must hold at least {MIN_TOKEN_LENGTH} printable ASCII characters.",
             hint="Leave it unset to have one made.",
         )
     return token

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from flexinspect.control import registry
 from flexinspect.control.addresses import TOKEN_VARIABLE
-from flexinspect.control.registry import Address, Entry
+from flexinspect.control.registry import Address, CaptureEntry
 from flexinspect.errors import UsageError
 
 
-def choose(
+def find_capture(
     pid: int | None = None,
     trace: Path | None = None,
     *,
     hint: str = "Name one with --pid or --trace.",
-) -> Entry:
+) -> CaptureEntry:
     """Return the capture of a process or a trace, or the only one there is.
 
     Raises `UsageError` when there is none or several, naming them; `hint` says how one is named.
@@ -25,12 +25,12 @@ def choose(
     if pid is not None:
         found = [entry for entry in found if entry.pid == pid]
     if trace is not None:
-        found = [entry for entry in found if entry.records(trace)]
+        found = [entry for entry in found if entry.is_recording(trace)]
     if len(found) == 1:
         return found[0]
     if found:
         raise UsageError(
-            f"{len(found)} captures run: {'; '.join(map(words, found))}.",
+            f"{len(found)} captures run: {'; '.join(map(capture_label, found))}.",
             hint=hint,
         )
     named = f" of process {pid}" if pid is not None else ""
@@ -41,12 +41,14 @@ def choose(
     )
 
 
-def words(entry: Entry) -> str:
+def capture_label(entry: CaptureEntry) -> str:
     """Return a capture in a few words."""
     return f"{entry.pid} {entry.title} → {entry.trace}"
 
 
-def address_of(url: str | None, token: str | None, pid: int | None, trace: Path | None) -> Address:
+def capture_address(
+    url: str | None, token: str | None, pid: int | None, trace: Path | None
+) -> Address:
     """Return the address of `url`, or that of the capture chosen. Raises `UsageError`.
 
     Over TCP the token comes from the environment unless it is given.
@@ -54,7 +56,7 @@ def address_of(url: str | None, token: str | None, pid: int | None, trace: Path 
     if url is None:
         if token is not None:
             raise UsageError("--token goes with --url.")
-        return Address(choose(pid, trace).address.socket)
+        return Address(find_capture(pid, trace).address.socket)
     if pid is not None or trace is not None:
         raise UsageError("--url names the capture already; leave --pid and --trace out.")
     return Address(url=url, token=token or os.environ.get(TOKEN_VARIABLE, ""))

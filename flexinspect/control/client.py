@@ -11,25 +11,25 @@ from urllib.parse import urlsplit
 
 from flexinspect.control.codec import from_json, to_json
 from flexinspect.control.messages import (
-    Answer,
     BreakpointBody,
     BreakpointInfo,
     Breakpoints,
+    CommandResponse,
     EditBody,
+    ErrorResponse,
     ForkBody,
     LayersBody,
     MaskEdit,
-    Place,
-    Refusal,
     RestoreBody,
     RunToBody,
-    Status,
+    StatusResponse,
     StepBody,
+    StepRef,
 )
 from flexinspect.control.registry import Address
 from flexinspect.errors import ControlError
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 """How long an answer is waited for. Commands never wait for the model, so it comes at once, but for
 a process that a debugger holds."""
 
@@ -43,81 +43,81 @@ class ControlClient:
     that it cannot be reached.
     """
 
-    def __init__(self, address: Address, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, address: Address, *, timeout_s: float = TIMEOUT_S) -> None:
         self.address = address
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def status(self) -> Status:
+    def status(self) -> StatusResponse:
         """Return how the capture stands."""
-        return self._ask(Status, "GET", "/status")
+        return self._request(StatusResponse, "GET", "/status")
 
     def breakpoints(self) -> Sequence[BreakpointInfo]:
         """Return its breakpoints."""
-        return self._ask(Breakpoints, "GET", "/breakpoints").breakpoints
+        return self._request(Breakpoints, "GET", "/breakpoints").breakpoints
 
     # -- commands --------------------------------------------------------------------------------
 
-    def pause(self) -> Answer:
+    def pause(self) -> CommandResponse:
         """Pause after this step."""
-        return self._ask(Answer, "POST", "/pause")
+        return self._request(CommandResponse, "POST", "/pause")
 
-    def continue_(self) -> Answer:
+    def continue_(self) -> CommandResponse:
         """Go on; a run that is held ends."""
-        return self._ask(Answer, "POST", "/continue")
+        return self._request(CommandResponse, "POST", "/continue")
 
-    def step(self, n: int = 1) -> Answer:
+    def step(self, n: int = 1) -> CommandResponse:
         """Go on for `n` steps, then pause."""
-        return self._ask(Answer, "POST", "/step", StepBody(n))
+        return self._request(CommandResponse, "POST", "/step", StepBody(n))
 
-    def run_to(self, step: int, generation: int | None = None) -> Answer:
+    def run_to(self, step: int, generation: int | None = None) -> CommandResponse:
         """Go on until a step has finished, of the current generation unless another is named."""
-        return self._ask(Answer, "POST", "/run-to", RunToBody(step, generation))
+        return self._request(CommandResponse, "POST", "/run-to", RunToBody(step, generation))
 
-    def stop(self) -> Answer:
+    def stop(self) -> CommandResponse:
         """End the run after this step, as Ctrl-C does."""
-        return self._ask(Answer, "POST", "/stop")
+        return self._request(CommandResponse, "POST", "/stop")
 
-    def level(self, name: str) -> Answer:
+    def level(self, name: str) -> CommandResponse:
         """Record at another level from the next step on."""
-        return self._ask(Answer, "POST", "/level", {"level": name})
+        return self._request(CommandResponse, "POST", "/level", {"level": name})
 
-    def layers(self, text: str) -> Answer:
+    def layers(self, text: str) -> CommandResponse:
         """Store the activations of other layers at level extreme, "0,3,5-7" or "all"."""
-        return self._ask(Answer, "POST", "/layers", LayersBody(text))
+        return self._request(CommandResponse, "POST", "/layers", LayersBody(text))
 
-    def restore(self, place: Place, *, dry_run: bool = False) -> Answer:
+    def restore(self, place: StepRef, *, dry_run: bool = False) -> CommandResponse:
         """Rebuild the live state after a step and pause there; its order is in the status.
 
         With `dry_run` nothing is done; the answer's `cost` says what it would cost.
         """
-        return self._ask(Answer, "POST", "/restore", RestoreBody(place, dry_run))
+        return self._request(CommandResponse, "POST", "/restore", RestoreBody(place, dry_run))
 
     def fork(
         self,
-        place: Place,
+        place: StepRef,
         *,
         token_id: int | None = None,
         text: str | None = None,
-        stays: bool = False,
+        stay_paused: bool = False,
         dry_run: bool = False,
-    ) -> Answer:
+    ) -> CommandResponse:
         """Go on from a step with another token, or a text, as a new branch."""
-        body = ForkBody(place, token_id, text, stays, dry_run)
-        return self._ask(Answer, "POST", "/fork", body)
+        body = ForkBody(place, token_id, text, stay_paused, dry_run)
+        return self._request(CommandResponse, "POST", "/fork", body)
 
     def edit_mask(
         self,
-        place: Place,
+        place: StepRef,
         edits: Sequence[MaskEdit],
         *,
-        stays: bool = False,
+        stay_paused: bool = False,
         dry_run: bool = False,
-    ) -> Answer:
+    ) -> CommandResponse:
         """Go on from a step with another mask, as a new branch."""
-        body = EditBody(place, tuple(edits), stays, dry_run)
-        return self._ask(Answer, "POST", "/edit", body)
+        body = EditBody(place, tuple(edits), stay_paused, dry_run)
+        return self._request(CommandResponse, "POST", "/edit", body)
 
     # -- breakpoints -----------------------------------------------------------------------------
 
@@ -126,23 +126,23 @@ class ControlClient:
     ) -> BreakpointInfo:
         """Set a breakpoint."""
         body = BreakpointBody(text, hits, once, log_only)
-        return self._ask(BreakpointInfo, "POST", "/breakpoints", body)
+        return self._request(BreakpointInfo, "POST", "/breakpoints", body)
 
     def remove_breakpoint(self, number: int) -> Sequence[BreakpointInfo]:
         """Remove one; returns those that are left."""
-        return self._ask(Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
+        return self._request(Breakpoints, "DELETE", f"/breakpoints/{number}").breakpoints
 
     def enable_breakpoint(self, number: int, on: bool = True) -> BreakpointInfo:
         """Switch one on, or off."""
         verb = "enable" if on else "disable"
-        return self._ask(BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
+        return self._request(BreakpointInfo, "POST", f"/breakpoints/{number}/{verb}")
 
     # -- the connection --------------------------------------------------------------------------
 
-    def _ask(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
-        return from_json(kind, self.ask(method, path, body), "the answer")
+    def _request(self, kind: type[T], method: str, path: str, body: Any = None) -> T:
+        return from_json(kind, self.request(method, path, body), "the answer")
 
-    def ask(self, method: str, path: str, body: Any = None) -> Any:
+    def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send one request and return its JSON. Raises `ControlError`."""
         headers = {"Content-Type": "application/json"}
         if token := self.address.token:
@@ -162,11 +162,11 @@ class ControlClient:
             raise self._unreachable(error) from error
         finally:
             connection.close()
-        return _checked(status, data)
+        return _parse_response(status, data)
 
     def _connect(self) -> http.client.HTTPConnection:
         if self.address.socket:
-            return _UnixConnection(self.address.socket, self._patience_s)
+            return _UnixConnection(self.address.socket, self._timeout_s)
         parts = urlsplit(self.address.url)
         try:
             host, port = parts.hostname, parts.port
@@ -177,7 +177,7 @@ class ControlClient:
                 f"{self.address.url or 'An empty text'} is not the URL of a capture.",
                 hint="It looks like http://127.0.0.1:8421; --serve prints it.",
             )
-        return http.client.HTTPConnection(host, port, timeout=self._patience_s)
+        return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
 
     def _unreachable(self, error: Exception) -> ControlError:
         where = self.address.url or self.address.socket
@@ -195,8 +195,8 @@ class ControlClient:
 class _UnixConnection(http.client.HTTPConnection):
     """HTTP over a Unix socket."""
 
-    def __init__(self, path: str, patience_s: float) -> None:
-        super().__init__("localhost", timeout=patience_s)
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:
@@ -206,7 +206,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _checked(status: int, data: bytes) -> Any:
+def _parse_response(status: int, data: bytes) -> Any:
     try:
         said = json.loads(data)
     except ValueError as error:
@@ -215,5 +215,5 @@ def _checked(status: int, data: bytes) -> Any:
         return said
     if not isinstance(said, dict) or "error" not in said:
         raise ControlError(f"The capture answered with an error of its own: {status}.")
-    refusal = from_json(Refusal, said, "the answer")
+    refusal = from_json(ErrorResponse, said, "the answer")
     raise ControlError(refusal.error, hint=refusal.hint)

@@ -16,7 +16,7 @@ from flexinspect.errors import ControlError
 
 T = TypeVar("T")
 
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def to_json(message: Any) -> Any:
@@ -39,42 +39,48 @@ def from_json(kind: type[T], data: Any, where: str = "the body") -> T:
     if unknown := sorted(set(data) - set(known)):
         listed = ", ".join(known) or "nothing"
         raise ControlError(f"{where} says {unknown[0]!r}, which is unknown (known: {listed}).")
-    values = {name: _field(kind, f, data, where) for name, f in known.items() if _given(f, data)}
-    if missing := [name for name in known if name not in values and _is_needed(known[name])]:
+    values = {
+        name: _decode_field(kind, f, data, where)
+        for name, f in known.items()
+        if _is_present(f, data)
+    }
+    if missing := [name for name in known if name not in values and _is_required(known[name])]:
         raise ControlError(f"{where} lacks {missing[0]!r}.")
     return kind(**values)
 
 
-def hints_of(kind: type[Any]) -> Mapping[str, Any]:
+def field_types(kind: type[Any]) -> Mapping[str, Any]:
     """Return the types of a message's fields."""
-    if kind not in _hints:
-        _hints[kind] = get_type_hints(kind)
-    return _hints[kind]
+    if kind not in _field_types:
+        _field_types[kind] = get_type_hints(kind)
+    return _field_types[kind]
 
 
-_hints: dict[type[Any], Mapping[str, Any]] = {}
+_field_types: dict[type[Any], Mapping[str, Any]] = {}
 
 
-def _given(field: Field[Any], data: Mapping[str, Any]) -> bool:
+def _is_present(field: Field[Any], data: Mapping[str, Any]) -> bool:
     return field.name in data
 
 
-def _is_needed(field: Field[Any]) -> bool:
+def _is_required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def _field(kind: type[Any], field: Field[Any], data: Mapping[str, Any], where: str) -> Any:
-    value = _value(hints_of(kind)[field.name], data[field.name], f"{field.name!r} in {where}")
+def _decode_field(kind: type[Any], field: Field[Any], data: Mapping[str, Any], where: str) -> Any:
+    value = _decode_value(
+        field_types(kind)[field.name], data[field.name], f"{field.name!r} in {where}"
+    )
     _check_bounds(field, value, where)
     return value
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
+def _decode_value(hint: Any, value: Any, where: str) -> Any:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return _value(next(one for one in args if one is not type(None)), value, where)
+        return _decode_value(next(one for one in args if one is not type(None)), value, where)
     if origin is Literal:
         if isinstance(value, str) and value in args:
             return value
@@ -82,29 +88,29 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise ControlError(f"{where} must be a list.")
-        return tuple(_value(args[0], one, f"an entry of {where}") for one in value)
+        return tuple(_decode_value(args[0], one, f"an entry of {where}") for one in value)
     if is_dataclass(hint):
         return from_json(cast(type[Any], hint), value, where)
-    return _plain(hint, value, where)
+    return _decode_scalar(hint, value, where)
 
 
-def _plain(hint: type[Any], value: Any, where: str) -> Any:
+def _decode_scalar(hint: type[Any], value: Any, where: str) -> Any:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is float and is_number:
         return float(value)
-    if hint is int and is_number and _is_whole(value):
+    if hint is int and is_number and _is_integral(value):
         return int(value)
-    if hint in (str, bool) and isinstance(value, hint) and _is_text(value):
+    if hint in (str, bool) and isinstance(value, hint) and _is_encodable(value):
         return value
-    raise ControlError(f"{where} must be {_WORDS[hint]}.")
+    raise ControlError(f"{where} must be {_TYPE_NAMES[hint]}.")
 
 
-def _is_text(value: str | bool) -> bool:
+def _is_encodable(value: str | bool) -> bool:
     """Say whether a text can be written: JSON may hold halves of characters."""
     return isinstance(value, bool) or value.encode("utf-8", "ignore").decode() == value
 
 
-def _is_whole(value: float) -> bool:
+def _is_integral(value: float) -> bool:
     return isinstance(value, int) or value.is_integer()
 
 

@@ -8,10 +8,10 @@ from typing import Any, Final, Literal
 BEFORE_FIRST = -1
 """The step of a place before any step has finished."""
 
-MOST = 2**31 - 1
+MAX_NUMBER = 2**31 - 1
 """The largest number that anything may be numbered with."""
 
-ASKED: Final = "it was asked to"
+PAUSE_REQUESTED: Final = "it was asked to"
 """Why it has paused, where a command alone is the reason."""
 
 State = Literal["loading", "running", "pausing", "paused", "holding", "finished"]
@@ -24,12 +24,12 @@ Level = Literal["basic", "advanced", "extreme"]
 
 
 def _number(default: int | None = None, minimum: int = 0) -> Any:
-    limits = {"minimum": minimum, "maximum": MOST}
+    limits = {"minimum": minimum, "maximum": MAX_NUMBER}
     return field(metadata=limits) if default is None else field(default=default, metadata=limits)
 
 
-def _perhaps(minimum: int = 0) -> Any:
-    return field(default=None, metadata={"minimum": minimum, "maximum": MOST})
+def _optional_number(minimum: int = 0) -> Any:
+    return field(default=None, metadata={"minimum": minimum, "maximum": MAX_NUMBER})
 
 
 def _text(default: str | None = "", longest: int = 4096) -> Any:
@@ -37,23 +37,27 @@ def _text(default: str | None = "", longest: int = 4096) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepRef:
     """The last finished step of a generation's branch; `step` is -1 before its first."""
 
     generation: int = _number(0)
     branch: int = _number(0)
     step: int = _number(BEFORE_FIRST, minimum=BEFORE_FIRST)
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return "step 7", with generation and branch where they are not the first."""
         text = "the beginning" if self.step < 0 else f"step {self.step}"
-        return text + self._of()
+        return text + self._qualifier()
 
-    def after(self) -> str:
+    def describe_after(self) -> str:
         """Return "after step 7", or "before the first step", as `words` does."""
-        return f"after {self.words()}" if self.step >= 0 else f"before the first step{self._of()}"
+        return (
+            f"after {self.describe()}"
+            if self.step >= 0
+            else f"before the first step{self._qualifier()}"
+        )
 
-    def _of(self) -> str:
+    def _qualifier(self) -> str:
         text = f" of generation {self.generation}" if self.generation else ""
         return f"{text} (branch {self.branch})" if self.branch else text
 
@@ -65,7 +69,7 @@ class Place:
 class Restore:
     """Rebuild the live state right after a step; the model then stands paused there."""
 
-    place: Place
+    place: StepRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +81,13 @@ class Fork:
     branch instead of going on.
     """
 
-    place: Place
-    token_id: int | None = _perhaps()
+    place: StepRef
+    token_id: int | None = _optional_number()
     text: str | None = _text(None)
-    stays: bool = False
+    stay_paused: bool = False
 
 
-Edit = Literal["preset", "drop", "join", "see", "cell", "row"]
+EditOp = Literal["preset", "drop", "join", "see", "cell", "row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +105,11 @@ class MaskEdit:
     makes sense for the generation at hand is for whoever obeys it to say.
     """
 
-    op: Edit
+    op: EditOp
     name: str = _text(longest=200)
     segments: tuple[int, ...] = field(default=(), metadata={"longest": 1000})
-    row: int | None = _perhaps()
-    key: int | None = _perhaps()
+    row: int | None = _optional_number()
+    key: int | None = _optional_number()
     is_open: bool = True
 
 
@@ -113,28 +117,28 @@ class MaskEdit:
 class EditMask:
     """Go on from a step with another mask, as a new branch; `edits` apply one after the other."""
 
-    place: Place
+    place: StepRef
     edits: tuple[MaskEdit, ...] = field(metadata={"longest": 1000})
-    stays: bool = False
+    stay_paused: bool = False
 
 
-Wish = Restore | Fork | EditMask
-OrderKind = Literal["restore", "fork", "edit"]
+RewindCommand = Restore | Fork | EditMask
+RewindKind = Literal["restore", "fork", "edit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class QueuedRewind:
     """A wish that was accepted, with its number among those of this run, from 1."""
 
     number: int
-    wish: Wish
+    command: RewindCommand
 
     @property
-    def kind(self) -> OrderKind:
+    def kind(self) -> RewindKind:
         """What kind of wish it is."""
-        if isinstance(self.wish, Restore):
+        if isinstance(self.command, Restore):
             return "restore"
-        return "fork" if isinstance(self.wish, Fork) else "edit"
+        return "fork" if isinstance(self.command, Fork) else "edit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +151,21 @@ class Cost:
     sentence: str
     seconds: float | None = None
     bytes: int | None = None
-    is_dear: bool = False
+    is_expensive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class OrderState:
+class RewindState:
     """What became of an order: `said` is its result or why it could not be obeyed.
 
     `place` is where the model stands after it; `seconds` is what it took.
     """
 
     number: int
-    kind: OrderKind
+    kind: RewindKind
     state: Literal["waiting", "working", "done", "failed"]
-    said: str = ""
-    place: Place | None = None
+    message: str = ""
+    place: StepRef | None = None
     seconds: float | None = None
 
 
@@ -196,7 +200,7 @@ class Breakpoints:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class StatusResponse:
     """How a capture stands.
 
     `place` is the last finished step. `says` is the state as a sentence, `reason` why it paused or
@@ -207,8 +211,8 @@ class Status:
     """
 
     state: State
-    place: Place
-    says: str
+    place: StepRef
+    description: str
     reason: str = ""
     until: str = ""
     level: Level = "advanced"
@@ -217,26 +221,26 @@ class Status:
     title: str = ""
     pid: int = 0
     trace: str = ""
-    travels: bool = False
+    can_rewind: bool = False
     n_breakpoints: int = 0
-    order: OrderState | None = None
+    last_rewind: RewindState | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CommandResponse:
     """What a command is answered: `said` is what will happen, `status` how things stand.
 
     `order` is the number of an order that was accepted, `cost` what one would cost.
     """
 
-    said: str
-    status: Status
-    order: int | None = None
+    message: str
+    status: StatusResponse
+    rewind_number: int | None = None
     cost: Cost | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ErrorResponse:
     """What a command is answered that cannot be obeyed: why, and what to do instead."""
 
     error: str
@@ -250,7 +254,7 @@ class Refusal:
 class StepBody:
     """How many steps to go."""
 
-    n: int = field(default=1, metadata={"minimum": 1, "maximum": MOST})
+    n: int = field(default=1, metadata={"minimum": 1, "maximum": MAX_NUMBER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,7 @@ class RunToBody:
     """After which step to pause; of the current generation unless another is named."""
 
     step: int = _number()
-    generation: int | None = _perhaps()
+    generation: int | None = _optional_number()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +293,7 @@ class BreakpointBody:
 class RestoreBody:
     """A restore; with `dry_run` only what it would cost is said."""
 
-    place: Place
+    place: StepRef
     dry_run: bool = False
 
 
@@ -297,10 +301,10 @@ class RestoreBody:
 class ForkBody:
     """A fork; with `dry_run` only what it would cost is said."""
 
-    place: Place
-    token_id: int | None = _perhaps()
+    place: StepRef
+    token_id: int | None = _optional_number()
     text: str | None = _text(None)
-    stays: bool = False
+    stay_paused: bool = False
     dry_run: bool = False
 
 
@@ -308,9 +312,9 @@ class ForkBody:
 class EditBody:
     """An edit of the mask; with `dry_run` only what it would cost is said."""
 
-    place: Place
+    place: StepRef
     edits: tuple[MaskEdit, ...] = field(metadata={"longest": 1000})
-    stays: bool = False
+    stay_paused: bool = False
     dry_run: bool = False
 
 
@@ -318,7 +322,7 @@ class EditBody:
 
 
 @dataclass(frozen=True, slots=True)
-class Anomalies:
+class AnomalySummary:
     """How many anomalies a debugger has met, over how long a history."""
 
     total_anomalies: int = 0
@@ -326,7 +330,7 @@ class Anomalies:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingAnomalies:
+class TrainingAnomalySummary:
     """What a training debugger has met; rates are per step."""
 
     total_anomalies: int = 0
@@ -337,16 +341,16 @@ class TrainingAnomalies:
 
 
 @dataclass(frozen=True, slots=True)
-class DebugSummary:
+class DebugSummaryResponse:
     """Anomalies of all three debuggers."""
 
-    training_debugger: TrainingAnomalies = TrainingAnomalies()
-    diffusion_debugger: Anomalies = Anomalies()
-    general_debugger: Anomalies = Anomalies()
+    training_debugger: TrainingAnomalySummary = TrainingAnomalySummary()
+    diffusion_debugger: AnomalySummary = AnomalySummary()
+    general_debugger: AnomalySummary = AnomalySummary()
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingSummary:
+class TrainingSummaryResponse:
     """What training met, in steps; rates are per step, 0 before the first."""
 
     total_steps: int = 0

@@ -35,7 +35,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CaptureEntry:
     """A capture that can be controlled.
 
     `title` says in a few words what it runs, `trace` is the file being written, absolute.
@@ -48,7 +48,7 @@ class Entry:
     title: str = ""
     kind: Literal["generation", "program", "watch"] = "generation"
 
-    def records(self, path: Path) -> bool:
+    def is_recording(self, path: Path) -> bool:
         """Tell whether `path` leads to the file being written, by a link or another way too."""
         mine = Path(self.trace)
         try:
@@ -65,9 +65,9 @@ def runtime_folder() -> Path:
     if not hasattr(os, "getuid"):
         raise ControlError("This system has no Unix sockets, so runs take no commands here.")
     base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "flexinspect" if base else _temporary()
-    if _is_long(folder):
-        folder = _temporary()
+    folder = Path(base) / "flexinspect" if base else _temporary_folder()
+    if _is_too_long(folder):
+        folder = _temporary_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         facts = folder.lstat()
@@ -83,13 +83,13 @@ def runtime_folder() -> Path:
     return folder
 
 
-def _temporary() -> Path:
+def _temporary_folder() -> Path:
     name = f"flexinspect-{os.getuid()}"
     folder = Path(tempfile.gettempdir()) / name
-    return Path("/tmp") / name if _is_long(folder) else folder
+    return Path("/tmp") / name if _is_too_long(folder) else folder
 
 
-def _is_long(folder: Path) -> bool:
+def _is_too_long(folder: Path) -> bool:
     return len(os.fsencode(folder)) > LONGEST_SOCKET - len("/4194304-99.sock")
 
 
@@ -101,7 +101,7 @@ def new_socket_path(folder: Path) -> Path:
     return path
 
 
-def register(entry: Entry) -> Path:
+def register(entry: CaptureEntry) -> Path:
     """Let a capture be found; returns its file, beside its socket. Raises `ControlError`."""
     file = Path(entry.address.socket).with_suffix(".json")
     part = file.with_suffix(".part")
@@ -122,12 +122,12 @@ def unregister(file: Path) -> None:
             path.unlink()
 
 
-def running() -> Sequence[Entry]:
+def running() -> Sequence[CaptureEntry]:
     """Return the captures of this user that live, newest first; what dead ones left is removed."""
     found = []
     for file in runtime_folder().glob("*.json"):
-        entry = _read(file)
-        if entry is None or not _lives(entry):
+        entry = _read_entry(file)
+        if entry is None or not _is_alive(entry):
             unregister(file)
         else:
             found.append(entry)
@@ -139,12 +139,16 @@ def _remove_orphans() -> None:
     """Remove sockets of processes that ended after they made one and before they could be found."""
     for socket in runtime_folder().glob("*-*.sock"):
         pid = socket.name.partition("-")[0]
-        if pid.isdecimal() and not socket.with_suffix(".json").exists() and not _exists(int(pid)):
+        if (
+            pid.isdecimal()
+            and not socket.with_suffix(".json").exists()
+            and not _process_exists(int(pid))
+        ):
             with suppress(OSError):
                 socket.unlink()
 
 
-def _exists(pid: int) -> bool:
+def _process_exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -154,16 +158,16 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _read(file: Path) -> Entry | None:
+def _read_entry(file: Path) -> CaptureEntry | None:
     try:
-        return from_json(Entry, json.loads(file.read_text("utf-8")), str(file))
+        return from_json(CaptureEntry, json.loads(file.read_text("utf-8")), str(file))
     except (OSError, ValueError, ControlError):
         return None
 
 
-def _lives(entry: Entry) -> bool:
-    from flexinspect.processes import recorder_lives
+def _is_alive(entry: CaptureEntry) -> bool:
+    from flexinspect.processes import is_recorder_alive
 
     if not Path(entry.address.socket).exists():
         return False
-    return recorder_lives({"pid": entry.pid, "started_at": entry.started_at})
+    return is_recorder_alive({"pid": entry.pid, "started_at": entry.started_at})

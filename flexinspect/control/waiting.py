@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from flexinspect.control.messages import Answer, Status
+from flexinspect.control.messages import CommandResponse, StatusResponse
 from flexinspect.errors import ControlError
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
 
-LOOK_EVERY_S = 0.02
+POLL_INTERVAL_S = 0.02
 
 
-def wait_for_effect(client: ControlClient, answer: Answer) -> Status | None:
+def wait_for_effect(client: ControlClient, answer: CommandResponse) -> StatusResponse | None:
     """Return the status once nothing is on its way any more, None when the run has ended by then.
 
     An order counts when it is done or failed, and then the pause that it ends in. Raises
     `ControlError` when the capture is there and does not answer.
     """
     status = answer.status
-    while _is_on_its_way(status, answer):
-        time.sleep(LOOK_EVERY_S)
+    while _is_pending(status, answer):
+        time.sleep(POLL_INTERVAL_S)
         try:
             status = client.status()
         except ControlError as error:
@@ -32,9 +32,13 @@ def wait_for_effect(client: ControlClient, answer: Answer) -> Status | None:
     return status
 
 
-def _is_on_its_way(status: Status, answer: Answer) -> bool:
-    order = status.order
-    if answer.order is not None and order is not None and order.number == answer.order:
+def _is_pending(status: StatusResponse, answer: CommandResponse) -> bool:
+    order = status.last_rewind
+    if (
+        answer.rewind_number is not None
+        and order is not None
+        and order.number == answer.rewind_number
+    ):
         if order.state in ("waiting", "working"):
             return True
         return status.state == "pausing"

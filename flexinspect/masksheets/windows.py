@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.masks import IntArray
-from flexinspect.masksheets.counting import ONES, TILE, Counts, Packed, Plane
+from flexinspect.masksheets.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask
 
 States = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class PixelGrid:
     """A window of a sheet in pixels: pixel (0, 0) begins at (`row`, `key`).
 
     A pixel is `row_scale` rows high and `key_scale` keys wide (both from `SCALES`), the window
@@ -64,19 +64,19 @@ SCALES: tuple[int, ...] = (
 """Cells per side of a pixel: whatever bits, or from `TILE` on tiles, can be folded into."""
 
 
-def fold_tiles(plane: Plane | None, first_row: int, grid: Grid, out: Counts) -> None:
-    """Add the cells of a plane whose row 0 lies at `first_row` of the sheet, from its tiles."""
+def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: Counts) -> None:
+    """Add the cells of a plane whose row 0 lies at `first_visible_row` of the sheet, from its tiles."""
     if plane is not None and plane.tiles is not None:
         at = (first_row // TILE, 0)
         start = (grid.row // TILE, grid.key // TILE)
         _fold(out, plane.tiles, at, start, (grid.row_scale // TILE, grid.key_scale // TILE))
 
 
-def fold_rows(packed: Packed, first_row: int, grid: Grid, out: Counts) -> None:
-    """Add the cells of packed rows that begin at `first_row` of the sheet."""
+def fold_rows(packed: PackedMask, first_row: int, grid: PixelGrid, out: Counts) -> None:
+    """Add the cells of packed rows that begin at `first_visible_row` of the sheet."""
     if grid.key_scale >= TILE:
         start, scale = (grid.row, grid.key // TILE), (grid.row_scale, grid.key_scale // TILE)
-        _fold(out, ONES[packed], (first_row, 0), start, scale)
+        _fold(out, BIT_COUNTS[packed], (first_row, 0), start, scale)
         return
     low = grid.key // 8
     bits = np.unpackbits(packed[:, low : -(-grid.key_stop // 8)], axis=1)
@@ -92,8 +92,8 @@ def _fold(
     scale: tuple[int, int],
 ) -> None:
     """Add `values`, whose corner lies `at`, to pixels of `scale` values from `start` on."""
-    rows = _pixels(at[0], values.shape[0], start[0], scale[0], out.shape[0])
-    keys = _pixels(at[1], values.shape[1], start[1], scale[1], out.shape[1])
+    rows = _axis_pixels(at[0], values.shape[0], start[0], scale[0], out.shape[0])
+    keys = _axis_pixels(at[1], values.shape[1], start[1], scale[1], out.shape[1])
     if rows is None or keys is None:
         return
     sums = np.add.reduceat(values[rows.low : rows.high], rows.edges, axis=0, dtype=np.int32)
@@ -102,7 +102,7 @@ def _fold(
 
 
 @dataclass(frozen=True, slots=True)
-class _Pixels:
+class _AxisPixels:
     """The values `low` to `high` of an axis; those from each edge on go to the next pixel."""
 
     low: int
@@ -111,16 +111,16 @@ class _Pixels:
     first: int
 
 
-def _pixels(at: int, length: int, start: int, scale: int, n_pixels: int) -> _Pixels | None:
+def _axis_pixels(at: int, length: int, start: int, scale: int, n_pixels: int) -> _AxisPixels | None:
     low, high = max(start - at, 0), min(start + scale * n_pixels - at, length)
     if low >= high:
         return None
     pixel = (np.arange(low, high) + (at - start)) // scale
-    return _Pixels(low, high, np.flatnonzero(np.diff(pixel, prepend=-1)), int(pixel[0]))
+    return _AxisPixels(low, high, np.flatnonzero(np.diff(pixel, prepend=-1)), int(pixel[0]))
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockLayout:
     """Block tables spread over a sheet: edges of the blocks' rows and keys, ascending.
 
     `partial` and `full` are bool (row blocks, key blocks). Blocks stick out of the mask at its
@@ -133,7 +133,7 @@ class Blocks:
     full: npt.NDArray[np.bool_]
 
 
-def fold_blocks(blocks: Blocks, grid: Grid, partial: Counts, full: Counts) -> None:
+def fold_blocks(blocks: BlockLayout, grid: PixelGrid, partial: Counts, full: Counts) -> None:
     """Add to each pixel how many of its cells lie in partial and in full blocks."""
     over = _overlap(blocks.rows, grid.row, grid.row_scale, grid.height)
     across = _overlap(blocks.keys, grid.key, grid.key_scale, grid.width).T
@@ -151,7 +151,7 @@ def _overlap(edges: IntArray, start: int, scale: int, n_pixels: int) -> npt.NDAr
     return cells
 
 
-def sizes(grid: Grid, known: Iterable[tuple[int, int]], n_keys: int) -> Counts:
+def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) -> Counts:
     """Return how many cells of a sheet each pixel holds, of the rows between the pairs `known`."""
     rows = np.zeros(grid.height, np.int64)
     pixel = grid.row + grid.row_scale * np.arange(grid.height + 1)
@@ -169,11 +169,11 @@ CLOSED, OPEN, UNKNOWN, LOST, LEAKED, BOTH, APPLIED = 0, 6, 7, 8, 9, 10, 11
 rule decides."""
 
 N_STATES = 12
-_BETWEEN = OPEN - 1
+_N_BETWEEN = OPEN - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PixelCounts:
     """Pixels of a sheet: cells that are known, and those of each kind, int64 (height, width)."""
 
     size: Counts
@@ -181,9 +181,9 @@ class Window:
     lost: Counts | None = None
     leaked: Counts | None = None
 
-    def states(self) -> States:
+    def pixel_states(self) -> States:
         """Return the pixels' states."""
-        states = shares(self.open, self.size)
+        states = share_states(self.open, self.size)
         if self.lost is not None and self.leaked is not None:
             states[self.lost > 0] = LOST
             states[self.leaked > 0] = LEAKED
@@ -191,10 +191,10 @@ class Window:
         return states
 
 
-def shares(n_open: Counts, size: Counts) -> States:
+def share_states(n_open: Counts, size: Counts) -> States:
     """Return states by share: closed and open only where all known cells are, else in between."""
     safe = np.maximum(size, 1)
-    states = np.clip(1 + n_open * _BETWEEN // safe, 1, _BETWEEN).astype(np.uint8)
+    states = np.clip(1 + n_open * _N_BETWEEN // safe, 1, _N_BETWEEN).astype(np.uint8)
     states[n_open == 0] = CLOSED
     states[n_open >= safe] = OPEN
     states[size == 0] = UNKNOWN
@@ -203,7 +203,7 @@ def shares(n_open: Counts, size: Counts) -> States:
 
 def block_states(partial: Counts, full: Counts, size: Counts) -> States:
     """Return states of a window of block tables: pixels of one kind as such, others by share."""
-    states = shares(partial + full, size)
+    states = share_states(partial + full, size)
     inside = (partial + full == size) & (size > 0)
     states[inside & (partial > 0)] = APPLIED
     return states

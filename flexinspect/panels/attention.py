@@ -7,26 +7,26 @@ from typing import ClassVar
 
 import numpy as np
 
-from flexinspect.attention import worst
-from flexinspect.panels.base import Go, Help, Panel, Picture, Request
+from flexinspect.attention import worst_check
+from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.parts.attentiondata import (
     AttentionData,
+    AttentionGrid,
     AttentionOptions,
-    Grid,
+    format_share,
+    format_value,
     load_attention,
-    measured,
-    share,
 )
-from flexinspect.panels.parts.attentionpaint import arrange, picture, row_gate
+from flexinspect.panels.parts.attentionpaint import attention_layout, draw_attention, row_lse_check
 from flexinspect.panels.parts.attentionrows import EXTREME_ONLY
 from flexinspect.panels.source import Source
-from flexinspect.widgets.look import Look
-from flexinspect.widgets.plots import number
+from flexinspect.widgets.look import Theme
+from flexinspect.widgets.plots import format_number
 
-MOST_LAYERS, MOST_HEADS = 12, 16
+MAX_TABLE_LAYERS, MAX_TABLE_HEADS = 12, 16
 """The largest grid that is written out whole in words."""
 
-TOP = 10
+N_LISTED_TOKENS = 10
 
 
 class AttentionPanel(Panel[AttentionData, AttentionOptions]):
@@ -64,21 +64,25 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         """Return the grid, the chosen head's mass and its heaviest tokens in words."""
         return [*_describe_grid(data), *_describe_row(data)]
 
-    def paint(self, data: AttentionData, request: Request[AttentionOptions], look: Look) -> Picture:
+    def paint(
+        self, data: AttentionData, request: Request[AttentionOptions], theme: Theme
+    ) -> Picture:
         """Draw the grid with the row beside or below it."""
-        strips = picture(data, request.width, request.height, look)
-        grid_gate, gate = worst(data.grid.gates), row_gate(data)
-        alarm = grid_gate.bad or gate.bad
-        note = gate.words() + (": not what ran" if gate.bad else "")
-        if grid_gate.bad and not gate.bad:
-            note += f" · grid {grid_gate.words()}"
-        if data.why == EXTREME_ONLY:
+        strips = draw_attention(data, request.width, request.height, theme)
+        grid_gate, check = worst_check(data.grid.lse_checks), row_lse_check(data)
+        alarm = grid_gate.is_failed or check.is_failed
+        note = check.describe() + (": not what ran" if check.is_failed else "")
+        if grid_gate.is_failed and not check.is_failed:
+            note += f" · grid {grid_gate.describe()}"
+        if data.missing_reason == EXTREME_ONLY:
             note += " · by token: --level extreme"
-        return Picture(strips, f"{data.grid.measure} · {note}{_window(data, request)}", alarm)
+        return Picture(
+            strips, f"{data.grid.measure} · {note}{_format_visible_range(data, request)}", alarm
+        )
 
-    def act(
+    def on_action(
         self, action: str, data: AttentionData, request: Request[AttentionOptions]
-    ) -> AttentionOptions | Go | None:
+    ) -> AttentionOptions | Navigate | None:
         """Go to the next measure, another layer, another head; in a prefill, another row."""
         if action == "view.measure":
             names = data.grid.measures
@@ -87,12 +91,12 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         if action in ("cursor.up", "cursor.down"):
             row = data.grid_row + (1 if action == "cursor.down" else -1)
             inside = 0 <= row < len(data.grid.layers)
-            return Go(layer=data.grid.layers[row]) if inside else None
+            return Navigate(layer=data.grid.layers[row]) if inside else None
         if action in ("cursor.left", "cursor.right"):
-            return _sideways(1 if action == "cursor.right" else -1, data, request)
+            return _move_sideways(1 if action == "cursor.right" else -1, data, request)
         return None
 
-    def point(
+    def on_mouse(
         self,
         x: int,
         y: int,
@@ -100,34 +104,36 @@ class AttentionPanel(Panel[AttentionData, AttentionOptions]):
         request: Request[AttentionOptions],
         *,
         click: bool,
-    ) -> Go | None:
+    ) -> Navigate | None:
         """Go to the layer and head that were clicked."""
-        found = arrange(data, request.width, request.height).at(x, y) if click else None
-        return Go(layer=data.grid.layers[found[0]], head=found[1]) if found else None
+        found = (
+            attention_layout(data, request.width, request.height).cell_at(x, y) if click else None
+        )
+        return Navigate(layer=data.grid.layers[found[0]], head=found[1]) if found else None
 
 
-def _sideways(
+def _move_sideways(
     by: int, data: AttentionData, request: Request[AttentionOptions]
-) -> AttentionOptions | Go | None:
+) -> AttentionOptions | Navigate | None:
     if len(data.rows) > 1:
         row = data.q_idx + by
         if row not in data.rows:
             return None
         return replace(request.options, row=None if row == data.rows[-1] else row)
     head = data.head + by
-    return Go(head=head) if 0 <= head < data.grid.values.shape[1] else None
+    return Navigate(head=head) if 0 <= head < data.grid.values.shape[1] else None
 
 
-def _window(data: AttentionData, request: Request[AttentionOptions]) -> str:
+def _format_visible_range(data: AttentionData, request: Request[AttentionOptions]) -> str:
     """Say which layers and heads are shown where not all are."""
-    frame = arrange(data, request.width, request.height)
+    layout = attention_layout(data, request.width, request.height)
     n_layers, n_heads = data.grid.values.shape
     text = ""
-    if len(frame.rows) < n_layers:
+    if len(layout.rows) < n_layers:
         layers = data.grid.layers
-        text += f" · layers {layers[frame.rows[0]]}-{layers[frame.rows[-1]]} of {n_layers}"
-    if len(frame.heads) < n_heads:
-        text += f" · heads {frame.heads[0]}-{frame.heads[-1]} of {n_heads}"
+        text += f" · layers {layers[layout.rows[0]]}-{layers[layout.rows[-1]]} of {n_layers}"
+    if len(layout.heads) < n_heads:
+        text += f" · heads {layout.heads[0]}-{layout.heads[-1]} of {n_heads}"
     return text
 
 
@@ -139,14 +145,16 @@ def _describe_grid(data: AttentionData) -> list[str]:
     what = "entropy in nats" if grid.unit == "nats" else f"share of its attention on {grid.measure}"
     if grid.measure == "sink":
         what = "share of its attention on the first token"
-    gate = worst(grid.gates).words()
-    lines = [f"Step {data.place.step}, newest row, {what}, by layer and head ({gate})."]
-    values = grid.shown()
-    if values.shape[0] <= MOST_LAYERS and values.shape[1] <= MOST_HEADS:
+    check = worst_check(grid.lse_checks).describe()
+    lines = [f"Step {data.place.step}, newest row, {what}, by layer and head ({check})."]
+    values = grid.drawable_values()
+    if values.shape[0] <= MAX_TABLE_LAYERS and values.shape[1] <= MAX_TABLE_HEADS:
         heads = " ".join(f"{head:>7}" for head in range(values.shape[1]))
         lines.append(f"layer\\head {heads}")
     lines += [_describe_layer(layer, grid, row) for row, layer in enumerate(grid.layers)]
-    bad = [layer for layer, gate in zip(grid.layers, grid.gates, strict=True) if gate.bad]
+    bad = [
+        layer for layer, gate in zip(grid.layers, grid.lse_checks, strict=True) if gate.is_failed
+    ]
     if bad:
         names = ", ".join(map(str, bad))
         lines.append(f"Not what ran, so not shown: layers {names}.")
@@ -154,35 +162,40 @@ def _describe_grid(data: AttentionData) -> list[str]:
     return lines
 
 
-def _cell(value: float, unit: str) -> str:
-    return share(value) if unit == "share" else number(value)
+def _format_cell(value: float, unit: str) -> str:
+    return format_share(value) if unit == "share" else format_number(value)
 
 
-def _describe_layer(layer: int, grid: Grid, row: int) -> str:
-    values, unit = grid.shown()[row], grid.unit
-    if grid.values.shape[0] <= MOST_LAYERS and grid.values.shape[1] <= MOST_HEADS:
-        return f"{layer:>10} " + " ".join(f"{_cell(float(value), unit):>7}" for value in values)
+def _describe_layer(layer: int, grid: AttentionGrid, row: int) -> str:
+    values, unit = grid.drawable_values()[row], grid.unit
+    if grid.values.shape[0] <= MAX_TABLE_LAYERS and grid.values.shape[1] <= MAX_TABLE_HEADS:
+        return f"{layer:>10} " + " ".join(
+            f"{_format_cell(float(value), unit):>7}" for value in values
+        )
     finite = values[np.isfinite(values)]
     if not finite.size:
         return f"Layer {layer}: no values."
     low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
     return (
-        f"Layer {layer}: mean {measured(float(finite.mean()), unit)}, "
-        f"lowest {measured(float(values[low]), unit)} at head {low}, "
-        f"highest {measured(float(values[high]), unit)} at head {high}."
+        f"Layer {layer}: mean {format_value(float(finite.mean()), unit)}, "
+        f"lowest {format_value(float(values[low]), unit)} at head {low}, "
+        f"highest {format_value(float(values[high]), unit)} at head {high}."
     )
 
 
 def _describe_row(data: AttentionData) -> list[str]:
     word = f" '{data.query.text}'" if data.query else ""
-    which = "newest row" if data.newest else "row"
+    which = "newest row" if data.is_newest else "row"
     lines = [f"Layer {data.layer}, head {data.head}, {which} {data.q_idx}{word}:"]
-    if data.mass is not None:
-        shares = zip(data.segments, data.mass.tolist(), strict=False)
-        parts = ", ".join(f"{segment.label} {share(mass)}" for segment, mass in shares)
-        lines.append(f"Mass by segment ({data.mass_gate.words()}): {parts}.")
-    if data.refused or data.tokens is None:
-        lines.append(data.refused or data.why)
+    if data.segment_attention is not None:
+        shares = zip(data.segments, data.segment_attention.tolist(), strict=False)
+        parts = ", ".join(
+            f"{segment.label} {format_share(segment_attention)}"
+            for segment, segment_attention in shares
+        )
+        lines.append(f"Mass by segment ({data.segment_check.describe()}): {parts}.")
+    if data.mismatch or data.tokens is None:
+        lines.append(data.mismatch or data.missing_reason)
         return lines
     return [*lines, *_describe_tokens(data)]
 
@@ -190,17 +203,21 @@ def _describe_row(data: AttentionData) -> list[str]:
 def _describe_tokens(data: AttentionData) -> list[str]:
     row = data.tokens
     assert row is not None
-    gate = data.gate.words()
-    if not data.gate.checked:
-        gate = f"recomputed, not checked against the kernel; newest row: {data.newest_gate.words()}"
+    check = data.lse_check.describe()
+    if not data.lse_check.is_checked:
+        check = f"recomputed, not checked against the kernel; newest row: {data.newest_lse_check.describe()}"
     n_open, n_keys = int(row.open_keys.sum()), len(row.weights)
-    lines = [f"{n_open} of {n_keys} keys are open, entropy {number(row.entropy)} nats ({gate})."]
+    lines = [
+        f"{n_open} of {n_keys} keys are open, entropy {format_number(row.entropy)} nats ({check})."
+    ]
     if not n_open:
         return [*lines, "This row sees no key at all: its output is zero."]
-    lines.append(f"Heaviest tokens, the first {min(TOP, len(row.heaviest))}:")
-    for key in row.heaviest[:TOP].tolist():
+    lines.append(f"Heaviest tokens, the first {min(N_LISTED_TOKENS, len(row.heaviest))}:")
+    for key in row.heaviest[:N_LISTED_TOKENS].tolist():
         pos = row.first_pos + key
-        text = row.words[pos].text if pos in row.words else "?"
+        text = row.tokens[pos].text if pos in row.tokens else "?"
         segment = next((s.label for s in data.segments if s.start <= pos < s.stop), "")
-        lines.append(f"  {share(float(row.weights[key])):>8}  {pos:>6} '{text}' {segment}".rstrip())
+        lines.append(
+            f"  {format_share(float(row.weights[key])):>8}  {pos:>6} '{text}' {segment}".rstrip()
+        )
     return lines

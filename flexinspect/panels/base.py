@@ -15,13 +15,13 @@ from typing import ClassVar, Generic, TypeVar
 from textual.strip import Strip
 
 from flexinspect.panels.source import Source
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 GROUP = "flexinspect.panels"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TracePlace:
     """Where in a trace the user is. `step` 0 is the prefill; `head` counts query heads.
 
     `pos` is a token that was chosen by itself (a match of a search in the prompt); None stands for
@@ -49,7 +49,7 @@ D = TypeVar("D")
 class Request(Generic[O_co]):
     """What is to be shown: the place, the panel's options, the size in cells."""
 
-    place: Place
+    place: TracePlace
     options: O_co
     width: int = 100
     height: int = 30
@@ -69,7 +69,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class Navigate:
     """An answer to an action or a click: the whole interface goes to another place."""
 
     generation: int | None = None
@@ -103,7 +103,7 @@ class Panel(Generic[D, O_co]):
     name: ClassVar[str]
     title: ClassVar[str]
     help: ClassVar[Help]
-    sized: ClassVar[bool] = False
+    depends_on_size: ClassVar[bool] = False
     """Whether what is loaded depends on the size, so that it is loaded again on a resize."""
     needs_tokens: ClassVar[bool] = False
     """Whether it has nothing to show of a training run, which generates no tokens."""
@@ -122,17 +122,17 @@ class Panel(Generic[D, O_co]):
         """Return the same in lines of plain, printable text."""
         raise NotImplementedError
 
-    def paint(self, data: D, request: Request[O_co], look: Look) -> Picture:
+    def paint(self, data: D, request: Request[O_co], theme: Theme) -> Picture:
         """Return the picture; pure, and quick: only what is on screen."""
         raise NotImplementedError
 
-    def act(self, action: str, data: D, request: Request[O_co]) -> O_co | Go | None:
+    def on_action(self, action: str, data: D, request: Request[O_co]) -> O_co | Navigate | None:
         """Return new options or a place to go to, None for an action that changes nothing."""
         return None
 
-    def point(
+    def on_mouse(
         self, x: int, y: int, data: D, request: Request[O_co], *, click: bool
-    ) -> O_co | Go | None:
+    ) -> O_co | Navigate | None:
         """Answer the mouse at a cell of the picture, as `act` does."""
         return None
 

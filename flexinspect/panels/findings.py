@@ -10,36 +10,36 @@ from rich.cells import cell_len
 from textual.strip import Strip
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.panels.base import Go, Help, Panel, Picture, Place, Request
+from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
 from flexinspect.panels.parts.findingsdata import (
-    STYLES,
+    SEVERITY_STYLES,
     FindingsData,
-    detail,
-    extent_words,
-    nothing,
-    rules_of,
+    applied_rules,
+    describe_finding,
+    describe_no_findings,
+    format_extent,
 )
 from flexinspect.panels.source import Source
-from flexinspect.reports.collect import thousands, words_of
-from flexinspect.text import visible
+from flexinspect.reports.collect import format_thousands, read_position_texts
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.callranges import (
-    BEGINNING,
-    END,
+    FIRST_POSITION,
+    LAST_POSITION,
     FindingGroup,
-    finding_beside,
+    adjacent_finding,
     finding_groups,
-    group_member,
-    last_finding,
-    position_of,
+    finding_in_group,
+    finding_position,
+    findings_counter,
     worst_finding,
 )
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import FindingRow
-from flexinspect.widgets.lines import Span, clipped, line, paragraph
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.lines import Span, clip_text, line, wrap_paragraph
+from flexinspect.widgets.look import Theme
 
-MOST_GROUPS = 500
-_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
+MAX_GROUPS = 500
+_SEVERITY_LETTERS = {Severity.ERROR: "E", Severity.WARNING: "W", Severity.NOTE: "N"}
 _GROUP_BYTES = 400
 
 
@@ -84,63 +84,65 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
     def load(self, source: Source, request: Request[FindingsOptions]) -> FindingsData:
         """Count the findings by class, and read the selected one."""
         reader, options = source.reader, request.options
-        groups = grouped(source)
+        groups = load_groups(source)
         if not groups:
-            return FindingsData((), rules=rules_of(reader))
+            return FindingsData((), rules=applied_rules(reader))
         names = [(group.severity.value, group.id) for group in groups]
         at = names.index(options.group) if options.group in names else options.selected
         at = max(0, min(at, len(groups) - 1))
         member = max(0, min(options.member, groups[at].count - 1))
-        row = group_member(reader, groups[at], member)
-        words = words_of(reader, row.finding) if row is not None else ()
+        row = finding_in_group(reader, groups[at], member)
+        words = read_position_texts(reader, row.finding) if row is not None else ()
         return FindingsData(groups, at, member, row, words)
 
     def describe(self, data: FindingsData) -> list[str]:
         """Return the classes with their counts and places, then the selected finding."""
         if not data.groups:
-            return nothing(data)
-        found = [counted(data.groups).counts() + "."]
+            return describe_no_findings(data)
+        found = [summarize_groups(data.groups).counts() + "."]
         for group in data.groups[:50]:
-            found.append(f"{group.severity.value} {visible(group.id)}: {extent_words(group)}.")
+            found.append(
+                f"{group.severity.value} {escape_unprintable(group.id)}: {format_extent(group)}."
+            )
         if len(data.groups) > 50:
             found.append(f"And {len(data.groups) - 50} more kinds.")
-        return [*found, *(visible(text) for text, _ in detail(data))]
+        return [*found, *(escape_unprintable(text) for text, _ in describe_finding(data))]
 
-    def paint(self, data: FindingsData, request: Request[FindingsOptions], look: Look) -> Picture:
+    def paint(self, data: FindingsData, request: Request[FindingsOptions], theme: Theme) -> Picture:
         """Draw the list, scrolled to the selected line, and the selected finding below it."""
         width, height = request.width, request.height
         if not data.groups:
-            texts = nothing(data)
-            lines = [s for text in texts for s in paragraph(text, width, look.style("text"))]
+            texts = describe_no_findings(data)
+            lines = [s for text in texts for s in wrap_paragraph(text, width, theme.style("text"))]
             return Picture(lines[:height], "no findings")
         top, n_rows = _visible_rows(data, height)
         rows = range(top, min(top + n_rows, len(data.groups)))
-        strips = [_row(data, index, width, look) for index in rows]
-        rule = line([("─" * width, look.style("muted"))], width)
-        strips = [*strips, rule, *_detail_strips(data, width, look)][:height]
-        found = counted(data.groups)
+        strips = [_draw_group(data, index, width, theme) for index in rows]
+        rule = line([("─" * width, theme.style("muted"))], width)
+        strips = [*strips, rule, *_draw_finding(data, width, theme)][:height]
+        found = summarize_groups(data.groups)
         return Picture(strips, found.counts(), alarm=found.errors > 0)
 
-    def act(
+    def on_action(
         self, action: str, data: FindingsData, request: Request[FindingsOptions]
-    ) -> FindingsOptions | Go | None:
+    ) -> FindingsOptions | Navigate | None:
         """Move the selection, or go to the selected finding."""
         if not data.groups:
             return None
         if action == "cursor.enter":
-            return place_of(data.chosen.finding) if data.chosen is not None else None
+            return navigate_to_finding(data.chosen.finding) if data.chosen is not None else None
         if action in ("cursor.up", "cursor.down"):
-            return _select(data, data.selected + (1 if action == "cursor.down" else -1))
+            return _selection_at(data, data.selected + (1 if action == "cursor.down" else -1))
         if action in ("cursor.left", "cursor.right"):
             member = data.member + (1 if action == "cursor.right" else -1)
             if not 0 <= member < data.groups[data.selected].count:
                 return None
-            return replace(_options(data, data.selected), member=member)
+            return replace(_select_group(data, data.selected), member=member)
         return None
 
-    def point(
+    def on_mouse(
         self, x: int, y: int, data: FindingsData, request: Request[FindingsOptions], *, click: bool
-    ) -> FindingsOptions | Go | None:
+    ) -> FindingsOptions | Navigate | None:
         """Select the line that was clicked; a click on the selected one goes to its place."""
         if not click or not data.groups:
             return None
@@ -149,8 +151,8 @@ class FindingsPanel(Panel[FindingsData, FindingsOptions]):
         if not 0 <= y < n_rows or index >= len(data.groups):
             return None
         if index == data.selected and data.chosen is not None:
-            return place_of(data.chosen.finding)
-        return _select(data, index)
+            return navigate_to_finding(data.chosen.finding)
+        return _selection_at(data, index)
 
 
 # -- for the screen ------------------------------------------------------------------------------
@@ -170,7 +172,7 @@ class FindingSummary:
     def counts(self) -> str:
         """Return "2 errors, 1 warning", leaving out what there is none of."""
         pairs = (("error", self.errors), ("warning", self.warnings), ("note", self.notes))
-        parts = [f"{thousands(n)} {name}{'' if n == 1 else 's'}" for name, n in pairs if n]
+        parts = [f"{format_thousands(n)} {name}{'' if n == 1 else 's'}" for name, n in pairs if n]
         return ", ".join(parts) or "no findings"
 
     def text(self) -> str:
@@ -178,28 +180,30 @@ class FindingSummary:
         if self.worst is None:
             return self.counts()
         where = f" (generation {self.worst.generation})" if self.elsewhere else ""
-        return f"{self.counts()}: {visible(self.worst.sentence)}{where}"
+        return f"{self.counts()}: {escape_unprintable(self.worst.sentence)}{where}"
 
 
-def summary_line(source: Source, place: Place) -> FindingSummary:
+def load_summary(source: Source, place: TracePlace) -> FindingSummary:
     """Return the counts of the whole trace, and the worst finding of the place's generation.
 
     A generation without any is told of the worst one of the trace. Raises `TraceError`.
     """
-    groups = grouped(source)
+    groups = load_groups(source)
     if not groups:
         return FindingSummary()
-    last, generation = last_finding(source.reader), place.generation
-    row = source.keep(
+    last, generation = findings_counter(source.reader), place.generation
+    row = source.get_or_create(
         ("findings.worst", last, generation),
         lambda: worst_finding(source.reader, generation),
         lambda _: _GROUP_BYTES,
     )
-    here = row if row is not None else group_member(source.reader, groups[0], 0)
-    return counted(groups, here.finding if here is not None else None, elsewhere=row is None)
+    here = row if row is not None else finding_in_group(source.reader, groups[0], 0)
+    return summarize_groups(
+        groups, here.finding if here is not None else None, elsewhere=row is None
+    )
 
 
-def counted(
+def summarize_groups(
     groups: Sequence[FindingGroup], worst: Finding | None = None, *, elsewhere: bool = False
 ) -> FindingSummary:
     """Return the counts of classes of findings."""
@@ -211,7 +215,7 @@ def counted(
 
 
 def next_finding(
-    reader: TraceReader, place: Place, direction: int, after: FindingRow | None = None
+    reader: TraceReader, place: TracePlace, direction: int, after: FindingRow | None = None
 ) -> FindingRow | None:
     """Return the nearest finding after (1) or before (-1) a place; from the end, the first again.
 
@@ -221,17 +225,19 @@ def next_finding(
     `TraceError`.
     """
     if after is not None and _is_at(after.finding, place):
-        here = position_of(after)
+        here = finding_position(after)
     else:
         past = 1 << 62 if direction > 0 else -1
         here = (place.generation, place.branch, place.step, place.layer, place.head, past)
-    found = finding_beside(reader, here, direction)
-    return found or finding_beside(reader, BEGINNING if direction > 0 else END, direction)
+    found = adjacent_finding(reader, here, direction)
+    return found or adjacent_finding(
+        reader, FIRST_POSITION if direction > 0 else LAST_POSITION, direction
+    )
 
 
-def place_of(finding: Finding) -> Go:
+def navigate_to_finding(finding: Finding) -> Navigate:
     """Return where a finding is; what it does not name stays as it is, its first token shown."""
-    return Go(
+    return Navigate(
         finding.generation,
         finding.branch,
         finding.step,
@@ -241,19 +247,19 @@ def place_of(finding: Finding) -> Go:
     )
 
 
-def grouped(source: Source) -> tuple[FindingGroup, ...]:
+def load_groups(source: Source) -> tuple[FindingGroup, ...]:
     """Return the classes of findings, worst first; counted again only when there are new ones."""
-    last = last_finding(source.reader)
+    last = findings_counter(source.reader)
     if last == 0:
         return ()
-    return source.keep(
+    return source.get_or_create(
         ("findings", last),
-        lambda: tuple(finding_groups(source.reader, limit=MOST_GROUPS)),
+        lambda: tuple(finding_groups(source.reader, limit=MAX_GROUPS)),
         lambda groups: _GROUP_BYTES * len(groups),
     )
 
 
-def _is_at(finding: Finding, place: Place) -> bool:
+def _is_at(finding: Finding, place: TracePlace) -> bool:
     named = (
         (finding.generation, place.generation),
         (finding.branch, place.branch),
@@ -267,13 +273,13 @@ def _is_at(finding: Finding, place: Place) -> bool:
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def _options(data: FindingsData, selected: int) -> FindingsOptions:
+def _select_group(data: FindingsData, selected: int) -> FindingsOptions:
     group = data.groups[selected]
     return FindingsOptions(selected, (group.severity.value, group.id))
 
 
-def _select(data: FindingsData, selected: int) -> FindingsOptions | None:
-    return _options(data, selected) if 0 <= selected < len(data.groups) else None
+def _selection_at(data: FindingsData, selected: int) -> FindingsOptions | None:
+    return _select_group(data, selected) if 0 <= selected < len(data.groups) else None
 
 
 def _visible_rows(data: FindingsData, height: int) -> tuple[int, int]:
@@ -282,26 +288,28 @@ def _visible_rows(data: FindingsData, height: int) -> tuple[int, int]:
     return max(0, min(data.selected - n_rows // 2, len(data.groups) - n_rows)), n_rows
 
 
-def _row(data: FindingsData, index: int, width: int, look: Look) -> Strip:
+def _draw_group(data: FindingsData, index: int, width: int, theme: Theme) -> Strip:
     group = data.groups[index]
     chosen = index == data.selected
-    name, where = visible(group.id), extent_words(group)
+    name, where = escape_unprintable(group.id), format_extent(group)
     if width < 60:
         where = where.rpartition(": ")[2]
     else:
-        longest = max(len(visible(each.id)) for each in data.groups)
-        name = f"{clipped(name, min(longest, 28))}  {visible(group.sentence)}"
+        longest = max(len(escape_unprintable(each.id)) for each in data.groups)
+        name = f"{clip_text(name, min(longest, 28))}  {escape_unprintable(group.sentence)}"
     room = max(width - cell_len(where) - 5, 4)
     pieces: list[Span] = [
-        ("▸" if chosen else " ", look.style("chosen")),
-        (f"{_LETTERS[group.severity]} ", look.style(STYLES[group.severity])),
-        (clipped(name, room), look.style("cursor" if chosen else "text")),
-        (f"  {where}", look.style("muted")),
+        ("▸" if chosen else " ", theme.style("chosen")),
+        (f"{_SEVERITY_LETTERS[group.severity]} ", theme.style(SEVERITY_STYLES[group.severity])),
+        (clip_text(name, room), theme.style("cursor" if chosen else "text")),
+        (f"  {where}", theme.style("muted")),
     ]
-    return line(pieces, width, look.style("text"))
+    return line(pieces, width, theme.style("text"))
 
 
-def _detail_strips(data: FindingsData, width: int, look: Look) -> list[Strip]:
+def _draw_finding(data: FindingsData, width: int, theme: Theme) -> list[Strip]:
     return [
-        strip for text, style in detail(data) for strip in paragraph(text, width, look.style(style))
+        strip
+        for text, style in describe_finding(data)
+        for strip in wrap_paragraph(text, width, theme.style(style))
     ]

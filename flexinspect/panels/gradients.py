@@ -7,19 +7,19 @@ from typing import ClassVar, Literal
 
 from textual.strip import Strip
 
-from flexinspect.panels.base import Go, Help, Panel, Picture, Request
+from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request
 from flexinspect.panels.parts import gradientspaint as draw
 from flexinspect.panels.parts.gradientsdata import (
     GradientsData,
     describe_gradients,
     load_gradients,
-    merged,
+    merge_separators,
 )
 from flexinspect.panels.source import Source
-from flexinspect.widgets.lines import line, paragraph
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.lines import line, wrap_paragraph
+from flexinspect.widgets.look import Theme
 
-_MOST_LINES_OF_WORDS = 4
+_MAX_CAVEAT_LINES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         "Look for a paraphrase that speaks against the others, for an answer that the cue alone "
         "makes, and for layers with gradients of 0, NaN, or a hundred times their neighbours'.",
     )
-    sized: ClassVar[bool] = True
+    depends_on_size: ClassVar[bool] = True
     actions: ClassVar[tuple[str, ...]] = ("view.flip", "view.measure")
 
     def options(self) -> GradientsOptions:
@@ -64,21 +64,25 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         """Return the gate, segments, strongest tokens, norms, and what is wrong, in words."""
         return describe_gradients(data)
 
-    def paint(self, data: GradientsData, request: Request[GradientsOptions], look: Look) -> Picture:
+    def paint(
+        self, data: GradientsData, request: Request[GradientsOptions], theme: Theme
+    ) -> Picture:
         """Draw one of the two sides; behind a red gate only that it is red."""
         width, height = request.width, request.height
-        strips = draw.head(data, width, look)
-        if not data.record.agrees:
+        strips = draw.draw_header(data, width, theme)
+        if not data.record.matches_recorded:
             words = "Nothing is drawn: these would be the gradients of something else."
-            strips += paragraph(words, width, look.style("text"))
+            strips += wrap_paragraph(words, width, theme.style("text"))
             return Picture(strips[:height], "not what ran", alarm=True)
         if request.options.side == "where":
-            strips += draw.norm_rows(data, width, height - len(strips), look)
+            strips += draw.draw_norms(data, width, height - len(strips), theme)
         else:
-            strips += _who(data, request, height - len(strips), look)
-        return Picture(strips[:height], _note(data, request.options), alarm=bool(data.findings))
+            strips += _draw_attribution(data, request, height - len(strips), theme)
+        return Picture(
+            strips[:height], _format_note(data, request.options), alarm=bool(data.findings)
+        )
 
-    def act(
+    def on_action(
         self, action: str, data: GradientsData, request: Request[GradientsOptions]
     ) -> GradientsOptions | None:
         """`view.flip`: the other side; `view.measure`: colour tokens by the other measure."""
@@ -89,7 +93,7 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
             return replace(options, by="norm" if options.by == "input" else "input")
         return None
 
-    def point(
+    def on_mouse(
         self,
         x: int,
         y: int,
@@ -97,61 +101,61 @@ class GradientsPanel(Panel[GradientsData, GradientsOptions]):
         request: Request[GradientsOptions],
         *,
         click: bool,
-    ) -> Go | None:
+    ) -> Navigate | None:
         """Click a layer: go to it. Click a word: go to its step, or look at it in the prompt."""
-        if not click or not data.record.agrees:
+        if not click or not data.record.matches_recorded:
             return None
-        top = len(draw.head(data, request.width, Look("none")))
+        top = len(draw.draw_header(data, request.width, Theme("none")))
         if request.options.side == "where":
-            first = draw.first_layer(data, request.height - top - 2)
+            first = draw.first_visible_layer(data, request.height - top - 2)
             at = y - top - 1 + first
             rows = data.rows if at >= first else ()
-            return Go(layer=rows[at].layer) if at < len(rows) else None
-        return _word_at(x, y - top - _bars_height(data) - 1, data, request, top)
+            return Navigate(layer=rows[at].layer) if at < len(rows) else None
+        return _navigate_to_token(x, y - top - _share_bars_height(data) - 1, data, request, top)
 
 
-def _bars_height(data: GradientsData) -> int:
-    return len(merged(data.shares)) + 1
+def _share_bars_height(data: GradientsData) -> int:
+    return len(merge_separators(data.shares)) + 1
 
 
-def _word_at(
+def _navigate_to_token(
     x: int, y: int, data: GradientsData, request: Request[GradientsOptions], top: int
-) -> Go | None:
-    room = _token_room(data, request, request.height - top)
-    rows = draw.rows_of(data, request.width)
-    at = y + draw.first_row(rows, data, room)
-    word = rows[at].at(x) if 0 <= y < room and at < len(rows) else None
+) -> Navigate | None:
+    room = _tokens_height(data, request, request.height - top)
+    rows = draw.layout_rows(data, request.width)
+    at = y + draw.first_visible_row(rows, data, room)
+    word = rows[at].cell_at(x) if 0 <= y < room and at < len(rows) else None
     token = None if word is None else data.window.token(word.pos)
     if token is None:
         return None
-    return Go(step=0, pos=token.pos) if token.step is None else Go(step=token.step)
+    return Navigate(step=0, pos=token.pos) if token.step is None else Navigate(step=token.step)
 
 
-def _token_room(data: GradientsData, request: Request[GradientsOptions], height: int) -> int:
+def _tokens_height(data: GradientsData, request: Request[GradientsOptions], height: int) -> int:
     """Return the lines that words get: what bars and the caveat leave, and one line between."""
-    n_words = len(_caveat(request.width, height, Look("none")))
-    return max(height - _bars_height(data) - 1 - n_words, 0)
+    n_words = len(_draw_caveat(request.width, height, Theme("none")))
+    return max(height - _share_bars_height(data) - 1 - n_words, 0)
 
 
-def _caveat(width: int, height: int, look: Look) -> list[Strip]:
-    strips = draw.caveat(width, look)
-    return strips if len(strips) <= _MOST_LINES_OF_WORDS and height > 12 else strips[:1]
+def _draw_caveat(width: int, height: int, theme: Theme) -> list[Strip]:
+    strips = draw.draw_caveat(width, theme)
+    return strips if len(strips) <= _MAX_CAVEAT_LINES and height > 12 else strips[:1]
 
 
-def _who(
-    data: GradientsData, request: Request[GradientsOptions], height: int, look: Look
+def _draw_attribution(
+    data: GradientsData, request: Request[GradientsOptions], height: int, theme: Theme
 ) -> list[Strip]:
     width = request.width
-    strips = draw.share_bars(data, width, look)
-    strips.append(line([], width, look.style("text")))
-    room = _token_room(data, request, height)
+    strips = draw.draw_share_bars(data, width, theme)
+    strips.append(line([], width, theme.style("text")))
+    room = _tokens_height(data, request, height)
     by_norm = request.options.by == "norm"
-    strips += draw.token_rows(data, width, room, look, by_norm=by_norm) if room else []
-    blank = max(height - len(strips) - len(_caveat(width, height, look)), 0)
-    strips += [line([], width, look.style("text"))] * blank
-    return [*strips, *_caveat(width, height, look)]
+    strips += draw.draw_tokens(data, width, room, theme, by_norm=by_norm) if room else []
+    blank = max(height - len(strips) - len(_draw_caveat(width, height, theme)), 0)
+    strips += [line([], width, theme.style("text"))] * blank
+    return [*strips, *_draw_caveat(width, height, theme)]
 
 
-def _note(data: GradientsData, options: GradientsOptions) -> str:
+def _format_note(data: GradientsData, options: GradientsOptions) -> str:
     what = "norms per layer" if options.side == "where" else f"by {options.by}"
     return f"{what} · gate {data.record.gate:.0e} · {data.record.wall_ms:.0f} ms"

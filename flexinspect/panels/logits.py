@@ -8,42 +8,42 @@ from typing import ClassVar
 
 from textual.strip import Strip
 
-from flexinspect.panels.base import Go, Help, Missing, NoOptions, Panel, Picture, Request
+from flexinspect.panels.base import Help, Missing, Navigate, NoOptions, Panel, Picture, Request
 from flexinspect.panels.parts.logitswords import (
     UNITS,
     LogitsData,
-    bin_of,
-    chosen_words,
+    describe_bad_logits,
     describe_logits,
-    filtered,
+    find_bin,
+    format_chosen,
+    format_rank,
+    is_filtered,
     probability,
-    rank_words,
-    sick_words,
-    word,
+    token_label,
 )
 from flexinspect.panels.parts.windows import (
-    BESIDE,
-    GAP,
+    COLUMN_GAP,
+    MIN_TWO_COLUMN_WIDTH,
     Area,
     draw_timeline,
-    fitting,
-    go_to_step,
+    draw_two_columns,
+    drop_cut_span,
     left_width,
-    load_steps,
-    put_beside,
+    load_step_window,
+    navigate_to_step,
     timeline_columns,
 )
 from flexinspect.panels.source import Source
 from flexinspect.records import UNKNOWN, Candidate
-from flexinspect.trace.ranges import holder, step_range
-from flexinspect.widgets.lines import Span, clipped, line, right
-from flexinspect.widgets.look import Look
-from flexinspect.widgets.plots import bar, number, timeline
+from flexinspect.trace.ranges import branch_of_step, step_range
+from flexinspect.widgets.lines import Span, align_right, clip_text, line
+from flexinspect.widgets.look import Theme
+from flexinspect.widgets.plots import bar, format_number, timeline
 
-_TALLEST = 8
+_MAX_PLOT_HEIGHT = 8
 """Lines that a timeline or the histogram takes at most, its title included."""
 
-_NUMBER = 7
+_NUMBER_WIDTH = 7
 
 
 class LogitsPanel(Panel[LogitsData, NoOptions]):
@@ -61,7 +61,7 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         "Look for a step where the entropy jumps or the margin falls near 0: there the answer "
         "could have turned.",
     )
-    sized: ClassVar[bool] = True
+    depends_on_size: ClassVar[bool] = True
 
     def options(self) -> NoOptions:
         """Return the options; there are none."""
@@ -70,8 +70,8 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
     def load(self, source: Source, request: Request[NoOptions]) -> LogitsData:
         """Read the distribution of the step, and the narrow facts of the window's steps."""
         reader, place = source.reader, request.place
-        window = load_steps(reader, place, timeline_columns(request.width))
-        branch = holder(reader, place.generation, place.step, place.branch)
+        window = load_step_window(reader, place, timeline_columns(request.width))
+        branch = branch_of_step(reader, place.generation, place.step, place.branch)
         record = reader.logits(place.generation, place.step, branch)
         if record is None:
             raise Missing(
@@ -88,35 +88,39 @@ class LogitsPanel(Panel[LogitsData, NoOptions]):
         """Return the choice, the candidates as a table, and the timelines in words."""
         return describe_logits(data)
 
-    def paint(self, data: LogitsData, request: Request[NoOptions], look: Look) -> Picture:
+    def paint(self, data: LogitsData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the candidates, and as many timelines as there is room for."""
-        plan = arrange(data, request.width, request.height)
-        left = _left(data, plan, look)
-        lines = [strip for name in plan.timelines for strip in _timeline(data, plan, name, look)]
-        if plan.beside:
-            strips = put_beside(left, lines, request.width, request.height, look)
+        layout = logits_layout(data, request.width, request.height)
+        left = _draw_candidates(data, layout, theme)
+        lines = [
+            strip
+            for name in layout.timelines
+            for strip in _draw_titled_timeline(data, layout, name, theme)
+        ]
+        if layout.beside:
+            strips = draw_two_columns(left, lines, request.width, request.height, theme)
         else:
             strips = [*left, *lines]
-        sick = sick_words(data)
-        return Picture(strips[: request.height], sick or _note(data), alarm=bool(sick))
+        problem = describe_bad_logits(data)
+        return Picture(strips[: request.height], problem or _format_note(data), alarm=bool(problem))
 
-    def point(
+    def on_mouse(
         self, x: int, y: int, data: LogitsData, request: Request[NoOptions], *, click: bool
-    ) -> Go | None:
+    ) -> Navigate | None:
         """Go to the step of a timeline's column."""
         if not click:
             return None
-        areas = arrange(data, request.width, request.height).timelines.values()
-        return go_to_step(x, y, areas, data.window)
+        areas = logits_layout(data, request.width, request.height).timelines.values()
+        return navigate_to_step(x, y, areas, data.window)
 
 
-def _note(data: LogitsData) -> str:
-    rank = rank_words(data.record.chosen_rank)
-    return f"{chosen_words(data)}, {rank} · {data.window.words()}"
+def _format_note(data: LogitsData) -> str:
+    rank = format_rank(data.record.chosen_rank)
+    return f"{format_chosen(data)}, {rank} · {data.window.format_steps()}"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LogitsLayout:
     """What goes where: `rows` lines of candidates, header included, `histogram` lines of it.
 
     The block of candidates is `left` wide, a timeline `columns`; the areas of the timelines are
@@ -132,12 +136,12 @@ class Plan:
     timelines: dict[str, Area]
 
 
-def arrange(data: LogitsData, width: int, height: int) -> Plan:
+def logits_layout(data: LogitsData, width: int, height: int) -> LogitsLayout:
     """Return the places of everything in a picture of this size."""
-    wide = width >= BESIDE
+    wide = width >= MIN_TWO_COLUMN_WIDTH
     header = height >= 5
     need = len(data.record.candidates) + (data.chosen is None) + header + 1
-    names = data.names
+    names = data.series_names
     if wide:
         rows, spare = min(need, height), height
     else:
@@ -145,137 +149,156 @@ def arrange(data: LogitsData, width: int, height: int) -> Plan:
         rows = min(need, height - most // len(names) * len(names))
         spare = height - rows
     names = names[: spare // 2]
-    each = min(spare // len(names), _TALLEST) if names else 0
-    x, y = (left_width(width) + GAP, 0) if wide else (0, rows)
+    each = min(spare // len(names), _MAX_PLOT_HEIGHT) if names else 0
+    x, y = (left_width(width) + COLUMN_GAP, 0) if wide else (0, rows)
     areas = {
         name: Area(x, y + each * i + 1, timeline_columns(width), each - 1)
         for i, name in enumerate(names)
     }
     rest = height - rows - (1 if wide else each * len(names))
-    histogram = min(rest, _TALLEST) if data.record.histogram and rest >= 3 else 0
-    return Plan(left_width(width), timeline_columns(width), wide, header, rows, histogram, areas)
+    histogram = min(rest, _MAX_PLOT_HEIGHT) if data.record.histogram and rest >= 3 else 0
+    return LogitsLayout(
+        left_width(width), timeline_columns(width), wide, header, rows, histogram, areas
+    )
 
 
-def _left(data: LogitsData, plan: Plan, look: Look) -> list[Strip]:
-    strips = [_summary(data, plan.left, look)]
-    strips += [_header(data, plan.left, look)] if plan.header else []
-    room = plan.rows - len(strips)
+def _draw_candidates(data: LogitsData, layout: LogitsLayout, theme: Theme) -> list[Strip]:
+    strips = [_draw_summary(data, layout.left, theme)]
+    strips += [_draw_header(data, layout.left, theme)] if layout.header else []
+    room = layout.rows - len(strips)
     every = data.record.candidates
     shown = every[:room]
     if data.chosen not in shown and room > 0:
         shown = every[: room - 1]
-    strips += [_candidate(one, data, plan.left, look) for one in shown]
+    strips += [_draw_candidate(one, data, layout.left, theme) for one in shown]
     if data.chosen not in shown and room > 0:
-        strips.append(_far(data, plan.left, look))
-    if plan.histogram and plan.beside:
-        strips.append(line([], plan.left, look.style("text")))
-    return [*strips, *_histogram(data, plan, look)]
+        strips.append(_draw_unlisted_choice(data, layout.left, theme))
+    if layout.histogram and layout.beside:
+        strips.append(line([], layout.left, theme.style("text")))
+    return [*strips, *_draw_histogram(data, layout, theme)]
 
 
-def _summary(data: LogitsData, width: int, look: Look) -> Strip:
-    text, strong, muted = look.style("text"), look.style("strong"), look.style("muted")
+def _draw_summary(data: LogitsData, width: int, theme: Theme) -> Strip:
+    text, strong, muted = theme.style("text"), theme.style("strong"), theme.style("muted")
     record = data.record
     spans: list[Span] = [
         ("entropy ", muted),
-        (number(record.entropy), strong),
+        (format_number(record.entropy), strong),
         (" nats" if width >= 60 else "", muted),
         ("  margin ", muted),
-        (number(record.margin), strong),
+        (format_number(record.margin), strong),
         ("  rank ", muted),
         (
             "?" if record.chosen_id == UNKNOWN else str(record.chosen_rank),
-            strong if record.chosen_rank == 0 else look.style("warn"),
+            strong if record.chosen_rank == 0 else theme.style("warn"),
         ),
     ]
     return line(spans, width, text)
 
 
-def _widths(data: LogitsData, width: int) -> tuple[int, bool, int]:
+def _column_widths(data: LogitsData, width: int) -> tuple[int, bool, int]:
     """Return the columns of the word, whether logits fit, and those of the bar."""
-    fixed = 4 + (_NUMBER + 1) * (1 + data.processed) + (data.processed and 2)
+    fixed = 4 + (_NUMBER_WIDTH + 1) * (1 + data.is_processed) + (data.is_processed and 2)
     spare = width - fixed
     logits = spare >= 36
-    spare -= (_NUMBER + 1) * (1 + data.processed) if logits else 0
+    spare -= (_NUMBER_WIDTH + 1) * (1 + data.is_processed) if logits else 0
     name = max(min(spare * 3 // 5, 20), 1)
     return name, logits, max(spare - name - 1, 0)
 
 
-def _header(data: LogitsData, width: int, look: Look) -> Strip:
-    name, logits, _ = _widths(data, width)
-    heads = ["logit"] * logits + ["before" if data.processed else "prob"]
-    text = "    " + clipped("token", name) + "".join(" " + right(head, _NUMBER) for head in heads)
-    if data.processed:
-        text += (" " + right("score", _NUMBER)) * logits + " " + right("after", _NUMBER + 2)
-    return line([(text, look.style("muted"))], width, look.style("text"))
+def _draw_header(data: LogitsData, width: int, theme: Theme) -> Strip:
+    name, logits, _ = _column_widths(data, width)
+    heads = ["logit"] * logits + ["before" if data.is_processed else "prob"]
+    text = (
+        "    "
+        + clip_text("token", name)
+        + "".join(" " + align_right(head, _NUMBER_WIDTH) for head in heads)
+    )
+    if data.is_processed:
+        text += (
+            (" " + align_right("score", _NUMBER_WIDTH)) * logits
+            + " "
+            + align_right("after", _NUMBER_WIDTH + 2)
+        )
+    return line([(text, theme.style("muted"))], width, theme.style("text"))
 
 
-def _candidate(one: Candidate, data: LogitsData, width: int, look: Look) -> Strip:
-    name, logits, room = _widths(data, width)
+def _draw_candidate(one: Candidate, data: LogitsData, width: int, theme: Theme) -> Strip:
+    name, logits, room = _column_widths(data, width)
     is_chosen = one.token_id == data.record.chosen_id
-    style = look.style("chosen" if is_chosen else "text")
-    faint = look.style("muted")
+    style = theme.style("chosen" if is_chosen else "text")
+    faint = theme.style("muted")
     spans: list[Span] = [
         (f"{'*' if is_chosen else ' '}{one.rank:>2} ", style),
-        (clipped(word(one.text, one.token_id), name), style),
+        (clip_text(token_label(one.text, one.token_id), name), style),
     ]
     if logits:
-        spans.append((" " + number(one.logit, _NUMBER), faint))
-    spans.append((" " + number(probability(one.logprob), _NUMBER), style))
+        spans.append((" " + format_number(one.logit, _NUMBER_WIDTH), faint))
+    spans.append((" " + format_number(probability(one.logprob), _NUMBER_WIDTH), style))
     last = probability(one.logprob)
-    if data.processed:
-        out, last = filtered(one), probability(one.score_logprob)
+    if data.is_processed:
+        out, last = is_filtered(one), probability(one.score_logprob)
         if logits:
-            spans.append((" " + number(one.score, _NUMBER), faint))
-        after = "filtered" if out else number(last)
-        spans.append((" " + right(after, _NUMBER + 2), faint if out else style))
-    spans.append((" " + bar(last, room) if room else "", look.style("accent")))
-    return line(spans, width, look.style("text"))
+            spans.append((" " + format_number(one.score, _NUMBER_WIDTH), faint))
+        after = "filtered" if out else format_number(last)
+        spans.append((" " + align_right(after, _NUMBER_WIDTH + 2), faint if out else style))
+    spans.append((" " + bar(last, room) if room else "", theme.style("accent")))
+    return line(spans, width, theme.style("text"))
 
 
-def _far(data: LogitsData, width: int, look: Look) -> Strip:
+def _draw_unlisted_choice(data: LogitsData, width: int, theme: Theme) -> Strip:
     """Return the line of a chosen token that is not among the candidates shown."""
-    record, style = data.record, look.style("chosen")
+    record, style = data.record, theme.style("chosen")
     if record.chosen_id == UNKNOWN:
-        return line([("  ? what was chosen was not seen", look.style("muted"))], width)
+        return line([("  ? what was chosen was not seen", theme.style("muted"))], width)
     text = data.text or (data.chosen.text if data.chosen else None)
-    name, logits, room = _widths(data, width)
+    name, logits, room = _column_widths(data, width)
     chance = probability(record.chosen_logprob)
     spans: list[Span] = [
-        (f"*{right(str(record.chosen_rank), 2)} " if record.chosen_rank < 100 else "*.. ", style),
-        (clipped(word(text, record.chosen_id), name), style),
-        (" " * (_NUMBER + 1) if logits else "", style),
-        (" " + number(chance, _NUMBER), style),
+        (
+            f"*{align_right(str(record.chosen_rank), 2)} " if record.chosen_rank < 100 else "*.. ",
+            style,
+        ),
+        (clip_text(token_label(text, record.chosen_id), name), style),
+        (" " * (_NUMBER_WIDTH + 1) if logits else "", style),
+        (" " + format_number(chance, _NUMBER_WIDTH), style),
     ]
-    if data.processed:
-        return line(spans, width, look.style("text"))
-    return line([*spans, (" " + bar(chance, room), look.style("accent"))], width)
+    if data.is_processed:
+        return line(spans, width, theme.style("text"))
+    return line([*spans, (" " + bar(chance, room), theme.style("accent"))], width)
 
 
-def _timeline(data: LogitsData, plan: Plan, name: str, look: Look) -> list[Strip]:
-    area, values = plan.timelines[name], data.series(name)
+def _draw_titled_timeline(
+    data: LogitsData, layout: LogitsLayout, name: str, theme: Theme
+) -> list[Strip]:
+    area, values = layout.timelines[name], data.series(name)
     known = [v for v in values.values() if v is not None and math.isfinite(v)]
     here = values.get(data.window.current)
-    span = f"{number(min(known))} to {number(max(known))}" if known else "no finite value"
+    span = (
+        f"{format_number(min(known))} to {format_number(max(known))}"
+        if known
+        else "no finite value"
+    )
     title: list[Span] = [
-        (f"{name} ", look.style("title")),
-        (f"{number(here)} {UNITS[name]}".rstrip(), look.style("strong")),
-        (f"  {span}", look.style("muted")),
-        (f"  {data.window.words()}", look.style("muted")),
+        (f"{name} ", theme.style("title")),
+        (f"{format_number(here)} {UNITS[name]}".rstrip(), theme.style("strong")),
+        (f"  {span}", theme.style("muted")),
+        (f"  {data.window.format_steps()}", theme.style("muted")),
     ]
-    drawn = draw_timeline(values, data.window, area, look)
-    return [line(fitting(title, plan.columns), plan.columns, look.style("text")), *drawn]
+    drawn = draw_timeline(values, data.window, area, theme)
+    return [line(drop_cut_span(title, layout.columns), layout.columns, theme.style("text")), *drawn]
 
 
-def _histogram(data: LogitsData, plan: Plan, look: Look) -> list[Strip]:
-    if not plan.histogram:
+def _draw_histogram(data: LogitsData, layout: LogitsLayout, theme: Theme) -> list[Strip]:
+    if not layout.histogram:
         return []
     record = data.record
-    low, high = number(record.histogram_min), number(record.histogram_max)
+    low, high = format_number(record.histogram_min), format_number(record.histogram_max)
     title: list[Span] = [
-        ("logits ", look.style("title")),
-        (f"{low} to {high}, {sum(record.histogram)} of them, log counts", look.style("muted")),
+        ("logits ", theme.style("title")),
+        (f"{low} to {high}, {sum(record.histogram)} of them, log counts", theme.style("muted")),
     ]
     heights = [math.log1p(count) if count > 0 else None for count in record.histogram]
-    mark = bin_of(record, data.chosen.logit) if data.chosen else None
-    drawn = timeline(heights, plan.left, plan.histogram - 1, look, marked=mark, style="muted")
-    return [line(title, plan.left, look.style("text")), *drawn]
+    mark = find_bin(record, data.chosen.logit) if data.chosen else None
+    drawn = timeline(heights, layout.left, layout.histogram - 1, theme, marked=mark, style="muted")
+    return [line(title, layout.left, theme.style("text")), *drawn]

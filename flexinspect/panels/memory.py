@@ -7,38 +7,38 @@ from typing import ClassVar
 
 from textual.strip import Strip
 
-from flexinspect.panels.base import Go, Help, NoOptions, Panel, Picture, Request
+from flexinspect.panels.base import Help, Navigate, NoOptions, Panel, Picture, Request
 from flexinspect.panels.parts.memorydata import (
     FIGURES,
+    CachePart,
     MemoryData,
-    Part,
     describe_memory,
-    leak_of,
+    find_leak,
+    format_growth,
     load_memory,
-    signed,
-    usual_growth,
+    median_growth,
 )
 from flexinspect.panels.parts.windows import (
-    BESIDE,
-    GAP,
+    COLUMN_GAP,
+    MIN_TWO_COLUMN_WIDTH,
     Area,
     draw_timeline,
-    fitting,
-    go_to_step,
+    draw_two_columns,
+    drop_cut_span,
     left_width,
-    put_beside,
+    navigate_to_step,
     timeline_columns,
 )
 from flexinspect.panels.source import Source
 from flexinspect.sizes import human_bytes
-from flexinspect.widgets.lines import Span, clipped, line, paragraph, right
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.lines import Span, align_right, clip_text, line, wrap_paragraph
+from flexinspect.widgets.look import Theme
 from flexinspect.widgets.plots import bar
 
-_TALLEST = 8
+_MAX_PLOT_HEIGHT = 8
 """Lines that a timeline takes at most, its title included."""
 
-_BYTES = 8
+_BYTES_WIDTH = 8
 
 
 class MemoryPanel(Panel[MemoryData, NoOptions]):
@@ -54,7 +54,7 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         "Look for memory that grows faster than the KV cache: the cache grows with every token, "
         "and what grows beside it is kept by something else.",
     )
-    sized: ClassVar[bool] = True
+    depends_on_size: ClassVar[bool] = True
 
     def options(self) -> NoOptions:
         """Return the options; there are none."""
@@ -68,36 +68,40 @@ class MemoryPanel(Panel[MemoryData, NoOptions]):
         """Return the growth that stands out, the figures as a table, the cache by segment."""
         return describe_memory(data)
 
-    def paint(self, data: MemoryData, request: Request[NoOptions], look: Look) -> Picture:
+    def paint(self, data: MemoryData, request: Request[NoOptions], theme: Theme) -> Picture:
         """Draw the figures, then timelines and segments as there is room for them."""
         width, height = request.width, request.height
-        plan = arrange(data, width, height)
-        leak = leak_of(data)
-        left = [] if plan.wide else _warning(data, width, look)
-        left += _figures(data, plan.left, look)
-        lines = [strip for name in plan.timelines for strip in _timeline(data, plan, name, look)]
-        if plan.wide:
-            lines = [*_warning(data, plan.columns, look), *lines]
-            left += _segments(data, plan.left, height - len(left), look)
-            strips = put_beside(left, lines, width, height, look)
+        layout = memory_layout(data, width, height)
+        leak = find_leak(data)
+        left = [] if layout.wide else _draw_leak_warning(data, width, theme)
+        left += _draw_figures(data, layout.left, theme)
+        lines = [
+            strip
+            for name in layout.timelines
+            for strip in _draw_titled_timeline(data, layout, name, theme)
+        ]
+        if layout.wide:
+            lines = [*_draw_leak_warning(data, layout.columns, theme), *lines]
+            left += _draw_cache_parts(data, layout.left, height - len(left), theme)
+            strips = draw_two_columns(left, lines, width, height, theme)
         else:
             strips = [*left, *lines]
-            strips += _segments(data, width, height - len(strips), look)
-        note = leak.note() if leak else data.window.words()
+            strips += _draw_cache_parts(data, width, height - len(strips), theme)
+        note = leak.format_note() if leak else data.window.format_steps()
         return Picture(strips[:height], note, alarm=leak is not None)
 
-    def point(
+    def on_mouse(
         self, x: int, y: int, data: MemoryData, request: Request[NoOptions], *, click: bool
-    ) -> Go | None:
+    ) -> Navigate | None:
         """Go to the step of a timeline's column."""
         if not click:
             return None
-        areas = arrange(data, request.width, request.height).timelines.values()
-        return go_to_step(x, y, areas, data.window)
+        areas = memory_layout(data, request.width, request.height).timelines.values()
+        return navigate_to_step(x, y, areas, data.window)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryLayout:
     """What goes where: the areas of the timelines are without their titles."""
 
     left: int
@@ -106,94 +110,96 @@ class Plan:
     timelines: dict[str, Area]
 
 
-def arrange(data: MemoryData, width: int, height: int) -> Plan:
+def memory_layout(data: MemoryData, width: int, height: int) -> MemoryLayout:
     """Return the places of everything in a picture of this size."""
-    wide, columns = width >= BESIDE, timeline_columns(width)
+    wide, columns = width >= MIN_TWO_COLUMN_WIDTH, timeline_columns(width)
     main = "CUDA allocated" if "CUDA allocated" in data.figures else "RSS"
     names = [main, "KV cache"]
-    n_words = len(_warning(data, columns, Look("none")))
+    n_words = len(_draw_leak_warning(data, columns, Theme("none")))
     top = n_words if wide else n_words + len(data.figures) + 1
     spare = height - top if wide else min(height - top, max((height - top) * 2 // 3, 6))
     names = names[: max(spare // 2, 0)]
-    each = min(spare // len(names), _TALLEST if wide else 4) if names else 0
-    x = left_width(width) + GAP if wide else 0
+    each = min(spare // len(names), _MAX_PLOT_HEIGHT if wide else 4) if names else 0
+    x = left_width(width) + COLUMN_GAP if wide else 0
     areas = {
         name: Area(x, top + each * index + 1, columns, each - 1) for index, name in enumerate(names)
     }
-    return Plan(left_width(width), columns, wide, areas)
+    return MemoryLayout(left_width(width), columns, wide, areas)
 
 
-def _warning(data: MemoryData, width: int, look: Look) -> list[Strip]:
-    leak = leak_of(data)
-    return paragraph(leak.sentence(data.window), width, look.style("warn")) if leak else []
+def _draw_leak_warning(data: MemoryData, width: int, theme: Theme) -> list[Strip]:
+    leak = find_leak(data)
+    return wrap_paragraph(leak.sentence(data.window), width, theme.style("warn")) if leak else []
 
 
-def _figures(data: MemoryData, width: int, look: Look) -> list[Strip]:
+def _draw_figures(data: MemoryData, width: int, theme: Theme) -> list[Strip]:
     """Return the figures of the current step: now, growth, usual growth."""
-    text, muted = look.style("text"), look.style("muted")
-    name_width = min(max(width - 3 * (_BYTES + 1), 4), 16)
-    head = clipped(f"step {data.window.current}", name_width)
-    head += "".join(" " + right(name, _BYTES) for name in ("now", "growth", "usual"))
+    text, muted = theme.style("text"), theme.style("muted")
+    name_width = min(max(width - 3 * (_BYTES_WIDTH + 1), 4), 16)
+    head = clip_text(f"step {data.window.current}", name_width)
+    head += "".join(" " + align_right(name, _BYTES_WIDTH) for name in ("now", "growth", "usual"))
     strips = [line([(head, muted)], width, text)]
     for name in data.figures:
-        now = None if data.now is None else FIGURES[name](data.now)
+        now = None if data.current_record is None else FIGURES[name](data.current_record)
         step = data.growth(name).get(data.window.current)
         spans: list[Span] = [
-            (clipped(name, name_width), look.style("title")),
-            (" " + right(human_bytes(now), _BYTES), look.style("strong")),
-            (" " + right(signed(step), _BYTES), text),
-            (" " + right(signed(usual_growth(data, name)), _BYTES), muted),
+            (clip_text(name, name_width), theme.style("title")),
+            (" " + align_right(human_bytes(now), _BYTES_WIDTH), theme.style("strong")),
+            (" " + align_right(format_growth(step), _BYTES_WIDTH), text),
+            (" " + align_right(format_growth(median_growth(data, name)), _BYTES_WIDTH), muted),
         ]
         strips.append(line(spans, width, text))
     return strips
 
 
-def _timeline(data: MemoryData, plan: Plan, name: str, look: Look) -> list[Strip]:
+def _draw_titled_timeline(
+    data: MemoryData, layout: MemoryLayout, name: str, theme: Theme
+) -> list[Strip]:
     """Return a figure over the window: from its lowest value, which the title names, up."""
-    area = plan.timelines[name]
+    area = layout.timelines[name]
     values = {step: value for step, value in data.series(name).items() if value is not None}
     shown = {step: value for step, value in values.items() if step in data.window.steps}
     low, high = min(shown.values(), default=0), max(shown.values(), default=0)
     title: list[Span] = [
-        (f"{name} ", look.style("title")),
-        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", look.style("text")),
-        (f"  {data.window.words()}", look.style("muted")),
+        (f"{name} ", theme.style("title")),
+        (f"from {human_bytes(low)} up by {human_bytes(high - low)}", theme.style("text")),
+        (f"  {data.window.format_steps()}", theme.style("muted")),
     ]
     heights: dict[int, float | None] = {step: float(value - low) for step, value in shown.items()}
-    drawn = draw_timeline(heights, data.window, area, look)
-    return [line(fitting(title, area.width), area.width, look.style("text")), *drawn]
+    drawn = draw_timeline(heights, data.window, area, theme)
+    return [line(drop_cut_span(title, area.width), area.width, theme.style("text")), *drawn]
 
 
-def _segments(data: MemoryData, width: int, room: int, look: Look) -> list[Strip]:
+def _draw_cache_parts(data: MemoryData, width: int, room: int, theme: Theme) -> list[Strip]:
     """Return the cache by segment, the largest that fit, in order; the rest in one line."""
     if room < 2 or not data.parts:
         return []
-    parts = _that_fit(data.parts, room - 1)
+    parts = _largest_parts(data.parts, room - 1)
     title: list[Span] = [
-        ("KV cache by segment ", look.style("title")),
-        ("(by length)", look.style("muted")),
+        ("KV cache by segment ", theme.style("title")),
+        ("(by length)", theme.style("muted")),
     ]
     largest = max(part.n_bytes for part in data.parts)
-    strips = [line(title, width, look.style("text"))]
+    strips = [line(title, width, theme.style("text"))]
     for part in parts:
         share = part.n_bytes / largest if largest and part in data.parts else 0.0
         name = min(max(width // 3, 6), 18)
-        figures = f" {right(human_bytes(part.n_bytes), _BYTES)} {part.n_tokens:>6} tok "
+        figures = f" {align_right(human_bytes(part.n_bytes), _BYTES_WIDTH)} {part.n_tokens:>6} tok "
         spans: list[Span] = [
-            (clipped(part.label, name), look.style("text")),
-            (figures, look.style("muted")),
-            (bar(share, max(width - name - len(figures), 0)), look.style("accent")),
+            (clip_text(part.label, name), theme.style("text")),
+            (figures, theme.style("muted")),
+            (bar(share, max(width - name - len(figures), 0)), theme.style("accent")),
         ]
-        strips.append(line(spans, width, look.style("text")))
+        strips.append(line(spans, width, theme.style("text")))
     return strips
 
 
-def _that_fit(parts: tuple[Part, ...], room: int) -> list[Part]:
+def _largest_parts(parts: tuple[CachePart, ...], room: int) -> list[CachePart]:
     if len(parts) <= room:
         return list(parts)
     ranked = sorted(range(len(parts)), key=lambda index: -parts[index].n_tokens)
     kept = sorted(ranked[: room - 1])
     rest = [parts[index] for index in ranked[room - 1 :]]
     n_tokens = sum(part.n_tokens for part in rest)
-    others = Part(f"{len(rest)} others", n_tokens, sum(part.n_bytes for part in rest))
+    others = CachePart(f"{len(rest)} others", n_tokens, sum(part.n_bytes for part in rest))
     return [*(parts[index] for index in kept), others]

@@ -10,22 +10,22 @@ from typing import ClassVar, Literal
 from rich.cells import cell_len, chop_cells
 from textual.strip import Strip
 
-from flexinspect.panels.base import Help, Missing, Panel, Picture, Place, Request
+from flexinspect.panels.base import Help, Missing, Panel, Picture, Request, TracePlace
 from flexinspect.panels.source import Source
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.rows import OutputRow
 from flexinspect.trace.sequences import last_output
-from flexinspect.widgets.lines import line, paragraph
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.lines import line, wrap_paragraph
+from flexinspect.widgets.look import Theme
 
-MOST_TOLD = 500
+MAX_DESCRIBED_LINES = 500
 """Lines that are told in words: the newest of them."""
 
 _LINE_BYTES = 300
 _MARGIN = 2
 
-Step = tuple[int, int]
-_NOWHERE: Step = (-1, -1)
+OutputStep = tuple[int, int]
+_BEFORE_FIRST_STEP: OutputStep = (-1, -1)
 """Before the first step."""
 
 
@@ -38,21 +38,21 @@ class OutputOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class OutputLine:
     """A printed line, with the step during which, or after which, it began."""
 
     text: str
     stream: str
-    step: Step
+    step: OutputStep
 
 
 @dataclass(frozen=True, slots=True)
 class OutputData:
     """All lines in order; `anchor` is the last of them that came up to the step `at`."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[OutputLine, ...]
     anchor: int
-    at: Step
+    current_step: OutputStep
 
 
 class OutputPanel(Panel[OutputData, OutputOptions]):
@@ -83,63 +83,68 @@ class OutputPanel(Panel[OutputData, OutputOptions]):
                 "This trace holds no output.",
                 "What a program prints is kept when it runs as: flexinspect run SCRIPT.py",
             )
-        lines = source.keep(
+        lines = source.get_or_create(
             ("output", newest),
-            lambda: tuple(_lines(reader.output())),
+            lambda: tuple(_split_lines(reader.output())),
             lambda made: _LINE_BYTES * len(made) + sum(len(one.text) for one in made),
         )
-        wanted = request.options.stream
-        if wanted != "both":
-            lines = tuple(one for one in lines if one.stream == wanted)
+        stream = request.options.stream
+        if stream != "both":
+            lines = tuple(one for one in lines if one.stream == stream)
         at = (request.place.generation, request.place.step)
-        return OutputData(lines, _anchor(source, request.place, lines), at)
+        return OutputData(lines, _find_anchor(source, request.place, lines), at)
 
     def describe(self, data: OutputData) -> list[str]:
         """Return how much there is, then the lines up to the step, each with where it came."""
         n_err = sum(one.stream == "stderr" for one in data.lines)
-        said = [f"{len(data.lines)} lines, {n_err} of them on stderr."]
-        told = data.lines[: data.anchor + 1]
-        if len(told) > MOST_TOLD:
-            said.append(f"The last {MOST_TOLD} up to this step:")
-        said += [f"{_where(one)}: {visible(one.text)}" for one in told[-MOST_TOLD:]]
-        after = len(data.lines) - len(told)
-        return [*said, f"And {after} more after this step."] if after else said
+        lines = [f"{len(data.lines)} lines, {n_err} of them on stderr."]
+        shown = data.lines[: data.anchor + 1]
+        if len(shown) > MAX_DESCRIBED_LINES:
+            lines.append(f"The last {MAX_DESCRIBED_LINES} up to this step:")
+        lines += [
+            f"{_format_origin(one)}: {escape_unprintable(one.text)}"
+            for one in shown[-MAX_DESCRIBED_LINES:]
+        ]
+        after = len(data.lines) - len(shown)
+        return [*lines, f"And {after} more after this step."] if after else lines
 
-    def paint(self, data: OutputData, request: Request[OutputOptions], look: Look) -> Picture:
+    def paint(self, data: OutputData, request: Request[OutputOptions], theme: Theme) -> Picture:
         """Draw the lines that end at the step, or where it is scrolled to."""
         width, height = request.width, request.height
         if not data.lines:
-            return Picture(paragraph("Nothing on this stream.", width, look.style("text"))[:height])
-        bottom = _bottom(data, request.options)
+            return Picture(
+                wrap_paragraph("Nothing on this stream.", width, theme.style("text"))[:height]
+            )
+        bottom = _last_visible(data, request.options)
         strips: list[Strip] = []
         top = bottom + 1
         while top > 0 and len(strips) < height:
             top -= 1
-            strips = [*_wrapped(data, top, width, look), *strips]
+            strips = [*_draw_line(data, top, width, theme), *strips]
         strips, last = strips[-height:], bottom
         while len(strips) < height and last + 1 < len(data.lines):
             last += 1
-            strips += _wrapped(data, last, width, look)
+            strips += _draw_line(data, last, width, theme)
         note = f"lines {top + 1}-{last + 1} of {len(data.lines)}"
         return Picture(strips[:height], note)
 
-    def act(
+    def on_action(
         self, action: str, data: OutputData, request: Request[OutputOptions]
     ) -> OutputOptions | None:
         """Scroll by a third of the height."""
         if action not in self.actions or not data.lines:
             return None
-        here = _bottom(data, request.options)
+        here = _last_visible(data, request.options)
         move = max(request.height // 3, 1) * (1 if action == "cursor.down" else -1)
         there = max(0, min(here + move, len(data.lines) - 1))
         return replace(request.options, scroll=there - data.anchor) if there != here else None
 
 
-def _bottom(data: OutputData, options: OutputOptions) -> int:
+def _last_visible(data: OutputData, options: OutputOptions) -> int:
     return max(0, min(data.anchor + options.scroll, len(data.lines) - 1))
 
 
-def _anchor(source: Source, place: Place, lines: tuple[Line, ...]) -> int:
+def _find_anchor(source: Source, place: TracePlace, lines: tuple[OutputLine, ...]) -> int:
     """Return the last line up to the step; of the newest step, all that came after it too."""
     newest = source.reader.last_step(place.generation)
     at = (place.generation, place.step)
@@ -152,11 +157,11 @@ def _is_last(source: Source, generation: int) -> bool:
     return all(row.generation <= generation for row in source.reader.generations())
 
 
-def _lines(rows: Iterable[OutputRow]) -> list[Line]:
+def _split_lines(rows: Iterable[OutputRow]) -> list[OutputLine]:
     """Return the pieces as lines; one that a carriage return begins anew is its last state."""
-    done: list[Line] = []
+    done: list[OutputLine] = []
     open_: dict[str, int] = {}
-    newest = _NOWHERE
+    newest = _BEFORE_FIRST_STEP
     for row in rows:
         piece = row.output
         if piece.generation is not None:
@@ -166,35 +171,35 @@ def _lines(rows: Iterable[OutputRow]) -> list[Line]:
             index = open_.pop(piece.stream, None)
             if index is None:
                 index = len(done)
-                done.append(Line("", piece.stream, newest))
+                done.append(OutputLine("", piece.stream, newest))
             done[index] = replace(done[index], text=done[index].text + text)
             if not text.endswith("\n"):
                 open_[piece.stream] = index
-    return [replace(one, text=_last_state(one.text)) for one in done]
+    return [replace(one, text=_after_carriage_return(one.text)) for one in done]
 
 
-def _last_state(text: str) -> str:
+def _after_carriage_return(text: str) -> str:
     states = [part for part in text.rstrip("\n").split("\r") if part]
     return states[-1] if states else ""
 
 
-def _where(one: Line) -> str:
-    if one.step == _NOWHERE:
+def _format_origin(one: OutputLine) -> str:
+    if one.step == _BEFORE_FIRST_STEP:
         return f"{one.stream}, before the first step"
     return f"{one.stream}, generation {one.step[0]} step {one.step[1]}"
 
 
-def _wrapped(data: OutputData, index: int, width: int, look: Look) -> list[Strip]:
+def _draw_line(data: OutputData, index: int, width: int, theme: Theme) -> list[Strip]:
     """Return one line as the rows that it takes."""
     one = data.lines[index]
-    mark = "▸" if one.step == data.at else " "
+    mark = "▸" if one.step == data.current_step else " "
     is_err = one.stream == "stderr"
-    style = look.style("warn" if is_err else "text")
-    text, room = visible(one.text), max(width - _MARGIN, 1)
+    style = theme.style("warn" if is_err else "text")
+    text, room = escape_unprintable(one.text), max(width - _MARGIN, 1)
     parts = chop_cells(text, room) if cell_len(text) > room else [text]
-    head = [(mark, look.style("chosen")), ("!" if is_err else " ", look.style("warn"))]
-    blank = [(" " * _MARGIN, look.style("text"))]
+    head = [(mark, theme.style("chosen")), ("!" if is_err else " ", theme.style("warn"))]
+    blank = [(" " * _MARGIN, theme.style("text"))]
     return [
-        line([*(blank if number else head), (part, style)], width, look.style("text"))
+        line([*(blank if number else head), (part, style)], width, theme.style("text"))
         for number, part in enumerate(parts)
     ]

@@ -50,27 +50,29 @@ def load_panel(name: str) -> Panel[Any, Any]:
     that does not load or is no panel.
     """
     if name not in panel_names():
-        raise _unknown(name)
-    made = _made(name, plugins.load(GROUP, name))
+        raise _unknown_panel_error(name)
+    made = _instantiate(name, plugins.load(GROUP, name))
     for attribute, kind in (("name", str), ("title", str), ("help", Help)):
         if not isinstance(getattr(made, attribute, None), kind):
-            raise _no_panel(name, f"it has no {attribute}")
+            raise _invalid_plugin_error(name, f"it has no {attribute}")
     return made
 
 
-def _made(name: str, factory: Any) -> Panel[Any, Any]:
+def _instantiate(name: str, factory: Any) -> Panel[Any, Any]:
     if not callable(factory):
-        raise _no_panel(name, f"it is {type(factory).__name__}, not a class of panels")
+        raise _invalid_plugin_error(name, f"it is {type(factory).__name__}, not a class of panels")
     try:
         made = factory()
     except Exception as error:
-        raise _no_panel(name, f"making one failed with {type(error).__name__}: {error}") from error
+        raise _invalid_plugin_error(
+            name, f"making one failed with {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, Panel):
-        raise _no_panel(name, f"it makes {type(made).__name__}, not a Panel")
+        raise _invalid_plugin_error(name, f"it makes {type(made).__name__}, not a Panel")
     return made
 
 
-def _unknown(name: str) -> UsageError:
+def _unknown_panel_error(name: str) -> UsageError:
     known = panel_names()
     near = difflib.get_close_matches(name, known, n=1)
     return UsageError(
@@ -81,7 +83,7 @@ def _unknown(name: str) -> UsageError:
     )
 
 
-def _no_panel(name: str, why: str) -> FlexInspectError:
+def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
     return FlexInspectError(
         f"The plug-in '{name}' of {GROUP} is no panel: {why}.",
         hint="Update or remove the package that offers it; the other panels work without it.",
@@ -94,7 +96,7 @@ def option_names(panel: Panel[Any, Any]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(options)) if is_dataclass(options) else ()
 
 
-def with_options(panel: Panel[Any, Any], given: Mapping[str, str]) -> Any:
+def with_options(panel: Panel[Any, Any], values: Mapping[str, str]) -> Any:
     """Return a panel's options with those in `given`, as text, set; others' options are ignored.
 
     A value is read by the annotation of its field: words for bool ("yes", "off"), numbers, text,
@@ -102,62 +104,64 @@ def with_options(panel: Panel[Any, Any], given: Mapping[str, str]) -> Any:
     a tuple. Raises `UsageError` for one that does not fit.
     """
     options = panel.options()
-    mine = [name for name in option_names(panel) if name in given]
+    mine = [name for name in option_names(panel) if name in values]
     if not mine:
         return options
     hints = get_type_hints(type(options))
     changes = {}
     for name in mine:
         try:
-            changes[name] = _value(given[name], hints[name])
+            changes[name] = _parse_value(values[name], hints[name])
         except ValueError as error:
             raise UsageError(
                 f"The option {name} of the panel {panel.name} is {error}; "
-                f"'{given[name]}' is none (now: {getattr(options, name)})."
+                f"'{values[name]}' is none (now: {getattr(options, name)})."
             ) from error
     return replace(options, **changes)
 
 
-_SWITCH = {"true": True, "yes": True, "on": True, "1": True}
-_SWITCH |= {"false": False, "no": False, "off": False, "0": False}
-_PLAIN = {int: "a whole number", float: "a number", str: "text"}
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+_SCALARS = {int: "a whole number", float: "a number", str: "text"}
 
 
-def _value(text: str, kind: Any) -> Any:
+def _parse_value(text: str, kind: Any) -> Any:
     """Return `text` as a `kind`; a `ValueError` says what that is."""
     origin, inside = get_origin(kind), get_args(kind)
     if kind is bool:
-        return _chosen(text.lower(), _SWITCH, "yes or no")
-    if kind in _PLAIN:
+        return _parse_choice(text.lower(), _BOOLEANS, "yes or no")
+    if kind in _SCALARS:
         try:
             return kind(text)
         except ValueError:
-            raise ValueError(_PLAIN[kind]) from None
+            raise ValueError(_SCALARS[kind]) from None
     if origin is Literal:
-        return _chosen(text, {str(choice): choice for choice in inside})
+        return _parse_choice(text, {str(choice): choice for choice in inside})
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _chosen(text, {str(choice.value): choice for choice in kind})
+        return _parse_choice(text, {str(choice.value): choice for choice in kind})
     if origin in (Union, types.UnionType):
-        return _one_of(text, inside)
+        return _parse_union(text, inside)
     if origin is tuple and len(inside) == 2 and inside[1] is Ellipsis:
-        return tuple(_value(part.strip(), inside[0]) for part in text.split(",") if part.strip())
+        return tuple(
+            _parse_value(part.strip(), inside[0]) for part in text.split(",") if part.strip()
+        )
     raise ValueError("not one that can be given as text")
 
 
-def _chosen(text: str, choices: Mapping[str, Any], called: str = "") -> Any:
+def _parse_choice(text: str, choices: Mapping[str, Any], description: str = "") -> Any:
     if text not in choices:
-        raise ValueError(called or f"one of {', '.join(choices)}")
+        raise ValueError(description or f"one of {', '.join(choices)}")
     return choices[text]
 
 
-def _one_of(text: str, kinds: tuple[Any, ...]) -> Any:
+def _parse_union(text: str, kinds: tuple[Any, ...]) -> Any:
     if type(None) in kinds and text.lower() in ("none", ""):
         return None
-    said = []
+    expected = []
     for kind in kinds:
         if kind is not type(None):
             try:
-                return _value(text, kind)
+                return _parse_value(text, kind)
             except ValueError as error:
-                said.append(str(error))
-    raise ValueError(" or ".join([*said, "none"] if type(None) in kinds else said))
+                expected.append(str(error))
+    raise ValueError(" or ".join([*expected, "none"] if type(None) in kinds else expected))

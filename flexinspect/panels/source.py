@@ -12,11 +12,11 @@ from flexinspect.trace.reader import TraceReader
 
 T = TypeVar("T")
 
-BUDGET = 96 << 20
+CACHE_BYTES = 96 << 20
 """Bytes that are kept in memory at most; the oldest goes first."""
 
 
-class _Turn:
+class _KeyLock:
     """A key that is being made, and how many are making it or wait for it."""
 
     def __init__(self) -> None:
@@ -32,33 +32,33 @@ class Source:
 
     def __init__(self, reader: TraceReader) -> None:
         self.reader = reader
-        self._kept: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._cache: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
-        self._making: dict[Hashable, _Turn] = {}
+        self._key_locks: dict[Hashable, _KeyLock] = {}
 
-    def keep(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    def get_or_create(self, key: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
         """Return what is kept under `key`; make it if need be (once, whoever asks meanwhile).
 
         `size` tells its bytes; something larger than the whole budget is not kept.
         """
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key][0]  # type: ignore[no-any-return]
-        with self._turn(key):
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key][0]  # type: ignore[no-any-return]
+        with self._lock_key(key):
             with self._lock:
-                if key in self._kept:
-                    return self._kept[key][0]  # type: ignore[no-any-return]
+                if key in self._cache:
+                    return self._cache[key][0]  # type: ignore[no-any-return]
             made = make()
             self._store(key, made, size(made))
             return made
 
     @contextmanager
-    def _turn(self, key: Hashable) -> Iterator[None]:
+    def _lock_key(self, key: Hashable) -> Iterator[None]:
         """Hold the lock of a key, which is forgotten with the last who wants it."""
         with self._lock:
-            turn = self._making.setdefault(key, _Turn())
+            turn = self._key_locks.setdefault(key, _KeyLock())
             turn.n_users += 1
         try:
             with turn.lock:
@@ -67,15 +67,15 @@ class Source:
             with self._lock:
                 turn.n_users -= 1
                 if not turn.n_users:
-                    del self._making[key]
+                    del self._key_locks[key]
 
-    def _store(self, key: Hashable, made: Any, n_bytes: int) -> None:
-        if n_bytes > BUDGET:
+    def _store(self, key: Hashable, value: Any, n_bytes: int) -> None:
+        if n_bytes > CACHE_BYTES:
             return
         with self._lock:
-            _, old = self._kept.pop(key, (None, 0))
-            self._kept[key] = (made, n_bytes)
+            _, old = self._cache.pop(key, (None, 0))
+            self._cache[key] = (value, n_bytes)
             self._bytes += n_bytes - old
-            while self._bytes > BUDGET:
-                _, (_, gone) = self._kept.popitem(last=False)
+            while self._bytes > CACHE_BYTES:
+                _, (_, gone) = self._cache.popitem(last=False)
                 self._bytes -= gone

@@ -5,31 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.reports.collect import Report, Words, page
+from flexinspect.reports.collect import PositionTexts, Report, finding_page
 from flexinspect.trace.values import float_name, simplify
 
-VERSION = 1
+REPORT_VERSION = 1
 """Rises when a key changes its meaning or goes."""
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """Return the report as one object of plain values; NaN and infinities are their names."""
-    pairs = zip(report.findings, report.words, strict=True)
+    pairs = zip(report.findings, report.position_texts, strict=True)
     return {
-        "version": VERSION,
+        "version": REPORT_VERSION,
         "trace": str(report.trace),
         "state": report.state,
         "rules": [rule.name for rule in report.rules],
         "ids": sorted(report.kinds),
         "counts": {str(severity): report.count(severity) for severity in Severity},
-        "findings": [_finding(finding, words) for finding, words in pairs],
-        "rules_off": list(report.off),
+        "findings": [_finding_dict(finding, words) for finding, words in pairs],
+        "rules_off": list(report.disabled_rules),
         "notes": list(report.notes),
     }
 
 
-def _finding(finding: Finding, words: Words) -> dict[str, Any]:
-    text_of = dict(words)
+def _finding_dict(finding: Finding, texts: PositionTexts) -> dict[str, Any]:
+    text_of = dict(texts)
     return {
         "id": finding.id,
         "severity": str(finding.severity),
@@ -48,5 +48,5 @@ def _finding(finding: Finding, words: Words) -> dict[str, Any]:
         "confirm": finding.confirm,
         "fix": finding.fix,
         "query": finding.query,
-        "page": page(finding.id),
+        "page": finding_page(finding.id),
     }

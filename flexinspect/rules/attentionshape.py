@@ -18,44 +18,44 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import SegmentKind
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.newestrow import ROW_STREAMS, NewestRow, newest_row, open_keys
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted
-from flexinspect.rules.words import layers as in_layers
+from flexinspect.rules.newestrow import ROW_STREAMS, NewestRow, count_open_keys, newest_row
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import format_layers as in_layers
+from flexinspect.rules.words import plural
 
 SINK = "attention.sink"
 COLLAPSED = "attention.collapsed"
 UNIFORM = "attention.uniform"
-LSE = "attention.lse"
+INFINITE_LSE = "attention.lse"
 
 SINK_SHARE = 0.99
-ONE_KEY = 0.01
+ONE_KEY_ENTROPY = 0.01
 """Nats: the entropy of 0.999 on one key and the rest on up to a thousand others is below it."""
-SEVERAL = 3
+MIN_STEPS_IN_A_ROW = 3
 """Steps in a row that make a habit."""
-LAYER_STEPS = 4
-EVERY = 4
+MIN_LAYER_CHECKS = 4
+LAYER_CHECK_INTERVAL = 4
 """Single layers are looked at in the first steps, and then in each of so many."""
-EQUAL = 2e-5
+ENTROPY_TOLERANCE = 2e-5
 """How far from log(n) an entropy may be by rounding."""
-ZERO = 3e-6
-OFFSET = 0.05
+ZERO_OFFSET = 3e-6
+MIN_OFFSET = 0.05
 """Scores are the same when they are all 0, or all far from it: small random weights give scores
 that are close to 0 and to each other, and are no fault."""
-UNIFORM_TOKENS = 2
+MIN_UNIFORM_TOKENS = 2
 """Different tokens that must have been fed for it."""
-FEW_KEYS = 4
+MIN_OPEN_KEYS = 4
 """Fewer keys than these are not enough to speak of a distribution."""
-GATE = 1e-2
+LSE_CHECK_TOLERANCE = 1e-2
 
-_ROWS = (
+_ROW_QUERY = (
     "SELECT step, stream, dtype, shape, codec, data FROM arrays WHERE generation = {generation} "
     "AND branch = {branch} AND step = {step} AND stream IN ('attention.entropy', 'attention.mass')"
 )
 
 
 @dataclass(slots=True)
-class _Runs:
+class _ShapeCounts:
     """In how many steps in a row something was seen, by what."""
 
     collapsed: int = 0
@@ -86,7 +86,7 @@ class AttentionShapeRule(Rule):
                 "mask keeps the prompt from the generated rows; else the model was not trained for "
                 "such a prompt."
             ),
-            query=_ROWS,
+            query=_ROW_QUERY,
         ),
         COLLAPSED: FindingKind(
             Severity.WARNING,
@@ -103,7 +103,7 @@ class AttentionShapeRule(Rule):
                 "Look for a scale that is applied twice or not at all (1/sqrt(head_dim)), for "
                 "norms of queries or keys that were left out, or weights of another model."
             ),
-            query=_ROWS,
+            query=_ROW_QUERY,
         ),
         UNIFORM: FindingKind(
             Severity.WARNING,
@@ -120,9 +120,9 @@ class AttentionShapeRule(Rule):
                 "Look for queries or keys that are zero (weights not loaded, a buffer never "
                 "written), a scale of 0, or scores that all lie at a cap."
             ),
-            query=_ROWS,
+            query=_ROW_QUERY,
         ),
-        LSE: FindingKind(
+        INFINITE_LSE: FindingKind(
             Severity.WARNING,
             "a log-sum-exp that is infinite in a row that sees keys",
             why=(
@@ -144,67 +144,71 @@ class AttentionShapeRule(Rule):
         ),
     }
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with nothing seen."""
-        super().begin(scene)
-        self._runs: dict[int, _Runs] = {}
-        first = scene.segments[0] if scene.segments else None
+        super().on_generation_start(context)
+        self._counts: dict[int, _ShapeCounts] = {}
+        first = context.segments[0] if context.segments else None
         self._has_bos = first is not None and first.kind is SegmentKind.BOS and len(first) == 1
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what the newest row's attention is, where that is no attention any more."""
         row = newest_row(step)
         if row is None:
             return ()
         if not math.isfinite(float(row.lse.sum())):
-            return self._not_finite(step, row)
-        runs = self._runs.get(step.branch)
+            return self._check_infinite_lse(step, row)
+        runs = self._counts.get(step.branch)
         if runs is None:
-            runs = self._runs[step.branch] = _Runs()
+            runs = self._counts[step.branch] = _ShapeCounts()
         found: list[Finding] = []
         if step.phase == "decode":
-            found += self._everywhere(step, runs, row)
-        if step.step < EVERY or step.step % EVERY == 0:
-            found += self._layer_by_layer(step, runs, row)
+            found += self._check_all_layers(step, runs, row)
+        if step.step < LAYER_CHECK_INTERVAL or step.step % LAYER_CHECK_INTERVAL == 0:
+            found += self._check_single_layers(step, runs, row)
         return found
 
-    def _everywhere(self, step: StepRecord, runs: _Runs, row: NewestRow) -> list[Finding]:
+    def _check_all_layers(
+        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
+    ) -> list[Finding]:
         """Say what holds of all heads of all layers; the first head settles most steps."""
         is_collapsed = (
-            float(row.entropy[0, 0]) < ONE_KEY
-            and float(row.entropy.max()) < ONE_KEY
-            and self._is_open(step)
+            float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
+            and float(row.entropy.max()) < ONE_KEY_ENTROPY
+            and self._has_open_keys(step)
         )
         runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
-        if runs.collapsed >= SEVERAL:
-            return [self._collapsed(step, runs)]
-        if not self._has_bos or float(row.mass[0, 0, 0]) <= SINK_SHARE:
+        if runs.collapsed >= MIN_STEPS_IN_A_ROW:
+            return [self._collapsed_finding(step, runs)]
+        if not self._has_bos or float(row.segment_attention[0, 0, 0]) <= SINK_SHARE:
             runs.sink = 0
             return []
-        share = float(row.mass[:, :, 0].min())
-        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._is_open(step) else 0
-        return [self._bos(step, runs, share)] if runs.sink >= SEVERAL else []
+        share = float(row.segment_attention[:, :, 0].min())
+        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._has_open_keys(step) else 0
+        return [self._sink_finding(step, runs, share)] if runs.sink >= MIN_STEPS_IN_A_ROW else []
 
-    def _layer_by_layer(self, step: StepRecord, runs: _Runs, row: NewestRow) -> list[Finding]:
+    def _check_single_layers(
+        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
+    ) -> list[Finding]:
         """Say what holds of all heads of single layers: not in every step, as it costs more."""
         high = row.entropy.max(axis=1).tolist()
         low = row.entropy.min(axis=1).tolist()
-        found = self._uniform(step, runs, row, low, high)
+        found = self._check_uniform(step, runs, row, low, high)
         if step.phase == "decode" and self._has_bos and not runs.collapsed and not runs.sink:
-            found += self._one_layer(step, runs, row, high)
+            found += self._check_collapsed_layers(step, runs, row, high)
         return found
 
-    def _is_open(self, step: StepRecord) -> bool:
+    def _has_open_keys(self, step: StepRecord) -> bool:
         """Whether the newest row may look at several keys in every layer."""
         for number in range(len(step.calls)):
-            n_open = open_keys(step, self.scene, number)
-            if n_open is None or n_open.min() < FEW_KEYS:
+            n_open = count_open_keys(step, self.context, number)
+            if n_open is None or n_open.min() < MIN_OPEN_KEYS:
                 return False
         return True
 
     # -- one key, BOS ----------------------------------------------------------------------------
 
-    def _collapsed(self, step: StepRecord, runs: _Runs) -> Finding:
+    def _collapsed_finding(self, step: StepRecord, runs: _ShapeCounts) -> Finding:
         n_layers = len({call.layer for call in step.calls})
         sentence = (
             f"Every head of {in_layers(range(n_layers), n_layers)} puts more than 0.999 of its "
@@ -214,70 +218,76 @@ class AttentionShapeRule(Rule):
         evidence = {"steps": runs.collapsed}
         return self._finding(step, COLLAPSED, sentence, evidence, [])
 
-    def _bos(self, step: StepRecord, runs: _Runs, share: float) -> Finding:
+    def _sink_finding(self, step: StepRecord, runs: _ShapeCounts, share: float) -> Finding:
         sentence = (
             f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
             f"{runs.sink} generated rows in a row (up to step {step.step}): of "
-            f"{counted(step.kv_after - 1, 'other key')} next to nothing is read."
+            f"{plural(step.kv_after - 1, 'other key')} next to nothing is read."
         )
         evidence = {"share": share, "steps": runs.sink}
         return self._finding(step, SINK, sentence, evidence, [])
 
-    def _one_layer(
-        self, step: StepRecord, runs: _Runs, row: NewestRow, high: list[float]
+    def _check_collapsed_layers(
+        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
     ) -> list[Finding]:
         """Say of single layers whose heads all look at one key that is not BOS: a note."""
-        if min(high) >= ONE_KEY:
+        if min(high) >= ONE_KEY_ENTROPY:
             runs.layers.clear()
             return []
-        numbers = [number for number, entropy in enumerate(high) if entropy < ONE_KEY]
+        numbers = [number for number, entropy in enumerate(high) if entropy < ONE_KEY_ENTROPY]
         sharp = {
             step.calls[number].layer
             for number in numbers
-            if float((row.mass[number, :, 0] > 0.5).mean()) < 0.5
+            if float((row.segment_attention[number, :, 0] > 0.5).mean()) < 0.5
             and self._sees_several(step, number)
         }
         runs.layers = {layer: runs.layers.get(layer, 0) + 1 for layer in sharp}
-        which = sorted(layer for layer, n in runs.layers.items() if n >= LAYER_STEPS)
+        which = sorted(layer for layer, n in runs.layers.items() if n >= MIN_LAYER_CHECKS)
         if not which:
             return []
         n_layers = len({call.layer for call in step.calls})
         sentence = (
             f"Every head of {in_layers(which, n_layers)} puts more than 0.999 of its attention on "
-            f"one key, and not on BOS, in {LAYER_STEPS} steps looked at in a row (up to step "
+            f"one key, and not on BOS, in {MIN_LAYER_CHECKS} steps looked at in a row (up to step "
             f"{step.step})."
         )
-        evidence = {"layers": which, "steps": LAYER_STEPS}
+        evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
         note = Severity.NOTE
         return [self._finding(step, COLLAPSED, sentence, evidence, which, severity=note)]
 
     def _sees_several(self, step: StepRecord, number: int) -> bool:
-        n_open = open_keys(step, self.scene, number)
-        return n_open is not None and int(n_open.min()) >= FEW_KEYS
+        n_open = count_open_keys(step, self.context, number)
+        return n_open is not None and int(n_open.min()) >= MIN_OPEN_KEYS
 
     # -- the same on every key -------------------------------------------------------------------
 
-    def _uniform(
+    def _check_uniform(
         self,
         step: StepRecord,
-        runs: _Runs,
+        runs: _ShapeCounts,
         row: NewestRow,
         low: list[float],
         high: list[float],
     ) -> list[Finding]:
-        flat = [n for n, (a, b) in enumerate(zip(low, high, strict=True)) if b - a < EQUAL < b]
+        flat = [
+            n
+            for n, (a, b) in enumerate(zip(low, high, strict=True))
+            if b - a < ENTROPY_TOLERANCE < b
+        ]
         if not flat:
             if runs.uniform:
                 runs.uniform.clear()
             return []
-        token = self.scene.token(step.kv_after - 1)
+        token = self.context.token(step.kv_after - 1)
         if token is None:
             return []
         # One token alone may be blank by design: the embedding of padding is zero.
         seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
         seen -= {stat.layer + 1 for stat in step.layer_stats if stat.min == stat.max}
         runs.uniform = {layer: runs.uniform.get(layer, set()) | {token.token_id} for layer in seen}
-        which = sorted(layer for layer, ids in runs.uniform.items() if len(ids) >= UNIFORM_TOKENS)
+        which = sorted(
+            layer for layer, ids in runs.uniform.items() if len(ids) >= MIN_UNIFORM_TOKENS
+        )
         if not which:
             return []
         number = next(n for n, call in enumerate(step.calls) if call.layer == which[0])
@@ -293,17 +303,17 @@ class AttentionShapeRule(Rule):
 
     def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
         """Compare with the open keys; scores at their cap are told of elsewhere."""
-        n_open = open_keys(step, self.scene, number)
-        if n_open is None or n_open.min() < FEW_KEYS or step.calls[number].softcap is not None:
+        n_open = count_open_keys(step, self.context, number)
+        if n_open is None or n_open.min() < MIN_OPEN_KEYS or step.calls[number].softcap is not None:
             return False
         most = np.log(n_open)
         offset = np.abs(row.lse[number] - most)
-        are_the_same = bool(((offset < ZERO) | (offset > OFFSET)).all())
-        return are_the_same and float(np.abs(most - row.entropy[number]).max()) < EQUAL
+        are_the_same = bool(((offset < ZERO_OFFSET) | (offset > MIN_OFFSET)).all())
+        return are_the_same and float(np.abs(most - row.entropy[number]).max()) < ENTROPY_TOLERANCE
 
     # -- log-sum-exp -----------------------------------------------------------------------------
 
-    def _not_finite(self, step: StepRecord, row: NewestRow) -> list[Finding]:
+    def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> list[Finding]:
         """Say what is infinite in a row that sees keys; NaN is told of by another rule."""
         sick = min(
             (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=None
@@ -311,29 +321,31 @@ class AttentionShapeRule(Rule):
         for number, call in enumerate(step.calls):
             lse = row.lse[number]
             bad = np.flatnonzero(np.isinf(lse))
-            if not len(bad) or call.gate is None or not call.gate <= GATE:
+            if not len(bad) or call.gate is None or not call.gate <= LSE_CHECK_TOLERANCE:
                 continue
             if sick is not None and call.layer >= sick:
                 return []
-            n_open = open_keys(step, self.scene, number)
+            n_open = count_open_keys(step, self.context, number)
             if n_open is None:
                 continue
             bad = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0]
             if len(bad):
-                return [self._lse(step, number, lse, bad.tolist(), int(n_open.max()))]
+                return [self._lse_finding(step, number, lse, bad.tolist(), int(n_open.max()))]
         return []
 
-    def _lse(self, step: StepRecord, number: int, lse: Any, bad: list[int], n_open: int) -> Finding:
+    def _lse_finding(
+        self, step: StepRecord, number: int, lse: Any, bad: list[int], n_open: int
+    ) -> Finding:
         call, first = step.calls[number], float(lse[bad[0]])
         heads = f"head {bad[0]}" if len(bad) == 1 else f"{len(bad)} of {len(lse)} heads"
         what = "+Inf" if first > 0 else "-Inf"
         sentence = (
             f"The log-sum-exp of the newest row is {what} in {heads} of layer {call.layer} in step "
-            f"{step.step}, though the row sees {counted(n_open, 'key')}."
+            f"{step.step}, though the row sees {plural(n_open, 'key')}."
         )
         evidence = {"heads": bad, "lse": first, "open": n_open}
         head = bad[0] if len(bad) == 1 else None
-        return self._finding(step, LSE, sentence, evidence, [call.layer], head=head)
+        return self._finding(step, INFINITE_LSE, sentence, evidence, [call.layer], head=head)
 
     def _finding(
         self,
@@ -357,6 +369,3 @@ class AttentionShapeRule(Rule):
             evidence=evidence,
             series=f"layer {which[0]}" if which else "all",
         )
-
-
-RULE: type[Rule] = AttentionShapeRule

@@ -1,10 +1,10 @@
 """The contract of a rule, and what runs rules over the steps of a trace as they come.
 
-A rule is a plug-in of the group `flexinspect.rules`: a class that takes no arguments (the built-in
-ones are named `RULE` in their modules). One object of it looks at one run: records in, findings
-out, no I/O. Ordinary rules are called for every step in the writer thread, so a step in which
-nothing is wrong must cost them microseconds; `dear` ones run over a finished trace when asked for
-(see `flexinspect.review`).
+A rule is a class that takes no arguments. The built-in rules are listed in
+`flexinspect.core.plugins`; others register in the entry-point group `flexinspect.rules`. One object
+checks one run: records in, findings out, no I/O. Ordinary rules run for every step in the writer
+thread, so a step without findings must cost microseconds. Rules with `offline_only` run over a
+finished trace (see `flexinspect.review`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from flexinspect.findings import Finding, Repeat, Severity
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import EventRecord, GenerationRecord, StepRecord
-from flexinspect.rules.causes import with_causes
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.causes import link_causes
+from flexinspect.rules.scene import RuleContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FindingKind:
     confirm: str = ""
     fix: str = ""
     query: str = ""
-    grows: bool = False
+    keeps_latest: bool = False
 
 
 class Rule:
@@ -52,35 +52,35 @@ class Rule:
     name: ClassVar[str]
     findings: ClassVar[Mapping[str, FindingKind]]
     """Every id that this rule may return; others are refused."""
-    dear: ClassVar[bool] = False
+    offline_only: ClassVar[bool] = False
     """Whether it takes too long for a step of a running model."""
-    loose: ClassVar[bool] = False
+    handles_standalone_calls: ClassVar[bool] = False
     """Whether it also looks at calls of FlexAttention outside of any model."""
     streams: ClassVar[tuple[str, ...]] = ()
     """The streams of a step's `arrays` that it reads, "*" for all. A step that is read back from a
     trace has no others, as they may be large; masks have their cells without being named."""
-    scene: Scene
+    context: RuleContext
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Forget the last generation; the steps of `scene.generation` come next."""
-        self.scene = scene
+        self.context = context
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is wrong in a step. Steps come in order, each once."""
         return ()
 
-    def hear(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Return what an event means that belongs to no recorded step, such as a failed call.
 
         One that belongs to no generation may come before the first has begun.
         """
         return ()
 
-    def differentiate(self, gradients: GradientRecord) -> Sequence[Finding]:
+    def on_gradients(self, gradients: GradientRecord) -> Sequence[Finding]:
         """Return what is wrong in the gradients of a token; they come after all steps."""
         return ()
 
-    def end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Sequence[Finding]:
         """Return what can be said only now that the generation is over."""
         return ()
 
@@ -115,38 +115,42 @@ class Rule:
         )
 
 
-class RuleBook:
+class RuleRunner:
     """The rules of one run. A rule that raises is switched off, and an event says so."""
 
     def __init__(
         self,
         rules: Sequence[Rule] = (),
         *,
-        is_loose: bool = False,
-        scene: Scene | None = None,
+        is_standalone: bool = False,
+        context: RuleContext | None = None,
         branch: int = 0,
     ) -> None:
         self._branch = branch
-        self._rules = [rule for rule in rules if rule.loose] if is_loose else list(rules)
-        self._is_loose = is_loose
-        self._scene = scene or Scene()
+        self._rules = (
+            [rule for rule in rules if rule.handles_standalone_calls]
+            if is_standalone
+            else list(rules)
+        )
+        self._is_standalone = is_standalone
+        self._context = context or RuleContext()
         for rule in self._rules:  # an event may come before the first generation
-            rule.scene = self._scene
-        self._told: set[tuple[int, int, str, str]] = set()
+            rule.context = self._context
+        self._reported: set[tuple[int, int, str, str]] = set()
         kinds = [pair for rule in self._rules for pair in rule.findings.items()]
-        self._growing = frozenset(id_ for id_, kind in kinds if kind.grows)
+        self._ids_keeping_latest = frozenset(id_ for id_, kind in kinds if kind.keeps_latest)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the rules that look; those that failed are not among them."""
-        return tuple(_name(rule) for rule in self._rules)
+        return tuple(_rule_name(rule) for rule in self._rules)
 
     @property
     def streams(self) -> frozenset[str]:
         """The streams that these rules read."""
         return frozenset(stream for rule in self._rules for stream in rule.streams)
 
-    def anew(self, branch: int) -> RuleBook:
+    def for_branch(self, branch: int) -> RuleRunner:
         """Return a book for a branch, with new objects of the same rules: they have seen nothing.
 
         One that cannot be made without arguments is left out.
@@ -155,32 +159,34 @@ class RuleBook:
         for rule in self._rules:
             with suppress(TypeError):
                 made.append(type(rule)())
-        return RuleBook(made, is_loose=self._is_loose, branch=branch)
+        return RuleRunner(made, is_standalone=self._is_standalone, branch=branch)
 
-    def share(self, memory: dict[str, Any]) -> None:
+    def share_memory(self, memory: dict[str, Any]) -> None:
         """Let the rules remember in `memory`, which books of other models of the run have, too."""
-        self._scene.shared = memory
+        self._context.shared_memory = memory
 
-    def begin(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
+    def on_generation_start(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
         """Begin a generation; returns the events of rules that failed at it."""
-        self._scene.begin(generation, is_loose=self._is_loose)
-        if not self._is_loose:  # a call outside of a model may go on with what is said of another
-            self._told.clear()
+        self._context.start_generation(generation, is_standalone=self._is_standalone)
+        if (
+            not self._is_standalone
+        ):  # a call outside of a model may go on with what is said of another
+            self._reported.clear()
         where = f"the beginning of generation {generation.generation}"
 
         def begin(rule: Rule) -> Sequence[Finding]:
-            rule.begin(self._scene)
+            rule.on_generation_start(self._context)
             return ()
 
-        return self._ask(begin, where, None)[1]
+        return self._call_rules(begin, where, None)[1]
 
-    def look(self, step: StepRecord) -> StepRecord:
+    def on_step(self, step: StepRecord) -> StepRecord:
         """Return the step with its findings, and with an event for each rule that failed."""
-        self._scene.learn(step)
-        found, events = self._ask(lambda rule: rule.look(step), f"step {step.step}", step)
+        self._context.add_step(step)
+        found, events = self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step)
         if not found and not events:
             return step
-        news, repeats = self._collapsed(with_causes(found) if len(found) > 1 else found)
+        news, repeats = self._split_repeats(link_causes(found) if len(found) > 1 else found)
         return replace(
             step,
             findings=(*step.findings, *news),
@@ -188,30 +194,34 @@ class RuleBook:
             events=(*step.events, *events),
         )
 
-    def recall(self, step: StepRecord) -> tuple[EventRecord, ...]:
+    def replay_parent_step(self, step: StepRecord) -> tuple[EventRecord, ...]:
         """Show the rules a step of a parent, of which all was said there; returns who failed."""
-        self._scene.learn(step)
-        return self._ask(lambda rule: rule.look(step), f"step {step.step}", step)[1]
+        self._context.add_step(step)
+        return self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step)[1]
 
-    def hear(self, event: EventRecord) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
+    def on_event(self, event: EventRecord) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
         """Return what the rules make of an event outside of the steps, and who failed at it."""
-        found, events = self._ask(lambda rule: rule.hear(event), f"the event '{event.kind}'", None)
-        return self._collapsed(found)[0], events
+        found, events = self._call_rules(
+            lambda rule: rule.on_event(event), f"the event '{event.kind}'", None
+        )
+        return self._split_repeats(found)[0], events
 
-    def differentiate(
+    def on_gradients(
         self, gradients: GradientRecord
     ) -> tuple[Sequence[Finding], tuple[Repeat, ...], tuple[EventRecord, ...]]:
         """Return what the rules say of a token's gradients, old and new, and who failed at them."""
         where = f"the gradients of step {gradients.step}"
-        found, events = self._ask(lambda rule: rule.differentiate(gradients), where, None)
-        return *self._collapsed(found), events
+        found, events = self._call_rules(lambda rule: rule.on_gradients(gradients), where, None)
+        return *self._split_repeats(found), events
 
-    def end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
+    def on_generation_end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
         """Return what the rules say of the generation as a whole, and who failed at it."""
-        found, events = self._ask(lambda rule: rule.end(), "the end of a generation", None)
-        return self._collapsed(found)[0], events
+        found, events = self._call_rules(
+            lambda rule: rule.on_generation_end(), "the end of a generation", None
+        )
+        return self._split_repeats(found)[0], events
 
-    def _ask(
+    def _call_rules(
         self, call: Callable[[Rule], Sequence[Finding]], where: str, step: StepRecord | None
     ) -> tuple[list[Finding], tuple[EventRecord, ...]]:
         found: list[Finding] = []
@@ -220,53 +230,53 @@ class RuleBook:
             try:
                 new = call(rule)
                 if new:
-                    checked = map(self._placed, _checked(rule, new))
-                    found += [_completed(rule, finding) for finding in checked]
+                    checked = map(self._with_branch, _validate_findings(rule, new))
+                    found += [_fill_from_kind(rule, finding) for finding in checked]
             except Exception as error:
-                events.append(self._switch_off(rule, error, where, step))
+                events.append(self._disable_rule(rule, error, where, step))
         return found, tuple(events)
 
-    def _placed(self, finding: Finding) -> Finding:
+    def _with_branch(self, finding: Finding) -> Finding:
         """Return a finding with its branch: what is said of a generation is said of this one."""
         if finding.branch or not self._branch:
             return finding
         return replace(finding, branch=self._branch)
 
-    def _collapsed(self, found: Sequence[Finding]) -> tuple[list[Finding], tuple[Repeat, ...]]:
+    def _split_repeats(self, found: Sequence[Finding]) -> tuple[list[Finding], tuple[Repeat, ...]]:
         """Split findings into new ones and those of a series that was told of before."""
         news, repeats = [], []
         for finding in found:
             key = (finding.generation, finding.branch, finding.id, finding.series)
-            if finding.series and key in self._told:
-                repeats.append(self._repeat(finding))
+            if finding.series and key in self._reported:
+                repeats.append(self._make_repeat(finding))
                 continue
-            self._told.add(key)
+            self._reported.add(key)
             news.append(finding)
         return news, tuple({(r.id, r.series): r for r in repeats}.values())
 
-    def _repeat(self, finding: Finding) -> Repeat:
-        here = self._scene.generation.generation
+    def _make_repeat(self, finding: Finding) -> Repeat:
+        here = self._context.generation.generation
         within = None if finding.generation == here else finding.generation
-        if finding.id not in self._growing:
+        if finding.id not in self._ids_keeping_latest:
             return Repeat(finding.id, finding.series, within)
         return Repeat(finding.id, finding.series, within, finding.sentence, finding.evidence)
 
-    def _switch_off(
+    def _disable_rule(
         self, rule: Rule, error: Exception, where: str, step: StepRecord | None
     ) -> EventRecord:
         self._rules.remove(rule)
         what = f"{type(error).__name__}: {error}"
-        text = f"The rule '{_name(rule)}' failed at {where} and is off: {what}"
-        generation = self._scene.generation.generation
+        text = f"The rule '{_rule_name(rule)}' failed at {where} and is off: {what}"
+        generation = self._context.generation.generation
         number = None if step is None else step.step
         return EventRecord("rule-off", text, time.time(), generation, number)
 
 
-def _name(rule: Rule) -> str:
+def _rule_name(rule: Rule) -> str:
     return str(getattr(rule, "name", type(rule).__name__))
 
 
-def _checked(rule: Rule, found: Sequence[Any]) -> list[Finding]:
+def _validate_findings(rule: Rule, found: Sequence[Any]) -> list[Finding]:
     """Return findings that the trace can hold. Raises `TypeError` for any other.
 
     A wrong one would take its whole step down with it when the step is written.
@@ -279,7 +289,7 @@ def _checked(rule: Rule, found: Sequence[Any]) -> list[Finding]:
     return list(found)
 
 
-def _completed(rule: Rule, finding: Finding) -> Finding:
+def _fill_from_kind(rule: Rule, finding: Finding) -> Finding:
     """Return a finding with its kind's words where it brings none of its own."""
     kind = rule.findings[finding.id]
     return replace(
@@ -287,11 +297,11 @@ def _completed(rule: Rule, finding: Finding) -> Finding:
         why=finding.why or kind.why,
         confirm=finding.confirm or kind.confirm,
         fix=finding.fix or kind.fix,
-        query=finding.query or _query(kind.query, finding),
+        query=finding.query or _format_query(kind.query, finding),
     )
 
 
-def _query(query: str, finding: Finding) -> str:
+def _format_query(query: str, finding: Finding) -> str:
     """Return a kind's query for one finding. A place that it does not name becomes any."""
     return query.format(
         generation=finding.generation,

@@ -8,39 +8,39 @@ from flexinspect.findings import Severity
 from flexinspect.rules.base import FindingKind
 
 EMPTY_LAYER = "cache.empty-layer"
-LOST = "cache.lost"
-NOT_USED = "cache.not-used"
-CACHE_OFF = "no-cache"
+CACHE_LOST = "cache.lost"
+CACHE_NOT_USED = "cache.not-used"
+NO_CACHE_EVENT = "no-cache"
 """The event of a generation whose caller gave use_cache=False."""
 EMPTY_SLOTS = "cache.empty-slots"
 STALE_SLOTS = "cache.stale-slots"
-DUPLICATED = "cache.duplicated"
-SHARED = "cache.shared"
+CACHE_DUPLICATED = "cache.duplicated"
+CACHE_SHARED = "cache.shared"
 
-CACHED_PROMPT = "cached-prompt"
+CACHED_PROMPT_EVENT = "cached-prompt"
 """Kind of the event with the tokens that a caller of `generate` says are cached."""
 
-_HELD = (
+_CACHE_QUERY = (
     "SELECT i.step, i.cached_before, i.cached_after, c.layer, c.kv_len FROM inputs i "
     "LEFT JOIN calls c USING (generation, branch, step) WHERE i.generation = {generation} "
     "AND i.branch = {branch} AND i.step = {step} ORDER BY c.layer"
 )
-_FED = (
+_CACHE_TOKENS_QUERY = (
     "SELECT pos, token_id, text, position_id, step FROM tokens "
     "WHERE generation = {generation} AND branch = {branch} ORDER BY pos"
 )
-_STEPS = (
+_CACHE_STEPS_QUERY = (
     "SELECT step, phase, q_len, kv_before, kv_after FROM steps "
     "WHERE generation = {generation} AND branch = {branch} ORDER BY step"
 )
-_SLOTS = (
+_SLOTS_QUERY = (
     "SELECT c.layer, c.kv_len, s.kv_after, a.shape, a.data FROM arrays a "
     "JOIN steps s USING (generation, branch, step) JOIN calls c USING (generation, branch, step) "
     "WHERE a.generation = {generation} AND a.branch = {branch} AND a.step = {step} "
     "AND a.stream = 'attention.slots' ORDER BY c.layer"
 )
 
-KINDS: Mapping[str, FindingKind] = {
+CACHE_KINDS: Mapping[str, FindingKind] = {
     EMPTY_LAYER: FindingKind(
         Severity.ERROR,
         "a layer that was given a cache and stored nothing in it",
@@ -50,18 +50,18 @@ KINDS: Mapping[str, FindingKind] = {
         "the table inputs.",
         fix="Hand past_key_values on under the name that this version of transformers uses; a "
         "catch-all **kwargs swallows the new name in silence.",
-        query=_HELD,
+        query=_CACHE_QUERY,
     ),
-    LOST: FindingKind(
+    CACHE_LOST: FindingKind(
         Severity.ERROR,
         "cached keys that are gone, or that a step does not see any more",
         why="What is computed from here on does not depend on the text before it.",
         confirm="Panel path: keys per layer from step to step; they should grow by the rows fed.",
         fix="Keep the cache that a forward returns and pass it to the next one, in each layer; "
         "look at forwards that take another way when q length is 1.",
-        query=_HELD,
+        query=_CACHE_QUERY,
     ),
-    NOT_USED: FindingKind(
+    CACHE_NOT_USED: FindingKind(
         Severity.WARNING,
         "the whole sequence computed anew in each step",
         why="The time of a step grows with the length, and that of the whole with its square (and "
@@ -69,7 +69,7 @@ KINDS: Mapping[str, FindingKind] = {
         confirm="q_len in the table steps: it grows by one, while with a cache it is 1.",
         fix="Pass use_cache=True and feed the newest token alone with the cache; the mask of a "
         "decode step is then one row.",
-        query=_STEPS,
+        query=_CACHE_STEPS_QUERY,
     ),
     EMPTY_SLOTS: FindingKind(
         Severity.ERROR,
@@ -79,7 +79,7 @@ KINDS: Mapping[str, FindingKind] = {
         confirm="Panel mask at this step: the newest row is open beyond the filled length.",
         fix="Close the mask from the filled length on (kv_idx < filled), or slice keys and values "
         "to it.",
-        query=_SLOTS,
+        query=_SLOTS_QUERY,
     ),
     STALE_SLOTS: FindingKind(
         Severity.ERROR,
@@ -89,9 +89,9 @@ KINDS: Mapping[str, FindingKind] = {
         confirm="Panel mask at this step: the newest row is open beyond the filled length.",
         fix="Close the mask from the filled length on; reset a static cache before the next "
         "prompt.",
-        query=_SLOTS,
+        query=_SLOTS_QUERY,
     ),
-    DUPLICATED: FindingKind(
+    CACHE_DUPLICATED: FindingKind(
         Severity.ERROR,
         "keys that are in the cache more than once",
         why="Every later row divides its attention among copies, at positions that are not those "
@@ -100,9 +100,9 @@ KINDS: Mapping[str, FindingKind] = {
         "tokens panel shows what was fed twice.",
         fix="After the prompt feed the chosen token alone, and update the cache once per layer and "
         "forward.",
-        query=_HELD,
+        query=_CACHE_QUERY,
     ),
-    SHARED: FindingKind(
+    CACHE_SHARED: FindingKind(
         Severity.ERROR,
         "a cache that holds another text than the one that goes on with it",
         why="The answer depends on a prompt that is not part of this one: results change with the "
@@ -111,6 +111,6 @@ KINDS: Mapping[str, FindingKind] = {
         "compare.",
         fix="Make a new cache for each prompt (or reset() it), or crop it to what both prompts "
         "have in common.",
-        query=_FED,
+        query=_CACHE_TOKENS_QUERY,
     ),
 }

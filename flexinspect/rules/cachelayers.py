@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, InputsRecord, StepRecord
-from flexinspect.rules.cachekinds import DUPLICATED, EMPTY_LAYER, LOST
-from flexinspect.rules.words import counted, layers, numbers
+from flexinspect.rules.cachekinds import CACHE_DUPLICATED, CACHE_LOST, EMPTY_LAYER
+from flexinspect.rules.words import format_layers, format_ranges, plural
 
 
-class CacheLayers:
+class CacheLayerTracker:
     """Follows the lengths of a generation's cache, layer by layer.
 
     `keeps_nothing` tells that no layer of the model keeps anything: each step is a generation of
@@ -18,19 +18,19 @@ class CacheLayers:
     """
 
     def __init__(self) -> None:
-        self.keeps_nothing = False
-        self.begin()
+        self.is_always_empty = False
+        self.on_generation_start()
 
-    def begin(self) -> None:
+    def on_generation_start(self) -> None:
         """Begin a generation."""
-        self._after: tuple[int, ...] = ()
-        self._bad: set[int] = set()
+        self._last_cached: tuple[int, ...] = ()
+        self._reported_layers: set[int] = set()
         """Layers that were told of."""
 
-    def look(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
+    def on_step(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
         """Return layers that are empty, lost what they held, or hold something twice."""
-        found = [] if self._is_healthy(step, inputs) else self._judge(step, inputs)
-        self._after = inputs.cached_after
+        found = [] if self._is_healthy(step, inputs) else self._check_layers(step, inputs)
+        self._last_cached = inputs.cached_after
         return found
 
     def _is_healthy(self, step: StepRecord, inputs: InputsRecord) -> bool:
@@ -43,34 +43,36 @@ class CacheLayers:
             n == step.kv_after
             and after.count(n) == len(after)
             and len(inputs.cached_before) in (0, len(after))
-            and inputs.cached_before == (self._after or inputs.cached_before)
-            and not (step.kv_before and step.calls and _fewest(step) <= step.q_len)
+            and inputs.cached_before == (self._last_cached or inputs.cached_before)
+            and not (step.kv_before and step.calls and _min_kv_len(step) <= step.q_len)
         )
 
-    def _judge(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
+    def _check_layers(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
         counted_layers = {n: held for n, held in enumerate(inputs.cached_after) if held >= 0}
         called = {call.layer: call for call in step.calls}
         most = max(counted_layers.values(), default=0)
         found = []
-        empty = self._empty(step, counted_layers, called)
+        empty = self._find_empty(step, counted_layers, called)
         if empty:
-            found.append(self._empty_layer(step, inputs, empty, called, most))
-        lost = [n for n in self._lost(step, inputs, called) if n not in empty]
+            found.append(self._empty_finding(step, inputs, empty, called, most))
+        lost = [n for n in self._find_lost(step, inputs, called) if n not in empty]
         if lost:
-            found.append(self._lost_layers(step, inputs, lost, called))
+            found.append(self._lost_finding(step, inputs, lost, called))
         before = dict(enumerate(inputs.cached_before))
         twice = [n for n, held in counted_layers.items() if held - before.get(n, 0) > step.q_len]
         if twice and (before or not step.kv_before):
-            found.append(self._fed_twice(step, inputs, twice))
-        is_known, self.keeps_nothing = self.keeps_nothing, bool(empty) and not most
-        if is_known and self.keeps_nothing:
+            found.append(self._duplicated_finding(step, inputs, twice))
+        is_known, self.is_always_empty = self.is_always_empty, bool(empty) and not most
+        if is_known and self.is_always_empty:
             return []
-        new = [finding for finding in found if set(_all(finding)) - self._bad]
+        new = [
+            finding for finding in found if set(_layers_of_finding(finding)) - self._reported_layers
+        ]
         for finding in new:
-            self._bad.update(_all(finding))
+            self._reported_layers.update(_layers_of_finding(finding))
         return new
 
-    def _empty(
+    def _find_empty(
         self, step: StepRecord, held: Mapping[int, int], called: Mapping[int, CallRecord]
     ) -> list[int]:
         """Return layers that ran and hold nothing while others do (or none does)."""
@@ -83,7 +85,7 @@ class CacheLayers:
             none = [n for n in none if n not in called or called[n].kv_len <= step.q_len]
         return sorted(set(none))
 
-    def _lost(
+    def _find_lost(
         self, step: StepRecord, inputs: InputsRecord, called: Mapping[int, CallRecord]
     ) -> list[int]:
         """Return layers that held keys and do not any more, or that see none of those they hold."""
@@ -95,15 +97,15 @@ class CacheLayers:
         stuck = []
         if len(grew) > 1 and max(grew) == step.q_len:
             stuck = [n for n, (b, a) in enumerate(pairs) if 0 <= a - b < step.q_len and a >= 0]
-        return sorted({*blind, *stuck, *self._shrunk(inputs)})
+        return sorted({*blind, *stuck, *self._find_shrunk(inputs)})
 
-    def _shrunk(self, inputs: InputsRecord) -> list[int]:
+    def _find_shrunk(self, inputs: InputsRecord) -> list[int]:
         """Return layers that lost keys since the last step, while others did not."""
-        pairs = list(zip(self._after, inputs.cached_before, strict=False))
+        pairs = list(zip(self._last_cached, inputs.cached_before, strict=False))
         gone = [n for n, (was, now) in enumerate(pairs) if 0 <= now < was]
         return gone if any(was == now > 0 for was, now in pairs) else []
 
-    def _empty_layer(
+    def _empty_finding(
         self,
         step: StepRecord,
         inputs: InputsRecord,
@@ -113,59 +115,63 @@ class CacheLayers:
     ) -> Finding:
         held = {n: keys for n, keys in enumerate(inputs.cached_after) if keys > 0}
         others = (
-            f"{layers([*held], 0)} {'holds' if len(held) == 1 else 'hold'} {most}"
+            f"{format_layers([*held], 0)} {'holds' if len(held) == 1 else 'hold'} {most}"
             if held
             else "no layer holds anything"
         )
         sentence = (
-            f"{_title(layers(empty, _n_layers(called, inputs)))} received a cache and left it "
+            f"{_capitalize(format_layers(empty, _count_layers(called, inputs)))} received a cache and left it "
             f"empty (0), {others}"
         )
         sees = [called[n].kv_len for n in empty if n in called]
         if step.kv_before and sees:
             sentence += (
-                f": in step {step.step} {_it(empty)} {counted(max(sees), 'key')} instead of "
+                f": in step {step.step} {_format_sees(empty)} {plural(max(sees), 'key')} instead of "
                 f"{step.kv_after}"
             )
         return self._finding(step, EMPTY_LAYER, sentence, empty, inputs, called)
 
-    def _lost_layers(
+    def _lost_finding(
         self,
         step: StepRecord,
         inputs: InputsRecord,
         lost: Sequence[int],
         called: Mapping[int, CallRecord],
     ) -> Finding:
-        who = _title(layers(lost, _n_layers(called, inputs)))
+        who = _capitalize(format_layers(lost, _count_layers(called, inputs)))
         one, severity = len(lost) == 1, Severity.ERROR
-        gone = set(self._shrunk(inputs)) & set(lost)
+        gone = set(self._find_shrunk(inputs)) & set(lost)
         if gone:
             first = min(gone)
             what = f"lost keys between steps {step.step - 1} and {step.step}: "
-            what += f"the cache held {self._after[first]} and holds {inputs.cached_before[first]}"
+            what += (
+                f"the cache held {self._last_cached[first]} and holds {inputs.cached_before[first]}"
+            )
         elif all(n in called and called[n].kv_len <= step.q_len for n in lost):
-            seen = counted(called[lost[0]].kv_len, "key")
+            seen = plural(called[lost[0]].kv_len, "key")
             what = f"{'sees' if one else 'see'} only {seen} in step {step.step}, those of the "
             what += f"step itself, and the cache held {step.kv_before} before it"
         else:
             # A cache that forgets on purpose looks the same, if it is not the same in all layers.
-            grew, severity = counted(step.q_len, "row"), Severity.WARNING
+            grew, severity = plural(step.q_len, "row"), Severity.WARNING
             what = f"{'does' if one else 'do'} not keep what step {step.step} fed ({grew}): "
             what += f"{'its' if one else 'their'} cache stays at {inputs.cached_after[lost[0]]}, "
             what += f"the others' holds {max(inputs.cached_after)}"
-        return self._finding(step, LOST, f"{who} {what}", lost, inputs, called, severity)
+        return self._finding(step, CACHE_LOST, f"{who} {what}", lost, inputs, called, severity)
 
-    def _fed_twice(self, step: StepRecord, inputs: InputsRecord, twice: Sequence[int]) -> Finding:
+    def _duplicated_finding(
+        self, step: StepRecord, inputs: InputsRecord, twice: Sequence[int]
+    ) -> Finding:
         first = twice[0]
         before = inputs.cached_before[first] if first < len(inputs.cached_before) else 0
         grew = inputs.cached_after[first] - before
-        which = layers(twice, len(inputs.cached_after))
+        which = format_layers(twice, len(inputs.cached_after))
         sentence = (
             f"The cache of {which} grew by {grew} keys in step {step.step}, which fed "
-            f"{counted(step.q_len, 'row')}: {'its' if len(twice) == 1 else 'their'} keys are in it "
+            f"{plural(step.q_len, 'row')}: {'its' if len(twice) == 1 else 'their'} keys are in it "
             "more than once"
         )
-        return self._finding(step, DUPLICATED, sentence, twice, inputs, {})
+        return self._finding(step, CACHE_DUPLICATED, sentence, twice, inputs, {})
 
     def _finding(
         self,
@@ -192,26 +198,26 @@ class CacheLayers:
                 "cached_after": list(inputs.cached_after),
                 "kv_len": [call.kv_len for call in called.values()],
             },
-            series=numbers(which),
+            series=format_ranges(which),
         )
 
 
-def _all(finding: Finding) -> tuple[int, ...]:
+def _layers_of_finding(finding: Finding) -> tuple[int, ...]:
     return finding.layers or ((finding.layer,) if finding.layer is not None else ())
 
 
-def _n_layers(called: Mapping[int, CallRecord], inputs: InputsRecord) -> int:
+def _count_layers(called: Mapping[int, CallRecord], inputs: InputsRecord) -> int:
     return len(called) or len(inputs.cached_after)
 
 
-def _title(words: str) -> str:
+def _capitalize(words: str) -> str:
     return words[0].upper() + words[1:]
 
 
-def _it(which: Sequence[int]) -> str:
+def _format_sees(which: Sequence[int]) -> str:
     return "it sees" if len(which) == 1 else "they see"
 
 
-def _fewest(step: StepRecord) -> int:
+def _min_kv_len(step: StepRecord) -> int:
     """Return how many keys the call with the fewest got."""
     return min([call.kv_len for call in step.calls])

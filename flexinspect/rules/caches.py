@@ -12,14 +12,14 @@ from typing import ClassVar
 from flexinspect.findings import Finding
 from flexinspect.records import EventRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.cachekinds import KINDS
-from flexinspect.rules.cachelayers import CacheLayers
-from flexinspect.rules.cachetexts import CacheTexts
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.slots import STREAM, slot_findings
+from flexinspect.rules.cachekinds import CACHE_KINDS
+from flexinspect.rules.cachelayers import CacheLayerTracker
+from flexinspect.rules.cachetexts import CacheTextTracker
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.slots import SLOT_STREAM, check_slots
 
 
-class CachesRule(Rule):
+class CacheRule(Rule):
     """Follows the cache through the steps of one model, from one generation to the next.
 
     Of own code alone, as the cache of our own generation is ours; outside of models only slots of
@@ -27,37 +27,34 @@ class CachesRule(Rule):
     """
 
     name: ClassVar[str] = "caches"
-    streams: ClassVar[tuple[str, ...]] = (STREAM,)
-    loose: ClassVar[bool] = True
-    findings: ClassVar[Mapping[str, FindingKind]] = KINDS
+    streams: ClassVar[tuple[str, ...]] = (SLOT_STREAM,)
+    handles_standalone_calls: ClassVar[bool] = True
+    findings: ClassVar[Mapping[str, FindingKind]] = CACHE_KINDS
 
     def __init__(self) -> None:
-        self._layers, self._texts = CacheLayers(), CacheTexts()
+        self._layers, self._texts = CacheLayerTracker(), CacheTextTracker()
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin a generation; what earlier ones left in a cache stays known."""
-        super().begin(scene)
-        self._layers.begin()
-        self._texts.begin(scene)
+        super().on_generation_start(context)
+        self._layers.on_generation_start()
+        self._texts.on_generation_start(context)
 
-    def hear(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Take what is known of the cache that a generation goes on with."""
-        self._texts.hear(event)
+        self._texts.on_event(event)
         return ()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is wrong with the cache around a step."""
-        found = slot_findings(self.scene, step)
+        found = check_slots(self.context, step)
         if step.inputs is not None:
-            found += self._layers.look(step, step.inputs)
-            told = self._texts.look(step)
-            if not self._layers.keeps_nothing:  # else it is what the tokens tell, too
+            found += self._layers.on_step(step, step.inputs)
+            told = self._texts.on_step(step)
+            if not self._layers.is_always_empty:  # else it is what the tokens tell, too
                 found += told
         return found
 
-    def end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Sequence[Finding]:
         """Return what was computed again and again without a cache."""
-        return () if self.scene.is_loose else self._texts.end()
-
-
-RULE: type[Rule] = CachesRule
+        return () if self.context.is_standalone else self._texts.on_generation_end()

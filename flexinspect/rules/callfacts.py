@@ -15,53 +15,53 @@ from typing import Any, ClassVar, NamedTuple
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import layers as in_layers
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import format_layers as in_layers
 
 SCALE = "attention.scale"
 SOFTCAP = "attention.softcap-differs"
 DTYPE = "attention.dtype-differs"
 
-RESCALED = "scores-rescaled"
+RESCALED_EVENT = "scores-rescaled"
 """The event that an attention function of the user's did not keep the scale that it was given."""
 
-_facts = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
+_compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
 
 
-class _Kind(NamedTuple):
+class _CallFact(NamedTuple):
     """One fact of a call: how it is read, compared and said."""
 
     finding_id: str
-    noun: str
+    phrase: str
     value: Callable[[CallRecord], Any]
-    word: Callable[[CallRecord], str]
+    format_value: Callable[[CallRecord], str]
 
 
-def _factor(call: CallRecord) -> float:
+def _scale_factor(call: CallRecord) -> float:
     """Return the scale against the usual one, 1/sqrt(head_dim)."""
     usual = call.head_dim**-0.5
     return 1.0 if call.scale is None else float(f"{call.scale / usual:.4g}")
 
 
-def _scale_words(call: CallRecord) -> str:
+def _format_scale(call: CallRecord) -> str:
     usual = call.head_dim**-0.5
     scale = usual if call.scale is None else call.scale
-    return f"{scale:.4g} ({_factor(call):g} times 1/sqrt({call.head_dim}))"
+    return f"{scale:.4g} ({_scale_factor(call):g} times 1/sqrt({call.head_dim}))"
 
 
-_KINDS = (
-    _Kind(SCALE, "scores are scaled by", _factor, _scale_words),
-    _Kind(
+_CALL_FACTS = (
+    _CallFact(SCALE, "scores are scaled by", _scale_factor, _format_scale),
+    _CallFact(
         SOFTCAP,
         "scores are",
         lambda call: call.softcap,
         lambda call: "not capped" if call.softcap is None else f"capped at {call.softcap:g}",
     ),
-    _Kind(DTYPE, "attention runs in", lambda call: call.dtype, lambda call: call.dtype),
+    _CallFact(DTYPE, "attention runs in", lambda call: call.dtype, lambda call: call.dtype),
 )
 
 
-def _kind_of(meaning: str, why: str, fix: str) -> FindingKind:
+def _make_kind(meaning: str, why: str, fix: str) -> FindingKind:
     return FindingKind(
         Severity.WARNING,
         meaning,
@@ -83,20 +83,20 @@ class CallFactsRule(Rule):
 
     name: ClassVar[str] = "call facts"
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        SCALE: _kind_of(
+        SCALE: _make_kind(
             "the scale of the scores differs in one layer or step, or from the one asked for",
             "A wrong scale makes attention too sharp or too flat, and no error says so.",
             "Pass the scale that the layer was given (scaling=) on to the kernel, in each branch "
             "of the patched code; do not divide the queries by sqrt(head_dim) as well.",
         ),
-        SOFTCAP: _kind_of(
+        SOFTCAP: _make_kind(
             "the cap of the scores differs in one layer or from one step to the next",
             "A model that was trained with a cap gets other weights without it, most of all where "
             "scores are large.",
             "Give the kernel the cap of the model (softcap=, or a score_mod for FlexAttention) in "
             "every layer and in both phases.",
         ),
-        DTYPE: _kind_of(
+        DTYPE: _make_kind(
             "attention runs in another dtype in one layer or from one step to the next",
             "A layer in a narrower dtype rounds what the others keep; in a wider one it costs "
             "memory and time; and comparisons of layers show rounding as if it were a fault.",
@@ -105,47 +105,51 @@ class CallFactsRule(Rule):
         ),
     }
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no calls known."""
-        super().begin(scene)
-        self._before: dict[int, tuple[list[Any], Sequence[CallRecord]]] = {}
+        super().on_generation_start(context)
+        self._last_calls: dict[int, tuple[list[Any], Sequence[CallRecord]]] = {}
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what differs, as soon as it does."""
         if not step.calls:
             return ()
-        facts = list(map(_facts, step.calls))
-        known = self._before.get(step.branch)
+        facts = list(map(_compared_fields, step.calls))
+        known = self._last_calls.get(step.branch)
         if known is not None and known[0] == facts:
             return ()
-        self._before[step.branch] = (facts, step.calls)
+        self._last_calls[step.branch] = (facts, step.calls)
         found: list[Finding] = []
-        for kind in _KINDS:
-            odd = self._odd(step, kind)
-            changed = [] if known is None or odd else _changed(step, kind, known[1])
+        for kind in _CALL_FACTS:
+            odd = self._check_odd_layers(step, kind)
+            changed = [] if known is None or odd else _check_changed(step, kind, known[1])
             found += odd or changed
         if all(one.id != SCALE for one in found):
-            found += [self._rescaled(step, e.data) for e in step.events if e.kind == RESCALED]
+            found += [
+                self._rescaled_finding(step, e.data)
+                for e in step.events
+                if e.kind == RESCALED_EVENT
+            ]
         return found
 
-    def _rescaled(self, step: StepRecord, told: Mapping[str, Any]) -> Finding:
+    def _rescaled_finding(self, step: StepRecord, facts: Mapping[str, Any]) -> Finding:
         """Say that own code made another scale of the one that the layers asked for."""
-        layers, factor = list(map(int, told["layers"])), float(told["factor"])
+        layers, factor = list(map(int, facts["layers"])), float(facts["factor"])
         where = in_layers(layers, len({call.layer for call in step.calls}))
-        kernel = "its default" if told["scale"] is None else f"{float(told['scale']):.4g}"
+        kernel = "its default" if facts["scale"] is None else f"{float(facts['scale']):.4g}"
         sentence = (
             f"In {where} scores are scaled by {factor:.4g} times what the layer asked for in step "
             f"{step.step}: the attention function was given `scaling`, and its kernel uses "
-            f"{kernel} on queries and keys that may have been scaled before{_rule_words(told)}."
+            f"{kernel} on queries and keys that may have been scaled before{_format_score_mod(facts)}."
         )
-        about: dict[str, Any] = {"layers": layers, "evidence": told, "series": "asked"}
+        about: dict[str, Any] = {"layers": layers, "evidence": facts, "series": "asked"}
         return self.finding(step, SCALE, sentence, **about)
 
-    def _odd(self, step: StepRecord, kind: _Kind) -> list[Finding]:
+    def _check_odd_layers(self, step: StepRecord, kind: _CallFact) -> list[Finding]:
         """Return the layers that differ from most of the others."""
         calls = {call.layer: call for call in step.calls}
         counts = Counter(map(kind.value, calls.values()))
-        if len(counts) == 1 or (kind.finding_id == SCALE and _share_a_number(calls.values())):
+        if len(counts) == 1 or (kind.finding_id == SCALE and _have_same_scale(calls.values())):
             return []
         usual, n_usual = counts.most_common(1)[0]
         odd = [call for call in calls.values() if kind.value(call) != usual]
@@ -155,10 +159,10 @@ class CallFactsRule(Rule):
             return []
         which = sorted(call.layer for call in odd)
         sentence = (
-            f"In {in_layers(which, len(calls))} {kind.noun} {kind.word(odd[0])} in step "
-            f"{step.step}, in {_the_others(len(others))} {kind.word(others[0])}."
+            f"In {in_layers(which, len(calls))} {kind.phrase} {kind.format_value(odd[0])} in step "
+            f"{step.step}, in {_format_others(len(others))} {kind.format_value(others[0])}."
         )
-        return [_finding(step, kind, sentence, odd[0], others[0], which)]
+        return [_call_fact_finding(step, kind, sentence, odd[0], others[0], which)]
 
     def _are_other_kinds(self, odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
         """Whether the layers are a kind of their own: with other heads, or several of them with
@@ -170,18 +174,20 @@ class CallFactsRule(Rule):
         return len(odd) > 1 and not masks & {call.mask for call in others}
 
 
-def _rule_words(told: Mapping[str, Any]) -> str:
-    rule = told.get("score_mod")
+def _format_score_mod(facts: Mapping[str, Any]) -> str:
+    rule = facts.get("score_mod")
     return "" if rule is None else f", and its `score_mod` multiplies by {float(rule):.4g}"
 
 
-def _share_a_number(calls: Iterable[CallRecord]) -> bool:
+def _have_same_scale(calls: Iterable[CallRecord]) -> bool:
     """Whether all have the same scale, whatever the width of their heads."""
     scales = {call.scale for call in calls}
     return len(scales) == 1 and None not in scales
 
 
-def _changed(step: StepRecord, kind: _Kind, before: Sequence[CallRecord]) -> list[Finding]:
+def _check_changed(
+    step: StepRecord, kind: _CallFact, before: Sequence[CallRecord]
+) -> list[Finding]:
     """Return the layers that were told something else in the step before."""
     then = {call.layer: call for call in before}
     odd = [
@@ -194,19 +200,19 @@ def _changed(step: StepRecord, kind: _Kind, before: Sequence[CallRecord]) -> lis
     now, old = odd[0]
     which = sorted({call.layer for call, _ in odd})
     sentence = (
-        f"In {in_layers(which, len(then))} {kind.noun} {kind.word(now)} from step {step.step} "
-        f"({step.phase}) on, in the step before {kind.word(old)}."
+        f"In {in_layers(which, len(then))} {kind.phrase} {kind.format_value(now)} from step {step.step} "
+        f"({step.phase}) on, in the step before {kind.format_value(old)}."
     )
-    return [_finding(step, kind, sentence, now, old, which)]
+    return [_call_fact_finding(step, kind, sentence, now, old, which)]
 
 
-def _the_others(n: int) -> str:
+def _format_others(n: int) -> str:
     return "the other layer" if n == 1 else f"the {n} others"
 
 
-def _finding(
+def _call_fact_finding(
     step: StepRecord,
-    kind: _Kind,
+    kind: _CallFact,
     sentence: str,
     odd: CallRecord,
     other: CallRecord,
@@ -224,6 +230,3 @@ def _finding(
         layers=tuple(which) if len(which) > 1 else (),
         series=f"layer {which[0]}",
     )
-
-
-RULE: type[Rule] = CallFactsRule

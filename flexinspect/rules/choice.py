@@ -14,38 +14,38 @@ from typing import Any, ClassVar
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import UNKNOWN, LogitsRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted, printable
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import plural, printable
 
 NEAR_TIE = "text.near-tie"
 NOT_BEST = "text.not-the-best"
 
-BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
 """Bits of a number's significand, the first included."""
-STEPS_OF_ROUNDING = {"bfloat16": 2, "float16": 2, "float32": 8}
+ROUNDING_ULPS = {"bfloat16": 2, "float16": 2, "float32": 8}
 """Units in the last place by which a logit moves when its sum is taken in another order."""
-LARGEST = 2.0
+MAX_TIE_MARGIN = 2.0
 """No tie is wider than this: units of bfloat16 for logits of 128."""
 
-GREEDY_STEPS = 8
-UNLIKELY = math.log(1e-4)
+MIN_GREEDY_STEPS = 8
+UNLIKELY_LOGPROB = math.log(1e-4)
 """Below it, it is no chance that the best token came out so often."""
-FEW = 0.05
+MAX_NOT_BEST_SHARE = 0.05
 """Share of tokens that may not be the best in a run that is greedy all the same."""
 
 
 @dataclass(slots=True)
-class _Run:
+class _ChoiceCounts:
     """What was chosen in a branch."""
 
-    n: int = 0
+    n_chosen: int = 0
     n_best: int = 0
-    chance: float = 0.0
-    first: tuple[StepRecord, LogitsRecord] | None = None
-    are_scored: bool = True
+    logprob_sum: float = 0.0
+    first_not_best: tuple[StepRecord, LogitsRecord] | None = None
+    has_scores: bool = True
 
 
-class ChoiceRule(Rule):
+class TokenChoiceRule(Rule):
     """Compares the chosen token with the best one."""
 
     name: ClassVar[str] = "choice"
@@ -86,49 +86,49 @@ class ChoiceRule(Rule):
         ),
     }
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with nothing chosen."""
-        super().begin(scene)
-        self._runs: dict[int, _Run] = {}
+        super().on_generation_start(context)
+        self._counts: dict[int, _ChoiceCounts] = {}
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return a tie; what was not the best is told at the end."""
         logits = step.logits
         if logits is None or not logits.candidates or logits.n_nan:
             return ()
         if logits.chosen_rank != UNKNOWN:
-            self._count(step, logits)
-        if logits.margin < LARGEST and logits.chosen_rank < 2 and len(logits.candidates) > 1:
-            return self._tie(step, logits)
+            self._count_choice(step, logits)
+        if logits.margin < MAX_TIE_MARGIN and logits.chosen_rank < 2 and len(logits.candidates) > 1:
+            return self._check_tie(step, logits)
         return ()
 
-    def _count(self, step: StepRecord, logits: LogitsRecord) -> None:
-        run = self._runs.get(step.branch)
+    def _count_choice(self, step: StepRecord, logits: LogitsRecord) -> None:
+        run = self._counts.get(step.branch)
         if run is None:
-            run = self._runs[step.branch] = _Run()
+            run = self._counts[step.branch] = _ChoiceCounts()
         best = logits.candidates[0]
         is_scored = best.score == best.score
-        run.are_scored = run.are_scored and is_scored
-        run.n += 1
+        run.has_scores = run.has_scores and is_scored
+        run.n_chosen += 1
         if logits.chosen_rank == 0:
             run.n_best += 1
-            run.chance += best.score_logprob if is_scored else best.logprob
-        elif run.first is None and logits.chosen_logprob < best.logprob:
-            run.first = (step, logits)
+            run.logprob_sum += best.score_logprob if is_scored else best.logprob
+        elif run.first_not_best is None and logits.chosen_logprob < best.logprob:
+            run.first_not_best = (step, logits)
 
     # -- ties ------------------------------------------------------------------------------------
 
-    def _tie(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
+    def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
         dtype = step.calls[0].dtype if step.calls else ""
         first, second = logits.candidates[:2]
         if logits.candidates[-1].logit == first.logit and len(logits.candidates) > 2:
             return ()  # no tie of two: the distribution is flat
-        if dtype not in BITS or not math.isfinite(first.logit):
+        if dtype not in SIGNIFICAND_BITS or not math.isfinite(first.logit):
             return ()
         if first.score == first.score and first.score != first.logit:
             return ()  # sampled, so no tie is decided by rounding
-        unit = math.ldexp(1.0, math.frexp(first.logit)[1] - BITS[dtype])
-        if logits.margin > STEPS_OF_ROUNDING[dtype] * unit:
+        unit = math.ldexp(1.0, math.frexp(first.logit)[1] - SIGNIFICAND_BITS[dtype])
+        if logits.margin > ROUNDING_ULPS[dtype] * unit:
             return ()
         sentence = (
             f'The two best tokens of step {step.step}, "{printable(first.text)}" and '
@@ -143,32 +143,35 @@ class ChoiceRule(Rule):
 
     # -- not the best ----------------------------------------------------------------------------
 
-    def end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Sequence[Finding]:
         """Return the first token that was not the best in a run that is greedy by all signs."""
         found = []
-        for run in self._runs.values():
-            n_off = run.n - run.n_best
-            is_greedy = run.n >= GREEDY_STEPS and run.chance < UNLIKELY
-            if run.first is not None and is_greedy and n_off <= max(1, FEW * run.n):
-                found.append(self._not_best(*run.first, run, n_off))
+        for run in self._counts.values():
+            n_off = run.n_chosen - run.n_best
+            is_greedy = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
+            if (
+                run.first_not_best is not None
+                and is_greedy
+                and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
+            ):
+                found.append(self._not_best_finding(*run.first_not_best, run, n_off))
         return found
 
-    def _not_best(self, step: StepRecord, logits: LogitsRecord, run: _Run, n_off: int) -> Finding:
+    def _not_best_finding(
+        self, step: StepRecord, logits: LogitsRecord, run: _ChoiceCounts, n_off: int
+    ) -> Finding:
         best = logits.candidates[0]
         chosen = next((t for t in step.tokens if t.token_id == logits.chosen_id), None)
         word = printable(chosen.text or chosen.token) if chosen else str(logits.chosen_id)
         sentence = (
             f'Step {step.step} chose "{word}" (rank {logits.chosen_rank}, probability '
             f'{math.exp(logits.chosen_logprob):.2g}) over the best token "{printable(best.text)}" '
-            f"({math.exp(best.logprob):.2g}), while {run.n_best} of {run.n} tokens are the best of "
-            f"theirs: {counted(n_off, 'choice')} that greedy decoding does not make"
+            f"({math.exp(best.logprob):.2g}), while {run.n_best} of {run.n_chosen} tokens are the best of "
+            f"theirs: {plural(n_off, 'choice')} that greedy decoding does not make"
         )
-        if not run.are_scored:
+        if not run.has_scores:
             sentence += ", unless a processor that was not seen changed the scores"
         evidence = {"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off}
-        severity = Severity.WARNING if run.are_scored else Severity.NOTE
+        severity = Severity.WARNING if run.has_scores else Severity.NOTE
         about: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
         return self.finding(step, NOT_BEST, f"{sentence}.", evidence=evidence, **about)
-
-
-RULE: type[Rule] = ChoiceRule

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.masks import BoolArray, MaskRule
+from flexinspect.masks import BoolArray, MaskSpec
 from flexinspect.prompts import Segment
 
-Words = npt.NDArray[np.uint64]
+PackedRows = npt.NDArray[np.uint64]
 """Cells packed 64 to a word: (rows, words)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leak:
+class TransitiveLeak:
     """Segment `target` depends on `source` from `layer` on, through the rows `carriers`.
 
     The carriers are all rows outside of both that the target sees and that depend on the source, so
@@ -29,7 +29,7 @@ class Leak:
     carriers: tuple[int, ...]
 
 
-def pack(cells: BoolArray, n: int, n_rows: int | None = None) -> Words:
+def pack_rows(cells: BoolArray, n: int, n_rows: int | None = None) -> PackedRows:
     """Return the first n rows and keys of a mask (heads, rows, keys), in any head, 64 to a word.
 
     A single row stands for all. `n_rows` may ask for fewer rows than keys.
@@ -40,13 +40,13 @@ def pack(cells: BoolArray, n: int, n_rows: int | None = None) -> Words:
     bits = np.packbits(rows, axis=1)
     padded = np.zeros((len(bits), -(-n // 64) * 8), np.uint8)
     padded[:, : bits.shape[1]] = bits
-    words: Words = padded.view(np.uint64)
+    words: PackedRows = padded.view(np.uint64)
     return np.broadcast_to(words, (n_rows, words.shape[1]))
 
 
-def follow(
-    packed: Mapping[int, Words], targets: Sequence[Segment], sources: Sequence[Segment]
-) -> list[Leak]:
+def find_transitive_leaks(
+    packed: Mapping[int, PackedRows], targets: Sequence[Segment], sources: Sequence[Segment]
+) -> list[TransitiveLeak]:
     """Return which targets depend on which sources after all layers, without seeing them directly.
 
     `packed` are the masks by layer, all of `pack` and one length. A row keeps what it had, as the
@@ -54,17 +54,17 @@ def follow(
     """
     layers = sorted(packed)
     n = len(packed[layers[0]])
-    leaks: list[Leak] = []
+    leaks: list[TransitiveLeak] = []
     for number, source in enumerate(sources):
-        inputs = _spread(packed, layers, source, n)
+        inputs = _rows_reached(packed, layers, source, n)
         for index, target in enumerate(targets):
             if target != source and inputs[-1][target.start : target.stop].any():
-                leaks.append(_leak(packed, layers, inputs, (index, number), (target, source)))
-    return _without_what_follows(leaks, targets, sources)
+                leaks.append(_make_leak(packed, layers, inputs, (index, number), (target, source)))
+    return _drop_implied_leaks(leaks, targets, sources)
 
 
-def _spread(
-    packed: Mapping[int, Words], layers: Sequence[int], source: Segment, n: int
+def _rows_reached(
+    packed: Mapping[int, PackedRows], layers: Sequence[int], source: Segment, n: int
 ) -> list[BoolArray]:
     """Return which rows depend on a segment: before the first layer, and after each."""
     has = np.zeros(n, np.bool_)
@@ -73,20 +73,20 @@ def _spread(
     for layer in layers:
         mask = packed[layer]
         if mask is not settled:
-            now: BoolArray = has | (mask & _bits(has)).any(axis=1)
+            now: BoolArray = has | (mask & _pack_flags(has)).any(axis=1)
             settled = mask if np.array_equal(now, has) else None
             has = now
         inputs.append(has)
     return inputs
 
 
-def _leak(
-    packed: Mapping[int, Words],
+def _make_leak(
+    packed: Mapping[int, PackedRows],
     layers: Sequence[int],
     inputs: Sequence[BoolArray],
     names: tuple[int, int],
     segments: tuple[Segment, Segment],
-) -> Leak:
+) -> TransitiveLeak:
     """Return the leak of a target that depends on a source; no carriers if it sees it directly."""
     target, source = segments
     carriers = np.zeros_like(inputs[0])
@@ -94,39 +94,39 @@ def _leak(
     first = layers[after.index(True)]
     for layer, has in zip(layers, inputs, strict=False):
         rows = packed[layer][target.start : target.stop]
-        seen = _cells(np.bitwise_or.reduce(rows), len(has))
+        seen = _unpack_row(np.bitwise_or.reduce(rows), len(has))
         if seen[source.start : source.stop].any():
-            return Leak(*names, first, ())
-        if not _slides(packed[layer], target.stop - 1, len(has)):
+            return TransitiveLeak(*names, first, ())
+        if not _is_sliding_row(packed[layer], target.stop - 1, len(has)):
             carriers |= seen & has
     carriers[target.start : target.stop] = False
-    return Leak(*names, first, tuple(np.flatnonzero(carriers).tolist()))
+    return TransitiveLeak(*names, first, tuple(np.flatnonzero(carriers).tolist()))
 
 
-def _slides(mask: Words, last: int, n: int) -> bool:
+def _is_sliding_row(mask: PackedRows, last: int, n: int) -> bool:
     """Say whether a row sees a window of keys that moved on by one from the row before it.
 
     Such a mask closes what is far, and means to pass it on from row to row.
     """
-    runs = [np.flatnonzero(_cells(mask[row], n)) for row in (max(last - 1, 0), last)]
+    runs = [np.flatnonzero(_unpack_row(mask[row], n)) for row in (max(last - 1, 0), last)]
     return all(
         len(keys) > 1 and keys[0] > 0 and keys[-1] == row == keys[0] + len(keys) - 1
         for row, keys in zip((last - 1, last), runs, strict=True)
     ) and len(runs[0]) == len(runs[1])
 
 
-def _bits(has: BoolArray) -> Words:
-    words: Words = pack(has[None, None], len(has), 1)[0]
+def _pack_flags(has: BoolArray) -> PackedRows:
+    words: PackedRows = pack_rows(has[None, None], len(has), 1)[0]
     return words
 
 
-def _cells(words: Words, n: int) -> BoolArray:
-    return np.unpackbits(words.view(np.uint8), count=n).view(np.bool_)
+def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
+    return np.unpackbits(packed.view(np.uint8), count=n).view(np.bool_)
 
 
-def _without_what_follows(
-    leaks: Sequence[Leak], targets: Sequence[Segment], sources: Sequence[Segment]
-) -> list[Leak]:
+def _drop_implied_leaks(
+    leaks: Sequence[TransitiveLeak], targets: Sequence[Segment], sources: Sequence[Segment]
+) -> list[TransitiveLeak]:
     """Return the leaks that do not follow from what segments see of each other directly.
 
     Nor from another leak: what a third segment alone hands on, it got hold of by one of its own.
@@ -149,8 +149,8 @@ def _without_what_follows(
     ]
 
 
-def rule_reach(
-    rule: MaskRule, targets: Sequence[Segment], sources: Sequence[Segment]
+def spec_reach(
+    spec: MaskSpec, targets: Sequence[Segment], sources: Sequence[Segment]
 ) -> tuple[BoolArray, BoolArray]:
     """Return what a rule joins in one layer, and over any number: bool (targets, sources) each.
 
@@ -159,11 +159,13 @@ def rule_reach(
     """
     n = max(segment.stop for segment in (*targets, *sources))
     spans = [pos for s in (*targets, *sources) for pos in (s.start, s.stop)]
-    borders = {0, n, *spans, *rule.starts, *rule.head, *rule.low}
+    borders = {0, n, *spans, *spec.starts, *spec.prefix_stops, *spec.local_starts}
     starts = np.array(sorted(border for border in borders if 0 <= border < n))
     rows = np.append(starts[1:], n) - 1
-    region = np.searchsorted(rule.starts, rows, side="right") - 1
-    head, low = (np.asarray(column)[region][:, None] for column in (rule.head, rule.low))
+    region = np.searchsorted(spec.starts, rows, side="right") - 1
+    head, low = (
+        np.asarray(column)[region][:, None] for column in (spec.prefix_stops, spec.local_starts)
+    )
     sees = (starts <= rows[:, None]) & ((starts < head) | (starts >= low))
     closure = sees | np.eye(len(starts), dtype=np.bool_)
     for _ in range(int(np.ceil(np.log2(len(starts)))) + 1):

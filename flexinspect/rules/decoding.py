@@ -17,20 +17,20 @@ import numpy as np
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray
-from flexinspect.pieces import declared_words
+from flexinspect.pieces import declared_tokenizer
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.loosedecoding import NO_OFFSET, of_loose_call
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.strictrows import strict_rows
-from flexinspect.rules.views import View, slides, views_of
-from flexinspect.rules.words import Positions, counted
-from flexinspect.rules.words import layers as layer_words
+from flexinspect.rules.loosedecoding import NO_OFFSET, check_standalone_call
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.strictrows import find_strict_rows
+from flexinspect.rules.views import StepMaskView, is_sliding_window, step_mask_views
+from flexinspect.rules.words import Positions, plural
+from flexinspect.rules.words import format_layers as layer_words
 
 SELF_UNSEEN = "decode.self-unseen"
 STALE_ROW = "decode.stale-row"
 
-_ROWS = (
+_DECODE_QUERY = (
     "SELECT c.step, c.layer, c.q_len, c.kv_len, m.kind, m.q_len AS mask_q, m.kv_len AS mask_kv, "
     "m.rule, m.rule_source FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask "
     "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
@@ -39,7 +39,7 @@ _ROWS = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Sees:
+class _PromptRow:
     """What the last row of the first step saw in a layer, bool (1 or heads) each.
 
     `n_seen` of `n_keys` keys in all; `slides` tells that it saw as many as the row before it did.
@@ -49,23 +49,23 @@ class _Sees:
     row_before: BoolArray
     n_seen: int
     n_keys: int
-    slides: bool
+    is_sliding: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Newest:
+class _FaultyRow:
     """A newest row that misses something: in which layers and heads, and what it sees there."""
 
     step: StepRecord
-    view: View
+    view: StepMaskView
     layers: tuple[int, ...]
     heads: tuple[int, ...]
     keys: Positions
 
     @property
-    def top(self) -> int:
+    def last_key_pos(self) -> int:
         """Position of the last key it sees."""
-        return self.view.first + int(self.keys[-1])
+        return self.view.first_key_pos + int(self.keys[-1])
 
     @property
     def series(self) -> str:
@@ -82,7 +82,7 @@ class DecodingRule(Rule):
 
     name: ClassVar[str] = "decoding"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         NO_OFFSET: FindingKind(
             Severity.ERROR,
@@ -93,7 +93,7 @@ class DecodingRule(Rule):
             "number of open cells falls from all to one.",
             "Add the cache length to the row index: build the rule with "
             "kv_idx <= q_idx + offset, offset = kv_len - q_len, held in a tensor.",
-            _ROWS,
+            _DECODE_QUERY,
         ),
         SELF_UNSEEN: FindingKind(
             Severity.ERROR,
@@ -104,7 +104,7 @@ class DecodingRule(Rule):
             "diagonal is open.",
             "The offset of the decode row is one too small: it is kv_len - q_len after the cache "
             "was updated, not before.",
-            _ROWS,
+            _DECODE_QUERY,
         ),
         STALE_ROW: FindingKind(
             Severity.ERROR,
@@ -115,59 +115,61 @@ class DecodingRule(Rule):
             "are added on the right.",
             "Build the mask, or update the length that its rule captured, in each step after the "
             "cache has grown.",
-            _ROWS,
+            _DECODE_QUERY,
         ),
     }
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._prompt: dict[int, _Sees] = {}
+    def _reset(self) -> None:
+        self._prompt_rows: dict[int, _PromptRow] = {}
         """By layer; empty when watching began on a filled cache."""
-        self._before: dict[int, tuple[StepRecord, list[View]]] = {}
-        self._held: dict[tuple[int, str], tuple[_Newest, Finding]] = {}
+        self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}
+        self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
         """What may turn out to be stale: whether the row stays or moves on, the next step tells."""
-        self._settled: dict[tuple[int, str], str] = {}
+        self._decided: dict[tuple[int, str], str] = {}
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no step seen."""
-        super().begin(scene)
-        self._forget()
+        super().on_generation_start(context)
+        self._reset()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what the newest row of a step does not see."""
-        if self.scene.is_loose:
-            return of_loose_call(step, self.scene)
-        views, _ = views_of(step, self.scene)
+        if self.context.is_standalone:
+            return check_standalone_call(step, self.context)
+        views, _ = step_mask_views(step, self.context)
         found: list[Finding] = []
         if step.step or step.kv_before:
             for view in views:
-                found += self._judge(step, view)
+                found += self._check_view(step, view)
         else:
-            self._learn(views)
-            found += self._strict(step, views)
-        if self._held:
-            found += self._let_go(step)
-        self._before[step.branch] = step, views
+            self._record_prompt_rows(views)
+            found += self._check_strict_rows(step, views)
+        if self._undecided:
+            found += self._release_undecided(step)
+        self._last_views[step.branch] = step, views
         return found
 
-    def end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Sequence[Finding]:
         """Return what no later step could settle."""
-        return [finding for _, finding in self._held.values()]
+        return [finding for _, finding in self._undecided.values()]
 
-    def _learn(self, views: Sequence[View]) -> None:
+    def _record_prompt_rows(self, views: Sequence[StepMaskView]) -> None:
         for view in views:
-            row, at = view.cells[:, -1], view.at
-            keys = view.positions()
+            row, at = view.cells[:, -1], view.newest_key
+            keys = view.visible_positions()
             n_before = np.count_nonzero(view.cells[:, max(-2, -view.cells.shape[1])].any(axis=0))
-            is_window = slides(keys, view.last, int(n_before))
-            sees = _Sees(row[:, at], row[:, max(at - 1, 0)], len(keys), at + 1, is_window)
-            self._prompt.update(dict.fromkeys(view.layers, sees))
+            is_window = is_sliding_window(keys, view.newest_pos, int(n_before))
+            sees = _PromptRow(row[:, at], row[:, max(at - 1, 0)], len(keys), at + 1, is_window)
+            self._prompt_rows.update(dict.fromkeys(view.layers, sees))
 
-    def _strict(self, step: StepRecord, views: Sequence[View]) -> list[Finding]:
-        told = strict_rows(self.scene, step, views, partial(_real_rows, self.scene, step))
-        if told is None or self._is_meant(told.positions[0], told.positions[0]):
+    def _check_strict_rows(self, step: StepRecord, views: Sequence[StepMaskView]) -> list[Finding]:
+        told = find_strict_rows(
+            self.context, step, views, partial(_unpadded_rows, self.context, step)
+        )
+        if told is None or self._is_declared_closed(told.positions[0], told.positions[0]):
             return []
         about: dict[str, Any] = {"layers": told.layers, "positions": told.positions}
         severity = Severity.NOTE if told.may_be_meant else Severity.WARNING
@@ -176,123 +178,141 @@ class DecodingRule(Rule):
         )
         return [said]
 
-    def _judge(self, step: StepRecord, view: View) -> list[Finding]:
-        row, at = view.cells[:, -1], view.at
+    def _check_view(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
+        row, at = view.cells[:, -1], view.newest_key
         # These two look-ups are what a healthy step costs.
         if not row[:, at].all():
-            return self._behind(step, view)
+            return self._check_self_unseen(step, view)
         if at and step.q_len == 1 and not row[:, at - 1].any():
-            return self._without_the_generated(step, view)
+            return self._check_generated_unseen(step, view)
         return []
 
-    def _behind(self, step: StepRecord, view: View) -> list[Finding]:
+    def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
         """Say why a row does not see itself, unless rows of the prompt do not either."""
         row = view.cells[:, -1]
-        heads = np.flatnonzero(~row[:, view.at])
-        layers = self._unlike_the_prompt(view, heads, "itself")
-        keys = np.flatnonzero(row[heads[0], : view.at])
-        if not layers or not len(keys) or self._is_meant(view.last, view.last):
+        heads = np.flatnonzero(~row[:, view.newest_key])
+        layers = self._layers_unlike_prompt(view, heads, "itself")
+        keys = np.flatnonzero(row[heads[0], : view.newest_key])
+        if (
+            not layers
+            or not len(keys)
+            or self._is_declared_closed(view.newest_pos, view.newest_pos)
+        ):
             return []  # a row that sees nothing at all is for the rule of empty rows
         some = tuple(heads.tolist()) if len(heads) < len(row) else ()
-        newest = _Newest(step, view, layers, some, keys)
+        newest = _FaultyRow(step, view, layers, some, keys)
         if step.kv_before and keys[-1] < step.q_len:
-            return [self._no_offset(newest)]
-        if not self._prompt:
+            return [self._no_offset_finding(newest)]
+        if not self._prompt_rows:
             return []
-        return self._lagging(newest)
+        return self._check_lagging_row(newest)
 
-    def _unlike_the_prompt(self, view: View, heads: Positions, what: str) -> tuple[int, ...]:
+    def _layers_unlike_prompt(
+        self, view: StepMaskView, heads: Positions, field: str
+    ) -> tuple[int, ...]:
         """Return the layers in which the last row of the prompt saw what this one does not."""
         return tuple(
             layer
             for layer in view.layers
-            if layer not in self._prompt or _in_any(getattr(self._prompt[layer], what), heads)
+            if layer not in self._prompt_rows
+            or _any_head_sees(getattr(self._prompt_rows[layer], field), heads)
         )
 
-    def _is_meant(self, pos: int, key: int) -> bool:
+    def _is_declared_closed(self, pos: int, key: int) -> bool:
         """Say whether the declared mask itself closes a cell."""
-        intent = self.scene.intent
+        intent = self.context.declared_mask
         if intent is None or intent.assumed:
             return False
-        return not intent.rule.dense(1, pos + 1, q_offset=pos)[0, key]
+        return not intent.spec.dense(1, pos + 1, q_offset=pos)[0, key]
 
-    def _no_offset(self, newest: _Newest) -> Finding:
+    def _no_offset_finding(self, newest: _FaultyRow) -> Finding:
         step, n_seen = newest.step, len(newest.keys)
         sentence = (
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
-            f"({self.scene.position(newest.view.last)}) sees {n_seen} of "
-            f"{counted(newest.view.at + 1, 'key')}{self._where(newest)}; "
-            f"{self._expected(newest)} expected{self._row_before(newest)}: the mask counts the "
+            f"({self.context.format_position(newest.view.newest_pos)}) sees {n_seen} of "
+            f"{plural(newest.view.newest_key + 1, 'key')}{self._format_where(newest)}; "
+            f"{self._count_expected_keys(newest)} expected{self._format_last_row(newest)}: the mask counts the "
             f"rows of this step from 0, not from {step.kv_before}."
         )
-        severity = Severity.ERROR if self._prompt else Severity.WARNING
+        severity = Severity.ERROR if self._prompt_rows else Severity.WARNING
         return self._finding(NO_OFFSET, severity, newest, sentence)
 
-    def _lagging(self, newest: _Newest) -> list[Finding]:
+    def _check_lagging_row(self, newest: _FaultyRow) -> list[Finding]:
         """Say that a row lags: by as many keys as before, or by one more (a mask not renewed)."""
         key = newest.step.branch, newest.series
-        if self._settled.get(key) == STALE_ROW:
-            return [self._stale(newest, newest)]
-        if key in self._settled:
-            return [self._self_unseen(newest)]
-        if key not in self._held:
-            self._held[key] = newest, self._self_unseen(newest)
+        if self._decided.get(key) == STALE_ROW:
+            return [self._stale_finding(newest, newest)]
+        if key in self._decided:
+            return [self._self_unseen_finding(newest)]
+        if key not in self._undecided:
+            self._undecided[key] = newest, self._self_unseen_finding(newest)
             return []
-        first, finding = self._held.pop(key)
-        is_stale = first.top == newest.top and first.view.last < newest.view.last
-        self._settled[key] = STALE_ROW if is_stale else SELF_UNSEEN
-        return [self._stale(newest, first)] if is_stale else [finding, self._self_unseen(newest)]
+        first, finding = self._undecided.pop(key)
+        is_stale = (
+            first.last_key_pos == newest.last_key_pos
+            and first.view.newest_pos < newest.view.newest_pos
+        )
+        self._decided[key] = STALE_ROW if is_stale else SELF_UNSEEN
+        return (
+            [self._stale_finding(newest, first)]
+            if is_stale
+            else [finding, self._self_unseen_finding(newest)]
+        )
 
-    def _let_go(self, step: StepRecord) -> list[Finding]:
+    def _release_undecided(self, step: StepRecord) -> list[Finding]:
         """Return what was held in an earlier step of the branch, and was not met again."""
         out = []
-        for key, (newest, finding) in tuple(self._held.items()):
+        for key, (newest, finding) in tuple(self._undecided.items()):
             if key[0] == step.branch and newest.step.step < step.step:
-                del self._held[key]
-                self._settled[key] = SELF_UNSEEN
+                del self._undecided[key]
+                self._decided[key] = SELF_UNSEEN
                 out.append(finding)
         return out
 
-    def _self_unseen(self, newest: _Newest) -> Finding:
+    def _self_unseen_finding(self, newest: _FaultyRow) -> Finding:
         sentence = (
             f"The newest row of step {newest.step.step} "
-            f"({self.scene.position(newest.view.last)}) does not see itself"
-            f"{self._where(newest)}: it sees {len(newest.keys)} of "
-            f"{counted(newest.view.at + 1, 'key')}, up to {self.scene.position(newest.top)}; "
-            f"{self._expected(newest)} expected, as rows of the prompt see themselves."
+            f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
+            f"{self._format_where(newest)}: it sees {len(newest.keys)} of "
+            f"{plural(newest.view.newest_key + 1, 'key')}, up to {self.context.format_position(newest.last_key_pos)}; "
+            f"{self._count_expected_keys(newest)} expected, as rows of the prompt see themselves."
         )
         return self._finding(SELF_UNSEEN, Severity.ERROR, newest, sentence)
 
-    def _stale(self, newest: _Newest, first: _Newest) -> Finding:
+    def _stale_finding(self, newest: _FaultyRow, first: _FaultyRow) -> Finding:
         sentence = (
             f"From step {first.step.step} on the newest row sees the keys up to "
-            f"{self.scene.position(newest.top)} alone{self._where(newest)}, while the cache grows: "
+            f"{self.context.format_position(newest.last_key_pos)} alone{self._format_where(newest)}, while the cache grows: "
             f"in step {newest.step.step} it sees {len(newest.keys)} of "
-            f"{counted(newest.view.at + 1, 'key')}, and not itself; {self._expected(newest)} "
+            f"{plural(newest.view.newest_key + 1, 'key')}, and not itself; {self._count_expected_keys(newest)} "
             "expected."
         )
         return self._finding(STALE_ROW, Severity.ERROR, newest, sentence, first.step.step)
 
-    def _without_the_generated(self, step: StepRecord, view: View) -> list[Finding]:
+    def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
         """Say that a row sees the prompt and itself, but nothing that was generated before it."""
-        row, n_prompt = view.cells[:, -1], self.scene.n_prompt - view.first
+        row, n_prompt = view.cells[:, -1], self.context.n_prompt - view.first_key_pos
         heads = np.arange(len(row))
-        keys = np.flatnonzero(view.newest)
-        generated = np.count_nonzero((keys >= n_prompt) & (keys < view.at))
-        if not 0 < n_prompt < view.at or generated or not (keys < n_prompt).any():
+        keys = np.flatnonzero(view.newest_row)
+        generated = np.count_nonzero((keys >= n_prompt) & (keys < view.newest_key))
+        if not 0 < n_prompt < view.newest_key or generated or not (keys < n_prompt).any():
             return []
-        layers = self._unlike_the_prompt(view, heads, "row_before")
-        if not layers or not self._prompt or self._is_meant(view.last, view.last - 1):
+        layers = self._layers_unlike_prompt(view, heads, "row_before")
+        if (
+            not layers
+            or not self._prompt_rows
+            or self._is_declared_closed(view.newest_pos, view.newest_pos - 1)
+        ):
             return []
-        newest = _Newest(step, view, layers, (), keys)
-        n = view.at - n_prompt
+        newest = _FaultyRow(step, view, layers, (), keys)
+        n = view.newest_key - n_prompt
         sentence = (
-            f"The newest row of step {step.step} ({self.scene.position(view.last)}) sees the "
-            f"prompt and itself, and none of {counted(n, 'token')} generated before it"
-            f"{self._where(newest)}: {len(keys)} of {counted(view.at + 1, 'key')}; "
-            f"{self._expected(newest)} expected."
+            f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) sees the "
+            f"prompt and itself, and none of {plural(n, 'token')} generated before it"
+            f"{self._format_where(newest)}: {len(keys)} of {plural(view.newest_key + 1, 'key')}; "
+            f"{self._count_expected_keys(newest)} expected."
         )
-        intent = self.scene.intent
+        intent = self.context.declared_mask
         is_said = intent is not None and not intent.assumed
         severity = Severity.ERROR if is_said else Severity.WARNING
         return [self._finding(STALE_ROW, severity, newest, sentence)]
@@ -301,11 +321,11 @@ class DecodingRule(Rule):
         self,
         finding_id: str,
         severity: Severity,
-        newest: _Newest,
+        newest: _FaultyRow,
         sentence: str,
         step: int | None = None,
     ) -> Finding:
-        seen = self._seen_before(newest)
+        seen = self._last_newest_row(newest)
         return Finding(
             id=finding_id,
             severity=severity,
@@ -315,12 +335,12 @@ class DecodingRule(Rule):
             step=newest.step.step if step is None else step,
             layer=newest.layers[0],
             head=newest.heads[0] if len(newest.heads) == 1 else None,
-            positions=(newest.view.last,),
+            positions=(newest.view.newest_pos,),
             evidence={
-                "keys": newest.view.at + 1,
+                "keys": newest.view.newest_key + 1,
                 "seen": len(newest.keys),
-                "expected": self._expected(newest),
-                "last_key_seen": newest.top,
+                "expected": self._count_expected_keys(newest),
+                "last_key_seen": newest.last_key_pos,
                 "seen_before": None if seen is None else seen[1],
                 "step_before": None if seen is None else seen[0],
                 "heads": list(newest.heads) or "all",
@@ -330,7 +350,7 @@ class DecodingRule(Rule):
             series=newest.series,
         )
 
-    def _where(self, newest: _Newest) -> str:
+    def _format_where(self, newest: _FaultyRow) -> str:
         n_layers = len({call.layer for call in newest.step.calls})
         where = f" in {layer_words(newest.layers, n_layers)}"
         if not newest.heads:
@@ -340,44 +360,43 @@ class DecodingRule(Rule):
         heads = f"head {newest.heads[0]}" if one else f"{len(newest.heads)} of {n_heads} heads"
         return f"{where}, {heads}"
 
-    def _seen_before(self, newest: _Newest) -> tuple[int, int, int] | None:
+    def _last_newest_row(self, newest: _FaultyRow) -> tuple[int, int, int] | None:
         """Return the step before, and of how many keys its newest row saw how many there."""
-        before = self._before.get(newest.step.branch)
+        before = self._last_views.get(newest.step.branch)
         for view in before[1] if before is not None else ():
             if before is not None and newest.layers[0] in view.layers:
-                return before[0].step, int(np.count_nonzero(view.newest)), view.at + 1
+                return before[0].step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
         return None
 
-    def _row_before(self, newest: _Newest) -> str:
-        seen = self._seen_before(newest)
+    def _format_last_row(self, newest: _FaultyRow) -> str:
+        seen = self._last_newest_row(newest)
         return "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
 
-    def _expected(self, newest: _Newest) -> int:
+    def _count_expected_keys(self, newest: _FaultyRow) -> int:
         """Return how many keys are meant: by the mask declared, else by the prompt's last row."""
-        intent, view = self.scene.intent, newest.view
+        intent, view = self.context.declared_mask, newest.view
         if intent is not None and not intent.assumed:
-            row = intent.rule.dense(1, view.last + 1, q_offset=view.last)[0, view.first :]
+            row = intent.spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[
+                0, view.first_key_pos :
+            ]
             return int(np.count_nonzero(row))
-        prompt = self._prompt.get(newest.layers[0])
+        prompt = self._prompt_rows.get(newest.layers[0])
         if prompt is None:
-            return view.at + 1
-        grown = 0 if prompt.slides else view.at + 1 - prompt.n_keys
-        return min(prompt.n_seen + grown, view.at + 1)
+            return view.newest_key + 1
+        grown = 0 if prompt.is_sliding else view.newest_key + 1 - prompt.n_keys
+        return min(prompt.n_seen + grown, view.newest_key + 1)
 
 
-RULE: type[Rule] = DecodingRule
-
-
-def _real_rows(scene: Scene, step: StepRecord) -> BoolArray:
+def _unpadded_rows(context: RuleContext, step: StepRecord) -> BoolArray:
     """Return which rows of a prompt are no padding: by the mask that was fed, else by their ids."""
     for one in step.arrays:
         if one.stream == "inputs.mask" and len(one.array):
             return np.asarray(one.array[0], np.bool_)
-    pad = declared_words(scene.generation.declared).pad
-    tokens = [scene.token(pos) for pos in range(step.kv_after)]
+    pad = declared_tokenizer(context.generation.declared).pad
+    tokens = [context.token(pos) for pos in range(step.kv_after)]
     return np.array([one is None or one.token_id != pad for one in tokens])
 
 
-def _in_any(sees: BoolArray, heads: Positions) -> bool:
+def _any_head_sees(sees: BoolArray, heads: Positions) -> bool:
     """Say whether any of the heads saw it; one for all stands for each of them."""
     return bool(sees[0] if len(sees) == 1 else sees[heads[heads < len(sees)]].any())

@@ -12,7 +12,7 @@ from flexinspect.masks import BoolArray, row_chunks
 from flexinspect.records import MaskRecord
 from flexinspect.rules.words import Positions
 
-_CHUNK = 256
+_EMPTY_ROW_CHUNK = 256
 """Rows looked at in one piece, so that a copy of a large mask takes a few MiB."""
 
 
@@ -36,7 +36,7 @@ class EmptyRows:
     averaged: BoolArray | None = None
     first_reader: npt.NDArray[np.int64] | None = None
 
-    def only(self, keep: BoolArray) -> EmptyRows:
+    def select(self, keep: BoolArray) -> EmptyRows:
         """Return some of the rows."""
         readers = None if self.readers is None else self.readers[keep]
         averaged = None if self.averaged is None else self.averaged[keep]
@@ -57,7 +57,7 @@ class EmptyRows:
 
 def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     """Return the rows of a mask that see nothing in any head, and those that do so in some."""
-    cells, offset = asked_cells(mask), mask.q_offset - mask.kv_offset
+    cells, offset = intended_cells(mask), mask.q_offset - mask.kv_offset
     if cells is None:
         return _empty_blocks(mask)
     if mask.kind.startswith("none"):
@@ -71,20 +71,22 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     parts = []
     for rows, heads in (
         (np.flatnonzero(everywhere), ()),
-        (np.flatnonzero(empty.any(axis=0) & ~everywhere), _heads_of(empty & ~everywhere)),
+        (np.flatnonzero(empty.any(axis=0) & ~everywhere), _heads_with_any(empty & ~everywhere)),
     ):
         if len(rows):
             readers = count_readers(cells, rows + offset, offset)
-            first = _first_reader(cells, rows + offset, offset)
+            first = _find_first_readers(cells, rows + offset, offset)
             last, n_heads = cells.shape[1] - 1, len(cells)
-            averaged = _averaged(mask, rows)
+            averaged = _averaged_rows(mask, rows)
             parts.append(
-                EmptyRows(_bare(mask), rows, last, readers, heads, n_heads, averaged, first)
+                EmptyRows(
+                    _without_arrays(mask), rows, last, readers, heads, n_heads, averaged, first
+                )
             )
     return tuple(parts)
 
 
-def asked_cells(mask: MaskRecord) -> BoolArray | None:
+def intended_cells(mask: MaskRecord) -> BoolArray | None:
     """Return the cells without the rows that were meant to be closed and are averaged instead.
 
     Such a row has all keys, but nobody asked for them, and what it makes of them is no attention:
@@ -96,7 +98,7 @@ def asked_cells(mask: MaskRecord) -> BoolArray | None:
     return asked
 
 
-def _averaged(mask: MaskRecord, rows: Positions) -> BoolArray | None:
+def _averaged_rows(mask: MaskRecord, rows: Positions) -> BoolArray | None:
     if mask.averaged is None:
         return None
     averaged: BoolArray = np.any(mask.averaged, axis=0)
@@ -117,7 +119,7 @@ def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
             return None
     rows = np.flatnonzero(closed.any(axis=0))
     empty = np.zeros((heads, n_rows), np.bool_)
-    for start, stop in row_chunks(len(rows), _CHUNK):
+    for start, stop in row_chunks(len(rows), _EMPTY_ROW_CHUNK):
         some = rows[start:stop]
         empty[:, some] = ~cells[:, some].any(axis=2)
     return empty if empty.any() else None
@@ -129,21 +131,21 @@ def count_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDAr
     `columns` count from the mask's first key and may lie outside; row r is at column r + offset.
     """
     counts = np.zeros(len(columns), np.int64)
-    for inside, _, seen in _reading(cells, columns, offset):
+    for inside, _, seen in _iter_readers(cells, columns, offset):
         counts[inside] += np.count_nonzero(seen, axis=0)
     return counts
 
 
-def _first_reader(cells: BoolArray, columns: Positions, offset: int) -> npt.NDArray[np.int64]:
+def _find_first_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDArray[np.int64]:
     """Return for each key the first row that sees it (see `count_readers`), -1 for none."""
     first = np.full(len(columns), -1, np.int64)
-    for inside, start, seen in _reading(cells, columns, offset):
+    for inside, start, seen in _iter_readers(cells, columns, offset):
         new = inside[(first[inside] < 0) & seen.any(axis=0)]
         first[new] = start + seen.argmax(axis=0)[np.isin(inside, new)]
     return first
 
 
-def _reading(
+def _iter_readers(
     cells: BoolArray, columns: Positions, offset: int
 ) -> Iterator[tuple[Positions, int, BoolArray]]:
     """Yield the columns inside, and for each piece of rows its start and who sees them.
@@ -152,7 +154,7 @@ def _reading(
     """
     inside = np.flatnonzero((columns >= 0) & (columns < cells.shape[2]))
     columns = columns[inside]
-    for start, stop in row_chunks(cells.shape[1], _CHUNK):
+    for start, stop in row_chunks(cells.shape[1], _EMPTY_ROW_CHUNK):
         seen: BoolArray = np.any(cells[:, start:stop, columns], axis=0)
         own_row = columns - offset - start
         here = np.flatnonzero((own_row >= 0) & (own_row < stop - start))
@@ -169,13 +171,13 @@ def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
     rows = np.flatnonzero(empty.repeat(mask.block_q)[: mask.q_len])
     if not len(rows):
         return ()
-    return (EmptyRows(_bare(mask), rows, mask.q_len - 1, None, n_heads=len(visited)),)
+    return (EmptyRows(_without_arrays(mask), rows, mask.q_len - 1, None, n_heads=len(visited)),)
 
 
-def _bare(mask: MaskRecord) -> MaskRecord:
+def _without_arrays(mask: MaskRecord) -> MaskRecord:
     """Return the mask without what is large, as it is remembered for the whole run."""
     return replace(mask, cells=None, averaged=None, partial=None, full=None)
 
 
-def _heads_of(empty: BoolArray) -> tuple[int, ...]:
+def _heads_with_any(empty: BoolArray) -> tuple[int, ...]:
     return tuple(np.flatnonzero(empty.any(axis=1)).tolist())

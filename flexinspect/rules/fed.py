@@ -13,88 +13,89 @@ from flexinspect.findings import Finding
 from flexinspect.records import CallRecord, StepRecord, TokenRecord
 from flexinspect.rules import fedsay
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.fedborders import BorderCheck, Verdict
-from flexinspect.rules.fedfacts import Fed
-from flexinspect.rules.fedkinds import KINDS
+from flexinspect.rules.fedborders import BorderCheck, BorderFault
+from flexinspect.rules.fedfacts import PromptTokens
+from flexinspect.rules.fedkinds import PROMPT_KINDS
 from flexinspect.rules.fedmask import HeadBorders, find_borders
 from flexinspect.rules.fedwords import is_complete
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 
 
-class FedRule(Rule):
+class PromptRule(Rule):
     """Says where what was declared of a prompt is not what was fed, or not what the mask has."""
 
     name: ClassVar[str] = "fed"
-    findings: ClassVar[Mapping[str, FindingKind]] = KINDS
+    findings: ClassVar[Mapping[str, FindingKind]] = PROMPT_KINDS
 
     def __init__(self) -> None:
         self._borders: dict[str, tuple[HeadBorders, ...] | None] = {}
         """By fingerprint and for the whole run."""
-        self._seen_whole = False
+        self._had_complete_prompt = False
         """Whether a generation had every piece; then one without them may be of another kind."""
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with a prompt that nothing is said of."""
-        super().begin(scene)
-        self._given: list[TokenRecord] = []
-        self._fed = Fed.of(scene)
-        self._is_judged = not self._fed.tokens
-        self._check = BorderCheck(scene, self._fed)
-        self._verdicts: dict[str, tuple[Verdict, ...]] = {}
+        super().on_generation_start(context)
+        self._later_tokens: list[TokenRecord] = []
+        self._prompt = PromptTokens.from_context(context)
+        self._is_checked = not self._prompt.tokens
+        self._border_check = BorderCheck(context, self._prompt)
+        self._border_faults: dict[str, tuple[BorderFault, ...]] = {}
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is wrong with the prompt, once it is known, and with the step's masks."""
-        if self._is_judged and step.q_len == 1:
+        if self._is_checked and step.q_len == 1:
             return ()
         found = []
-        if not self._is_judged:
-            found += self._read(step)
-        if step.q_len > 1 and self._check.is_needed:
-            found += self._compare(step)
+        if not self._is_checked:
+            found += self._read_prompt(step)
+        if step.q_len > 1 and self._border_check.is_needed:
+            found += self._check_masks(step)
         return found
 
-    def end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Sequence[Finding]:
         """Return what is wrong with a prompt that was not seen to be over."""
-        return () if self._is_judged else self._judge()
+        return () if self._is_checked else self._check_prompt()
 
-    def _read(self, step: StepRecord) -> list[Finding]:
+    def _read_prompt(self, step: StepRecord) -> list[Finding]:
         """Judge the prompt, unless pieces are missing that later forwards may still bring."""
         given = [token for token in step.tokens if token.step is None]
         if given:
-            self._given += given
-            self._fed = Fed.of(self.scene, self._given)
-        if is_complete(self._fed) or (step.step > 0 and not given):
-            return self._judge()
+            self._later_tokens += given
+            self._prompt = PromptTokens.from_context(self.context, self._later_tokens)
+        if is_complete(self._prompt) or (step.step > 0 and not given):
+            return self._check_prompt()
         return []
 
-    def _judge(self) -> list[Finding]:
-        self._is_judged = True
-        found = list(fedsay.about_words(self.scene, self._fed, is_other=self._seen_whole))
-        self._seen_whole |= bool(self._fed.pieces) and is_complete(self._fed)
+    def _check_prompt(self) -> list[Finding]:
+        self._is_checked = True
+        found = list(
+            fedsay.check_prompt(
+                self.context, self._prompt, had_complete_prompt=self._had_complete_prompt
+            )
+        )
+        self._had_complete_prompt |= bool(self._prompt.pieces) and is_complete(self._prompt)
         return found
 
-    def _compare(self, step: StepRecord) -> Iterator[Finding]:
+    def _check_masks(self, step: StepRecord) -> Iterator[Finding]:
         by_mask: dict[str, list[CallRecord]] = {}
         for call in step.calls:
             if call.mask is not None:
                 by_mask.setdefault(call.mask, []).append(call)
-        verdicts: dict[Verdict, list[CallRecord]] = {}
+        verdicts: dict[BorderFault, list[CallRecord]] = {}
         for fingerprint, calls in by_mask.items():
-            if fingerprint not in self._verdicts:
-                self._verdicts[fingerprint] = tuple(self._judged(fingerprint))
-            for verdict in self._verdicts[fingerprint]:
+            if fingerprint not in self._border_faults:
+                self._border_faults[fingerprint] = tuple(self._check_mask(fingerprint))
+            for verdict in self._border_faults[fingerprint]:
                 verdicts.setdefault(verdict, []).extend(calls)
         for verdict, calls in verdicts.items():
-            yield self._check.finding(step, verdict, calls)
+            yield self._border_check.make_finding(step, verdict, calls)
 
-    def _judged(self, fingerprint: str) -> Iterator[Verdict]:
-        mask = self.scene.mask(fingerprint)
+    def _check_mask(self, fingerprint: str) -> Iterator[BorderFault]:
+        mask = self.context.mask(fingerprint)
         if fingerprint not in self._borders:
             self._borders[fingerprint] = find_borders(mask) if mask is not None else None
         for part in self._borders[fingerprint] or ():
-            verdict = self._check.judge(mask, part)
+            verdict = self._border_check.check_mask(mask, part)
             if verdict is not None:
                 yield verdict
-
-
-RULE: type[Rule] = FedRule

@@ -11,20 +11,20 @@ from typing import Any
 from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import Segment
 from flexinspect.records import CallRecord, MaskRecord, StepRecord
-from flexinspect.rules.fedfacts import Fed
-from flexinspect.rules.fedkinds import DRIFT, MERGED, SHIFTED
-from flexinspect.rules.fedmask import Borders, HeadBorders, borders_of_rule, compare
-from flexinspect.rules.fedshift import find_shift, leads, reach_of
-from flexinspect.rules.fedwords import lengths
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted, layers, printable
+from flexinspect.rules.fedfacts import PromptTokens
+from flexinspect.rules.fedkinds import DRIFT, SEGMENTS_MERGED, SHIFTED
+from flexinspect.rules.fedmask import Borders, HeadBorders, compare_borders, spec_borders
+from flexinspect.rules.fedshift import candidate_shifts, find_shift, leading_lengths
+from flexinspect.rules.fedwords import token_lengths
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import format_layers, plural, printable
 
-_OURS = ("transformers.", "flexinspect")
-_MOST = 3
+_LIBRARY_PREFIXES = ("transformers.", "flexinspect")
+_MAX_NAMED_SEGMENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BorderFault:
     """What is wrong with the borders of some heads of a mask (see `fedmask.Compared`)."""
 
     id: str
@@ -37,221 +37,251 @@ class Verdict:
 class BorderCheck:
     """Compares the borders of masks with the segments of one generation."""
 
-    def __init__(self, scene: Scene, fed: Fed) -> None:
-        self._scene, self._fed = scene, fed
-        self._apart = fed.paraphrases
-        self.is_needed = bool(self._apart)
+    def __init__(self, context: RuleContext, prompt: PromptTokens) -> None:
+        self._context, self._prompt = context, prompt
+        self._paraphrases = prompt.paraphrases
+        self.is_needed = bool(self._paraphrases)
 
     @cached_property
-    def _meant(self) -> Borders:
+    def _declared_borders(self) -> Borders:
         """The borders that the declared rule has, or the one that is assumed."""
-        intent = self._scene.intent
-        return () if intent is None else borders_of_rule(intent.rule, self._scene.n_prompt + 1)
+        intent = self._context.declared_mask
+        return () if intent is None else spec_borders(intent.spec, self._context.n_prompt + 1)
 
     @cached_property
-    def _spans_off_by(self) -> int | None:
+    def _span_shift(self) -> int | None:
         """By how many tokens the declared spans themselves are off."""
-        shift = find_shift(self._fed)
-        return None if shift is None else shift.n
+        shift = find_shift(self._prompt)
+        return None if shift is None else shift.tokens
 
     @property
     def _severity(self) -> Severity:
-        intent = self._scene.intent
+        intent = self._context.declared_mask
         is_declared = intent is not None and not intent.assumed
         return Severity.ERROR if is_declared else Severity.WARNING
 
-    def judge(self, mask: MaskRecord | None, part: HeadBorders) -> Verdict | None:
+    def check_mask(self, mask: MaskRecord | None, head_borders: HeadBorders) -> BorderFault | None:
         """Return what is wrong with the borders of a mask, None when nothing is, or it is unclear.
 
         A mask whose every row begins anew (a window, all open) has no segments to compare.
         """
-        if mask is None or mask.q_offset or len(part.borders) > mask.q_len // 2:
+        if mask is None or mask.q_offset or len(head_borders.borders) > mask.q_len // 2:
             return None
-        apart = [one for one in self._apart if one.start < mask.q_len]
-        found = compare(part.borders, self._scene.segments, apart, leads(self._fed))
-        offsets = found.offsets or self._off_by(part.borders, mask.q_len)
-        if found.cut or offsets:
+        apart = [one for one in self._paraphrases if one.start < mask.q_len]
+        found = compare_borders(
+            head_borders.borders, self._context.segments, apart, leading_lengths(self._prompt)
+        )
+        offsets = found.offsets or self._find_declared_shift(head_borders.borders, mask.q_len)
+        if found.misplaced or offsets:
             off = {*offsets}
-            if not off or off == {-(self._spans_off_by or 0)}:
+            if not off or off == {-(self._span_shift or 0)}:
                 return None
             kind = SHIFTED if len(off) == 1 else DRIFT
-            return Verdict(kind, part.heads, part.borders, offsets)
-        missing = self._really_missing(found.missing, apart)
-        if not missing or not self._is_made(mask, part.borders):
+            return BorderFault(kind, head_borders.heads, head_borders.borders, offsets)
+        missing = self._declared_missing(found.missing, apart)
+        if not missing or not self._is_custom_mask(mask, head_borders.borders):
             return None
-        return Verdict(MERGED, part.heads, part.borders, missing=missing)
+        return BorderFault(
+            SEGMENTS_MERGED, head_borders.heads, head_borders.borders, missing=missing
+        )
 
-    def _off_by(self, borders: Borders, n_rows: int) -> tuple[int, ...]:
+    def _find_declared_shift(self, borders: Borders, n_rows: int) -> tuple[int, ...]:
         """Return by how much all borders lie before those of a declared rule, empty if they do not.
 
         Such a rule says where a separator belongs, so even a border inside of one may be off.
         """
-        intent = self._scene.intent
-        if intent is None or intent.assumed or len(borders) < 2 or {*borders} <= {*self._meant}:
+        intent = self._context.declared_mask
+        if (
+            intent is None
+            or intent.assumed
+            or len(borders) < 2
+            or {*borders} <= {*self._declared_borders}
+        ):
             return ()
-        for n in reach_of(self._fed):
-            if borders == tuple(b - n for b in self._meant if 0 < b - n < n_rows):
+        for n in candidate_shifts(self._prompt):
+            if borders == tuple(b - n for b in self._declared_borders if 0 < b - n < n_rows):
                 return (n,) * len(borders)
         return ()
 
-    def _really_missing(
+    def _declared_missing(
         self, missing: Iterable[Segment], apart: Sequence[Segment]
     ) -> tuple[Segment, ...]:
         """Return the segments at whose beginning the declared rule has a border, too."""
         before = {later: earlier.stop for earlier, later in pairwise(apart)}
         return tuple(
-            one for one in missing if any(before[one] <= b <= one.start for b in self._meant)
+            one
+            for one in missing
+            if any(before[one] <= b <= one.start for b in self._declared_borders)
         )
 
-    def _is_made(self, mask: MaskRecord, borders: Borders) -> bool:
+    def _is_custom_mask(self, mask: MaskRecord, borders: Borders) -> bool:
         """Say whether somebody made this mask to have borders, and it is no backend's own."""
         if mask.kind == "block":
-            return not (mask.rule or "").startswith(_OURS)
+            return not (mask.rule or "").startswith(_LIBRARY_PREFIXES)
         return len(borders) > 0
 
     # -- in words --------------------------------------------------------------------------------
 
-    def finding(self, step: StepRecord, verdict: Verdict, calls: Sequence[CallRecord]) -> Finding:
+    def make_finding(
+        self, step: StepRecord, fault: BorderFault, calls: Sequence[CallRecord]
+    ) -> Finding:
         """Return a verdict in words, for the layers of these calls."""
         which = sorted({call.layer for call in calls})
-        where = layers(which, len({call.layer for call in step.calls}))
-        if verdict.heads:
-            where += f" ({counted(len(verdict.heads), 'head')}, first {verdict.heads[0]})"
-        say = {SHIFTED: self._shifted, DRIFT: self._drifted, MERGED: self._merged}[verdict.id]
-        sentence, positions = say(verdict, where)
+        where = format_layers(which, len({call.layer for call in step.calls}))
+        if fault.heads:
+            where += f" ({plural(len(fault.heads), 'head')}, first {fault.heads[0]})"
+        say = {
+            SHIFTED: self._describe_shift,
+            DRIFT: self._describe_drift,
+            SEGMENTS_MERGED: self._describe_merge,
+        }[fault.id]
+        sentence, positions = say(fault, where)
         return Finding(
-            id=verdict.id,
+            id=fault.id,
             severity=self._severity,
             sentence=sentence,
             generation=step.generation,
             branch=step.branch,
             step=step.step,
             layer=which[0],
-            head=verdict.heads[0] if len(verdict.heads) == 1 else None,
+            head=fault.heads[0] if len(fault.heads) == 1 else None,
             positions=positions,
-            evidence=self._evidence(verdict, calls, which),
+            evidence=self._evidence(fault, calls, which),
             layers=tuple(which) if len(which) > 1 else (),
-            series=f"mask {verdict.heads} {verdict.offsets} {len(verdict.missing)}",
+            series=f"mask {fault.heads} {fault.offsets} {len(fault.missing)}",
         )
 
     def _evidence(
-        self, verdict: Verdict, calls: Sequence[CallRecord], which: Sequence[int]
+        self, fault: BorderFault, calls: Sequence[CallRecord], which: Sequence[int]
     ) -> dict[str, Any]:
         said: dict[str, Any] = {
             "mask": calls[0].mask,
-            "borders": list(verdict.borders),
-            "declared": [[one.label, one.start, one.stop] for one in self._apart],
+            "borders": list(fault.borders),
+            "declared": [[one.label, one.start, one.stop] for one in self._paraphrases],
             "layers": list(which),
-            "heads": list(verdict.heads) or "all",
+            "heads": list(fault.heads) or "all",
         }
-        if verdict.offsets:
-            said["shift"] = verdict.offsets[0]
-            said["offsets"] = list(verdict.offsets)
-        if verdict.id == DRIFT:
-            said["tokens alone and fed"] = [list(pair) for pair in lengths(self._fed)]
+        if fault.offsets:
+            said["shift"] = fault.offsets[0]
+            said["offsets"] = list(fault.offsets)
+        if fault.id == DRIFT:
+            said["tokens alone and fed"] = [list(pair) for pair in token_lengths(self._prompt)]
         return said
 
-    def _shifted(self, verdict: Verdict, where: str) -> tuple[str, tuple[int, ...]]:
-        n = verdict.offsets[0]
+    def _describe_shift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
+        n = fault.offsets[0]
         side = "before" if n > 0 else "after"
-        places, positions = self._cut_places(verdict.borders, n)
+        places, positions = self._describe_cuts(fault.borders, n)
         sentence = (
-            f"In {where} the borders of the executed mask lie {counted(abs(n), 'token')} {side} "
-            f"those declared{as_if(self._fed, n)}: {places}."
+            f"In {where} the borders of the executed mask lie {plural(abs(n), 'token')} {side} "
+            f"those declared{explain_shift(self._prompt, n)}: {places}."
         )
-        return sentence + self._assumed(), positions
+        return sentence + self._describe_assumption(), positions
 
-    def _cut_places(self, borders: Borders, n: int) -> tuple[str, tuple[int, ...]]:
+    def _describe_cuts(self, borders: Borders, n: int) -> tuple[str, tuple[int, ...]]:
         """Return in words what is cut off from each segment, and the positions."""
         parts, positions = [], []
-        for one in self._apart:
+        for one in self._paraphrases:
             inside = [b for b in borders if one.start < b < one.stop]
             if not inside:
                 continue
             lost = range(inside[0], one.stop) if n > 0 else range(one.start, inside[-1])
             end = "last" if n > 0 else "first"
             many = f"{end} token" if len(lost) == 1 else f"{end} {len(lost)} tokens"
-            parts.append(f"the {many} of '{printable(one.label)}' ({self._first(lost)})")
+            parts.append(f"the {many} of '{printable(one.label)}' ({self._describe_first(lost)})")
             positions += list(lost)
         if not parts:  # inside of separators
-            there, here = self._scene.position(borders[0]), self._scene.position(borders[0] + n)
+            there, here = (
+                self._context.format_position(borders[0]),
+                self._context.format_position(borders[0] + n),
+            )
             return f"the first is at {there} instead of {here}", borders[:32]
-        told = parts if len(parts) <= _MOST else [*parts[:_MOST], f"{len(parts) - _MOST} more"]
+        told = (
+            parts
+            if len(parts) <= _MAX_NAMED_SEGMENTS
+            else [*parts[:_MAX_NAMED_SEGMENTS], f"{len(parts) - _MAX_NAMED_SEGMENTS} more"]
+        )
         listed = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
         what = "what comes after" if n > 0 else "what comes before"
         is_one = len(positions) == 1
         return f"{listed} {'is' if is_one else 'are'} treated as {what}", tuple(positions[:32])
 
-    def _first(self, lost: range) -> str:
-        word = self._scene.position(lost[0])
+    def _describe_first(self, lost: range) -> str:
+        word = self._context.format_position(lost[0])
         return word if len(lost) == 1 else f"from {word}"
 
-    def _drifted(self, verdict: Verdict, where: str) -> tuple[str, tuple[int, ...]]:
-        steps = ", ".join(map(str, verdict.offsets))
-        alone, fed = (sum(pair[n] for pair in lengths(self._fed)) for n in (0, 1))
+    def _describe_drift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
+        steps = ", ".join(map(str, fault.offsets))
+        alone, fed = (sum(pair[n] for pair in token_lengths(self._prompt)) for n in (0, 1))
         summed = f" (encoded alone they have {alone} tokens, in the prompt {fed})"
         sentence = (
             f"In {where} the borders of the executed mask drift away from those declared: they lie "
             f"{steps} tokens before them, as if positions had been summed from pieces that were "
             f"encoded one by one{summed if alone != fed else ''}; the last is at "
-            f"{self._scene.position(verdict.borders[-1])}."
+            f"{self._context.format_position(fault.borders[-1])}."
         )
-        return sentence + self._assumed(), verdict.borders[:32]
+        return sentence + self._describe_assumption(), fault.borders[:32]
 
-    def _merged(self, verdict: Verdict, where: str) -> tuple[str, tuple[int, ...]]:
-        starts = tuple(one.start for one in verdict.missing)
-        n, n_missing = len(self._apart), len(starts)
+    def _describe_merge(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
+        starts = tuple(one.start for one in fault.missing)
+        n, n_missing = len(self._paraphrases), len(starts)
         if n_missing == n - 1:
             what = f"is one piece in {where}, and {n} segments were declared"
         else:
             what = (
                 f"has {n - n_missing} pieces where {n} segments were declared, in {where}: no "
-                f"border before {' and '.join(_names(verdict.missing))}"
+                f"border before {' and '.join(_quote_segment_labels(fault.missing))}"
             )
         sentence = (
-            f"The executed mask {what}; {self._scene.position(starts[0])}, the first of "
-            f"'{printable(verdict.missing[0].label)}', sees the segment before it"
-            f"{self._ends_of_text()}."
+            f"The executed mask {what}; {self._context.format_position(starts[0])}, the first of "
+            f"'{printable(fault.missing[0].label)}', sees the segment before it"
+            f"{self._describe_eos()}."
         )
-        return sentence + self._assumed(), starts[:32]
+        return sentence + self._describe_assumption(), starts[:32]
 
-    def _ends_of_text(self) -> str:
+    def _describe_eos(self) -> str:
         """Return what is known of an EOS between the segments."""
-        fed, eos = self._fed, self._fed.words.eos
-        ids = fed.ids[max(self._apart[0].start - fed.start, 0) : self._apart[-1].start - fed.start]
+        fed, eos = self._prompt, self._prompt.tokenizer_facts.eos
+        ids = fed.ids[
+            max(self._paraphrases[0].start - fed.start, 0) : self._paraphrases[-1].start - fed.start
+        ]
         if not ids or any(id_ in eos for id_ in ids):
             return ""
         if eos:
             return (
                 f"; the ids between have no EOS ({', '.join(map(str, eos))}) to take borders from"
             )
-        last = [self._scene.token(one.stop - 1) for one in self._apart[:-1]]
+        last = [self._context.token(one.stop - 1) for one in self._paraphrases[:-1]]
         if len({token.token_id for token in last if token is not None}) == len(last) > 1:
             return "; no id ends more than one of them, so there is no EOS to take borders from"
         return ""
 
-    def _assumed(self) -> str:
+    def _describe_assumption(self) -> str:
         """Return what is to be added where no mask was declared."""
-        intent = self._scene.intent
+        intent = self._context.declared_mask
         if intent is not None and not intent.assumed:
             return ""
         return " No mask was declared; segments are taken to be kept apart."
 
 
-def _names(segments: Sequence[Segment]) -> list[str]:
-    names = [f"'{printable(one.label)}'" for one in segments[:_MOST]]
-    return names if len(segments) <= _MOST else [*names, f"{len(segments) - _MOST} more"]
+def _quote_segment_labels(segments: Sequence[Segment]) -> list[str]:
+    names = [f"'{printable(one.label)}'" for one in segments[:_MAX_NAMED_SEGMENTS]]
+    return (
+        names
+        if len(segments) <= _MAX_NAMED_SEGMENTS
+        else [*names, f"{len(segments) - _MAX_NAMED_SEGMENTS} more"]
+    )
 
 
-def as_if(fed: Fed, n: int) -> str:
+def explain_shift(prompt: PromptTokens, n: int) -> str:
     """Return what a shift by n tokens usually comes from, "" when nothing explains it."""
-    bos = int(fed.has_bos)
+    bos = int(prompt.has_bos)
     if n == bos == 1:
         return ", as if positions had been counted without the BOS"
-    if n == -1 and not bos and fed.words.bos is not None:
+    if n == -1 and not bos and prompt.tokenizer_facts.bos is not None:
         return ", as if a BOS had been counted that was not fed"
-    if n and fed.n_pads and n == fed.n_pads:
+    if n and prompt.n_pads and n == prompt.n_pads:
         return ", as if positions had been counted without the padding"
-    if n and fed.n_pads and n == fed.n_pads + bos:
+    if n and prompt.n_pads and n == prompt.n_pads + bos:
         return ", as if positions had been counted without the padding and the BOS"
     return ""

@@ -8,54 +8,58 @@ from functools import cached_property
 from itertools import islice
 
 from flexinspect.pieces import (
-    Piece,
+    DeclaredSegment,
     Span,
-    WordFacts,
-    declared_pieces,
-    declared_words,
-    places_of_ids,
-    places_of_text,
+    TokenizerFacts,
+    declared_segments,
+    declared_tokenizer,
+    find_id_spans,
+    find_text_spans,
 )
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 
-_ENDS = ".?!:。？！："
-_MANY = 9
+_SENTENCE_ENDS = ".?!:。？！："
+_MAX_PLACES = 9
 
-SPECIAL = "\0"
+SPECIAL_MARK = "\0"
 """What stands for a special token where texts are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class LocatedPiece:
     """A declared piece and where it is: `span` is None for a text that was not found.
 
     `shares` says that an earlier piece has some of its tokens; `n_places` in how many places its
     text was found, counted up to nine.
     """
 
-    piece: Piece
+    piece: DeclaredSegment
     span: Span | None
-    shares: bool = False
+    overlaps: bool = False
     n_places: int = 1
 
 
 @dataclass(frozen=True)
-class Fed:
+class PromptTokens:
     """A prompt as it was fed: its tokens, from position `start` on, and the pieces declared."""
 
     tokens: tuple[TokenRecord, ...]
     segments: tuple[Segment, ...]
-    pieces: tuple[Piece, ...]
-    words: WordFacts
+    pieces: tuple[DeclaredSegment, ...]
+    tokenizer_facts: TokenizerFacts
 
     @classmethod
-    def of(cls, scene: Scene, given: Sequence[TokenRecord] = ()) -> Fed:
+    def from_context(
+        cls, context: RuleContext, later_tokens: Sequence[TokenRecord] = ()
+    ) -> PromptTokens:
         """Return the prompt of a generation, with the tokens that later forwards were given."""
-        declared = scene.generation.declared
-        tokens = (*scene.generation.tokens, *given)
-        return cls(tokens, scene.segments, declared_pieces(declared), declared_words(declared))
+        declared = context.generation.declared
+        tokens = (*context.generation.tokens, *later_tokens)
+        return cls(
+            tokens, context.segments, declared_segments(declared), declared_tokenizer(declared)
+        )
 
     @property
     def start(self) -> int:
@@ -75,12 +79,12 @@ class Fed:
     @cached_property
     def texts(self) -> list[str]:
         """What each token adds to the text; a special one is no text that could be declared."""
-        return [SPECIAL if token.special else token.text for token in self.tokens]
+        return [SPECIAL_MARK if token.special else token.text for token in self.tokens]
 
     @property
     def has_text(self) -> bool:
         """Whether a tokenizer was at hand, so that tokens have words."""
-        return self.words.adds_bos is not None
+        return self.tokenizer_facts.adds_bos is not None
 
     @cached_property
     def n_pads(self) -> int:
@@ -88,17 +92,17 @@ class Fed:
         first = [one for one in self.segments[:2] if one.label == "padding"]
         if first and first[0].kind is SegmentKind.SHARED:
             return len(first[0])
-        pad = self.pad
+        pad = self.pad_id
         return next((n for n, id_ in enumerate(self.ids) if id_ != pad), 0) if self.ids else 0
 
     @property
-    def pad(self) -> int | None:
+    def pad_id(self) -> int | None:
         """The id of padding, None when it may be a BOS or EOS too."""
-        pad = self.words.pad
-        return None if pad in (self.words.bos, *self.words.eos) else pad
+        pad = self.tokenizer_facts.pad
+        return None if pad in (self.tokenizer_facts.bos, *self.tokenizer_facts.eos) else pad
 
     @cached_property
-    def first(self) -> int:
+    def first_unpadded(self) -> int:
         """The first position that is no padding."""
         return self.start + self.n_pads
 
@@ -106,10 +110,10 @@ class Fed:
     def has_bos(self) -> bool:
         """Whether a BOS comes first, after the padding."""
         begin = self.ids[self.n_pads : self.n_pads + 1]
-        return self.words.bos is not None and begin == [self.words.bos]
+        return self.tokenizer_facts.bos is not None and begin == [self.tokenizer_facts.bos]
 
     @cached_property
-    def spans(self) -> tuple[Piece, ...]:
+    def spans(self) -> tuple[DeclaredSegment, ...]:
         """The pieces that were declared as spans, by position."""
         spans = [piece for piece in self.pieces if piece.text is None]
         return tuple(sorted(spans, key=lambda piece: piece.start))
@@ -120,14 +124,14 @@ class Fed:
         return tuple(one for one in self.segments if one.kind is SegmentKind.PARAPHRASE)
 
     @cached_property
-    def located(self) -> tuple[Located, ...]:
+    def located_pieces(self) -> tuple[LocatedPiece, ...]:
         """All pieces with their places, in the order they were declared.
 
         A text is looked for after the piece before it, then from the beginning.
         """
         return tuple(self._locate())
 
-    def _locate(self) -> Iterator[Located]:
+    def _locate(self) -> Iterator[LocatedPiece]:
         taken: list[Span] = []
         after = self.n_pads
         for piece in self.pieces:
@@ -135,36 +139,36 @@ class Fed:
                 span: Span | None = (piece.start, piece.stop)
                 n_places = 1
             else:
-                found = [*self._places(piece, after), *self._places(piece, self.n_pads)]
+                found = [*self._find_place(piece, after), *self._find_place(piece, self.n_pads)]
                 span = found[0] if found else None
-                n_places = self._count(piece)
+                n_places = self._count_places(piece)
             if span is None:
-                yield Located(piece, None, n_places=0)
+                yield LocatedPiece(piece, None, n_places=0)
                 continue
             shares = any(span[0] < stop and start < span[1] for start, stop in taken)
-            yield Located(piece, span, shares, n_places)
+            yield LocatedPiece(piece, span, shares, n_places)
             taken.append(span)
             after = span[1] - self.start
 
-    def _places(self, piece: Piece, after: int) -> Iterator[Span]:
+    def _find_place(self, piece: DeclaredSegment, after: int) -> Iterator[Span]:
         """Yield the first place of a text, in positions: by its ids, else by its characters."""
-        for places in self._ways(piece, after):
+        for places in self._iter_searches(piece, after):
             for start, stop in islice(places, 1):
                 yield self.start + start, self.start + stop
                 return
 
-    def _count(self, piece: Piece) -> int:
+    def _count_places(self, piece: DeclaredSegment) -> int:
         """Return in how many places a text is, up to nine."""
-        ways = self._ways(piece, self.n_pads)
-        return max(sum(1 for _ in islice(places, _MANY)) for places in ways)
+        ways = self._iter_searches(piece, self.n_pads)
+        return max(sum(1 for _ in islice(places, _MAX_PLACES)) for places in ways)
 
-    def _ways(self, piece: Piece, after: int) -> Iterator[Iterator[Span]]:
-        yield places_of_ids(piece.ids, self.ids, after)
+    def _iter_searches(self, piece: DeclaredSegment, after: int) -> Iterator[Iterator[Span]]:
+        yield find_id_spans(piece.ids, self.ids, after)
         if self.has_text:
-            yield places_of_text(piece.text or "", self.texts, after)
+            yield find_text_spans(piece.text or "", self.texts, after)
 
     @cached_property
-    def edges(self) -> tuple[frozenset[int], frozenset[int]]:
+    def line_edges(self) -> tuple[frozenset[int], frozenset[int]]:
         """Positions at which a line or sentence begins, and those before which one ends."""
         begins: set[int] = set()
         ends = {self.stop}
@@ -172,7 +176,7 @@ class Fed:
         for token in self.tokens:
             text, last = token.text, before.rstrip()[-1:]
             is_apart = before != before.rstrip() or text[:1].isspace()
-            is_new = before.endswith("\n") or (last != "" and last in _ENDS and is_apart)
+            is_new = before.endswith("\n") or (last != "" and last in _SENTENCE_ENDS and is_apart)
             if token.special or is_new or text.startswith("\n"):
                 ends.add(token.pos)
             if is_new and not token.special and text.strip("\r\n"):

@@ -15,18 +15,18 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.masks import BoolArray, MaskRule
+from flexinspect.masks import BoolArray, MaskSpec
 from flexinspect.prompts import Segment
 from flexinspect.records import MaskRecord
-from flexinspect.rules.fedshift import REACH, grows
+from flexinspect.rules.fedshift import MAX_SHIFT, is_growing
 
-Counts = npt.NDArray[np.intp]
+OpenKeyCounts = npt.NDArray[np.intp]
 """Open keys per row, (rows,)."""
 
 Borders = tuple[int, ...]
 """Positions at which the rows of a mask begin to see something else."""
 
-MAX_ROWS = 4096
+MAX_BORDER_ROWS = 4096
 """Rows up to which the borders of a declared rule are worked out."""
 
 
@@ -53,15 +53,15 @@ def find_borders(mask: MaskRecord) -> tuple[HeadBorders, ...] | None:
     by_head: dict[Borders, list[int]] = {}
     for head, rows in enumerate(cells):
         counts = np.count_nonzero(rows, axis=1)
-        if _slides(rows, counts, mask.q_offset):
+        if _has_sliding_rows(rows, counts, mask.q_offset):
             return None
-        by_head.setdefault(_borders(counts, mask.q_offset), []).append(head)
+        by_head.setdefault(_find_row_borders(counts, mask.q_offset), []).append(head)
     if len(by_head) == 1:
         return (HeadBorders((), next(iter(by_head))),)
     return tuple(HeadBorders(tuple(heads), borders) for borders, heads in by_head.items())
 
 
-def _slides(cells: BoolArray, counts: Counts, offset: int) -> bool:
+def _has_sliding_rows(cells: BoolArray, counts: OpenKeyCounts, offset: int) -> bool:
     """Say whether a row has as many keys as the one before and sees it: a window, or all is open.
 
     Where a segment begins, the row before is not seen.
@@ -71,7 +71,7 @@ def _slides(cells: BoolArray, counts: Counts, offset: int) -> bool:
     return bool(cells[rows, np.minimum(before, cells.shape[1] - 1)].any())
 
 
-def _borders(counts: Counts, offset: int) -> Borders:
+def _find_row_borders(counts: OpenKeyCounts, offset: int) -> Borders:
     """Return where the number of open keys per row, (rows,), does not rise by one."""
     steps = np.diff(counts)
     begun = np.maximum.accumulate(counts)[:-1] > 0
@@ -80,14 +80,14 @@ def _borders(counts: Counts, offset: int) -> Borders:
     return tuple((np.flatnonzero(~(goes_on | stays_empty)) + 1 + offset).tolist())
 
 
-def borders_of_rule(rule: MaskRule, n_rows: int) -> Borders:
+def spec_borders(spec: MaskSpec, n_rows: int) -> Borders:
     """Return the borders of a declared rule over the first rows."""
-    counts = np.count_nonzero(rule.dense(min(n_rows, MAX_ROWS)), axis=1)
-    return _borders(counts, 0)
+    counts = np.count_nonzero(spec.dense(min(n_rows, MAX_BORDER_ROWS)), axis=1)
+    return _find_row_borders(counts, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class BorderComparison:
     """What borders are against the declared segments.
 
     `offsets` says by how many tokens the borders lie before those declared (negative: after), all
@@ -96,13 +96,16 @@ class Compared:
     """
 
     offsets: tuple[int, ...] = ()
-    cut: tuple[int, ...] = ()
+    misplaced: tuple[int, ...] = ()
     missing: tuple[Segment, ...] = field(default=())
 
 
-def compare(
-    borders: Borders, segments: Sequence[Segment], apart: Sequence[Segment], also: Iterable[int]
-) -> Compared:
+def compare_borders(
+    borders: Borders,
+    segments: Sequence[Segment],
+    apart: Sequence[Segment],
+    extra_shifts: Iterable[int],
+) -> BorderComparison:
     """Compare the borders of a mask with those of all segments, of which `apart` are kept apart.
 
     A border between two segments, in a separator, or at its ends, is in its place. `also` are
@@ -110,19 +113,25 @@ def compare(
     """
     cut = tuple(b for b in borders if any(one.start < b < one.stop for one in apart))
     if not cut:
-        return Compared(missing=tuple(_missing(borders, apart, 0)))
-    tries = sorted({*range(-REACH, REACH + 1), *also} - {0}, key=lambda n: (abs(n), n < 0))
+        return BorderComparison(missing=tuple(_find_missing_borders(borders, apart, 0)))
+    tries = sorted(
+        {*range(-MAX_SHIFT, MAX_SHIFT + 1), *extra_shifts} - {0}, key=lambda n: (abs(n), n < 0)
+    )
     places = {edge for one in segments for edge in (one.start, one.stop)}
     for n in tries:
-        fits = all(b + n in places for b in borders) and _is_regular(
+        fits = all(b + n in places for b in borders) and _is_regular_border_set(
             {b + n for b in borders}, apart
         )
-        if fits and not _missing(borders, apart, n) and (len(borders) > 1 or abs(n) <= 4):
-            return Compared((n,) * len(borders), cut)
-    return Compared(_drift(borders, apart), cut)
+        if (
+            fits
+            and not _find_missing_borders(borders, apart, n)
+            and (len(borders) > 1 or abs(n) <= 4)
+        ):
+            return BorderComparison((n,) * len(borders), cut)
+    return BorderComparison(_find_drift(borders, apart), cut)
 
 
-def _missing(borders: Borders, apart: Sequence[Segment], n: int) -> list[Segment]:
+def _find_missing_borders(borders: Borders, apart: Sequence[Segment], n: int) -> list[Segment]:
     """Return the segments with no border between their start and the stop of the one before."""
     return [
         later
@@ -131,7 +140,7 @@ def _missing(borders: Borders, apart: Sequence[Segment], n: int) -> list[Segment
     ]
 
 
-def _is_regular(borders: set[int], apart: Sequence[Segment]) -> bool:
+def _is_regular_border_set(borders: set[int], apart: Sequence[Segment]) -> bool:
     """Say whether gaps are all treated alike: before, after, or on both sides there is a border."""
     sides = {
         (earlier.stop in borders, later.start in borders)
@@ -141,7 +150,7 @@ def _is_regular(borders: set[int], apart: Sequence[Segment]) -> bool:
     return len(sides) < 2
 
 
-def _drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
+def _find_drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
     """Return growing offsets when the borders are those declared, in order, off by a few more."""
     starts = [one.start for one in apart[1:]]
     both = sorted({edge for one in apart for edge in (one.start, one.stop)} - {apart[0].start})
@@ -150,6 +159,6 @@ def _drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
             continue
         offsets = [place - b for place, b in zip(places, borders, strict=True)]
         n_off = sum(offset != 0 for offset in offsets)
-        if grows(offsets) and n_off > 1 and max(map(abs, offsets)) <= REACH:
+        if is_growing(offsets) and n_off > 1 and max(map(abs, offsets)) <= MAX_SHIFT:
             return tuple(offsets)
     return ()

@@ -14,23 +14,23 @@ from typing import Any, ClassVar
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import EventRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.failures import FAILED_EVENT, kind_of_failure
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted, printable
+from flexinspect.rules.failures import KERNEL_FAILED_EVENT, failure_finding_id
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import plural, printable
 
-EVERY_STEP = "graphs.every-step"
-LIMIT = "graphs.limit"
+COMPILED_EVERY_STEP = "graphs.every-step"
+RECOMPILE_LIMIT = "graphs.limit"
 
-BUILT = ("compiled", "recompiled")
-LIMIT_EVENT = "recompile-limit"
+COMPILE_EVENTS = ("compiled", "recompiled")
+RECOMPILE_LIMIT_EVENT = "recompile-limit"
 
-ENOUGH = 4
+MIN_STEPS_BY_CODE = 4
 """Steps in a row with a new graph each, the newest two of them because a rule was new code."""
 
-MANY = 6
+MIN_STEPS = 6
 """Steps in a row that are enough whatever the reason."""
 
-_QUERY = (
+_COMPILE_QUERY = (
     "SELECT generation, step, kind, text, data FROM events WHERE kind IN ('compiled', 'recompiled',"
     " 'recompile-limit', 'kernel-failed') ORDER BY event"
 )
@@ -40,9 +40,9 @@ class GraphsRule(Rule):
     """Says when a graph is built at every step, and when the recompile limit is reached."""
 
     name: ClassVar[str] = "graphs"
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        EVERY_STEP: FindingKind(
+        COMPILED_EVERY_STEP: FindingKind(
             Severity.WARNING,
             "torch.compile builds a new graph at every step",
             "Each token waits for a compilation, which costs more than the model; after eight of "
@@ -51,10 +51,10 @@ class GraphsRule(Rule):
             "that failed. TORCH_LOGS=recompiles prints it as well.",
             "Make the rule once, outside of the loop, and let it read what changes from a captured "
             "0-dim tensor; do not define it by exec or compose it anew at each step.",
-            _QUERY,
-            grows=True,
+            _COMPILE_QUERY,
+            keeps_latest=True,
         ),
-        LIMIT: FindingKind(
+        RECOMPILE_LIMIT: FindingKind(
             Severity.WARNING,
             "torch.compile reached its recompile limit",
             "From here on the compiled wrapper runs plain Python: slower, and with another mask "
@@ -62,47 +62,51 @@ class GraphsRule(Rule):
             "The events show which guard failed at each of the graphs before.",
             "Remove the reason for recompiling (a rule that is new code, a length that is marked "
             "static) rather than raise torch._dynamo.config.recompile_limit.",
-            _QUERY,
+            _COMPILE_QUERY,
         ),
     }
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._key: tuple[Any, ...] = ()
         self._n_steps = self._n_graphs = self._n_by_code = 0
         self._ms = 0.0
         self._first = 0
-        self._told_in: int | None = None
+        self._reported_generation: int | None = None
         """The generation of the finding on these steps, None before there is one."""
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no step seen; calls outside of a model go on from those before."""
-        super().begin(scene)
-        if not scene.is_loose:
-            self._forget()
+        super().on_generation_start(context)
+        if not context.is_standalone:
+            self._reset()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Count graphs in a row, and return what that means once there are too many."""
         if not step.events:
             if self._n_steps:
-                self._forget()
+                self._reset()
             return ()
-        built = [event for event in step.events if event.kind in BUILT]
-        found = [self._limit(event, step) for event in step.events if event.kind == LIMIT_EVENT]
+        built = [event for event in step.events if event.kind in COMPILE_EVENTS]
+        found = [
+            self._limit_finding(event, step)
+            for event in step.events
+            if event.kind == RECOMPILE_LIMIT_EVENT
+        ]
         if not built:
-            self._forget()
+            self._reset()
             return found
-        self._count(step, built)
+        self._count_graphs(step, built)
         if self._is_too_often():
-            found.append(self._every_step(step, built[-1]))
+            found.append(self._every_step_finding(step, built[-1]))
         return found
 
-    def hear(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Tell of a call that was refused because of the limit."""
         error = str(event.data.get("error", ""))
-        if event.kind != FAILED_EVENT or kind_of_failure(error):
+        if event.kind != KERNEL_FAILED_EVENT or failure_finding_id(error):
             return ()
         layer = event.data.get("layer")
         where = "" if event.step is None else f" in step {event.step}"
@@ -111,44 +115,44 @@ class GraphsRule(Rule):
             f"{printable(str(event.data.get('kernel')))} raises instead of running."
         )
         severity = Severity.WARNING if event.step is None else Severity.ERROR
-        return [self._finding(LIMIT, severity, sentence, event.step, event.data, layer)]
+        return [self._finding(RECOMPILE_LIMIT, severity, sentence, event.step, event.data, layer)]
 
-    def _count(self, step: StepRecord, built: Sequence[EventRecord]) -> None:
-        key = self._key_of(step)
+    def _count_graphs(self, step: StepRecord, built: Sequence[EventRecord]) -> None:
+        key = self._call_key(step)
         if key != self._key:
-            self._forget()
-            self._key, self._first = key, self._place(step)
+            self._reset()
+            self._key, self._first = key, self._step_number(step)
         self._n_steps += 1
         self._n_graphs += sum(int(event.data.get("graphs", 1)) for event in built)
         self._n_by_code += any("guard" in event.data for event in built)
         self._ms += step.wall_ms
 
-    def _key_of(self, step: StepRecord) -> tuple[Any, ...]:
+    def _call_key(self, step: StepRecord) -> tuple[Any, ...]:
         """Return what steps in a row have in common; another kind of call is no repetition."""
-        if not self.scene.is_loose:
+        if not self.context.is_standalone:
             return (step.branch, step.phase)
         call = step.calls[0] if step.calls else None
         if call is None:
             return ()
-        mask = self.scene.mask(call.mask)
+        mask = self.context.mask(call.mask)
         shape = (call.batch, call.q_heads, call.kv_heads, call.q_len, call.head_dim, call.dtype)
         return (*shape, call.path, None if mask is None else (mask.rule, mask.rule_source))
 
     def _is_too_often(self) -> bool:
-        by_code = self._n_steps >= ENOUGH and self._n_by_code >= ENOUGH - 2
-        return by_code or self._n_steps >= MANY
+        by_code = self._n_steps >= MIN_STEPS_BY_CODE and self._n_by_code >= MIN_STEPS_BY_CODE - 2
+        return by_code or self._n_steps >= MIN_STEPS
 
-    def _place(self, step: StepRecord) -> int:
-        return step.generation if self.scene.is_loose else step.step
+    def _step_number(self, step: StepRecord) -> int:
+        return step.generation if self.context.is_standalone else step.step
 
-    def _every_step(self, step: StepRecord, event: EventRecord) -> Finding:
-        what = "calls" if self.scene.is_loose else f"{step.phase} steps"
-        rows = f"{self._first} to {self._place(step)}"
-        graphs = counted(self._n_graphs, "new graph")
+    def _every_step_finding(self, step: StepRecord, event: EventRecord) -> Finding:
+        what = "calls" if self.context.is_standalone else f"{step.phase} steps"
+        rows = f"{self._first} to {self._step_number(step)}"
+        graphs = plural(self._n_graphs, "new graph")
         sentence = (
             f"torch.compile built {graphs} in {self._n_steps} {what} in a row "
-            f"({'generations' if self.scene.is_loose else 'steps'} {rows}, {self._ms:.0f} ms)"
-            f"{_of(event)}: {self._why(step, event)}."
+            f"({'generations' if self.context.is_standalone else 'steps'} {rows}, {self._ms:.0f} ms)"
+            f"{_format_functions(event)}: {self._format_guard(step, event)}."
         )
         evidence = {
             "graphs": self._n_graphs,
@@ -157,32 +161,36 @@ class GraphsRule(Rule):
             "ms": round(self._ms, 1),
             **event.data,
         }
-        if self._told_in is None:
-            self._told_in = step.generation
+        if self._reported_generation is None:
+            self._reported_generation = step.generation
         series = f"every-step from {self._first}"
-        about = (EVERY_STEP, None, sentence, step.step, evidence, None, series, step)
+        about = (COMPILED_EVERY_STEP, None, sentence, step.step, evidence, None, series, step)
         # Outside of a model each call is a generation: all of them are one finding, in the first.
-        return replace(self._finding(*about), generation=self._told_in)
+        return replace(self._finding(*about), generation=self._reported_generation)
 
-    def _why(self, step: StepRecord, event: EventRecord) -> str:
+    def _format_guard(self, step: StepRecord, event: EventRecord) -> str:
         if not (guard := event.data.get("guard")):
             reason = event.data.get("reason")
             return f"guard: {printable(str(reason))}" if reason else "no guard is known"
-        mask = self.scene.mask(step.calls[0].mask) if step.calls else None
+        mask = self.context.mask(step.calls[0].mask) if step.calls else None
         rule = f', and the rule "{printable(mask.rule)}"' if mask is not None and mask.rule else ""
         source = f" ({printable(mask.rule_source)})" if rule and mask and mask.rule_source else ""
         says = f"{rule}{source} is new code each time" if rule else ", which is new each time"
         return f"guard: {printable(str(guard))}{says}"
 
-    def _limit(self, event: EventRecord, step: StepRecord) -> Finding:
-        where = "in a call outside of a model" if self.scene.is_loose else f"in step {step.step}"
+    def _limit_finding(self, event: EventRecord, step: StepRecord) -> Finding:
+        where = (
+            "in a call outside of a model" if self.context.is_standalone else f"in step {step.step}"
+        )
         guard = event.data.get("guard") or event.data.get("reason")
         last = f" (last guard: {printable(str(guard))})" if guard else ""
         sentence = (
-            f"torch.compile reached its recompile limit {where}{_of(event)}{last}: from here on "
+            f"torch.compile reached its recompile limit {where}{_format_functions(event)}{last}: from here on "
             "that function runs uncompiled, where FlexAttention ignores the block tables."
         )
-        return self._finding(LIMIT, None, sentence, step.step, event.data, None, "limit", step)
+        return self._finding(
+            RECOMPILE_LIMIT, None, sentence, step.step, event.data, None, "limit", step
+        )
 
     def _finding(
         self,
@@ -199,7 +207,7 @@ class GraphsRule(Rule):
             id=finding_id,
             severity=severity or self.findings[finding_id].severity,
             sentence=sentence,
-            generation=self.scene.generation.generation if record is None else record.generation,
+            generation=self.context.generation.generation if record is None else record.generation,
             branch=0 if record is None else record.branch,
             step=step,
             layer=layer,
@@ -208,13 +216,10 @@ class GraphsRule(Rule):
         )
 
 
-RULE: type[Rule] = GraphsRule
-
-
-def _of(event: EventRecord) -> str:
+def _format_functions(event: EventRecord) -> str:
     """Return ` for flex_attention`, after what dynamo calls the functions."""
-    names = [_NAMES.get(name, name) for name in event.data.get("of", ())]
+    names = [_FUNCTION_NAMES.get(name, name) for name in event.data.get("of", ())]
     return f" for {printable(' and '.join(dict.fromkeys(names)))}" if names else ""
 
 
-_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
+_FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}

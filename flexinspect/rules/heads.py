@@ -14,15 +14,15 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray
 from flexinspect.records import CallRecord, EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.words import counted, numbers, printable
-from flexinspect.rules.words import layers as in_layers
+from flexinspect.rules.words import format_layers as in_layers
+from flexinspect.rules.words import format_ranges, plural, printable
 
 BY_HEAD = "mask.by-head"
 KEYS_TILED = "attention.keys-tiled"
 
-TILED_EVENT = "keys-tiled"
-_Alike = tuple[MaskRecord, list[CallRecord]]
-_MOST = 8
+KEYS_TILED_EVENT = "keys-tiled"
+_MaskCalls = tuple[MaskRecord, list[CallRecord]]
+_MAX_NAMED_HEADS = 8
 """Heads with a mask of their own that a sentence names."""
 
 
@@ -30,7 +30,7 @@ class HeadsRule(Rule):
     """Names the heads that a mask treats apart, with their key heads, and keys in another order."""
 
     name: ClassVar[str] = "heads"
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         BY_HEAD: FindingKind(
             Severity.NOTE,
@@ -58,31 +58,35 @@ class HeadsRule(Rule):
         ),
     }
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Look at the masks that are new, and at what the capture says of the keys."""
-        found = [self._tiled(step, event) for event in step.events if event.kind == TILED_EVENT]
-        alike: dict[tuple[str | None, tuple[int, ...]], _Alike] = {}
+        found = [
+            self._tiled_finding(step, event)
+            for event in step.events
+            if event.kind == KEYS_TILED_EVENT
+        ]
+        alike: dict[tuple[str | None, tuple[int, ...]], _MaskCalls] = {}
         for mask in step.masks:
             if mask.cells is not None and len(mask.cells) > 1:
                 calls = [call for call in step.calls if call.mask == mask.fingerprint]
-                if calls and (odd := odd_heads(mask.cells)):
+                if calls and (odd := find_odd_heads(mask.cells)):
                     # Layers that build a mask each have one of their own.
                     alike.setdefault((mask.rule, tuple(odd)), (mask, []))[1].extend(calls)
         for (_, odd_ones), (mask, calls) in alike.items():
-            found.append(self._by_head(step, mask, calls, odd_ones))
+            found.append(self._by_head_finding(step, mask, calls, odd_ones))
         return found
 
-    def _by_head(
+    def _by_head_finding(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], odd: Sequence[int]
     ) -> Finding:
         call, which = calls[0], sorted({call.layer for call in calls})
-        where = "" if self.scene.is_loose else f" in {_layers(which, step)}"
+        where = "" if self.context.is_standalone else f" in {_format_call_layers(which, step)}"
         rest = call.q_heads - len(odd)
         one = len(odd) == 1
         sentence = (
             f"The mask of {printable(mask.rule or 'an unnamed rule')} tells heads apart{where}: "
-            f"{_named(call, odd)} {'has' if one else 'have'} other cells than the remaining "
-            f"{counted(rest, 'query head')}; h counts query heads{_groups(call)}."
+            f"{_format_odd_heads(call, odd)} {'has' if one else 'have'} other cells than the remaining "
+            f"{plural(rest, 'query head')}; h counts query heads{_format_kv_groups(call)}."
         )
         evidence = {
             "mask": mask.fingerprint,
@@ -91,15 +95,15 @@ class HeadsRule(Rule):
             "q_heads": call.q_heads,
             "kv_heads": call.kv_heads,
         }
-        layers = () if self.scene.is_loose else which
+        layers = () if self.context.is_standalone else which
         series = f"{mask.rule} {list(odd)}"
         about: dict[str, Any] = {"layers": layers, "head": odd[0], "series": series}
         return self.finding(step, BY_HEAD, sentence, evidence=evidence, **about)
 
-    def _tiled(self, step: StepRecord, event: EventRecord) -> Finding:
+    def _tiled_finding(self, step: StepRecord, event: EventRecord) -> Finding:
         which = [int(layer) for layer in event.data["layers"]]
         sentence = (
-            f"In {_layers(which, step)} the keys of {event.data['q_heads']} query heads were "
+            f"In {_format_call_layers(which, step)} the keys of {event.data['q_heads']} query heads were "
             "repeated as a whole (repeat), not head by head (repeat_interleave): query head 1 "
             "reads the keys of another group than query head 0, its neighbour."
         )
@@ -107,17 +111,14 @@ class HeadsRule(Rule):
         return self.finding(step, KEYS_TILED, sentence, evidence=event.data, **about)
 
 
-RULE: type[Rule] = HeadsRule
-
-
-def odd_heads(cells: BoolArray) -> list[int]:
+def find_odd_heads(cells: BoolArray) -> list[int]:
     """Return the heads, of cells (heads, rows, keys), whose cells are not those of most heads."""
     packed = [bits.tobytes() for bits in np.packbits(cells.reshape(len(cells), -1), axis=1)]
     usual = max(dict.fromkeys(packed), key=packed.count)
     return [head for head, bits in enumerate(packed) if bits != usual]
 
 
-def _layers(which: Sequence[int], step: StepRecord) -> str:
+def _format_call_layers(which: Sequence[int], step: StepRecord) -> str:
     return in_layers(which, len({call.layer for call in step.calls}))
 
 
@@ -125,16 +126,16 @@ def _key_head(call: CallRecord, head: int) -> int:
     return head * call.kv_heads // call.q_heads
 
 
-def _named(call: CallRecord, odd: Sequence[int]) -> str:
+def _format_odd_heads(call: CallRecord, odd: Sequence[int]) -> str:
     """Return `query head 3 -> kv head 1`, or the heads alone where each has keys of its own."""
-    if len(odd) > _MOST:
-        return f"query heads {numbers(odd)}"
+    if len(odd) > _MAX_NAMED_HEADS:
+        return f"query heads {format_ranges(odd)}"
     if call.q_heads == call.kv_heads:
-        return f"head {odd[0]}" if len(odd) == 1 else f"heads {numbers(odd)}"
+        return f"head {odd[0]}" if len(odd) == 1 else f"heads {format_ranges(odd)}"
     return ", ".join(f"query head {head} -> kv head {_key_head(call, head)}" for head in odd)
 
 
-def _groups(call: CallRecord) -> str:
+def _format_kv_groups(call: CallRecord) -> str:
     if call.q_heads == call.kv_heads:
         return ""
     size = call.q_heads // call.kv_heads

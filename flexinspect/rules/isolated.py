@@ -15,7 +15,7 @@ from flexinspect.masks import BoolArray
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import MaskRecord, StepRecord
 from flexinspect.rules.base import FindingKind
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 from flexinspect.rules.words import printable
 
 NOT_RESET = "positions.not-reset"
@@ -38,7 +38,7 @@ NOT_RESET_KIND = FindingKind(
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class IsolatedPair:
     """Two segments that do not see each other, and the position ids at which they begin."""
 
     first: Segment
@@ -47,29 +47,35 @@ class Pair:
     second_id: int
 
 
-def isolated_pairs(scene: Scene, step: StepRecord, ids: npt.NDArray[Any]) -> list[Pair]:
+def find_isolated_pairs(
+    context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
+) -> list[IsolatedPair]:
     """Return segments that a prompt's executed mask keeps apart while the ids run on over them.
 
     `ids` are the position ids (rows,) of batch row 0. One layer that keeps them apart is enough.
     """
-    pieces = [s for s in scene.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= len(ids)]
+    pieces = [
+        s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= len(ids)
+    ]
     pairs = [(a, b) for a, b in combinations(pieces, 2) if ids[b.start] > ids[a.stop - 1]]
     if not pairs:
         return []
     for fingerprint in {call.mask: None for call in step.calls}:
-        cells = _cells(scene.mask(fingerprint), len(ids))
+        cells = _common_cells(context.mask(fingerprint), len(ids))
         found = [] if cells is None else [pair for pair in pairs if _is_isolated(cells, *pair)]
         if found:
-            return [Pair(a, b, int(ids[a.start]), int(ids[b.start])) for a, b in found]
+            return [IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start])) for a, b in found]
     return []
 
 
-def order_matters(scene: Scene, step: StepRecord, pairs: Sequence[Pair]) -> list[Finding]:
+def check_position_order(
+    context: RuleContext, step: StepRecord, pairs: Sequence[IsolatedPair]
+) -> list[Finding]:
     """Return a note on the first of these pairs that some row of a step sees both of."""
     if not pairs:
         return []
     for fingerprint in {call.mask: None for call in step.calls}:
-        mask = scene.mask(fingerprint)
+        mask = context.mask(fingerprint)
         if mask is None or mask.cells is None or mask.kv_offset:
             continue
         for pair in pairs:
@@ -78,11 +84,11 @@ def order_matters(scene: Scene, step: StepRecord, pairs: Sequence[Pair]) -> list
                 for segment in (pair.first, pair.second)
             ]
             if (sees[0] & sees[1]).any():
-                return [_finding(scene, step, pair)]
+                return [_not_reset_finding(context, step, pair)]
     return []
 
 
-def _cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
+def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
     """Return the cells (rows, keys) that any head opens, None where they are not those of all."""
     if mask is None or mask.cells is None or mask.cells.shape[1] != n:
         return None
@@ -97,14 +103,14 @@ def _is_isolated(cells: BoolArray, first: Segment, second: Segment) -> bool:
     return not cells[other, one].any() and not cells[one, other].any()
 
 
-def _finding(scene: Scene, step: StepRecord, pair: Pair) -> Finding:
+def _not_reset_finding(context: RuleContext, step: StepRecord, pair: IsolatedPair) -> Finding:
     a, b = printable(pair.first.label), printable(pair.second.label)
     return Finding(
         id=NOT_RESET,
         severity=Severity.NOTE,
         sentence=(
             f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
-            f"({scene.position(pair.second.start)}), and {a}, which it does not see, at "
+            f"({context.format_position(pair.second.start)}), and {a}, which it does not see, at "
             f"{pair.first_id}; a row that sees both has them at unlike distances, so their order "
             "may matter (a modelling choice: shown, not judged)."
         ),

@@ -14,20 +14,20 @@ from typing import Any, ClassVar
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted, layers
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import format_layers, plural
 
 MASK_KV = "lengths.mask-kv"
 MASK_Q = "lengths.mask-q"
 BATCH_HEADS = "lengths.batch-heads"
 LAYER_KEYS = "lengths.layer-keys"
 
-_FAILED = "kernel-failed"
-_ASKS_EVENTS = (
+_KERNEL_FAILED_EVENT = "kernel-failed"
+_LENGTH_EVENT_QUERY = (
     "SELECT event, step, text, data FROM events "
     "WHERE kind = 'kernel-failed' AND generation = {generation}"
 )
-_ASKS_CALLS = (
+_LENGTH_CALL_QUERY = (
     "SELECT c.step, c.layer, c.path, c.batch, c.q_heads, c.q_len, c.kv_len, c.handed, "
     "m.kind, m.batch AS mask_batch, m.heads AS mask_heads, m.q_len AS mask_q, m.kv_len AS mask_kv "
     "FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask "
@@ -44,7 +44,7 @@ class LengthsRule(Rule):
     """
 
     name: ClassVar[str] = "lengths"
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         MASK_KV: FindingKind(
             Severity.ERROR,
@@ -55,7 +55,7 @@ class LengthsRule(Rule):
             "'kernel-failed' with the lengths of the call and of its mask.",
             fix="Build the mask after the cache was updated, for the keys that the call gets "
             "(cached before + rows of this step), or build it anew in every step.",
-            query=_ASKS_EVENTS,
+            query=_LENGTH_EVENT_QUERY,
         ),
         MASK_Q: FindingKind(
             Severity.ERROR,
@@ -65,7 +65,7 @@ class LengthsRule(Rule):
             confirm="Panel mask at this step: what the newest row sees, against what it should.",
             fix="Slice the mask to the rows of the step (the last ones), or build one for q length "
             "1 whose rule adds the offset of the row.",
-            query=_ASKS_EVENTS,
+            query=_LENGTH_EVENT_QUERY,
         ),
         BATCH_HEADS: FindingKind(
             Severity.WARNING,
@@ -76,7 +76,7 @@ class LengthsRule(Rule):
             confirm="Panel path shows the call's batch and heads, panel mask those of the mask.",
             fix="Give create_block_mask None for B or H where the rule ignores them, else the "
             "call's own numbers; heads count query heads, not key heads.",
-            query=_ASKS_CALLS,
+            query=_LENGTH_CALL_QUERY,
         ),
         LAYER_KEYS: FindingKind(
             Severity.ERROR,
@@ -87,34 +87,34 @@ class LengthsRule(Rule):
             "now.",
             fix="Look for a slice of keys or values in this layer (a window of another layer type, "
             "or one taken before the cache was updated).",
-            query=_ASKS_CALLS.replace(" AND c.layer = {layer}", " ORDER BY c.layer"),
+            query=_LENGTH_CALL_QUERY.replace(" AND c.layer = {layer}", " ORDER BY c.layer"),
         ),
     }
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with nothing known of lengths."""
-        super().begin(scene)
-        self._held: int | None = None
-        self._reach: dict[int, int] = {}
+        super().on_generation_start(context)
+        self._n_cached: int | None = None
+        self._lookback: dict[int, int] = {}
         """Layer to how far back the newest row of the prompt looks."""
-        self._missing: dict[int, int] = {}
+        self._n_missing_keys: dict[int, int] = {}
         """Layer to how many keys it lacked in the step before."""
 
     # -- calls that raised -----------------------------------------------------------------------
 
-    def hear(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Return what a call that raised had in another length than its mask."""
-        if event.kind != _FAILED:
+        if event.kind != _KERNEL_FAILED_EVENT:
             return ()
         data = event.data
-        wrong = _mismatches(data)
+        wrong = _find_mismatches(data)
         if not wrong:
             return ()
         layer, step, generation = data.get("layer"), event.step, event.generation or 0
         error = str(data.get("error")).partition(":")[0]
         place = [] if layer is None else [f"layer {layer}"]
         place += [] if step is None else [f"step {step}"]
-        where = "; ".join(part for part in (", ".join(place), self._cache(data)) if part)
+        where = "; ".join(part for part in (", ".join(place), self._format_cache(data)) if part)
         sentence = (
             f"{', and '.join(words for _, words in wrong)}"
             f"{f' ({where})' if where else ''}: {data.get('kernel')} raised {error}"
@@ -127,43 +127,43 @@ class LengthsRule(Rule):
                 generation=generation,
                 step=step,
                 layer=layer,
-                evidence={**data, "cached": self._held},
-                query=_ASKS_EVENTS.format(generation=generation),
+                evidence={**data, "cached": self._n_cached},
+                query=_LENGTH_EVENT_QUERY.format(generation=generation),
                 series=str(data.get("kernel")),
             )
         ]
 
-    def _cache(self, data: Mapping[str, Any]) -> str:
-        if self._held is None:
+    def _format_cache(self, data: Mapping[str, Any]) -> str:
+        if self._n_cached is None:
             return ""
-        after = self._held + int(data["q_len"])
-        holds = f"cache holds {self._held} before"
+        after = self._n_cached + int(data["q_len"])
+        holds = f"cache holds {self._n_cached} before"
         return f"{holds}, {after} after" if after == data["kv_len"] else holds
 
     # -- calls that were made --------------------------------------------------------------------
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what does not fit in a step."""
         found: list[Finding] = []
         calls = step.calls
         for fingerprint, call in {call.mask: call for call in calls}.items():
-            mask = self.scene.mask(fingerprint)
+            mask = self.context.mask(fingerprint)
             if mask is not None:
                 if mask.batch > 1 or mask.heads > 1:
-                    found += self._other_grid(step, mask)
+                    found += self._check_batch_heads(step, mask)
                 if call.handed is not None and step.kv_before:
-                    found += self._other_rows(step, mask)
+                    found += self._check_dense_rows(step, mask)
         if step.inputs is not None and calls:
             if step.kv_before:
                 if {call.kv_len for call in calls} != {step.kv_after}:
-                    found += self._short(step)
+                    found += self._check_short_layers(step)
             elif step.masks:
-                self._learn_reach(step)
+                self._record_lookback(step)
         has_cache = step.inputs is None or bool(step.inputs.cached_after)
-        self._held = step.kv_after if has_cache else None
+        self._n_cached = step.kv_after if has_cache else None
         return found
 
-    def _other_grid(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
+    def _check_batch_heads(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
         calls = [
             call
             for call in step.calls
@@ -177,7 +177,7 @@ class LengthsRule(Rule):
             parts.append(f"batch {mask.batch} and the call has {call.batch}")
         if mask.heads not in (1, call.q_heads):
             kv = " (its key heads)" if mask.heads == call.kv_heads else ""
-            parts.append(f"{counted(mask.heads, 'head')}{kv} and the call has {call.q_heads}")
+            parts.append(f"{plural(mask.heads, 'head')}{kv} and the call has {call.q_heads}")
         outcome = (
             "the compiled kernel reads block tables that are not there"
             if mask.compiled
@@ -185,7 +185,7 @@ class LengthsRule(Rule):
             "tables would be read that are not there"
         )
         sentence = (
-            f"The mask of {self._layers(step, calls)} in step {step.step} was made for "
+            f"The mask of {self._format_call_layers(step, calls)} in step {step.step} was made for "
             f"{', and for '.join(parts)}: {outcome}."
         )
         finding = self._finding(
@@ -206,16 +206,16 @@ class LengthsRule(Rule):
         )
         return [finding]
 
-    def _other_rows(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
+    def _check_dense_rows(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
         """Judge decode steps alone: from its upper left corner, a mask is right for a prompt."""
         calls = [call for call in step.calls if call.mask == mask.fingerprint]
-        rows = _rows_given(mask, calls[0])
+        rows = _dense_mask_rows(mask, calls[0])
         if rows is None or rows == step.q_len:
             return []
         sentence = (
-            f"{self._layers(step, calls).capitalize()} got a dense mask of {rows} rows in step "
-            f"{step.step}, which has {counted(step.q_len, 'row')} "
-            f"({self.scene.position(step.kv_before)}): FlexAttention reads it from row 0, so the "
+            f"{self._format_call_layers(step, calls).capitalize()} got a dense mask of {rows} rows in step "
+            f"{step.step}, which has {plural(step.q_len, 'row')} "
+            f"({self.context.format_position(step.kv_before)}): FlexAttention reads it from row 0, so the "
             "new row has the mask of the first token."
         )
         finding = self._finding(
@@ -231,22 +231,22 @@ class LengthsRule(Rule):
 
     # -- keys per layer --------------------------------------------------------------------------
 
-    def _learn_reach(self, step: StepRecord) -> None:
+    def _record_lookback(self, step: StepRecord) -> None:
         """Note how far back each layer looks from the newest row of the prompt."""
         known: dict[str | None, int | None] = {}
         for call in step.calls:
             if call.mask not in known:
-                known[call.mask] = _reach(self.scene.mask(call.mask))
+                known[call.mask] = _find_lookback(self.context.mask(call.mask))
             reach = known[call.mask]
             if reach is not None:
-                self._reach[call.layer] = reach
+                self._lookback[call.layer] = reach
 
-    def _short(self, step: StepRecord) -> list[Finding]:
+    def _check_short_layers(self, step: StepRecord) -> list[Finding]:
         """Return layers that get fewer keys than they have, and that no window explains.
 
         A window gives away one key for each that comes, and none that it sees in the prompt.
         """
-        before, self._missing = self._missing, {}
+        before, self._n_missing_keys = self._n_missing_keys, {}
         counted_keys = step.inputs.cached_after if step.inputs is not None else ()
         short: list[CallRecord] = []
         for call in step.calls:
@@ -254,8 +254,8 @@ class LengthsRule(Rule):
             held = counted_keys[call.layer] if call.layer < len(counted_keys) else None
             if lacks <= 0 or held != step.kv_after or call.kv_len <= step.q_len:
                 continue
-            self._missing[call.layer] = lacks
-            sees_less = call.kv_len - 1 < self._reach.get(call.layer, -1)
+            self._n_missing_keys[call.layer] = lacks
+            sees_less = call.kv_len - 1 < self._lookback.get(call.layer, -1)
             if sees_less or before.get(call.layer) == lacks:
                 short.append(call)
         if not short:
@@ -264,24 +264,24 @@ class LengthsRule(Rule):
         others = {call.kv_len for call in step.calls} - {call.kv_len for call in short}
         compared = f"the others get {max(others)}, " if others else ""
         sentence = (
-            f"{self._layers(step, short).capitalize()} {_gets(short)} {counted(least, 'key')} in "
+            f"{self._format_call_layers(step, short).capitalize()} {_format_get(short)} {plural(least, 'key')} in "
             f"step {step.step}, {compared}and the cache holds {step.kv_after}: no window explains "
-            f"it, {_reason(short[0], self._reach, before)}."
+            f"it, {_format_reason(short[0], self._lookback, before)}."
         )
         evidence = {
             "kv_len": {call.layer: call.kv_len for call in step.calls},
             "cached": step.kv_after,
-            "reach": {call.layer: self._reach.get(call.layer) for call in short},
+            "reach": {call.layer: self._lookback.get(call.layer) for call in short},
         }
         series = ",".join(str(call.layer) for call in short)
         return [self._finding(step, LAYER_KEYS, Severity.ERROR, sentence, short, evidence, series)]
 
     # -- words -----------------------------------------------------------------------------------
 
-    def _layers(self, step: StepRecord, calls: Sequence[CallRecord]) -> str:
-        if self.scene.is_loose:
+    def _format_call_layers(self, step: StepRecord, calls: Sequence[CallRecord]) -> str:
+        if self.context.is_standalone:
             return "the call"
-        return layers(_numbers(calls), len({call.layer for call in step.calls}))
+        return format_layers(_layers_of_calls(calls), len({call.layer for call in step.calls}))
 
     def _finding(
         self,
@@ -293,7 +293,7 @@ class LengthsRule(Rule):
         evidence: dict[str, Any],
         series: str,
     ) -> Finding:
-        numbers = _numbers(calls)
+        numbers = _layers_of_calls(calls)
         return Finding(
             id=finding_id,
             severity=severity,
@@ -305,7 +305,7 @@ class LengthsRule(Rule):
             layers=tuple(numbers) if len(numbers) > 1 else (),
             evidence=evidence,
             series=series,
-            query=_ASKS_CALLS.format(
+            query=_LENGTH_CALL_QUERY.format(
                 generation=step.generation, branch=step.branch, step=step.step, layer=numbers[0]
             )
             if finding_id == MASK_Q
@@ -313,10 +313,7 @@ class LengthsRule(Rule):
         )
 
 
-RULE: type[Rule] = LengthsRule
-
-
-def _mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (id, words) for each length in which a failed call and its mask differ."""
     q_len, kv_len, shape = data.get("q_len"), data.get("kv_len"), data.get("mask")
     mask_q, mask_kv = data.get("mask_q"), data.get("mask_kv")
@@ -329,7 +326,7 @@ def _mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if mask_kv is not None and mask_kv != kv_len:
         wrong.append((MASK_KV, f"KV length {kv_len} but mask built for {mask_kv}"))
     if mask_q is not None and mask_q != q_len:
-        wrong.append((MASK_Q, f"q length {q_len} but mask built for {counted(mask_q, 'row')}"))
+        wrong.append((MASK_Q, f"q length {q_len} but mask built for {plural(mask_q, 'row')}"))
     if not wrong:
         wrong = [(BATCH_HEADS, words) for words in _grid_mismatches(data, dense)]
     return wrong
@@ -347,7 +344,7 @@ def _grid_mismatches(data: Mapping[str, Any], shape: Sequence[int] | None) -> li
     ]
 
 
-def _rows_given(mask: MaskRecord, call: CallRecord) -> int | None:
+def _dense_mask_rows(mask: MaskRecord, call: CallRecord) -> int | None:
     """Return the rows of a dense mask that flex reads in part, None for any other mask."""
     if call.handed is None or mask.kind not in ("bool", "float"):
         return None
@@ -357,7 +354,7 @@ def _rows_given(mask: MaskRecord, call: CallRecord) -> int | None:
     return None if shape is None else int(shape[1])
 
 
-def _reach(mask: MaskRecord | None) -> int | None:
+def _find_lookback(mask: MaskRecord | None) -> int | None:
     """Return how many keys before its own the newest row sees, None where it is not known."""
     if mask is None or mask.cells is None or mask.q_len < 2:
         return None
@@ -365,16 +362,16 @@ def _reach(mask: MaskRecord | None) -> int | None:
     return mask.kv_len - 1 - int(sees.argmax()) if sees.any() else None
 
 
-def _numbers(calls: Sequence[CallRecord]) -> list[int]:
+def _layers_of_calls(calls: Sequence[CallRecord]) -> list[int]:
     return sorted({call.layer for call in calls})
 
 
-def _gets(calls: Sequence[CallRecord]) -> str:
-    return "gets" if len(_numbers(calls)) == 1 else "get"
+def _format_get(calls: Sequence[CallRecord]) -> str:
+    return "gets" if len(_layers_of_calls(calls)) == 1 else "get"
 
 
-def _reason(call: CallRecord, reach: Mapping[int, int], before: Mapping[int, int]) -> str:
+def _format_reason(call: CallRecord, reach: Mapping[int, int], before: Mapping[int, int]) -> str:
     seen = reach.get(call.layer, -1)
     if call.kv_len - 1 < seen:
-        return f"as the prompt's last row looked {counted(seen, 'key')} back"
+        return f"as the prompt's last row looked {plural(seen, 'key')} back"
     return f"as the step before lacked {before[call.layer]} as well"

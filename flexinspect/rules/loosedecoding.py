@@ -6,20 +6,20 @@ import numpy as np
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import StepRecord
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.views import views_of
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.views import step_mask_views
 
 NO_OFFSET = "decode.no-offset"
 
 
-def of_loose_call(step: StepRecord, scene: Scene) -> list[Finding]:
+def check_standalone_call(step: StepRecord, context: RuleContext) -> list[Finding]:
     """Say so when all rows of a call outside of a model are masked from the upper left.
 
     A call of a single row that opens key 0 of several has no other reading; of more rows it may be
     meant, so that is a note.
     """
     found = []
-    for view in views_of(step, scene)[0]:
+    for view in step_mask_views(step, context)[0]:
         n_rows, n_keys = view.cells.shape[1:]
         cells = view.cells
         if n_rows >= n_keys or n_keys < 3 or cells[:, -1, n_rows:].any():
@@ -43,7 +43,7 @@ def of_loose_call(step: StepRecord, scene: Scene) -> list[Finding]:
                 branch=step.branch,
                 step=step.step,
                 layer=view.layers[0],
-                positions=(view.last,),
+                positions=(view.newest_pos,),
                 evidence={
                     "keys": n_keys,
                     "seen": n_rows,

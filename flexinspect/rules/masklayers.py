@@ -9,56 +9,60 @@ import numpy as np
 from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray
 from flexinspect.records import MaskRecord, StepRecord
-from flexinspect.rules.maskwords import LAYERS_DIFFER, Group, ran, where
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted, layers
+from flexinspect.rules.maskwords import LAYERS_DIFFER, LayerGroup, describe_run, describe_where
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import format_layers, plural
 
-_KIND_OF_LAYER = 0.2
+_MIN_KIND_SHARE = 0.2
 """From this share of the layers on (and two of them), the odd ones may be a kind of layer."""
 
 
-def differing(
-    scene: Scene, step: StepRecord, groups: Sequence[Group], real: BoolArray | None
+def find_differing_layers(
+    context: RuleContext, step: StepRecord, groups: Sequence[LayerGroup], real: BoolArray | None
 ) -> list[Finding]:
     """Return which layers ran another mask than most layers of their kind.
 
     Layers with another window, or that hold another number of keys, are another kind.
     """
-    kinds: dict[tuple[int | None, int], list[Group]] = {}
+    kinds: dict[tuple[int | None, int], list[LayerGroup]] = {}
     for group in groups:
         if group.mask.cells is not None:
             kinds.setdefault((group.call.window, group.call.kv_len), []).append(group)
     found = []
     for some in kinds.values():
-        found += _of_a_kind(scene, step, some, real) if len(some) > 1 else []
+        found += _find_differing_in_kind(context, step, some, real) if len(some) > 1 else []
     return found
 
 
-def _of_a_kind(
-    scene: Scene, step: StepRecord, groups: Sequence[Group], real: BoolArray | None
+def _find_differing_in_kind(
+    context: RuleContext, step: StepRecord, groups: Sequence[LayerGroup], real: BoolArray | None
 ) -> list[Finding]:
-    classes: list[list[Group]] = []
+    classes: list[list[LayerGroup]] = []
     for group in groups:
         for known in classes:
-            if not _apart(known[0].mask, group.mask, step, real).any():
+            if not _differing_cells(known[0].mask, group.mask, step, real).any():
                 known.append(group)
                 break
         else:
             classes.append([group])
     if len(classes) < 2:
         return []
-    norm = max(classes, key=_weight)
-    return [_finding(scene, step, norm, odd, real) for odd in classes if odd is not norm]
+    norm = max(classes, key=_norm_rank)
+    return [
+        _layers_differ_finding(context, step, norm, odd, real) for odd in classes if odd is not norm
+    ]
 
 
-def _weight(groups: Sequence[Group]) -> tuple[int, bool, int]:
+def _norm_rank(groups: Sequence[LayerGroup]) -> tuple[int, bool, int]:
     """Return what makes some layers the norm: their number, then that nothing failed in them."""
     n_layers = sum(len(group.layers) for group in groups)
     first = min(group.layers[0] for group in groups)
     return n_layers, not any(group.is_fallback for group in groups), -first
 
 
-def _apart(a: MaskRecord, b: MaskRecord, step: StepRecord, real: BoolArray | None) -> BoolArray:
+def _differing_cells(
+    a: MaskRecord, b: MaskRecord, step: StepRecord, real: BoolArray | None
+) -> BoolArray:
     """Return the cells (heads, rows, keys) in which two masks differ, in rows that count."""
     assert a.cells is not None
     assert b.cells is not None
@@ -78,35 +82,35 @@ def _apart(a: MaskRecord, b: MaskRecord, step: StepRecord, real: BoolArray | Non
     return differing
 
 
-def _finding(
-    scene: Scene,
+def _layers_differ_finding(
+    context: RuleContext,
     step: StepRecord,
-    norm: Sequence[Group],
-    odd: Sequence[Group],
+    norm: Sequence[LayerGroup],
+    odd: Sequence[LayerGroup],
     real: BoolArray | None,
 ) -> Finding:
     which = tuple(sorted(layer for group in odd for layer in group.layers))
     others = tuple(sorted(layer for group in norm for layer in group.layers))
     one, n_layers = odd[0], odd[0].n_layers
-    cells = _apart(norm[0].mask, one.mask, step, real)
+    cells = _differing_cells(norm[0].mask, one.mask, step, real)
     head, row, key = (int(n) for n in np.argwhere(cells)[0])
     assert one.mask.cells is not None
     opens = bool(one.mask.cells[min(head, len(one.mask.cells) - 1), row, key])
     q_idx = step.kv_before + row
     kv_idx = max(step.kv_after - one.call.kv_len, 0) + key
     n_cells = int(np.count_nonzero(cells.any(axis=0)))
-    sees = f"{scene.position(q_idx)} {'sees' if opens else 'does not see'} {scene.position(kv_idx)}"
-    words = where(Group(one.mask, one.call, which, n_layers))
+    sees = f"{context.format_position(q_idx)} {'sees' if opens else 'does not see'} {context.format_position(kv_idx)}"
+    words = describe_where(LayerGroup(one.mask, one.call, which, n_layers))
     sentence = (
-        f"{words} ran {ran(one)}, and {layers(others, n_layers)} ran {ran(norm[0])}: "
-        f"{counted(n_cells, 'cell')} {'differs' if n_cells == 1 else 'differ'}, "
+        f"{words} ran {describe_run(one)}, and {format_layers(others, n_layers)} ran {describe_run(norm[0])}: "
+        f"{plural(n_cells, 'cell')} {'differs' if n_cells == 1 else 'differ'}, "
         f"{'' if n_cells == 1 else 'first: '}{sees} there only."
     )
     if not opens:
         sentence = sentence.replace(" there only.", ", as in the others.")
     return Finding(
         id=LAYERS_DIFFER,
-        severity=_severity(one, which, n_layers),
+        severity=_layers_differ_severity(one, which, n_layers),
         sentence=sentence,
         generation=step.generation,
         branch=step.branch,
@@ -127,7 +131,7 @@ def _finding(
     )
 
 
-def _severity(odd: Group, which: Sequence[int], n_layers: int) -> Severity:
+def _layers_differ_severity(odd: LayerGroup, which: Sequence[int], n_layers: int) -> Severity:
     """A fallback is told of by its path; layers of two kinds may be how the model is."""
-    is_kind = len(which) > 1 and len(which) >= _KIND_OF_LAYER * n_layers
+    is_kind = len(which) > 1 and len(which) >= _MIN_KIND_SHARE * n_layers
     return Severity.NOTE if odd.is_fallback or is_kind else Severity.WARNING

@@ -10,33 +10,33 @@ import numpy as np
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import BuildRecord, MemoryRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted, printable
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import plural, printable
 
-CREATION = "memory.mask-creation"
-GROWTH = "memory.growth"
-CAPTURE = "memory.capture"
+MASK_CREATION = "memory.mask-creation"
+MEMORY_GROWTH = "memory.growth"
+CAPTURE_MEMORY = "memory.capture"
 
 MIB = 1 << 20
-LARGE = 96 * MIB
+MIN_BUILD_BYTES = 96 * MIB
 """Growth of the peak while a mask is built, from which on it is told of."""
 
-MOST_PER_CELL = 64
+MAX_BYTES_PER_CELL = 64
 """Bytes for a cell of the grid; ten were measured."""
 
-HUGE = 1024 * MIB
+HUGE_BUILD_BYTES = 1024 * MIB
 """Growth that needs no reason to be too much."""
 
-FEWEST = 16
+MIN_GROWTH_STEPS = 16
 """Steps that a slope needs."""
 
-PER_STEP = MIB
-IN_ALL = 96 * MIB
-STEADY = 0.75
+MIN_GROWTH_PER_STEP = MIB
+MIN_TOTAL_GROWTH = 96 * MIB
+MIN_RISING_SHARE = 0.75
 """Growth beyond the cache, per step and in all, and the share of windows in which it rises."""
 
-OWN_SHARE = 0.25
-OWN_BYTES = 256 * MIB
+MIN_CAPTURE_SHARE = 0.25
+MIN_CAPTURE_BYTES = 256 * MIB
 
 
 class MemoryRule(Rule):
@@ -44,9 +44,9 @@ class MemoryRule(Rule):
 
     name: ClassVar[str] = "memory"
     streams: ClassVar[tuple[str, ...]] = ("*",)
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        CREATION: FindingKind(
+        MASK_CREATION: FindingKind(
             Severity.NOTE,
             "the peak of memory lies in building a block mask, not in attention",
             "Uncompiled building evaluates the rule on the whole grid of sequences, heads, rows "
@@ -58,7 +58,7 @@ class MemoryRule(Rule):
             "SELECT step, layer, batch, heads, q_len, kv_len, wall_ms, peak_growth FROM builds "
             "WHERE generation = {generation} AND branch = {branch} ORDER BY peak_growth DESC",
         ),
-        GROWTH: FindingKind(
+        MEMORY_GROWTH: FindingKind(
             Severity.NOTE,
             "the process grows with every step, beyond what its cache explains",
             "A long generation, or many of them, ends with memory running out; something keeps "
@@ -69,7 +69,7 @@ class MemoryRule(Rule):
             "SELECT step, rss, kv_cache, cuda_allocated FROM memory WHERE generation = "
             "{generation} AND branch = {branch} ORDER BY step",
         ),
-        CAPTURE: FindingKind(
+        CAPTURE_MEMORY: FindingKind(
             Severity.NOTE,
             "a large part of the memory at this step is what the debugger recorded",
             "Memory figures of this step are ours as much as the program's.",
@@ -81,44 +81,48 @@ class MemoryRule(Rule):
     }
 
     def __init__(self) -> None:
-        self._without_heads: set[tuple[str, int, int]] = set()
+        self._built_without_heads: set[tuple[str, int, int]] = set()
         """Rules and grids that a mask was built for without naming heads: for the whole run."""
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._bytes: list[int] = []
         self._steps: list[int] = []
         self._peak = 0
         self._branch = 0
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no step seen."""
-        super().begin(scene)
-        self._forget()
+        super().on_generation_start(context)
+        self._reset()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Look at the step's builds, and note its memory."""
-        found = self._built(step) if step.builds else []
+        found = self._check_builds(step) if step.builds else []
         memory = step.memory
         if memory is None:
             return found
         if step.q_len > 1 and step.arrays:
-            found += self._own(step, memory)
+            found += self._check_capture(step, memory)
         if step.phase == "decode" and step.branch == self._branch:
-            self._bytes.append(_beyond_cache(memory))
+            self._bytes.append(_bytes_beyond_cache(memory))
             self._steps.append(step.step)
         return found
 
-    def end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Sequence[Finding]:
         """Return whether the steps grew steadily."""
-        if len(self._bytes) < FEWEST:
+        if len(self._bytes) < MIN_GROWTH_STEPS:
             return ()
         values = np.asarray(self._bytes, np.float64)
         values = values[len(values) // 4 :]  # caches of allocators fill up in the beginning
         window = max(len(values) // 4, 1)
         rises = values[window:] - values[:-window]
         slope, total = float(np.median(rises)) / window, float(values[-1] - values[0])
-        if slope < PER_STEP or total < IN_ALL or float(np.mean(rises > 0)) < STEADY:
+        if (
+            slope < MIN_GROWTH_PER_STEP
+            or total < MIN_TOTAL_GROWTH
+            or float(np.mean(rises > 0)) < MIN_RISING_SHARE
+        ):
             return ()
         first, last = self._steps[len(self._steps) // 4], self._steps[-1]
         sentence = (
@@ -126,30 +130,34 @@ class MemoryRule(Rule):
             f"{total / MIB:.0f} MiB from step {first} to {last}."
         )
         evidence = {"per_step": round(slope), "total": round(total), "steps": len(values)}
-        generation = self.scene.generation.generation
-        return [Finding(GROWTH, Severity.NOTE, sentence, generation, step=last, evidence=evidence)]
+        generation = self.context.generation.generation
+        return [
+            Finding(
+                MEMORY_GROWTH, Severity.NOTE, sentence, generation, step=last, evidence=evidence
+            )
+        ]
 
     # -- building masks --------------------------------------------------------------------------
 
-    def _built(self, step: StepRecord) -> list[Finding]:
+    def _check_builds(self, step: StepRecord) -> list[Finding]:
         for build in step.builds:
             if not build.heads:
-                self._without_heads.add((build.rule, build.q_len, build.kv_len))
-        largest = max(step.builds, key=_of_grid)
-        if _of_grid(largest) < LARGE or _of_grid(largest) <= self._peak:
+                self._built_without_heads.add((build.rule, build.q_len, build.kv_len))
+        largest = max(step.builds, key=_grid_peak_growth)
+        if _grid_peak_growth(largest) < MIN_BUILD_BYTES or _grid_peak_growth(largest) <= self._peak:
             return []
         self._peak = largest.peak_growth
         for_nothing = self._heads_ignored(step, largest)
         severity = Severity.NOTE
-        if for_nothing or largest.peak_growth >= HUGE:
+        if for_nothing or largest.peak_growth >= HUGE_BUILD_BYTES:
             severity = Severity.WARNING
         sizes = (largest.batch or 1, largest.heads or 1, largest.q_len, largest.kv_len)
         grid = " x ".join(map(str, sizes))
         sentence = (
-            f"The peak of memory {_place(step, self.scene)} lies in building a block mask, not in "
+            f"The peak of memory {_format_place(step, self.context)} lies in building a block mask, not in "
             f"attention: {largest.peak_growth / MIB:.0f} MiB for the grid {grid} in "
             f"{largest.wall_ms:.0f} ms (rule {printable(largest.rule)})"
-            f"{_advice(largest, for_nothing)}."
+            f"{_format_advice(largest, for_nothing)}."
         )
         evidence = {
             "grid": list(sizes),
@@ -157,7 +165,7 @@ class MemoryRule(Rule):
             "wall_ms": round(largest.wall_ms, 1),
             "heads_ignored": for_nothing,
         }
-        return [_finding(step, CREATION, severity, sentence, evidence, largest.layer)]
+        return [_memory_finding(step, MASK_CREATION, severity, sentence, evidence, largest.layer)]
 
     def _heads_ignored(self, step: StepRecord, build: BuildRecord) -> bool:
         """Say whether heads were named for a rule that is known to be the same for all of them.
@@ -166,54 +174,56 @@ class MemoryRule(Rule):
         """
         if (build.heads or 1) == 1:
             return False
-        if any((build.rule, *size) in self._without_heads for size in self._sizes_of(build.rule)):
+        if any(
+            (build.rule, *size) in self._built_without_heads
+            for size in self._built_sizes(build.rule)
+        ):
             return True
         for call in step.calls:
-            mask = self.scene.mask(call.mask)
+            mask = self.context.mask(call.mask)
             if mask is not None and (mask.q_len, mask.kv_len) == (build.q_len, build.kv_len):
                 return mask.rule == build.rule and mask.cells is not None and len(mask.cells) == 1
         return False
 
-    def _sizes_of(self, rule: str) -> list[tuple[int, int]]:
-        return [(q_len, kv_len) for name, q_len, kv_len in self._without_heads if name == rule]
+    def _built_sizes(self, rule: str) -> list[tuple[int, int]]:
+        return [
+            (q_len, kv_len) for name, q_len, kv_len in self._built_without_heads if name == rule
+        ]
 
     # -- our own share ---------------------------------------------------------------------------
 
-    def _own(self, step: StepRecord, memory: MemoryRecord) -> list[Finding]:
+    def _check_capture(self, step: StepRecord, memory: MemoryRecord) -> list[Finding]:
         own = sum(array.array.nbytes for array in step.arrays)
-        if own < OWN_BYTES or own < OWN_SHARE * memory.rss:
+        if own < MIN_CAPTURE_BYTES or own < MIN_CAPTURE_SHARE * memory.rss:
             return []
         sentence = (
             f"Capture recorded {own / MIB:.0f} MiB of step {step.step} "
-            f"({counted(len(step.arrays), 'array')}), {own / memory.rss:.0%} of the "
+            f"({plural(len(step.arrays), 'array')}), {own / memory.rss:.0%} of the "
             f"{memory.rss / MIB:.0f} MiB that the process held."
         )
         evidence = {"bytes": own, "rss": memory.rss, "arrays": len(step.arrays)}
-        return [_finding(step, CAPTURE, Severity.NOTE, sentence, evidence, None)]
+        return [_memory_finding(step, CAPTURE_MEMORY, Severity.NOTE, sentence, evidence, None)]
 
 
-RULE: type[Rule] = MemoryRule
-
-
-def _of_grid(build: BuildRecord) -> int:
+def _grid_peak_growth(build: BuildRecord) -> int:
     """Return by how much a build raised the peak, 0 where its grid cannot be the reason.
 
     A compiled build of a small grid takes memory too: that of the compiler.
     """
     cells = (build.batch or 1) * (build.heads or 1) * build.q_len * build.kv_len
-    return build.peak_growth if build.peak_growth <= cells * MOST_PER_CELL else 0
+    return build.peak_growth if build.peak_growth <= cells * MAX_BYTES_PER_CELL else 0
 
 
-def _beyond_cache(memory: MemoryRecord) -> int:
+def _bytes_beyond_cache(memory: MemoryRecord) -> int:
     held = memory.rss if memory.cuda_allocated is None else memory.cuda_allocated
     return held - memory.kv_cache
 
 
-def _place(step: StepRecord, scene: Scene) -> str:
-    return "outside of a model" if scene.is_loose else f"of step {step.step}"
+def _format_place(step: StepRecord, context: RuleContext) -> str:
+    return "outside of a model" if context.is_standalone else f"of step {step.step}"
 
 
-def _advice(build: BuildRecord, for_nothing: bool) -> str:
+def _format_advice(build: BuildRecord, for_nothing: bool) -> str:
     if (build.heads or 1) == 1:
         return ""
     if for_nothing:
@@ -221,7 +231,7 @@ def _advice(build: BuildRecord, for_nothing: bool) -> str:
     return "; H can be None if the rule ignores the head"
 
 
-def _finding(
+def _memory_finding(
     step: StepRecord,
     finding_id: str,
     severity: Severity,

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.records import StepRecord
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 
-Numbers = npt.NDArray[Any]
+NumberArray = npt.NDArray[Any]
 
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
 
@@ -21,14 +21,14 @@ class NewestRow(NamedTuple):
     A call whose row was not recomputed has NaN, and no gate in its record.
     """
 
-    mass: Numbers
-    lse: Numbers
-    entropy: Numbers
+    segment_attention: NumberArray
+    lse: NumberArray
+    entropy: NumberArray
 
 
 def newest_row(step: StepRecord) -> NewestRow | None:
     """Return the arrays of a step, None where attention was not recorded."""
-    found: dict[str, Numbers] = {}
+    found: dict[str, NumberArray] = {}
     for record in step.arrays:
         if record.stream in ROW_STREAMS:
             found[record.stream] = record.array
@@ -38,7 +38,7 @@ def newest_row(step: StepRecord) -> NewestRow | None:
     return None
 
 
-def open_keys(step: StepRecord, scene: Scene, call: int) -> Numbers | None:
+def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
     """Return how many keys the newest row of a call may look at: (1,) or by head.
 
     None where that is not known, and where the row was meant to be closed and is averaged instead.
@@ -46,10 +46,10 @@ def open_keys(step: StepRecord, scene: Scene, call: int) -> Numbers | None:
     record = step.calls[call]
     if record.mask is None:
         return None
-    mask = scene.mask(record.mask)
+    mask = context.mask(record.mask)
     if mask is None or mask.cells is None:
         return None
     if mask.averaged is not None and mask.averaged[:, -1].any():
         return None
-    counts: Numbers = np.count_nonzero(mask.cells[:, -1], axis=-1)
+    counts: NumberArray = np.count_nonzero(mask.cells[:, -1], axis=-1)
     return counts

@@ -23,25 +23,27 @@ from flexinspect.records import (
 )
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.rules.newestrow import ROW_STREAMS, newest_row
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.sickparts import find_part, nan_scores, sick_call
-from flexinspect.rules.words import Positions, counted, listed, printable
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.sickparts import find_nan_scores, find_nonfinite_call, find_nonfinite_part
+from flexinspect.rules.words import Positions, limit_positions, plural, printable
 
 NAN = "numbers.nan"
 INF = "numbers.inf"
 
-_HEAD = 1 << 30
+_AFTER_LAST_LAYER = 1 << 30
 """Stands for what comes after the last layer: the final norm and the output head."""
 
-_ANY_NUMBER = 1 << 62
+_UNLIMITED = 1 << 62
 
-_QUERY = (
+_NONFINITE_QUERY = (
     "SELECT layer, module, n_nan, n_inf, bad_row, min, max FROM layer_stats WHERE generation = "
     "{generation} AND branch = {branch} AND step = {step} AND (n_nan > 0 OR n_inf > 0) "
     "ORDER BY layer"
 )
-_LOGITS = "SELECT step, n_nan, n_inf FROM steps WHERE generation = {} AND branch = {} AND step = {}"
-_CALLS = (
+_LOGITS_QUERY = (
+    "SELECT step, n_nan, n_inf FROM steps WHERE generation = {} AND branch = {} AND step = {}"
+)
+_NAN_CALL_QUERY = (
     "SELECT layer, path, mask, gate, gate_kind FROM calls WHERE generation = {} AND branch = {} "
     "AND step = {} AND gate = 'nan'"
 )
@@ -56,7 +58,7 @@ class NumbersRule(Rule):
 
     name: ClassVar[str] = "numbers"
     streams: ClassVar[tuple[str, ...]] = ("hidden", *ROW_STREAMS)
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         NAN: FindingKind(
             Severity.ERROR,
@@ -74,7 +76,7 @@ class NumbersRule(Rule):
                 "patched code, a row that sees no key under eager attention, and cache slots that "
                 "were allocated and never written."
             ),
-            query=_QUERY,
+            query=_NONFINITE_QUERY,
         ),
         INF: FindingKind(
             Severity.ERROR,
@@ -88,62 +90,66 @@ class NumbersRule(Rule):
                 "In float16 use bfloat16 or float32 for this layer; else look for a division by 0 "
                 "or a mask of -Inf that was added to something else than scores."
             ),
-            query=_QUERY,
+            query=_NONFINITE_QUERY,
         ),
     }
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._told: dict[int, int] = {}
+    def _reset(self) -> None:
+        self._reported_layers: dict[int, int] = {}
         """Branch to the earliest layer told of."""
         self._n_closed: dict[int, int] = {}
         """Branch to the number of -Inf logits that need no word."""
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with nothing told."""
-        super().begin(scene)
-        self._forget()
+        super().on_generation_start(context)
+        self._reset()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return at most one finding: about the producer, or about the logits if no layer is."""
         # These lines are what a step costs in which nothing is wrong.
         sick = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         row = newest_row(step)
         if row is not None and step.layer_stats and not math.isfinite(float(row.lse.sum())):
-            swallowed = self._of_scores(step, sick)
+            swallowed = self._check_scores(step, sick)
             if swallowed:
                 return swallowed
         if sick:
-            return self._of_layers(step, sick)
+            return self._check_layers(step, sick)
         logits = step.logits
         if logits is None:
-            return () if step.layer_stats else self._of_call(step)
+            return () if step.layer_stats else self._check_calls(step)
         if logits.n_nan or logits.n_inf:
-            return self._of_logits(step, logits)
+            return self._check_logits(step, logits)
         self._n_closed.setdefault(step.branch, 0)
         return ()
 
-    def _of_layers(self, step: StepRecord, sick: Sequence[LayerStatRecord]) -> Sequence[Finding]:
-        sick = sorted(sick, key=lambda stat: stat.layer)
-        producer = sick[0]
-        earlier = self._told.get(step.branch, _HEAD + 1)
+    def _check_layers(
+        self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
+    ) -> Sequence[Finding]:
+        nonfinite = sorted(nonfinite, key=lambda stat: stat.layer)
+        producer = nonfinite[0]
+        earlier = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
         if producer.layer >= earlier:
             return ()
-        self._told[step.branch] = producer.layer
-        carriers = sorted({stat.layer for stat in sick} - {producer.layer})
-        rows = _sick_rows(step, producer.layer)
+        self._reported_layers[step.branch] = producer.layer
+        carriers = sorted({stat.layer for stat in nonfinite} - {producer.layer})
+        rows = _find_nonfinite_rows(step, producer.layer)
         in_logits = step.logits is not None and bool(step.logits.n_nan or step.logits.n_inf)
-        part = find_part(step, producer, self.scene, is_newest=_is_newest(step, producer, rows))
+        part = find_nonfinite_part(
+            step, producer, self.context, is_newest=_is_newest_nonfinite(step, producer, rows)
+        )
         sentence = (
-            f"{_kind(producer)} {'first' if earlier >= _HEAD else 'now'} appears in the output of "
+            f"{_nan_or_inf(producer)} {'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears in the output of "
             f"layer {producer.layer} ({printable(producer.module)}), "
-            f"{self._where(step, rows, producer)}: {_how_many(producer)}; "
-            f"{_carried(carriers, in_logits)}"
+            f"{self._format_where(step, rows, producer)}: {_format_value_counts(producer)}; "
+            f"{_format_carriers(carriers, in_logits)}"
         )
         if part is not None:
-            sentence += f"; {part.words}"
+            sentence += f"; {part.description}"
         elif producer.layer == 0:
             sentence += ", and the embeddings that feed layer 0 are not recorded"
         evidence: dict[str, Any] = {
@@ -162,107 +168,114 @@ class NumbersRule(Rule):
         finding_id = NAN if producer.n_nan else INF
         if rows is None and producer.bad_row is not None:
             rows = np.array([step.kv_before + producer.bad_row])
-        return [_finding(step, finding_id, f"{sentence}.", evidence, producer.layer, rows)]
+        return [
+            _nonfinite_finding(step, finding_id, f"{sentence}.", evidence, producer.layer, rows)
+        ]
 
-    def _of_scores(self, step: StepRecord, sick: Sequence[LayerStatRecord]) -> Sequence[Finding]:
+    def _check_scores(
+        self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
+    ) -> Sequence[Finding]:
         """Return the call whose queries or keys are NaN though its layer's output is finite.
 
         Kernels may pass over NaN: SDPA on a CPU (torch 2.13) gives zeros for a row of NaN scores.
         """
-        earliest = min((stat.layer for stat in sick), default=_HEAD)
-        told = self._told.get(step.branch, _HEAD + 1)
+        earliest = min((stat.layer for stat in nonfinite), default=_AFTER_LAST_LAYER)
+        told = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
         for number, call in enumerate(step.calls):
             if call.layer >= min(earliest, told):
                 return ()
-            part = nan_scores(step, number, self.scene)
+            part = find_nan_scores(step, number, self.context)
             if part is None:
                 continue
-            self._told[step.branch] = call.layer
+            self._reported_layers[step.branch] = call.layer
             row = np.array([step.kv_after - 1])
             sentence = (
                 f"NaN is among the scores of layer {call.layer} in step {step.step} at "
-                f"{self.scene.position(int(row[0]))}: {part.words}; the kernel ({call.path}) "
+                f"{self.context.format_position(int(row[0]))}: {part.description}; the kernel ({call.path}) "
                 "passes over it, so the layer's output is finite, and wrong."
             )
             evidence = {"part": part.name, "path": call.path}
-            query = _CALLS.format(step.generation, step.branch, step.step)
-            return [_finding(step, NAN, sentence, evidence, call.layer, row, query=query)]
+            query = _NAN_CALL_QUERY.format(step.generation, step.branch, step.step)
+            return [_nonfinite_finding(step, NAN, sentence, evidence, call.layer, row, query=query)]
         return ()
 
-    def _of_call(self, step: StepRecord) -> Sequence[Finding]:
+    def _check_calls(self, step: StepRecord) -> Sequence[Finding]:
         """Judge calls of FlexAttention outside of a model: their gate is NaN when they are."""
         found = []
         for number, call in enumerate(step.calls):
-            part = sick_call(step, number, self.scene)
+            part = find_nonfinite_call(step, number, self.context)
             if part is not None:
                 sentence = (
-                    f"The newest of {counted(call.q_len, 'row')} of the call ({call.path}) comes "
-                    f"out as NaN; {part.words}."
+                    f"The newest of {plural(call.q_len, 'row')} of the call ({call.path}) comes "
+                    f"out as NaN; {part.description}."
                 )
                 evidence = {"part": part.name, "path": call.path, "keys": call.kv_len}
                 rows = np.array([step.kv_after - 1])
-                query = _CALLS.format(step.generation, step.branch, step.step)
-                found.append(_finding(step, NAN, sentence, evidence, call.layer, rows, query=query))
+                query = _NAN_CALL_QUERY.format(step.generation, step.branch, step.step)
+                found.append(
+                    _nonfinite_finding(step, NAN, sentence, evidence, call.layer, rows, query=query)
+                )
         return found
 
-    def _where(self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord) -> str:
+    def _format_where(
+        self, step: StepRecord, rows: Positions | None, producer: LayerStatRecord
+    ) -> str:
         if (rows is None or not len(rows)) and producer.bad_row is not None:
-            first = self.scene.position(step.kv_before + producer.bad_row)
+            first = self.context.format_position(step.kv_before + producer.bad_row)
             return f"in step {step.step} (of its {step.q_len} rows the first is {first})"
         if rows is None or not len(rows):
             return f"in step {step.step} (somewhere in its {step.q_len} rows)"
         if len(rows) == 1:
-            return f"in step {step.step} at {self.scene.position(int(rows[0]))}"
-        scene = self.scene
-        return f"in step {step.step} in {scene.rows(rows)} ({scene.first(rows)})"
+            return f"in step {step.step} at {self.context.format_position(int(rows[0]))}"
+        scene = self.context
+        return f"in step {step.step} in {scene.format_rows(rows)} ({scene.format_first_position(rows)})"
 
-    def _of_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
+    def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
         highest = any(candidate.logit == np.inf for candidate in logits.candidates)
         if not logits.n_nan and not highest:
-            return self._closed(step, logits)
-        if step.branch in self._told:
+            return self._check_closed_logits(step, logits)
+        if step.branch in self._reported_layers:
             return ()
-        self._told[step.branch] = _HEAD
+        self._reported_layers[step.branch] = _AFTER_LAST_LAYER
         source = (
             "while every layer's output is finite: it comes from the final norm or the output head"
             if step.layer_stats
             else "and no layer is recorded as its source (from level advanced on all are looked at)"
         )
         sentence = (
-            f"{_kind(logits)} appears in the logits of step {step.step} ({_how_many(logits)}), "
+            f"{_nan_or_inf(logits)} appears in the logits of step {step.step} ({_format_value_counts(logits)}), "
             f"{source}."
         )
         rows = np.array([step.kv_after - 1])
         evidence = _logits_evidence(logits)
         finding_id = NAN if logits.n_nan else INF
-        query = _LOGITS.format(step.generation, step.branch, step.step)
-        return [_finding(step, finding_id, sentence, evidence, None, rows, query=query)]
+        query = _LOGITS_QUERY.format(step.generation, step.branch, step.step)
+        return [_nonfinite_finding(step, finding_id, sentence, evidence, None, rows, query=query)]
 
-    def _closed(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
+    def _check_closed_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
         """Judge logits of which some are -Inf and the rest finite, before any processor.
 
         A model may close tokens like that by its own design (padding of the vocabulary), then in
         every step; so what the first step has is taken as meant, and only more than that is said.
         """
         before = self._n_closed.setdefault(step.branch, logits.n_inf)
-        if logits.n_inf <= before or step.branch in self._told:
+        if logits.n_inf <= before or step.branch in self._reported_layers:
             return ()
-        self._n_closed[step.branch] = _ANY_NUMBER
+        self._n_closed[step.branch] = _UNLIMITED
         sentence = (
-            f"{counted(logits.n_inf, 'logit')} of step {step.step} {_are(logits.n_inf)} -Inf "
+            f"{plural(logits.n_inf, 'logit')} of step {step.step} {_is_or_are(logits.n_inf)} -Inf "
             f"before any processor, where the first step had {before}: no processor or sampling "
             "option closed these tokens."
         )
         evidence = {**_logits_evidence(logits), "before": before}
         rows = np.array([step.kv_after - 1])
-        query = _LOGITS.format(step.generation, step.branch, step.step)
-        return [_finding(step, INF, sentence, evidence, None, rows, Severity.WARNING, query)]
+        query = _LOGITS_QUERY.format(step.generation, step.branch, step.step)
+        return [
+            _nonfinite_finding(step, INF, sentence, evidence, None, rows, Severity.WARNING, query)
+        ]
 
 
-RULE: type[Rule] = NumbersRule
-
-
-def _finding(
+def _nonfinite_finding(
     step: StepRecord,
     finding_id: str,
     sentence: str,
@@ -280,7 +293,7 @@ def _finding(
         branch=step.branch,
         step=step.step,
         layer=layer,
-        positions=() if rows is None else listed(rows),
+        positions=() if rows is None else limit_positions(rows),
         evidence=evidence,
         query=query,
     )
@@ -290,21 +303,21 @@ def _logits_evidence(logits: LogitsRecord) -> dict[str, Any]:
     return {"module": "logits", "n_nan": logits.n_nan, "n_inf": logits.n_inf}
 
 
-def _kind(record: LayerStatRecord | LogitsRecord) -> str:
+def _nan_or_inf(record: LayerStatRecord | LogitsRecord) -> str:
     return "NaN" if record.n_nan else "Inf"
 
 
-def _how_many(record: LayerStatRecord | LogitsRecord) -> str:
+def _format_value_counts(record: LayerStatRecord | LogitsRecord) -> str:
     if record.n_nan and record.n_inf:
         return f"{record.n_nan} NaN and {record.n_inf} Inf values"
-    return counted(record.n_nan or record.n_inf, "value")
+    return plural(record.n_nan or record.n_inf, "value")
 
 
-def _are(n: int) -> str:
+def _is_or_are(n: int) -> str:
     return "is" if n == 1 else "are"
 
 
-def _carried(carriers: Sequence[int], in_logits: bool) -> str:
+def _format_carriers(carriers: Sequence[int], in_logits: bool) -> str:
     """Say which later layers hold it as well, and whether it reaches the logits."""
     names = []
     if carriers:
@@ -318,13 +331,15 @@ def _carried(carriers: Sequence[int], in_logits: bool) -> str:
     return f"{' and '.join(names)} {verb} it on"
 
 
-def _is_newest(step: StepRecord, producer: LayerStatRecord, rows: Positions | None) -> bool:
+def _is_newest_nonfinite(
+    step: StepRecord, producer: LayerStatRecord, rows: Positions | None
+) -> bool:
     """Say whether the newest row is known to be sick in this layer."""
     last = step.q_len - 1
     return last == producer.bad_row or (rows is not None and step.kv_before + last in rows)
 
 
-def _sick_rows(step: StepRecord, layer: int) -> Positions | None:
+def _find_nonfinite_rows(step: StepRecord, layer: int) -> Positions | None:
     """Return the positions whose output is not finite; None where only their number is known.
 
     A decode step has one row; of a prompt the rows are known where the layer's output is stored.
@@ -333,11 +348,11 @@ def _sick_rows(step: StepRecord, layer: int) -> Positions | None:
         return np.array([step.kv_before])
     for record in step.arrays:
         if record.stream == "hidden" and record.layer == layer:
-            return step.kv_before + np.flatnonzero(~_finite_rows(record))
+            return step.kv_before + np.flatnonzero(~_find_finite_rows(record))
     return None
 
 
-def _finite_rows(record: ArrayRecord) -> Any:
+def _find_finite_rows(record: ArrayRecord) -> Any:
     array = record.array.reshape(len(record.array), -1)
     if record.dtype == "bfloat16":  # as bits: all ones in the exponent
         return ((array & 0x7F80) != 0x7F80).all(axis=1)

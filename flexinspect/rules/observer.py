@@ -9,30 +9,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from flexinspect.attention import TOLERANCE, bar
+from flexinspect.attention import LSE_TOLERANCE, check_tolerance
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, EventRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import layers as in_layers
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import format_layers as in_layers
 from flexinspect.rules.words import printable
 
-GATE = "observer.gate"
+LSE_CHECK = "observer.gate"
 INCOMPLETE = "observer.incomplete"
 NOT_WEIGHTS = "observer.not-weights"
 
-_BROKEN = ("hook-off", "rule-off", "step-unread")
-_UNFOLLOWED = "not-followed"
-_UNSEEN = "unseen"
+_FAILURE_EVENTS = ("hook-off", "rule-off", "step-unread")
+_NOT_FOLLOWED_EVENT = "not-followed"
+_UNSEEN_EVENT = "unseen"
 
 
 class ObserverRule(Rule):
     """Tells where the record is not what ran, or has gaps."""
 
     name: ClassVar[str] = "observer"
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        GATE: FindingKind(
+        LSE_CHECK: FindingKind(
             Severity.WARNING,
             "the attention that would be drawn is not what ran",
             "Recomputed from the captured q, k and v under the recorded mask, the row does not "
@@ -68,29 +68,29 @@ class ObserverRule(Rule):
         ),
     }
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no layer expected."""
-        super().begin(scene)
+        super().on_generation_start(context)
         self._expected: set[int] = set()
         self._is_followed = True
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Look at the gates, at the layers that were seen, and at the step's events."""
         found: list[Finding] = []
         # These two lines are what a step costs in which nothing is wrong.
-        red = [call for call in step.calls if call.gate is not None and call.gate > TOLERANCE]
+        red = [call for call in step.calls if call.gate is not None and call.gate > LSE_TOLERANCE]
         seen = {call.layer for call in step.calls}
         if red:
-            found += self._gates(step, red, len(seen))
+            found += self._check_gates(step, red, len(seen))
         if step.events:
-            found += self._events(step)
+            found += self._check_events(step)
         if seen != self._expected:
-            found += self._layers(step, seen)
+            found += self._check_layers(step, seen)
         return found
 
-    def hear(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
         """Tell of what broke outside of a recorded step."""
-        if event.kind not in _BROKEN:
+        if event.kind not in _FAILURE_EVENTS:
             return ()
         generation = event.generation
         return [
@@ -98,16 +98,18 @@ class ObserverRule(Rule):
                 id=INCOMPLETE,
                 severity=Severity.WARNING,
                 sentence=printable(event.text),
-                generation=self.scene.generation.generation if generation is None else generation,
+                generation=self.context.generation.generation if generation is None else generation,
                 step=event.step,
                 evidence={"event": event.kind, **event.data},
                 series=event.text,
             )
         ]
 
-    def _gates(self, step: StepRecord, red: Iterable[CallRecord], n_layers: int) -> list[Finding]:
+    def _check_gates(
+        self, step: StepRecord, red: Iterable[CallRecord], n_layers: int
+    ) -> list[Finding]:
         """Tell of gates above the panel's bar; a NaN is a matter of numbers, and not told here."""
-        bad = [call for call in red if call.gate is not None and call.gate > _bar(call)]
+        bad = [call for call in red if call.gate is not None and call.gate > _call_tolerance(call)]
         if not bad:
             return []
         worst = max(bad, key=lambda call: call.gate or 0.0)
@@ -115,34 +117,34 @@ class ObserverRule(Rule):
         how = "output" if worst.gate_kind == "output" else "row sum"
         where = (
             "In a call outside of a model"
-            if self.scene.is_loose
+            if self.context.is_standalone
             else (f"In {in_layers(which, n_layers)}, step {step.step},")
         )
         sentence = (
             f"{where} what is recorded is not what ran: recomputed under the recorded mask, the "
-            f"newest row's {how} is off by {worst.gate:.2g} (bar {_bar(worst):g}, path "
+            f"newest row's {how} is off by {worst.gate:.2g} (bar {_call_tolerance(worst):g}, path "
             f"{worst.path}, {worst.dtype})."
         )
-        evidence = {"gate": worst.gate, "bar": _bar(worst), "kind": worst.gate_kind}
+        evidence = {"gate": worst.gate, "bar": _call_tolerance(worst), "kind": worst.gate_kind}
         series = ",".join(map(str, which))
         about: dict[str, Any] = {"evidence": evidence, "layers": which, "series": series}
-        return [self.finding(step, GATE, sentence, **about)]
+        return [self.finding(step, LSE_CHECK, sentence, **about)]
 
-    def _events(self, step: StepRecord) -> list[Finding]:
+    def _check_events(self, step: StepRecord) -> list[Finding]:
         found = []
         no_weights = [event for event in step.events if event.kind == "no-weights"]
         if no_weights:
-            found.append(self._not_weights(step, no_weights))
+            found.append(self._not_weights_finding(step, no_weights))
         for event in step.events:
-            if event.kind == _UNFOLLOWED:
+            if event.kind == _NOT_FOLLOWED_EVENT:
                 self._is_followed = False
-            if event.kind == _UNSEEN and self._expected:
+            if event.kind == _UNSEEN_EVENT and self._expected:
                 continue  # the layers themselves are named then
-            if event.kind in (*_BROKEN, _UNFOLLOWED, _UNSEEN):
-                severity = Severity.WARNING if event.kind in _BROKEN else Severity.NOTE
+            if event.kind in (*_FAILURE_EVENTS, _NOT_FOLLOWED_EVENT, _UNSEEN_EVENT):
+                severity = Severity.WARNING if event.kind in _FAILURE_EVENTS else Severity.NOTE
                 evidence = {"event": event.kind}
                 words = printable(event.text)
-                series = event.text if event.kind in _BROKEN else event.kind
+                series = event.text if event.kind in _FAILURE_EVENTS else event.kind
                 about: dict[str, Any] = {
                     "severity": severity,
                     "evidence": evidence,
@@ -151,7 +153,7 @@ class ObserverRule(Rule):
                 found.append(self.finding(step, INCOMPLETE, words, **about))
         return found
 
-    def _not_weights(self, step: StepRecord, events: Sequence[EventRecord]) -> Finding:
+    def _not_weights_finding(self, step: StepRecord, events: Sequence[EventRecord]) -> Finding:
         which = sorted({int(event.data.get("layer", 0)) for event in events})
         more = f" (and so did {len(which) - 1} more layers)" if len(which) > 1 else ""
         sentence = f"In step {step.step}: {printable(events[0].text).rstrip('.')}{more}."
@@ -162,14 +164,14 @@ class ObserverRule(Rule):
         }
         return self.finding(step, NOT_WEIGHTS, sentence, **about)
 
-    def _layers(self, step: StepRecord, seen: set[int]) -> list[Finding]:
+    def _check_layers(self, step: StepRecord, seen: set[int]) -> list[Finding]:
         """Tell of layers without a call in this step that had one before.
 
         Those that never had one are in an event of the capture's own.
         """
         missing = sorted(self._expected - seen)
         self._expected = self._expected | seen
-        if not missing or not seen or not self._is_followed or self.scene.is_loose:
+        if not missing or not seen or not self._is_followed or self.context.is_standalone:
             return []
         n_layers = len(self._expected)
         sentence = (
@@ -183,8 +185,5 @@ class ObserverRule(Rule):
         return [self.finding(step, INCOMPLETE, sentence, evidence=evidence, **about)]
 
 
-RULE: type[Rule] = ObserverRule
-
-
-def _bar(call: CallRecord) -> float:
-    return bar(call.gate_kind, call.dtype)
+def _call_tolerance(call: CallRecord) -> float:
+    return check_tolerance(call.gate_kind, call.dtype)

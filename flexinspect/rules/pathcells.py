@@ -10,74 +10,79 @@ import numpy as np
 
 from flexinspect.masks import BoolArray
 from flexinspect.records import CallRecord, StepRecord
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import counted
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import plural
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class MaskComparison:
     """How the mask that a call ran under differs from the one it should have had.
 
     `words` ends a sentence. `is_sure` says that pairs are open that were to be closed, `is_same`
     that the masks are proved to be the same.
     """
 
-    words: str = ""
-    is_sure: bool = False
+    description: str = ""
+    has_leak: bool = False
     is_same: bool = False
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = field(default_factory=dict)
 
 
-def lost(step: StepRecord, scene: Scene, call: CallRecord, peers: Sequence[CallRecord]) -> Lost:
+def compare_call_mask(
+    step: StepRecord, context: RuleContext, call: CallRecord, peers: Sequence[CallRecord]
+) -> MaskComparison:
     """Compare a call's mask with those of other layers, or with the declared one without them.
 
     With several other masks (sliding and full layers) the nearest counts. Nothing is said where
     cells were not recorded.
     """
-    mine = _cells(scene, call)
+    mine = _call_cells(context, call)
     if mine is None:
-        return Lost()
-    theirs = _of_peers(scene, peers) if peers else _declared(scene, call, mine)
-    counts = [_difference(mine, one) for one in theirs if one.shape[1:] == mine.shape[1:]]
+        return MaskComparison()
+    theirs = _peer_cells(context, peers) if peers else _declared_cells(context, call, mine)
+    counts = [
+        _count_differing_pairs(mine, one) for one in theirs if one.shape[1:] == mine.shape[1:]
+    ]
     if not counts:
-        return Lost()
+        return MaskComparison()
     leaked, closed = min(counts, key=sum)
     whom = "the other layers keep" if peers else "the declared mask has"
     facts = {"leaked": leaked, "lost": closed}
     if not leaked and not closed:
-        return Lost(is_same=True, facts=facts)
+        return MaskComparison(is_same=True, evidence=facts)
     if not leaked:
-        return Lost(
-            f"; {counted(closed, 'pair')} {_are(closed)} closed that {whom} open", facts=facts
+        return MaskComparison(
+            f"; {plural(closed, 'pair')} {_is_or_are(closed)} closed that {whom} open",
+            evidence=facts,
         )
-    words = f"; {counted(leaked, 'pair')} {_are(leaked)} open there that {whom} closed"
-    return Lost(words, is_sure=True, facts=facts)
+    words = f"; {plural(leaked, 'pair')} {_is_or_are(leaked)} open there that {whom} closed"
+    return MaskComparison(words, has_leak=True, evidence=facts)
 
 
-def _cells(scene: Scene, call: CallRecord) -> BoolArray | None:
-    mask = scene.mask(call.mask)
+def _call_cells(context: RuleContext, call: CallRecord) -> BoolArray | None:
+    mask = context.mask(call.mask)
     return None if mask is None else mask.cells
 
 
-def _of_peers(scene: Scene, peers: Sequence[CallRecord]) -> list[BoolArray]:
+def _peer_cells(context: RuleContext, peers: Sequence[CallRecord]) -> list[BoolArray]:
     names = dict.fromkeys(peer.mask for peer in peers)
-    masks = (scene.mask(name) for name in names)
+    masks = (context.mask(name) for name in names)
     return [mask.cells for mask in masks if mask is not None and mask.cells is not None]
 
 
-def _declared(scene: Scene, call: CallRecord, mine: BoolArray) -> list[BoolArray]:
-    intent, mask = scene.intent, scene.mask(call.mask)
+def _declared_cells(context: RuleContext, call: CallRecord, mine: BoolArray) -> list[BoolArray]:
+    intent, mask = context.declared_mask, context.mask(call.mask)
     if intent is None or intent.assumed or mask is None or mask.kv_offset:
         return []
-    return [intent.rule.dense(mine.shape[1], mine.shape[2], q_offset=mask.q_offset)[None]]
+    return [intent.spec.dense(mine.shape[1], mine.shape[2], q_offset=mask.q_offset)[None]]
 
 
-def _difference(mine: BoolArray, other: BoolArray) -> tuple[int, int]:
+def _count_differing_pairs(mine: BoolArray, other: BoolArray) -> tuple[int, int]:
     """Return how many pairs are open in mine alone, and in the other alone, in any head."""
     leaked: BoolArray = np.any(mine & ~other, axis=0)
     closed: BoolArray = np.any(~mine & other, axis=0)
     return int(leaked.sum()), int(closed.sum())
 
 
-def _are(n: int) -> str:
+def _is_or_are(n: int) -> str:
     return "is" if n == 1 else "are"

@@ -21,32 +21,32 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, LayerStatRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.rules.newestrow import ROW_STREAMS
-from flexinspect.rules.saturation import capped_layers
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import layers as in_layers
+from flexinspect.rules.saturation import find_capped_layers
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import format_layers as in_layers
 
 OVERFLOW_RISK = "numbers.overflow-risk"
 SATURATION = "numbers.saturation"
-JUMP = "numbers.jump"
+NORM_JUMP = "numbers.jump"
 
 FLOAT16_MAX = 65504.0
-NEAR = 0.5
+NEAR_LIMIT_SHARE = 0.5
 """Share of float16's range from which on an output is said to come near its end."""
-AT_THE_END = 0.9
+AT_LIMIT_SHARE = 0.9
 
-FACTOR = 100.0
+MAX_NORM_FACTOR = 100.0
 """Times by which a norm must leave those of other steps."""
-ONE_CHANNEL = 1e4
+MAX_CHANNEL_FACTOR = 1e4
 """The same where a single channel makes the norm: models do that by themselves, up to a thousand
 times (Sun et al. 2024, massive activations)."""
-HEALTHY_STEPS = 3
+MIN_HEALTHY_STEPS = 3
 """Steps that must have been seen before one can leave them."""
 
-_norm = attrgetter("norm")
+_get_norm = attrgetter("norm")
 
 
 @dataclass(slots=True)
-class _Norms:
+class _NormHistory:
     """What is known of the norms of the layers in one phase of one branch."""
 
     n: int = 0
@@ -54,30 +54,30 @@ class _Norms:
     largest: list[float] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
     high: list[float] = field(default_factory=list)
-    last: list[float] = field(default_factory=list)
-    stats: Sequence[LayerStatRecord] = ()
-    fed: int | None = None
+    last_norms: list[float] = field(default_factory=list)
+    last_stats: Sequence[LayerStatRecord] = ()
+    last_token_id: int | None = None
     """The statistics of the last step, and the token that it was fed, of one row."""
 
-    def are_usual(self, norms: list[float]) -> bool:
+    def are_in_range(self, norms: list[float]) -> bool:
         """Whether all lie where those of earlier steps let expect them."""
-        if self.n < HEALTHY_STEPS:
+        if self.n < MIN_HEALTHY_STEPS:
             return True
         return all(map(lt, self.low, norms)) and all(map(lt, norms, self.high))
 
-    def learn(self, norms: list[float]) -> None:
+    def add(self, norms: list[float]) -> None:
         """Take the norms of a healthy step: the first few, then ever fewer."""
         self.n += 1
-        if self.n > HEALTHY_STEPS and self.n & (self.n - 1):
+        if self.n > MIN_HEALTHY_STEPS and self.n & (self.n - 1):
             return
         self.smallest = list(map(min, self.smallest or norms, norms))
         self.largest = list(map(max, self.largest or norms, norms))
-        if self.n >= HEALTHY_STEPS:
-            self.low = [norm / FACTOR for norm in self.smallest]
-            self.high = [norm * FACTOR for norm in self.largest]
+        if self.n >= MIN_HEALTHY_STEPS:
+            self.low = [norm / MAX_NORM_FACTOR for norm in self.smallest]
+            self.high = [norm * MAX_NORM_FACTOR for norm in self.largest]
 
 
-class RangesRule(Rule):
+class OutputRangeRule(Rule):
     """Looks at the statistics of layer outputs, and at the cap of scores where there is one.
 
     From level advanced on, where every layer of every step is recorded.
@@ -125,7 +125,7 @@ class RangesRule(Rule):
                 "AND step <= {step} ORDER BY step"
             ),
         ),
-        JUMP: FindingKind(
+        NORM_JUMP: FindingKind(
             Severity.WARNING,
             "a layer's output is larger or smaller by orders than in the other steps of its phase",
             why=(
@@ -148,63 +148,67 @@ class RangesRule(Rule):
         ),
     }
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no norms known."""
-        super().begin(scene)
-        self._known: dict[tuple[int, str], _Norms] = {}
+        super().on_generation_start(context)
+        self._histories: dict[tuple[int, str], _NormHistory] = {}
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is out of range; NaN and Inf are another rule's."""
         stats = step.layer_stats
         found: list[Finding] = []
         if step.calls and step.calls[0].softcap is not None:
-            found += self._capped(step)
+            found += self._check_capped(step)
         if len(stats) < 2:  # at basic only sick layers are recorded
             return found
-        norms = list(map(_norm, stats))
-        known = self._norms_of(step)
-        if not known.are_usual(norms):
-            found += self._jumped(step, known, norms)
+        norms = list(map(_get_norm, stats))
+        known = self._norm_history(step)
+        if not known.are_in_range(norms):
+            found += self._check_jump(step, known, norms)
         else:
-            known.learn(norms)
+            known.add(norms)
         dead = [stat for stat in stats if stat.min == stat.max]
         if dead:
-            found.append(self._dead(step, dead))
+            found.append(self._dead_finding(step, dead))
         elif any(map(eq, norms, norms[1:])):
-            found += self._idle(step)
+            found += self._check_idle(step)
         if step.q_len == 1 and not dead:
-            found += self._stuck(step, known, norms)
-        known.last = norms
+            found += self._check_stuck(step, known, norms)
+        known.last_norms = norms
         if step.calls and step.calls[0].dtype == "float16":
-            found += self._overflow(step)
+            found += self._check_overflow(step)
         return found
 
-    def _norms_of(self, step: StepRecord) -> _Norms:
+    def _norm_history(self, step: StepRecord) -> _NormHistory:
         """Return what is known in the step's phase, nothing once other layers are recorded."""
-        known = self._known.get((step.branch, step.phase))
-        if known is None or len(known.last) != len(step.layer_stats):
-            known = self._known[step.branch, step.phase] = _Norms()
+        known = self._histories.get((step.branch, step.phase))
+        if known is None or len(known.last_norms) != len(step.layer_stats):
+            known = self._histories[step.branch, step.phase] = _NormHistory()
         return known
 
     # -- the end of float16 ----------------------------------------------------------------------
 
-    def _overflow(self, step: StepRecord) -> list[Finding]:
-        near = [stat for stat in step.layer_stats if NEAR * FLOAT16_MAX < _reach(stat) < np.inf]
+    def _check_overflow(self, step: StepRecord) -> list[Finding]:
+        near = [
+            stat
+            for stat in step.layer_stats
+            if NEAR_LIMIT_SHARE * FLOAT16_MAX < _abs_max(stat) < np.inf
+        ]
         near = [stat for stat in near if _is_float16(stat)]
         if not near:
             return []
-        worst = max(near, key=_reach)
-        at_the_end = _reach(worst) >= AT_THE_END * FLOAT16_MAX
+        worst = max(near, key=_abs_max)
+        at_the_end = _abs_max(worst) >= AT_LIMIT_SHARE * FLOAT16_MAX
         which = sorted(stat.layer for stat in near)
         sentence = (
-            f"The output of layer {worst.layer} reaches {_reach(worst):.0f} in step {step.step}, "
-            f"{_reach(worst) / FLOAT16_MAX:.0%} of the largest float16 (65504)"
+            f"The output of layer {worst.layer} reaches {_abs_max(worst):.0f} in step {step.step}, "
+            f"{_abs_max(worst) / FLOAT16_MAX:.0%} of the largest float16 (65504)"
         )
         if len(which) > 1:
             sentence += f"; {in_layers(which, len(step.layer_stats))} are above half of it"
         evidence = {"module": worst.module, "min": worst.min, "max": worst.max}
         return [
-            _finding(
+            _range_finding(
                 step,
                 OVERFLOW_RISK,
                 f"{sentence}.",
@@ -217,7 +221,7 @@ class RangesRule(Rule):
 
     # -- dead, idle, stuck, capped ---------------------------------------------------------------
 
-    def _dead(self, step: StepRecord, dead: Sequence[LayerStatRecord]) -> Finding:
+    def _dead_finding(self, step: StepRecord, dead: Sequence[LayerStatRecord]) -> Finding:
         which = sorted(stat.layer for stat in dead)
         value, rows = f"{dead[0].min:g}", "the row" if step.q_len == 1 else f"all {step.q_len} rows"
         sentence = (
@@ -227,11 +231,15 @@ class RangesRule(Rule):
         if len(which) > 1:
             sentence += f"; constant after it: {in_layers(which[1:], len(step.layer_stats))}"
         sentence += "."
-        return _finding(step, SATURATION, sentence, {"value": dead[0].min}, which, series="dead")
+        return _range_finding(
+            step, SATURATION, sentence, {"value": dead[0].min}, which, series="dead"
+        )
 
-    def _idle(self, step: StepRecord) -> list[Finding]:
+    def _check_idle(self, step: StepRecord) -> list[Finding]:
         pairs = pairwise(step.layer_stats)
-        which = [b.layer for a, b in pairs if a.layer < b.layer and _numbers(a) == _numbers(b)]
+        which = [
+            b.layer for a, b in pairs if a.layer < b.layer and _stat_values(a) == _stat_values(b)
+        ]
         if not which:
             return []
         one = len(which) == 1
@@ -240,18 +248,20 @@ class RangesRule(Rule):
             f"{'gives' if one else 'give'} back exactly what {'it was' if one else 'they were'} "
             f"given in step {step.step}: neither attention nor MLP adds anything."
         )
-        return [_finding(step, SATURATION, sentence, {"layers": which}, which, series="idle")]
+        return [_range_finding(step, SATURATION, sentence, {"layers": which}, which, series="idle")]
 
-    def _stuck(self, step: StepRecord, known: _Norms, norms: list[float]) -> list[Finding]:
+    def _check_stuck(
+        self, step: StepRecord, known: _NormHistory, norms: list[float]
+    ) -> list[Finding]:
         """Say of a layer whose output is that of the step before, though another token was fed."""
-        same = any(map(eq, norms, known.last))
-        token = self.scene.token(step.kv_before)
-        before, known.fed = known.fed, None if token is None else token.token_id
-        stats, known.stats = known.stats, step.layer_stats
+        same = any(map(eq, norms, known.last_norms))
+        token = self.context.token(step.kv_before)
+        before, known.last_token_id = known.last_token_id, None if token is None else token.token_id
+        stats, known.last_stats = known.last_stats, step.layer_stats
         if not same or token is None or before is None or before == token.token_id:
             return []
         pairs = zip(step.layer_stats, stats, strict=True)
-        which = [now.layer for now, then in pairs if _numbers(now) == _numbers(then)]
+        which = [now.layer for now, then in pairs if _stat_values(now) == _stat_values(then)]
         if not which:
             return []
         one = len(which) == 1
@@ -260,16 +270,18 @@ class RangesRule(Rule):
             f"{step.step - 1}, though another token was fed: {'it does' if one else 'they do'} not "
             "depend on what comes in."
         )
-        return [_finding(step, SATURATION, sentence, {"layers": which}, which, series="stuck")]
+        return [
+            _range_finding(step, SATURATION, sentence, {"layers": which}, which, series="stuck")
+        ]
 
-    def _capped(self, step: StepRecord) -> list[Finding]:
-        which = capped_layers(step, self.scene)
+    def _check_capped(self, step: StepRecord) -> list[Finding]:
+        which = find_capped_layers(step, self.context)
         if not which:
             return []
         cap = next(call.softcap for call in step.calls if call.layer == which[0])
         sentence = (
             f"The keys that the newest row of step {step.step} looks at have scores at the cap of "
-            f"{cap:g} in every head of {in_layers(which, len(_layers_of(step.calls)))}: the cap "
+            f"{cap:g} in every head of {in_layers(which, len(_layer_set(step.calls)))}: the cap "
             "makes them all the same."
         )
         query = (
@@ -278,16 +290,22 @@ class RangesRule(Rule):
             f"AND layer = {which[0]}"
         )
         evidence = {"softcap": cap}
-        return [_finding(step, SATURATION, sentence, evidence, which, series="capped", query=query)]
+        return [
+            _range_finding(
+                step, SATURATION, sentence, evidence, which, series="capped", query=query
+            )
+        ]
 
     # -- jumps -----------------------------------------------------------------------------------
 
-    def _jumped(self, step: StepRecord, known: _Norms, norms: list[float]) -> list[Finding]:
+    def _check_jump(
+        self, step: StepRecord, known: _NormHistory, norms: list[float]
+    ) -> list[Finding]:
         if any(stat.n_nan or stat.n_inf for stat in step.layer_stats):
             return []
         # The norm of finite numbers may be infinite; the largest of them says as much.
         norms = [
-            n if n < math.inf else _reach(s) for n, s in zip(norms, step.layer_stats, strict=True)
+            n if n < math.inf else _abs_max(s) for n, s in zip(norms, step.layer_stats, strict=True)
         ]
         jumps = [
             (stat, norm / high if norm > high else norm / low)
@@ -303,9 +321,9 @@ class RangesRule(Rule):
         more = ratio > 1
         times = ratio if more else 1 / ratio
         sentence = (
-            f"The output of layer {first.layer} is {_times(times)} times "
+            f"The output of layer {first.layer} is {_format_ratio(times)} times "
             f"{'larger' if more else 'smaller'} in step {step.step} than in any {step.phase} step "
-            f"before it (largest number {_reach(first):.3g})"
+            f"before it (largest number {_abs_max(first):.3g})"
         )
         if first.layer > min(stat.layer for stat in step.layer_stats):
             sentence += ", while the layers before it are as they were"
@@ -313,17 +331,14 @@ class RangesRule(Rule):
             sentence += f"; it goes on to {in_layers(which[1:], len(norms))}"
         evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
         series = f"layer {first.layer} {'up' if more else 'down'}"
-        return [_finding(step, JUMP, f"{sentence}.", evidence, which, series=series)]
+        return [_range_finding(step, NORM_JUMP, f"{sentence}.", evidence, which, series=series)]
 
 
-RULE: type[Rule] = RangesRule
-
-
-def _times(ratio: float) -> str:
+def _format_ratio(ratio: float) -> str:
     return f"{ratio:,.0f}" if ratio < 1e6 else f"{ratio:.0e}"
 
 
-def _reach(stat: LayerStatRecord) -> float:
+def _abs_max(stat: LayerStatRecord) -> float:
     return max(-stat.min, stat.max)
 
 
@@ -335,19 +350,19 @@ def _is_float16(stat: LayerStatRecord) -> bool:
 
 def _is_jump(stat: LayerStatRecord, norm: float, low: float, high: float) -> bool:
     """Say whether a norm is out of range, and not by a massive activation in a channel or two."""
-    factor = ONE_CHANNEL if norm > high and _reach(stat) > norm / 2 else FACTOR
+    factor = MAX_CHANNEL_FACTOR if norm > high and _abs_max(stat) > norm / 2 else MAX_NORM_FACTOR
     return norm > high * factor or norm < low / factor
 
 
-def _numbers(stat: LayerStatRecord) -> tuple[float, ...]:
+def _stat_values(stat: LayerStatRecord) -> tuple[float, ...]:
     return stat.min, stat.max, stat.mean, stat.norm
 
 
-def _layers_of(calls: Sequence[CallRecord]) -> set[int]:
+def _layer_set(calls: Sequence[CallRecord]) -> set[int]:
     return {call.layer for call in calls}
 
 
-def _finding(
+def _range_finding(
     step: StepRecord,
     finding_id: str,
     sentence: str,
@@ -360,7 +375,7 @@ def _finding(
 ) -> Finding:
     return Finding(
         id=finding_id,
-        severity=severity or RangesRule.findings[finding_id].severity,
+        severity=severity or OutputRangeRule.findings[finding_id].severity,
         sentence=sentence,
         generation=step.generation,
         branch=step.branch,

@@ -16,18 +16,24 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.closure import Leak, Words, follow, pack, rule_reach
-from flexinspect.rules.scene import Intent, Scene
-from flexinspect.rules.views import OUTSIDE, paraphrases, views_of
-from flexinspect.rules.words import counted, listed, numbers, printable
+from flexinspect.rules.closure import (
+    PackedRows,
+    TransitiveLeak,
+    find_transitive_leaks,
+    pack_rows,
+    spec_reach,
+)
+from flexinspect.rules.scene import DeclaredMask, RuleContext
+from flexinspect.rules.views import NON_PROMPT_LABELS, paraphrase_segments, step_mask_views
+from flexinspect.rules.words import format_ranges, limit_positions, plural, printable
 
-LEAK = "reach.leak"
-BY_DESIGN = "reach.by-design"
+REACH_LEAK = "reach.leak"
+REACH_BY_DESIGN = "reach.by-design"
 
-_NAMED = 4
+_MAX_NAMED_CARRIERS = 4
 """Rows that a sentence names one by one, with their words."""
 
-_MASKS = (
+_REACH_QUERY = (
     "SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, m.rule_source "
     "FROM calls c LEFT JOIN masks m ON m.fingerprint = c.mask "
     "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
@@ -35,7 +41,7 @@ _MASKS = (
 )
 
 
-class ReachRule(Rule):
+class TransitiveReachRule(Rule):
     """Follows the prompt's segments through the layers, once per set of masks.
 
     An error beyond a declared mask, a warning where none was declared. Where the declared mask
@@ -44,7 +50,7 @@ class ReachRule(Rule):
 
     name: ClassVar[str] = "reach"
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        LEAK: FindingKind(
+        REACH_LEAK: FindingKind(
             Severity.ERROR,
             "segments that do not see each other reach each other over several layers",
             "Each picture of the mask looks isolated, and yet the segment's hidden states change "
@@ -54,9 +60,9 @@ class ReachRule(Rule):
             "over one segment, and seen by the other.",
             "Let the rows named see only what everybody may know, or see nothing of them from the "
             "other segments: each separator belongs to the segment before it.",
-            _MASKS,
+            _REACH_QUERY,
         ),
-        BY_DESIGN: FindingKind(
+        REACH_BY_DESIGN: FindingKind(
             Severity.WARNING,
             "the declared mask itself joins over the layers segments that it keeps apart in each",
             "The rule does what it says, but what it says is not isolation: information passes "
@@ -65,95 +71,97 @@ class ReachRule(Rule):
             "segment, and seen by the other.",
             "If the segments are meant to be independent, close the rows named over them, or give "
             "each segment rows of its own; else nothing is to be done.",
-            _MASKS,
+            _REACH_QUERY,
         ),
     }
 
     def __init__(self) -> None:
-        self._looked_at: set[tuple[tuple[int, str], ...]] = set()
+        self._checked: set[tuple[tuple[int, str], ...]] = set()
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no mask followed."""
-        super().begin(scene)
-        self._looked_at = set()
-        self._targets = paraphrases(scene.segments)
+        super().on_generation_start(context)
+        self._checked = set()
+        self._targets = paraphrase_segments(context.segments)
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what reaches what in a step that computes the whole prompt."""
         # A decode row changes nothing of what the prompt's rows have become.
         if step.kv_before or len(self._targets) < 2 or step.q_len < self._targets[-1].stop:
             return ()
         key = tuple((call.layer, call.mask or "") for call in step.calls)
-        if key in self._looked_at:
+        if key in self._checked:
             return ()
-        self._looked_at.add(key)
-        leaks, is_design = self._leaks(step)
+        self._checked.add(key)
+        leaks, is_design = self._find_leaks(step)
         leaks.sort(key=lambda leak: leak.layer)
         return [self._finding(step, leaks, is_design)] if leaks else ()
 
-    def _leaks(self, step: StepRecord) -> tuple[list[Leak], bool]:
+    def _find_leaks(self, step: StepRecord) -> tuple[list[TransitiveLeak], bool]:
         """Return what is worth telling, and whether it is the declared mask's own design."""
-        views, _ = views_of(step, self.scene)
+        views, _ = step_mask_views(step, self.context)
         n = self._targets[-1].stop
-        packed: dict[int, Words] = {}
+        packed: dict[int, PackedRows] = {}
         for view in views:
-            if not view.first:
-                packed.update(dict.fromkeys(view.layers, pack(view.cells, n)))
+            if not view.first_key_pos:
+                packed.update(dict.fromkeys(view.layers, pack_rows(view.cells, n)))
         sources = self._sources()
-        leaks = follow(packed, self._targets, sources) if packed else []
+        leaks = find_transitive_leaks(packed, self._targets, sources) if packed else []
         if not leaks:
             return [], False
-        return self._told_of(leaks, sources)
+        return self._reportable_leaks(leaks, sources)
 
     def _sources(self) -> list[Segment]:
         """Return the segments that others may have to be kept from.
 
         Text before them is often shared; only a declared mask says whether it is.
         """
-        intent, kinds = self.scene.intent, [SegmentKind.PARAPHRASE]
+        intent, kinds = self.context.declared_mask, [SegmentKind.PARAPHRASE]
         if intent is not None and not intent.assumed:
             kinds.append(SegmentKind.SHARED)
         return [
             s
-            for s in self.scene.segments
-            if s in self._targets or (s.kind in kinds and s.label not in OUTSIDE)
+            for s in self.context.segments
+            if s in self._targets or (s.kind in kinds and s.label not in NON_PROMPT_LABELS)
         ]
 
-    def _told_of(
-        self, leaks: Sequence[Leak], sources: Sequence[Segment]
-    ) -> tuple[list[Leak], bool]:
+    def _reportable_leaks(
+        self, leaks: Sequence[TransitiveLeak], sources: Sequence[Segment]
+    ) -> tuple[list[TransitiveLeak], bool]:
         """Return the leaks beyond what the mask meant joins itself, else those that it does join.
 
         What its rule lets a segment see directly is no leak, and only missing here.
         """
-        intent = self.scene.intent
+        intent = self.context.declared_mask
         if intent is None:  # a function of the user's own: it means what it does
             return list(leaks), True
-        direct, over_layers = rule_reach(intent.rule, self._targets, sources)
+        direct, over_layers = spec_reach(intent.spec, self._targets, sources)
         beyond = [leak for leak in leaks if not over_layers[leak.target, leak.source]]
         if beyond:
             return beyond, False
         return [leak for leak in leaks if not direct[leak.target, leak.source]], True
 
-    def _finding(self, step: StepRecord, leaks: Sequence[Leak], by_design: bool) -> Finding:
-        intent, sources = self.scene.intent, self._sources()
+    def _finding(
+        self, step: StepRecord, leaks: Sequence[TransitiveLeak], by_design: bool
+    ) -> Finding:
+        intent, sources = self.context.declared_mask, self._sources()
         first = leaks[0]
         target, source = self._targets[first.target], sources[first.source]
         carriers = np.array(sorted({pos for leak in leaks for pos in leak.carriers}), np.intp)
         return Finding(
-            id=BY_DESIGN if by_design else LEAK,
-            severity=_severity(intent, by_design),
+            id=REACH_BY_DESIGN if by_design else REACH_LEAK,
+            severity=_reach_severity(intent, by_design),
             sentence=(
-                f"{_capital(target.label)} reaches {printable(source.label)} from layer "
-                f"{first.layer} on, through {self._through(first.carriers)}, though none of its "
-                f"{counted(len(target), 'row')} sees it directly{self._others(leaks)}"
-                f"{_said(intent, by_design)}."
+                f"{_capitalize_label(target.label)} reaches {printable(source.label)} from layer "
+                f"{first.layer} on, through {self._format_carriers(first.carriers)}, though none of its "
+                f"{plural(len(target), 'row')} sees it directly{self._format_others(leaks)}"
+                f"{_format_declaration(intent, by_design)}."
             ),
             generation=step.generation,
             branch=step.branch,
             step=step.step,
             layer=first.layer,
-            positions=listed(carriers),
+            positions=limit_positions(carriers),
             evidence={
                 "pairs": [
                     [self._targets[leak.target].label, sources[leak.source].label, leak.layer]
@@ -165,45 +173,44 @@ class ReachRule(Rule):
             series=f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}",
         )
 
-    def _through(self, carriers: Sequence[int]) -> str:
+    def _format_carriers(self, carriers: Sequence[int]) -> str:
         """Return `rows 7 "," and 8 "and" (separator 1)`, or how many there are."""
         labels: dict[str, None] = {}
         for pos in carriers:
-            segment = self.scene.segment_at(pos)
+            segment = self.context.segment_at(pos)
             if segment is not None:
                 labels.setdefault(printable(segment.label))
         names = list(labels)
         where = f" ({' and '.join(names)})" if 0 < len(names) < 3 else ""
         if len(names) > 2:
             where = f" ({names[0]} and {len(names) - 1} other segments)"
-        if len(carriers) > _NAMED:
-            return f"{len(carriers)} rows, {numbers(carriers[: 2 * _NAMED])}{where}"
-        words = [self.scene.position(pos).removeprefix("position ") for pos in carriers]
+        if len(carriers) > _MAX_NAMED_CARRIERS:
+            return (
+                f"{len(carriers)} rows, {format_ranges(carriers[: 2 * _MAX_NAMED_CARRIERS])}{where}"
+            )
+        words = [self.context.format_position(pos).removeprefix("position ") for pos in carriers]
         if len(words) == 1:
             return f"row {words[0]}{where}"
         return f"rows {', '.join(words[:-1])} and {words[-1]}{where}"
 
-    def _others(self, leaks: Sequence[Leak]) -> str:
+    def _format_others(self, leaks: Sequence[TransitiveLeak]) -> str:
         n = len(leaks) - 1
-        return f"; so {'does' if n == 1 else 'do'} {counted(n, 'other pair')} of segments" * (n > 0)
+        return f"; so {'does' if n == 1 else 'do'} {plural(n, 'other pair')} of segments" * (n > 0)
 
 
-RULE: type[Rule] = ReachRule
-
-
-def _severity(intent: Intent | None, by_design: bool) -> Severity:
-    if by_design or intent is None or intent.assumed:
+def _reach_severity(declared: DeclaredMask | None, by_design: bool) -> Severity:
+    if by_design or declared is None or declared.assumed:
         return Severity.WARNING
     return Severity.ERROR
 
 
-def _said(intent: Intent | None, by_design: bool) -> str:
+def _format_declaration(declared: DeclaredMask | None, by_design: bool) -> str:
     if by_design:
         return "; the declared mask itself has it so"
-    if intent is not None and intent.assumed:
+    if declared is not None and declared.assumed:
         return "; no mask was declared, so the segments are taken to be meant apart"
     return "; the declared mask keeps the two apart over all layers"
 
 
-def _capital(text: str) -> str:
+def _capitalize_label(text: str) -> str:
     return printable(text[:1].upper() + text[1:])

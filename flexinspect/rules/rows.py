@@ -17,17 +17,17 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray
 from flexinspect.records import CallRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.emptyrows import EmptyRows, asked_cells, count_readers, find_empty_rows
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.words import Positions, counted, listed, numbers
+from flexinspect.rules.emptyrows import EmptyRows, count_readers, find_empty_rows, intended_cells
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.words import Positions, format_ranges, limit_positions, plural
 
 EMPTY_ROW = "mask.empty-row"
 
-_NAMED = 8
+_MAX_NAMED_ROWS = 8
 """Rows of a call outside of a model that a sentence names."""
 
 
-class RowsRule(Rule):
+class EmptyRowsRule(Rule):
     """Says which rows see nothing: an error if one is newest, a warning if others read them.
 
     A note if nobody does, or if it is meant. Where only some heads see nothing it is a warning.
@@ -36,7 +36,7 @@ class RowsRule(Rule):
     """
 
     name: ClassVar[str] = "rows"
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         EMPTY_ROW: FindingKind(
             Severity.WARNING,
@@ -56,58 +56,58 @@ class RowsRule(Rule):
     }
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[EmptyRows, ...]] = {}
+        self._empty_rows: dict[str, tuple[EmptyRows, ...]] = {}
         """By fingerprint and for the whole run, as a mask is in one step's record only."""
         self._declared: Mapping[str, Any] = {}
-        self._told: dict[tuple[Any, ...], set[int]] = {}
+        self._reported: dict[tuple[Any, ...], set[int]] = {}
         self._unread: set[int] = set()
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with nothing told; masks stay known."""
-        super().begin(scene)
-        self._declared = scene.generation.declared
-        self._told = {}
+        super().on_generation_start(context)
+        self._declared = context.generation.declared
+        self._reported = {}
         self._unread = set()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is empty in the step's masks, in words, unless it was told of."""
         for mask in step.masks:
             parts = find_empty_rows(mask)
             if parts:
-                self._known[mask.fingerprint] = parts
-        if not self._known:
+                self._empty_rows[mask.fingerprint] = parts
+        if not self._empty_rows:
             return ()
         calls: dict[str, list[CallRecord]] = {}
         for call in step.calls:
-            if call.mask is not None and call.mask in self._known:
+            if call.mask is not None and call.mask in self._empty_rows:
                 calls.setdefault(call.mask, []).append(call)
         # Of earlier steps alone: a layer that reads what another one leaves empty in the same step
         # ran something else, which is told of as that.
-        found = self._newly_read(step) if self._unread else []
+        found = self._newly_read_findings(step) if self._unread else []
         for fingerprint, received in calls.items():
-            for part in self._known[fingerprint]:
-                found += self._judge(step, part, received)
+            for part in self._empty_rows[fingerprint]:
+                found += self._check_rows(step, part, received)
         return found
 
-    def _judge(
+    def _check_rows(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
     ) -> list[Finding]:
-        if self.scene.is_loose:
-            return [_loose(step, part, calls[0])]
-        part = part.only(self._not_told(step, part, calls))
+        if self.context.is_standalone:
+            return [_standalone_finding(step, part, calls[0])]
+        part = part.select(self._find_unreported(step, part, calls))
         if not len(part.rows):
             return []
-        meant = self._is_meant(step.kv_before + part.rows)
+        meant = self._is_declared_empty(step.kv_before + part.rows)
         if not part.heads and part.readers is not None:
             unread = part.rows[(part.readers == 0) & ~meant & (part.rows != part.last)]
             self._unread.update((step.kv_before + unread).tolist())
         found = []
         for keep, as_meant in ((~meant, False), (meant, True)):
             if keep.any():
-                found.append(self._finding(step, part.only(keep), calls, as_meant))
+                found.append(self._finding(step, part.select(keep), calls, as_meant))
         return found
 
-    def _not_told(
+    def _find_unreported(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
     ) -> BoolArray:
         """Return which of the rows are news; all rows of generated text count as one.
@@ -115,14 +115,14 @@ class RowsRule(Rule):
         Else a mask that is wrong for every decode row would be told of in every step.
         """
         key = (step.branch, part.heads != (), *(call.layer for call in calls))
-        told = self._told.setdefault(key, set())
-        n_prompt = self.scene.n_prompt or step.kv_after
+        told = self._reported.setdefault(key, set())
+        n_prompt = self.context.n_prompt or step.kv_after
         places = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
         news = np.array([place not in told for place in places])
         told.update(places)
         return news
 
-    def _is_meant(self, positions: Positions) -> BoolArray:
+    def _is_declared_empty(self, positions: Positions) -> BoolArray:
         """Say which rows the declared mask leaves empty (see `masks.MaskRule`)."""
         starts, head, low = (self._declared.get(name) for name in ("starts", "head", "low"))
         if not starts or not head or not low:
@@ -144,28 +144,33 @@ class RowsRule(Rule):
         one = len(positions) == 1
         return Finding(
             id=EMPTY_ROW,
-            severity=_severity(part, meant),
+            severity=_empty_row_severity(part, meant),
             sentence=(
-                f"{self.scene.rows(positions)} {'sees' if one else 'see'} no key"
-                f"{_in_heads(part)}{_in_layers(layers, n_layers)} ({self.scene.first(positions)})"
-                f"{asks}; {_outcome(calls[0], part, one)}{_read(part, one)}."
+                f"{self.context.format_rows(positions)} {'sees' if one else 'see'} no key"
+                f"{_format_in_heads(part)}{_format_in_layers(layers, n_layers)} ({self.context.format_first_position(positions)})"
+                f"{asks}; {_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
             ),
             generation=step.generation,
             branch=step.branch,
             step=step.step,
             layer=layers[0] if len(layers) == 1 else None,
             head=part.heads[0] if len(part.heads) == 1 else None,
-            positions=listed(positions),
-            evidence={**_evidence(part), "layers": layers, "path": calls[0].path, "meant": meant},
+            positions=limit_positions(positions),
+            evidence={
+                **_empty_row_evidence(part),
+                "layers": layers,
+                "path": calls[0].path,
+                "meant": meant,
+            },
             layers=tuple(layers) if len(layers) > 1 else (),
         )
 
-    def _newly_read(self, step: StepRecord) -> list[Finding]:
+    def _newly_read_findings(self, step: StepRecord) -> list[Finding]:
         """Return a finding when empty rows that nobody read are read after all."""
         unread = np.array(sorted(self._unread))
         counts = np.zeros(len(unread), np.int64)
         for mask in step.masks:
-            cells = asked_cells(mask)
+            cells = intended_cells(mask)
             if cells is not None:
                 offset = mask.q_offset - mask.kv_offset
                 counts += count_readers(cells, unread - mask.kv_offset, offset)
@@ -174,7 +179,7 @@ class RowsRule(Rule):
             return []
         self._unread.difference_update(read.tolist())
         sentence = (
-            f"{self.scene.rows(read)} that saw no key at all ({self.scene.first(read)}) "
+            f"{self.context.format_rows(read)} that saw no key at all ({self.context.format_first_position(read)}) "
             f"{'is' if len(read) == 1 else 'are'} read from step {step.step} on."
         )
         return [
@@ -185,16 +190,13 @@ class RowsRule(Rule):
                 generation=step.generation,
                 branch=step.branch,
                 step=step.step,
-                positions=listed(read),
+                positions=limit_positions(read),
                 evidence={"empty": len(read), "read": len(read), "readers": int(counts.max())},
             )
         ]
 
 
-RULE: type[Rule] = RowsRule
-
-
-def _loose(step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
+def _standalone_finding(step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
     """Return the finding of a call outside of a model, whose rows have no place in a text.
 
     That a row is read is known where rows and keys are of the same tokens, so of one length.
@@ -202,11 +204,13 @@ def _loose(step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
     one, is_square = len(part.rows) == 1, part.mask.q_len == part.mask.kv_len
     n_rows = part.last + 1
     is_read = is_square and part.n_read > 0
-    rows = numbers(part.rows[:_NAMED].tolist()) + ("" if len(part.rows) <= _NAMED else ", ...")
+    rows = format_ranges(part.rows[:_MAX_NAMED_ROWS].tolist()) + (
+        "" if len(part.rows) <= _MAX_NAMED_ROWS else ", ..."
+    )
     who = f"{'Row' if one else f'{len(part.rows)} rows'} {rows} of {n_rows}"
     sentence = (
-        f"{who} {'sees' if one else 'see'} no key{_in_heads(part)} in this call; "
-        f"{_outcome(call, part, one)}{_read(replace(part, last=-1), one) if is_square else ''}."
+        f"{who} {'sees' if one else 'see'} no key{_format_in_heads(part)} in this call; "
+        f"{_format_row_output(call, part, one)}{_format_readers(replace(part, last=-1), one) if is_square else ''}."
     )
     is_bad = is_read or len(part.rows) == n_rows
     return Finding(
@@ -217,12 +221,12 @@ def _loose(step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
         branch=step.branch,
         step=step.step,
         head=part.heads[0] if len(part.heads) == 1 else None,
-        positions=listed(step.kv_before + part.rows),
-        evidence={**_evidence(part), "path": call.path},
+        positions=limit_positions(step.kv_before + part.rows),
+        evidence={**_empty_row_evidence(part), "path": call.path},
     )
 
 
-def _severity(part: EmptyRows, meant: bool) -> Severity:
+def _empty_row_severity(part: EmptyRows, meant: bool) -> Severity:
     if meant:
         return Severity.WARNING if part.has_newest else Severity.NOTE
     if part.heads or (part.readers is None and not part.has_newest):
@@ -232,7 +236,7 @@ def _severity(part: EmptyRows, meant: bool) -> Severity:
     return Severity.WARNING if part.n_read else Severity.NOTE
 
 
-def _evidence(part: EmptyRows) -> dict[str, Any]:
+def _empty_row_evidence(part: EmptyRows) -> dict[str, Any]:
     return {
         "mask": part.mask.fingerprint,
         "rows": part.last + 1,
@@ -240,19 +244,19 @@ def _evidence(part: EmptyRows) -> dict[str, Any]:
         "heads": list(part.heads) or "all",
         "read": None if part.readers is None else part.n_read,
         "readers": None if part.readers is None else int(part.readers.max()),
-        "first_reader": _first_reader(part),
+        "first_reader": _first_reader_pos(part),
         "newest": part.has_newest,
     }
 
 
-def _first_reader(part: EmptyRows) -> int | None:
+def _first_reader_pos(part: EmptyRows) -> int | None:
     """Return the position of the first row that reads one of the rows, None when none does."""
     if part.first_reader is None or not part.n_read:
         return None
     return part.mask.q_offset + int(part.first_reader[part.first_reader >= 0].min())
 
 
-def _in_heads(part: EmptyRows) -> str:
+def _format_in_heads(part: EmptyRows) -> str:
     if not part.heads:
         return " at all"
     if len(part.heads) == 1:
@@ -260,7 +264,7 @@ def _in_heads(part: EmptyRows) -> str:
     return f" in up to {len(part.heads)} of {part.n_heads} heads"
 
 
-def _in_layers(layers: Sequence[int], n_layers: int) -> str:
+def _format_in_layers(layers: Sequence[int], n_layers: int) -> str:
     if len(layers) == n_layers:
         return ""
     if len(layers) == 1:
@@ -268,7 +272,7 @@ def _in_layers(layers: Sequence[int], n_layers: int) -> str:
     return f" in {len(layers)} of {n_layers} layers"
 
 
-def _outcome(call: CallRecord, part: EmptyRows, one: bool) -> str:
+def _format_row_output(call: CallRecord, part: EmptyRows, one: bool) -> str:
     """Say what such a row gets; checked for each path on torch 2.13 (CPU)."""
     them = "it" if one else "them"
     gets = "it gets" if one else "they get"
@@ -276,22 +280,22 @@ def _outcome(call: CallRecord, part: EmptyRows, one: bool) -> str:
         if part.averaged.all():
             return f"{gets} the mean of all values, as closed means the lowest float"
         low = "where closed means the lowest float"
-        return f"{gets} the mean of all values {low}, {_nothing(call)} if -Inf"
+        return f"{gets} the mean of all values {low}, {_format_closed_softmax(call)} if -Inf"
     if call.path.startswith("flex"):
         return f"FlexAttention gives {them} zeros (a dense softmax would give NaN)"
     if part.mask.kind == "float":
-        return f"{gets} {_nothing(call)}, as closed means -Inf"
+        return f"{gets} {_format_closed_softmax(call)}, as closed means -Inf"
     if call.path == "sdpa":
         return f"SDPA gives {them} zeros"
     return f"what {call.backend} gives {them} is not known"
 
 
-def _nothing(call: CallRecord) -> str:
+def _format_closed_softmax(call: CallRecord) -> str:
     """Return what a row of -Inf gets where a mask is added to the scores."""
     return "NaN" if call.path == "eager" else "zeros"
 
 
-def _read(part: EmptyRows, one: bool) -> str:
+def _format_readers(part: EmptyRows, one: bool) -> str:
     """Say who reads the rows."""
     if part.has_newest:
         who = "it is" if one else "among them is"
@@ -304,6 +308,6 @@ def _read(part: EmptyRows, one: bool) -> str:
         return newest or f", and no other row of this step reads {'it' if one else 'them'}"
     least, most = int(part.readers[part.readers > 0].min()), int(part.readers.max())
     which = "it" if one else "them" if part.n_read == len(part.rows) else f"{part.n_read} of them"
-    first = f" ({'' if most == 1 else 'first: '}position {_first_reader(part)})"
-    rows = f"{'up to ' if least < most else ''}{counted(most, 'other row')}{first}"
+    first = f" ({'' if most == 1 else 'first: '}position {_first_reader_pos(part)})"
+    rows = f"{'up to ' if least < most else ''}{plural(most, 'other row')}{first}"
     return f"{newest}, and {rows} {'reads' if most == 1 else 'read'} {which}"

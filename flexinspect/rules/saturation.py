@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from flexinspect.records import StepRecord
-from flexinspect.rules.newestrow import newest_row, open_keys
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.newestrow import count_open_keys, newest_row
+from flexinspect.rules.scene import RuleContext
 
-AT_THE_CAP = 0.98
+CAP_SHARE = 0.98
 """Share of the cap from which on scores are said to lie at it: tanh(2.3)."""
 
 
-def capped_layers(step: StepRecord, scene: Scene) -> list[int]:
+def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
     """Return the layers in each of whose heads the keys looked at have scores at the cap.
 
     The mean score of a row, weighted by its attention, is its log-sum-exp minus its entropy.
@@ -23,8 +23,8 @@ def capped_layers(step: StepRecord, scene: Scene) -> list[int]:
         return []
     level = np.abs(row.lse - row.entropy).min(axis=1)
     found = []
-    for number in np.flatnonzero(level >= AT_THE_CAP * np.array(caps)).tolist():
-        n_open = open_keys(step, scene, number)
+    for number in np.flatnonzero(level >= CAP_SHARE * np.array(caps)).tolist():
+        n_open = count_open_keys(step, context, number)
         if n_open is not None and n_open.min() > 1 and level[number] < np.inf:
             found.append(step.calls[number].layer)
     return found

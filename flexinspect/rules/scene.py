@@ -10,30 +10,30 @@ from typing import Any
 import numpy as np
 
 from flexinspect import masks, pieces
-from flexinspect.masks import MaskRule
+from flexinspect.masks import MaskSpec
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, MaskRecord, StepRecord, TokenRecord
-from flexinspect.rules.words import Positions, counted, printable
+from flexinspect.rules.words import Positions, plural, printable
 
-MASK_BYTES = 128 << 20
+MASK_CACHE_BYTES = 128 << 20
 """Bytes of cells that are remembered; the mask met longest ago is forgotten first."""
 
-_WORD = 24
+_MAX_WORD_LENGTH = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Intent:
+class DeclaredMask:
     """The mask that is meant, as a rule; `assumed` when only segments were declared.
 
     Whoever names several paraphrases and no mask is taken to mean that they do not see each other;
     a finding that stands on that says so, and is no error.
     """
 
-    rule: MaskRule
+    spec: MaskSpec
     assumed: bool = False
 
 
-class Scene:
+class RuleContext:
     """One run as its steps come: segments, tokens and masks. Rules read it, the book fills it.
 
     `find_mask` looks up a mask that is no longer remembered (of a trace that is read again).
@@ -46,31 +46,33 @@ class Scene:
         self._masks: OrderedDict[str, MaskRecord] = OrderedDict()
         self._mask_bytes = 0
         self.generation = GenerationRecord(0, "", "", "", (), ())
-        self.intent: Intent | None = None
-        self.is_loose = False
-        self.shared: dict[str, Any] = {}
+        self.declared_mask: DeclaredMask | None = None
+        self.is_standalone = False
+        self.shared_memory: dict[str, Any] = {}
         """What rules of one name remember across the models of a run, by that name."""
-        self.has_own_rule = False
+        self.has_custom_mask_mod = False
         """Whether a function of the user's own is the declared mask: what it means is not known."""
 
-    def begin(self, generation: GenerationRecord, *, is_loose: bool = False) -> None:
+    def start_generation(
+        self, generation: GenerationRecord, *, is_standalone: bool = False
+    ) -> None:
         """Take a generation's segments and prompt; masks stay known.
 
-        `is_loose` tells of a call of FlexAttention outside of any model: a generation of one step,
+        `is_standalone` tells of a call of FlexAttention outside of any model: a generation of one step,
         without tokens or segments, of which nothing says what is meant.
         """
-        self.generation, self.is_loose = generation, is_loose
+        self.generation, self.is_standalone = generation, is_standalone
         self._segments = generation.segments
         self._tokens = {token.pos: token for token in generation.tokens}
-        self.intent = _intent(generation)
-        self.has_own_rule = self.intent is None and _says_mask(generation)
+        self.declared_mask = _find_declared_mask(generation)
+        self.has_custom_mask_mod = self.declared_mask is None and _has_mask_declaration(generation)
 
-    def learn(self, step: StepRecord) -> None:
+    def add_step(self, step: StepRecord) -> None:
         """Take the tokens that a step chose, and the masks that are new in it."""
         for token in step.tokens:
             self._tokens[token.pos] = token
         for mask in step.masks:
-            self._keep(mask)
+            self._cache_mask(mask)
 
     # -- masks -----------------------------------------------------------------------------------
 
@@ -82,16 +84,16 @@ class Scene:
         if known is None and self._find_mask is not None:
             known = self._find_mask(fingerprint)
             if known is not None:
-                self._keep(known)
+                self._cache_mask(known)
         return known
 
-    def _keep(self, mask: MaskRecord) -> None:
+    def _cache_mask(self, mask: MaskRecord) -> None:
         if mask.fingerprint in self._masks:
             return
         self._masks[mask.fingerprint] = mask
-        self._mask_bytes += _size(mask)
-        while self._mask_bytes > MASK_BYTES and len(self._masks) > 1:
-            self._mask_bytes -= _size(self._masks.popitem(last=False)[1])
+        self._mask_bytes += _mask_nbytes(mask)
+        while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
+            self._mask_bytes -= _mask_nbytes(self._masks.popitem(last=False)[1])
 
     # -- segments and words ----------------------------------------------------------------------
 
@@ -117,26 +119,26 @@ class Scene:
                 return segment
         return None
 
-    def position(self, pos: int) -> str:
+    def format_position(self, pos: int) -> str:
         """Return `position 14 "What"`, without the word where it is not known."""
         token = self._tokens.get(pos)
         word = printable((token.text or token.token) if token is not None else "")
-        if len(word) > _WORD:
-            word = word[: _WORD - 1] + "…"
+        if len(word) > _MAX_WORD_LENGTH:
+            word = word[: _MAX_WORD_LENGTH - 1] + "…"
         return f'position {pos} "{word}"' if word else f"position {pos}"
 
-    def rows(self, positions: Positions) -> str:
+    def format_rows(self, positions: Positions) -> str:
         """Return `12 rows of paraphrase 2 and separator 2`, positions ascending."""
-        labels = self._labels(positions)
+        labels = self._labels_at(positions)
         if len(labels) > 2:
             labels = [labels[0], f"{len(labels) - 1} other segments"]
-        return counted(len(positions), "row") + (f" of {' and '.join(labels)}" if labels else "")
+        return plural(len(positions), "row") + (f" of {' and '.join(labels)}" if labels else "")
 
-    def first(self, positions: Positions) -> str:
+    def format_first_position(self, positions: Positions) -> str:
         """Return `first: position 14 "What"`, or without "first" for a single one."""
-        return ("first: " if len(positions) > 1 else "") + self.position(int(positions[0]))
+        return ("first: " if len(positions) > 1 else "") + self.format_position(int(positions[0]))
 
-    def _labels(self, positions: Positions) -> list[str]:
+    def _labels_at(self, positions: Positions) -> list[str]:
         """Return the labels of the segments that hold some of the positions, in order."""
         last = len(self._segments) - 1
         out = []
@@ -149,25 +151,25 @@ class Scene:
         return out
 
 
-def _intent(generation: GenerationRecord) -> Intent | None:
-    rule = masks.declared_rule(generation.declared)
+def _find_declared_mask(generation: GenerationRecord) -> DeclaredMask | None:
+    rule = masks.declared_spec(generation.declared)
     if rule is not None:
-        return Intent(rule)
-    if _says_mask(generation):
+        return DeclaredMask(rule)
+    if _has_mask_declaration(generation):
         return None
-    if _count(generation.segments, SegmentKind.PARAPHRASE) < 2:
+    if _count_segments(generation.segments, SegmentKind.PARAPHRASE) < 2:
         return None
-    return Intent(masks.preset("segment-isolation", generation.segments), assumed=True)
+    return DeclaredMask(masks.preset("segment-isolation", generation.segments), assumed=True)
 
 
-def _says_mask(generation: GenerationRecord) -> bool:
-    return not {*generation.declared} <= {*pieces.KEYS}
+def _has_mask_declaration(generation: GenerationRecord) -> bool:
+    return not {*generation.declared} <= {*pieces.DECLARED_SEGMENT_KEYS}
 
 
-def _count(segments: Iterable[Segment], kind: SegmentKind) -> int:
+def _count_segments(segments: Iterable[Segment], kind: SegmentKind) -> int:
     return sum(segment.kind is kind for segment in segments)
 
 
-def _size(mask: MaskRecord) -> int:
+def _mask_nbytes(mask: MaskRecord) -> int:
     arrays = (mask.cells, mask.averaged, mask.partial, mask.full, mask.ruled)
     return 512 + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

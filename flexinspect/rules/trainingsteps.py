@@ -11,59 +11,59 @@ from typing import Any, ClassVar
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 from flexinspect.rules.trainingkinds import (
-    DEAD,
-    EXPLOSION,
-    GRADIENT,
-    KINDS,
-    LOADER,
-    LOSS,
-    OVERFLOW,
-    RATE,
-    SKIPS,
-    SPIKE,
-    VANISHING,
+    DEAD_PARAMETERS,
+    FP16_OVERFLOW,
+    GRADIENT_EXPLOSION,
+    GRADIENT_VANISHING,
+    LEARNING_RATE,
+    LOADER_BOUND,
+    LOSS_NAN,
+    LOSS_SPIKE,
+    NAN_GRADIENT,
+    SCALER_SKIPS,
+    TRAINING_KINDS,
 )
-from flexinspect.rules.words import counted, printable
-from flexinspect.trainingfacts import VANISHING as THRESHOLD
-from flexinspect.trainingfacts import Producer, TrainingStepRecord
+from flexinspect.rules.words import plural, printable
+from flexinspect.trainingfacts import VANISHING_NORM as THRESHOLD
+from flexinspect.trainingfacts import AnomalyOrigin, TrainingStepRecord
 
-HIGH_RATE = 1.0
+MAX_LEARNING_RATE = 1.0
 """Learning rates above this are told of."""
 
-LEARNED = 1e-3
+LEARNED_SHARE = 1e-3
 """A loss below this share of the first one needs no gradient any more."""
 
-LOST = 1e-4
+VANISHED_SHARE = 1e-4
 """A gradient this small beside all of them together is lost on the way, not just small."""
 
-DEAD_STEPS = 10
+MIN_DEAD_STEPS = 10
 """Steps for which a gradient must have been 0."""
 
-WINDOW = 50
-FEWEST = 20
+LOSS_WINDOW = 50
+MIN_LOSSES = 20
 """Losses that a spike is compared with, and how many there must be."""
 
-DEVIATIONS = 10.0
-LOG_DEVIATIONS = 6.0
-TIMES = 2.0
-SHARE = 0.1
+MIN_DEVIATIONS = 10.0
+MIN_LOG_DEVIATIONS = 6.0
+MIN_SPIKE_RATIO = 2.0
+MIN_SPIKE_SHARE = 0.1
 """A spike is so many deviations and times above the median, and a share of the first losses.
 
 Losses of small batches that have learned scatter over powers of ten: a spike stands out among
 their logarithms too.
 """
 
-SKIPS_IN_A_ROW = 5
-SKIPS_AT_FIRST = 10
+MAX_SKIPS = 5
+MAX_INITIAL_SKIPS = 10
 """Steps left out in a row: later, and before the first that was done."""
 
-WAITS = 30
-WARM_UP = 5
-WAIT_SHARE = 0.5
-WAIT_MS = 5.0
-OUTSIDE_MS = 30.0
+WAIT_WINDOW = 30
+WARMUP_STEPS = 5
+MIN_WAIT_SHARE = 0.5
+MIN_WAIT_MS = 5.0
+MIN_OUTSIDE_MS = 30.0
 """Steps that are looked at for waiting, after the first few; from which share and time on it is.
 
 Of a loader that is not watched nothing is known but the time outside of all else, in which a few
@@ -75,114 +75,116 @@ class TrainingRule(Rule):
     """Looks at each optimizer step; one finding for each kind of trouble, at its first step."""
 
     name: ClassVar[str] = "trainingsteps"
-    findings: ClassVar[Mapping[str, FindingKind]] = KINDS
+    findings: ClassVar[Mapping[str, FindingKind]] = TRAINING_KINDS
 
     def __init__(self) -> None:
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._losses: deque[float] = deque(maxlen=WINDOW)
+    def _reset(self) -> None:
+        self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)
         self._first_losses: list[float] = []
-        self._dead: dict[str, int] = {}
-        self._exploded: tuple[int, str] | None = None
-        self._skips = self._done = 0
-        self._waits: deque[tuple[float, float]] = deque(maxlen=WAITS)
+        self._zero_since: dict[str, int] = {}
+        self._first_explosion: tuple[int, str] | None = None
+        self._n_skipped = self._n_done = 0
+        self._waits: deque[tuple[float, float]] = deque(maxlen=WAIT_WINDOW)
         self._is_measured = False
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         """Begin with no step seen."""
-        super().begin(scene)
-        self._forget()
+        super().on_generation_start(context)
+        self._reset()
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return what is wrong in a training step."""
         training = step.training
         if training is None:
             return ()
         found = [
-            self._rate(step, training),
-            self._numbers(step, training),
-            self._explosion(step, training),
-            self._vanishing(step, training),
-            self._spike(step, training),
-            self._scaler(step, training),
-            self._loader(step, training),
-            *self._dead_ones(step, training),
+            self._check_learning_rate(step, training),
+            self._check_nonfinite(step, training),
+            self._check_explosion(step, training),
+            self._check_vanishing(step, training),
+            self._check_loss_spike(step, training),
+            self._check_scaler(step, training),
+            self._check_loader(step, training),
+            *self._check_dead_parameters(step, training),
         ]
         return [finding for finding in found if finding is not None]
 
     # -- NaN and Inf -----------------------------------------------------------------------------
 
-    def _numbers(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+    def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         producer = training.producer
         if producer is not None and producer.kind == "module" and producer.detail == "float16":
-            return self._overflow(step, producer)
+            return self._overflow_finding(step, producer)
         if training.is_loss_anomaly:
-            return self._sick_loss(step, training)
+            return self._loss_finding(step, training)
         if producer is None or training.is_skipped:
             return None
         if producer.kind in ("input", "weights", "module", "loss") and not training.has_loss:
-            return self._sick_loss(step, training)
+            return self._loss_finding(step, training)
         if producer.kind == "backward":
-            return self._sick_gradient(step, training, producer)
+            return self._gradient_finding(step, training, producer)
         return None
 
-    def _overflow(self, step: StepRecord, producer: Producer) -> Finding:
-        others = _carried(producer, "module")
+    def _overflow_finding(self, step: StepRecord, producer: AnomalyOrigin) -> Finding:
+        others = _describe_carriers(producer, "module")
         sentence = (
             f"The output of {printable(producer.name)}, which is float16, is not finite in step "
             f"{step.step}: it may have left the range (largest value 65504); its weights are "
             f"finite{others}."
         )
-        return _finding(step, OVERFLOW, sentence, _evidence(producer))
+        return _training_finding(step, FP16_OVERFLOW, sentence, _producer_evidence(producer))
 
-    def _sick_loss(self, step: StepRecord, training: TrainingStepRecord) -> Finding:
-        producer = training.producer or Producer("loss", "")
+    def _loss_finding(self, step: StepRecord, training: TrainingStepRecord) -> Finding:
+        producer = training.producer or AnomalyOrigin("loss", "")
         what = "NaN" if math.isnan(training.loss) else "infinite"
         subject = f"The loss of step {step.step} is {what}"
         if not training.has_loss:
             subject = f"What the model returns in step {step.step} is not finite"
-        sentence = f"{subject}: {_origin(producer)}{self._before(step, training)}."
+        sentence = (
+            f"{subject}: {_describe_origin(producer)}{self._describe_history(step, training)}."
+        )
         rates = [*training.learning_rates]
-        evidence = {**_evidence(producer), "loss": training.loss, "learning_rates": rates}
-        return _finding(step, LOSS, sentence, evidence)
+        evidence = {**_producer_evidence(producer), "loss": training.loss, "learning_rates": rates}
+        return _training_finding(step, LOSS_NAN, sentence, evidence)
 
-    def _before(self, step: StepRecord, training: TrainingStepRecord) -> str:
+    def _describe_history(self, step: StepRecord, training: TrainingStepRecord) -> str:
         said = ""
-        if self._exploded is not None and self._exploded[0] < step.step:
-            number, name = self._exploded
+        if self._first_explosion is not None and self._first_explosion[0] < step.step:
+            number, name = self._first_explosion
             said = f"; gradients explode from step {number} on, first {printable(name)}"
         high = _highest_rate(training)
-        return said + (f"; the learning rate is {high:g}" if high > HIGH_RATE else "")
+        return said + (f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else "")
 
-    def _sick_gradient(
-        self, step: StepRecord, training: TrainingStepRecord, producer: Producer
+    def _gradient_finding(
+        self, step: StepRecord, training: TrainingStepRecord, producer: AnomalyOrigin
     ) -> Finding:
         loss = f"the loss {training.loss:.4g} is finite" if training.has_loss else "no loss is told"
         arrives = ", but what arrives from the loss is not" if "arrives" in producer.detail else ""
         sentence = (
             f"The gradient of {printable(producer.name)} is not finite in step {step.step} "
             f"({printable(producer.detail.partition(';')[0])}), the first on the way back from the "
-            f"loss; {loss}{arrives}{_carried(producer, 'parameter')}."
+            f"loss; {loss}{arrives}{_describe_carriers(producer, 'parameter')}."
         )
-        return _finding(step, GRADIENT, sentence, _evidence(producer))
+        return _training_finding(step, NAN_GRADIENT, sentence, _producer_evidence(producer))
 
     # -- size ------------------------------------------------------------------------------------
 
-    def _explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+    def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         producer = training.producer
         if producer is None or producer.kind != "explosion" or training.is_skipped:
             return None
-        self._exploded = self._exploded or (step.step, producer.name)
+        self._first_explosion = self._first_explosion or (step.step, producer.name)
         clipped = f" after clipping to {training.max_norm:g}" if training.max_norm else ""
         sentence = (
             f"The gradient of {printable(producer.name)} explodes in step {step.step}: its norm is "
             f"{producer.detail}{clipped}, above 10; the first on the way back from the loss"
-            f"{_carried(producer, 'parameter')}."
+            f"{_describe_carriers(producer, 'parameter')}."
         )
-        return _finding(step, EXPLOSION, sentence, _evidence(producer))
+        return _training_finding(step, GRADIENT_EXPLOSION, sentence, _producer_evidence(producer))
 
-    def _vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+    def _check_vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         producer, total = training.producer, training.total_norm
         if producer is None or producer.kind != "vanishing" or total is None:
             return None
@@ -190,123 +192,134 @@ class TrainingRule(Rule):
             return None
         least = float(producer.detail)
         first = self._first_losses[0] if self._first_losses else math.nan
-        if training.has_loss and training.loss < LEARNED * first:
+        if training.has_loss and training.loss < LEARNED_SHARE * first:
             return None
-        if least > LOST * total and total > 10 * THRESHOLD:
+        if least > VANISHED_SHARE * total and total > 10 * THRESHOLD:
             return None
-        also = counted(producer.n_carriers, "other parameter")
+        also = plural(producer.n_carriers, "other parameter")
         sentence = (
             f"The gradient of {printable(producer.name)} vanishes in step {step.step}: its norm is "
             f"{producer.detail}, below 1e-6, of {total:.3g} in all"
             + (f"; of {also} too." if producer.n_carriers else ".")
         )
-        return _finding(step, VANISHING, sentence, _evidence(producer))
+        return _training_finding(step, GRADIENT_VANISHING, sentence, _producer_evidence(producer))
 
-    def _dead_ones(self, step: StepRecord, training: TrainingStepRecord) -> list[Finding]:
-        found = [self._unreached(step)]
+    def _check_dead_parameters(
+        self, step: StepRecord, training: TrainingStepRecord
+    ) -> list[Finding]:
+        found = [self._check_unreached(step)]
         if training.gradients and not training.is_skipped:
             now = {one.name for one in training.gradients if one.is_dead}
-            self._dead = {name: self._dead.get(name, step.step) for name in sorted(now)}
-            long = [n for n, since in self._dead.items() if step.step - since >= DEAD_STEPS]
+            self._zero_since = {name: self._zero_since.get(name, step.step) for name in sorted(now)}
+            long = [
+                n for n, since in self._zero_since.items() if step.step - since >= MIN_DEAD_STEPS
+            ]
             if long:
-                found.append(self._dead_for_long(step, long))
+                found.append(self._dead_finding(step, long))
         return [finding for finding in found if finding is not None]
 
-    def _dead_for_long(self, step: StepRecord, names: Sequence[str]) -> Finding:
-        since = min(self._dead[name] for name in names)
-        others = counted(len(names) - 1, "other parameter") if len(names) > 1 else ""
+    def _dead_finding(self, step: StepRecord, names: Sequence[str]) -> Finding:
+        since = min(self._zero_since[name] for name in names)
+        others = plural(len(names) - 1, "other parameter") if len(names) > 1 else ""
         sentence = (
             f"The gradient of {printable(names[0])} is exactly 0 wherever it was looked at from "
             f"step {since} to {step.step}" + (f", and so is that of {others}." if others else ".")
         )
-        return _finding(step, DEAD, sentence, {"names": [*names[:100]], "n": len(names)})
+        return _training_finding(
+            step, DEAD_PARAMETERS, sentence, {"names": [*names[:100]], "n": len(names)}
+        )
 
-    def _unreached(self, step: StepRecord) -> Finding | None:
+    def _check_unreached(self, step: StepRecord) -> Finding | None:
         event = next((one for one in step.events if one.kind == "unreached"), None)
         if event is None:
             return None
         names, n = list(event.data.get("names", [])), int(event.data.get("n", 0))
         sentence = (
-            f"{counted(n, 'trainable parameter')} get no gradient in step {step.step}, first "
+            f"{plural(n, 'trainable parameter')} get no gradient in step {step.step}, first "
             f"{printable(str(names[0]))}: nothing that the loss is made of uses them."
         )
         evidence = {"names": names, "n": n}
-        return _finding(step, DEAD, sentence, evidence, Severity.NOTE, "unreached")
+        return _training_finding(
+            step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached"
+        )
 
     # -- losses and rates ------------------------------------------------------------------------
 
-    def _rate(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+    def _check_learning_rate(
+        self, step: StepRecord, training: TrainingStepRecord
+    ) -> Finding | None:
         high = _highest_rate(training)
-        if high <= HIGH_RATE:
+        if high <= MAX_LEARNING_RATE:
             return None
         sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0."
-        return _finding(step, RATE, sentence, {"learning_rates": [*training.learning_rates]})
+        return _training_finding(
+            step, LEARNING_RATE, sentence, {"learning_rates": [*training.learning_rates]}
+        )
 
-    def _spike(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+    def _check_loss_spike(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         loss = training.loss
         if not training.has_loss or not math.isfinite(loss):
             return None
         before = [*self._losses]
         self._losses.append(loss)
-        if len(self._first_losses) < FEWEST:
+        if len(self._first_losses) < MIN_LOSSES:
             self._first_losses.append(loss)
-        if len(before) < FEWEST or not is_spike(loss, before, median(self._first_losses)):
+        if len(before) < MIN_LOSSES or not is_spike(loss, before, median(self._first_losses)):
             return None
         middle = median(before)
         sentence = (
             f"The loss jumps to {loss:.4g} in step {step.step}, where the median of the "
             f"{len(before)} before it is {middle:.4g}."
         )
-        return _finding(step, SPIKE, sentence, {"loss": loss, "median": middle})
+        return _training_finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
 
     # -- scaler and loader -----------------------------------------------------------------------
 
-    def _scaler(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+    def _check_scaler(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
         if not training.is_skipped:
-            self._skips, self._done = 0, self._done + 1
+            self._n_skipped, self._n_done = 0, self._n_done + 1
             return None
-        self._skips += 1
-        if self._skips < (SKIPS_IN_A_ROW if self._done else SKIPS_AT_FIRST):
+        self._n_skipped += 1
+        if self._n_skipped < (MAX_SKIPS if self._n_done else MAX_INITIAL_SKIPS):
             return None
         producer = training.producer
         scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
-        named = "" if producer is None else _sick_part(producer)
+        named = "" if producer is None else _describe_nonfinite(producer)
         sentence = (
-            f"The gradient scaler has left out {self._skips} steps in a row up to step "
+            f"The gradient scaler has left out {self._n_skipped} steps in a row up to step "
             f"{step.step}{scale}{named}."
         )
-        return _finding(step, SKIPS, sentence, {"in_a_row": self._skips, "scale": training.scale})
+        return _training_finding(
+            step, SCALER_SKIPS, sentence, {"in_a_row": self._n_skipped, "scale": training.scale}
+        )
 
-    def _loader(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
-        if step.step < WARM_UP:
+    def _check_loader(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        if step.step < WARMUP_STEPS:
             return None
         is_measured = training.data_ms is not None
         if not is_measured and training.device not in ("", "cpu"):
             return None  # passes are only launched in their time: the device works in the rest
         wait = training.data_ms if training.data_ms is not None else training.other_ms
         self._waits.append((wait, step.wall_ms))
-        if len(self._waits) < WAITS:
+        if len(self._waits) < WAIT_WINDOW:
             return None
         typical = median(wait for wait, _ in self._waits)
         share = median(wait / wall for wait, wall in self._waits if wall > 0)
-        if typical < (WAIT_MS if is_measured else OUTSIDE_MS) or share < WAIT_SHARE:
+        if typical < (MIN_WAIT_MS if is_measured else MIN_OUTSIDE_MS) or share < MIN_WAIT_SHARE:
             return None
         where = "for its loader" if is_measured else "outside of forward, backward and optimizer"
         sentence = (
             f"Training waits {where} {typical:.0f} ms of each step, {share:.0%} of its time "
-            f"(medians of {WAITS} steps up to step {step.step})."
+            f"(medians of {WAIT_WINDOW} steps up to step {step.step})."
         )
         severity = Severity.WARNING if is_measured else Severity.NOTE
         evidence = {"ms": typical, "share": share, "mean_ms": fmean(w for w, _ in self._waits)}
-        return _finding(step, LOADER, sentence, evidence, severity)
+        return _training_finding(step, LOADER_BOUND, sentence, evidence, severity)
 
 
-RULE: type[Rule] = TrainingRule
-
-
-def _origin(producer: Producer) -> str:
+def _describe_origin(producer: AnomalyOrigin) -> str:
     """Return where numbers that are not finite come from, and who carries them on."""
-    name, carried = printable(producer.name), _carried(producer, "module")
+    name, carried = printable(producer.name), _describe_carriers(producer, "module")
     if producer.kind == "input":
         return "the batch that it was fed is not finite already"
     if producer.kind == "weights":
@@ -322,7 +335,7 @@ def _origin(producer: Producer) -> str:
     )
 
 
-def _sick_part(producer: Producer) -> str:
+def _describe_nonfinite(producer: AnomalyOrigin) -> str:
     """Return what is not finite, as the end of a sentence; nothing where all is."""
     name = printable(producer.name)
     words = {
@@ -342,29 +355,33 @@ def _highest_rate(training: TrainingStepRecord) -> float:
     return max(known, default=0.0)
 
 
-def _carried(producer: Producer, what: str) -> str:
+def _describe_carriers(producer: AnomalyOrigin, what: str) -> str:
     if not producer.n_carriers:
         return ""
-    return f"; carried on by {counted(producer.n_carriers, f'other {what}')}"
+    return f"; carried on by {plural(producer.n_carriers, f'other {what}')}"
 
 
 def is_spike(loss: float, before: Sequence[float], first: float) -> bool:
     """Say whether a loss stands out among those before it; `first` is that of the first ones."""
     middle = median(before)
-    least = max(middle + DEVIATIONS * _deviation(before), TIMES * abs(middle), SHARE * abs(first))
+    least = max(
+        middle + MIN_DEVIATIONS * _robust_deviation(before),
+        MIN_SPIKE_RATIO * abs(middle),
+        MIN_SPIKE_SHARE * abs(first),
+    )
     if loss <= least or min(before) <= 0:
         return loss > least
     logs = [math.log(one) for one in before]
-    return math.log(loss) > median(logs) + LOG_DEVIATIONS * _deviation(logs)
+    return math.log(loss) > median(logs) + MIN_LOG_DEVIATIONS * _robust_deviation(logs)
 
 
-def _deviation(values: Sequence[float]) -> float:
+def _robust_deviation(values: Sequence[float]) -> float:
     """Return the standard deviation as the median of the distances from the median tells it."""
     middle = median(values)
     return 1.4826 * median(abs(one - middle) for one in values)
 
 
-def _evidence(producer: Producer) -> dict[str, Any]:
+def _producer_evidence(producer: AnomalyOrigin) -> dict[str, Any]:
     return {
         "producer": producer.kind,
         "name": producer.name,
@@ -373,7 +390,7 @@ def _evidence(producer: Producer) -> dict[str, Any]:
     }
 
 
-def _finding(
+def _training_finding(
     step: StepRecord,
     finding_id: str,
     sentence: str,
@@ -383,7 +400,7 @@ def _finding(
 ) -> Finding:
     return Finding(
         finding_id,
-        severity or KINDS[finding_id].severity,
+        severity or TRAINING_KINDS[finding_id].severity,
         sentence,
         generation=step.generation,
         branch=step.branch,

@@ -15,20 +15,20 @@ from flexinspect.findings import Finding, Severity
 from flexinspect.masks import BoolArray
 from flexinspect.records import CallRecord, StepRecord
 from flexinspect.rules.base import FindingKind, Rule
-from flexinspect.rules.maskplaces import frame_of
-from flexinspect.rules.words import counted
-from flexinspect.rules.words import layers as in_layers
+from flexinspect.rules.maskplaces import call_frame
+from flexinspect.rules.words import format_layers as in_layers
+from flexinspect.rules.words import plural
 
 WINDOW_LOST = "mask.window-lost"
 
-_QUERY = (
+_WINDOW_QUERY = (
     "SELECT c.layer, c.path, c.backend, c.window, c.kv_len, m.kind, m.rule FROM calls c LEFT JOIN "
     "masks m ON m.fingerprint = c.mask WHERE c.generation = {generation} AND c.branch = {branch} "
     "AND c.step = {step} ORDER BY c.call"
 )
 
 
-class WindowsRule(Rule):
+class SlidingWindowRule(Rule):
     """Compares the executed mask of a layer with the sliding window that the layer states."""
 
     name: ClassVar[str] = "windows"
@@ -43,11 +43,11 @@ class WindowsRule(Rule):
             "Join the layer's window with your mask: `(kv_idx > q_idx - window)`, with "
             "`sliding_window` from the keyword arguments of the attention function, or from the "
             "layer.",
-            _QUERY,
+            _WINDOW_QUERY,
         ),
     }
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         """Return the layers whose rows see the key that has just left their window."""
         wide: dict[int, list[CallRecord]] = {}
         judged: dict[tuple[Any, ...], list[int]] = {}
@@ -58,15 +58,15 @@ class WindowsRule(Rule):
                 continue
             key = (call.mask, window, call.kv_len, call.q_len)
             if key not in judged:
-                judged[key] = self._beyond(step, call)
+                judged[key] = self._rows_beyond_window(step, call)
             if judged[key]:
                 wide.setdefault(window, []).append(call)
                 rows.setdefault(window, judged[key])
         return [self._finding(step, window, wide[window], rows[window]) for window in wide]
 
-    def _beyond(self, step: StepRecord, call: CallRecord) -> list[int]:
+    def _rows_beyond_window(self, step: StepRecord, call: CallRecord) -> list[int]:
         """Return the positions whose rows see the first key that lies outside of the window."""
-        mask, window, frame = self.scene.mask(call.mask), call.window, frame_of(step, call)
+        mask, window, frame = self.context.mask(call.mask), call.window, call_frame(step, call)
         if mask is None or mask.cells is None or window is None or call.q_len != step.q_len:
             return []
         cells = mask.cells
@@ -92,16 +92,13 @@ class WindowsRule(Rule):
         where = in_layers(sorted(layers), len({call.layer for call in step.calls}))
         first = rows[0]
         sentence = (
-            f"The sliding window of {where} holds {counted(window, 'key')}, and in step "
-            f"{step.step} {counted(len(rows), 'row')} {'sees' if len(rows) == 1 else 'see'} keys "
-            f"beyond it; first: {self.scene.position(first)} sees "
-            f"{self.scene.position(first - window)}."
+            f"The sliding window of {where} holds {plural(window, 'key')}, and in step "
+            f"{step.step} {plural(len(rows), 'row')} {'sees' if len(rows) == 1 else 'see'} keys "
+            f"beyond it; first: {self.context.format_position(first)} sees "
+            f"{self.context.format_position(first - window)}."
         )
         about: dict[str, Any] = {"layers": layers, "positions": tuple(rows[:64])}
         evidence = {"window": window, "rows": len(rows), "path": calls[0].path}
         return self.finding(
             step, WINDOW_LOST, sentence, evidence=evidence, series=WINDOW_LOST, **about
         )
-
-
-RULE: type[Rule] = WindowsRule

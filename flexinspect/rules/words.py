@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 Positions = npt.NDArray[np.intp]
 
-MAX_POSITIONS = 32
+MAX_LISTED_POSITIONS = 32
 """Positions that one finding lists; its sentence and evidence count them all."""
 
-_SIGNS = {"\n": "↵", "\t": "⇥"}
+_CONTROL_SIGNS = {"\n": "↵", "\t": "⇥"}
 
 
 def printable(text: str) -> str:
@@ -22,20 +22,22 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else _SIGNS.get(c, f"<U+{ord(c):04X}>") for c in text)
+    return "".join(
+        c if c.isprintable() else _CONTROL_SIGNS.get(c, f"<U+{ord(c):04X}>") for c in text
+    )
 
 
-def counted(n: int, what: str) -> str:
+def plural(n: int, what: str) -> str:
     """Return `1 row` or `12 rows`."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def listed(positions: Positions) -> tuple[int, ...]:
+def limit_positions(positions: Positions) -> tuple[int, ...]:
     """Return the positions that a finding lists."""
-    return tuple(positions[:MAX_POSITIONS].tolist())
+    return tuple(positions[:MAX_LISTED_POSITIONS].tolist())
 
 
-def numbers(values: Sequence[int]) -> str:
+def format_ranges(values: Sequence[int]) -> str:
     """Return ascending numbers as `0-3, 5`."""
     runs: list[list[int]] = []
     for value in values:
@@ -46,10 +48,10 @@ def numbers(values: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def layers(which: Sequence[int], n_layers: int) -> str:
+def format_layers(which: Sequence[int], n_layers: int) -> str:
     """Return `layer 3`, `layers 0-2, 5`, or `all 8 layers` when the model has `n_layers`."""
     if len(which) == 1:
         return f"layer {which[0]}"
     if len(which) == n_layers:
         return f"all {n_layers} layers"
-    return f"layers {numbers(sorted(which))}"
+    return f"layers {format_ranges(sorted(which))}"

@@ -14,7 +14,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 
-class Question(ModalScreen[str | None]):
+class Dialog(ModalScreen[str | None]):
     """A window that asks; Escape gives None. What was said before it does not hide it."""
 
     def on_mount(self) -> None:
@@ -22,7 +22,7 @@ class Question(ModalScreen[str | None]):
         self.app.clear_notifications()
 
 
-class Ask(Question):
+class TextDialog(Dialog):
     """One line of text; Escape gives None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "cancel")]
@@ -42,7 +42,7 @@ class Ask(Question):
         self.dismiss(event.value)
 
 
-class Choose(Question):
+class ChoiceDialog(Dialog):
     """One of a list of (id, line); Escape gives None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "cancel")]

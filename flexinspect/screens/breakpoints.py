@@ -17,15 +17,15 @@ from textual.widgets.option_list import Option
 
 from flexinspect.breaks.complete import complete
 from flexinspect.errors import FlexInspectError
-from flexinspect.screens.remote import Remote
-from flexinspect.text import visible
+from flexinspect.screens.remote import CaptureClient
+from flexinspect.text import escape_unprintable
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
     from flexinspect.control.messages import BreakpointInfo
 
 EXAMPLE = "entropy > 3 and step > 2"
-_HELP = "enter sets it · tab completes · down to the list: enter switches off and on, x removes"
+_KEY_HELP = "enter sets it · tab completes · down to the list: enter switches off and on, x removes"
 
 T = TypeVar("T")
 
@@ -66,10 +66,10 @@ class BreakpointsScreen(ModalScreen[None]):
         Binding("x,delete", "remove", "remove"),
     ]
 
-    def __init__(self, remote: Remote, found: Sequence[BreakpointInfo]) -> None:
+    def __init__(self, capture: CaptureClient, found: Sequence[BreakpointInfo]) -> None:
         super().__init__()
-        self._remote = remote
-        self._found = list(found)
+        self._capture = capture
+        self._breakpoints = list(found)
 
     def compose(self) -> ComposeResult:
         """A line to write a condition in, what is wrong with it, the list."""
@@ -78,7 +78,7 @@ class BreakpointsScreen(ModalScreen[None]):
             yield ConditionInput(placeholder=EXAMPLE, suggester=ConditionSuggester())
             yield Static("", markup=False, id="wrong")
             yield OptionList()
-            yield Static(Content(_HELP), markup=False, classes="muted")
+            yield Static(Content(_KEY_HELP), markup=False, classes="muted")
 
     def on_mount(self) -> None:
         """Show what there is."""
@@ -90,16 +90,16 @@ class BreakpointsScreen(ModalScreen[None]):
         at = options.highlighted
         options.clear_options()
         options.add_options(
-            Option(Content(breakpoint_words(one)), id=str(one.id)) for one in self._found
+            Option(Content(format_breakpoint(one)), id=str(one.id)) for one in self._breakpoints
         )
-        options.display = bool(self._found)
-        if at is not None and self._found:
-            options.highlighted = min(at, len(self._found) - 1)
+        options.display = bool(self._breakpoints)
+        if at is not None and self._breakpoints:
+            options.highlighted = min(at, len(self._breakpoints) - 1)
 
-    async def _ask(self, ask: Callable[[ControlClient], T]) -> T | None:
+    async def _call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
         wrong = self.query_one("#wrong", Static)
         try:
-            found = await asyncio.to_thread(lambda: self._remote.ask(ask))
+            found = await asyncio.to_thread(lambda: self._capture.call(command))
         except FlexInspectError as error:
             wrong.update(Content(error.sentence()))
             wrong.display = True
@@ -110,37 +110,42 @@ class BreakpointsScreen(ModalScreen[None]):
     async def on_input_submitted(self, event: Input.Submitted) -> None:
         """Enter sets a breakpoint, or says with a caret what cannot be read."""
         text = event.value.strip()
-        if text and await self._ask(lambda client: client.add_breakpoint(text)) is not None:
+        if (
+            text
+            and await self._call_capture(lambda client: client.add_breakpoint(text)) is not None
+        ):
             event.input.value = ""
-            await self._again()
+            await self._reload()
 
     async def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Enter switches one off and on."""
-        one = self._found[event.option_index]
-        await self._ask(lambda client: client.enable_breakpoint(one.id, not one.is_enabled))
-        await self._again()
+        one = self._breakpoints[event.option_index]
+        await self._call_capture(
+            lambda client: client.enable_breakpoint(one.id, not one.is_enabled)
+        )
+        await self._reload()
 
     async def action_remove(self) -> None:
         """Remove the one under the cursor."""
         at = self.query_one(OptionList).highlighted
-        if at is not None and self._found:
-            number = self._found[at].id
-            await self._ask(lambda client: client.remove_breakpoint(number))
-            await self._again()
+        if at is not None and self._breakpoints:
+            number = self._breakpoints[at].id
+            await self._call_capture(lambda client: client.remove_breakpoint(number))
+            await self._reload()
 
-    async def _again(self) -> None:
-        found = await self._ask(lambda client: client.breakpoints())
+    async def _reload(self) -> None:
+        found = await self._call_capture(lambda client: client.breakpoints())
         if found is not None:
-            self._found = list(found)
+            self._breakpoints = list(found)
             self._fill()
 
 
-def breakpoint_words(one: BreakpointInfo) -> str:
+def format_breakpoint(one: BreakpointInfo) -> str:
     """Return a breakpoint in one line."""
-    said = [f"hits={one.hits}"] if one.hits > 1 else []
-    said += [word for word, on in (("once", one.once), ("log", one.log_only)) if on]
-    options = f" [{' '.join(said)}]" if said else ""
+    options_set = [f"hits={one.hits}"] if one.hits > 1 else []
+    options_set += [word for word, on in (("once", one.once), ("log", one.log_only)) if on]
+    options = f" [{' '.join(options_set)}]" if options_set else ""
     met = f" · met {one.n_hits} time{'s' if one.n_hits > 1 else ''}" if one.n_hits else ""
-    note = f" · {visible(one.note)}" if one.note else ""
+    note = f" · {escape_unprintable(one.note)}" if one.note else ""
     mark = "●" if one.is_enabled else "○"
-    return f"{mark} {one.id}  {visible(one.text)}{options}{met}{note}"
+    return f"{mark} {one.id}  {escape_unprintable(one.text)}{options}{met}{note}"

@@ -16,13 +16,18 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker, WorkerState
 
 from flexinspect.errors import TraceError
-from flexinspect.screens.start import Begin
+from flexinspect.screens.start import OpenTarget
 from flexinspect.state import known_traces
-from flexinspect.text import visible
-from flexinspect.trace.salvage import can_be_mended, forget, mended, what_is_left
+from flexinspect.text import escape_unprintable
+from flexinspect.trace.salvage import (
+    delete_repaired_copy,
+    describe_readable,
+    is_repairable,
+    repair_copy,
+)
 
 
-class BrokenScreen(Screen[None]):
+class UnreadableTraceScreen(Screen[None]):
     """Says what is wrong with a file, what can still be read of it, and offers other traces.
 
     What is left is counted, and a copy made if it is asked for, in threads.
@@ -30,12 +35,12 @@ class BrokenScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
 
-    def __init__(self, path: Path, error: TraceError, begin: Begin) -> None:
+    def __init__(self, path: Path, error: TraceError, open_target: OpenTarget) -> None:
         super().__init__()
-        self._path, self._error, self._begin = path, error, begin
-        self._offers_copy = can_be_mended(path)
+        self._path, self._error, self._open_target = path, error, open_target
+        self._offers_copy = is_repairable(path)
         self._copy: Path | None = None
-        self._is_copying = self._is_gone = False
+        self._is_copying = self._is_closed = False
         mine = path.absolute()
         self._others = [other for other in known_traces(mine.parent) if other != mine]
 
@@ -43,9 +48,9 @@ class BrokenScreen(Screen[None]):
         """The sentence, what is left once it is known, the other traces."""
         with Vertical(id="broken"):
             yield Static(Content.styled("This trace cannot be opened", "bold $error"))
-            yield Static(Content(f"\n{visible(self._error.message)}"), id="why")
+            yield Static(Content(f"\n{escape_unprintable(self._error.message)}"), id="why")
             if self._error.hint:
-                yield Static(Content(visible(self._error.hint)), id="hint")
+                yield Static(Content(escape_unprintable(self._error.hint)), id="hint")
             yield Static(Content("\nLooking for what can still be read …\n"), id="left")
             yield Static(id="copying")
             if options := self._options():
@@ -55,8 +60,8 @@ class BrokenScreen(Screen[None]):
     def on_mount(self) -> None:
         """Begin to look for what is left."""
         self.query_one("#copying").display = False
-        look = partial(what_is_left, self._path)
-        self.run_worker(look, name="left", thread=True, exit_on_error=False)
+        inspect_file = partial(describe_readable, self._path)
+        self.run_worker(inspect_file, name="left", thread=True, exit_on_error=False)
 
     def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
         """Say what is left; open the copy."""
@@ -68,13 +73,17 @@ class BrokenScreen(Screen[None]):
             self.query_one("#left", Static).update(Content("\n".join(["", *left, ""])))
         elif event.worker.name == "copy":
             self._is_copying = False
-            self._say("No copy could be made: is there room in the folder for temporary files?\n")
+            self._show_message(
+                "No copy could be made: is there room in the folder for temporary files?\n"
+            )
             if self._copy is not None:
-                self._say("")
-                self._begin(self._copy)
+                self._show_message("")
+                self._open_target(self._copy)
 
     def _options(self) -> list[Option]:
-        options = [Option(Content(f"Open {visible(str(path))}")) for path in self._others]
+        options = [
+            Option(Content(f"Open {escape_unprintable(str(path))}")) for path in self._others
+        ]
         if self._offers_copy:
             options.insert(0, Option(Content("Open what is left of it, as a copy"), id="copy"))
         return options
@@ -82,30 +91,30 @@ class BrokenScreen(Screen[None]):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Open a copy, which is made first, or another trace."""
         if event.option.id != "copy":
-            self._begin(self._others[event.option_index - self._offers_copy])
+            self._open_target(self._others[event.option_index - self._offers_copy])
         elif self._copy is not None:
-            self._begin(self._copy)
+            self._open_target(self._copy)
         elif not self._is_copying:
             self._is_copying = True
-            self._say("Copying what is left …\n")
+            self._show_message("Copying what is left …\n")
             self.run_worker(self._make_copy, name="copy", thread=True, exit_on_error=False)
 
-    def _say(self, text: str) -> None:
-        said = self.query_one("#copying", Static)
-        said.update(Content(text))
-        said.display = bool(text)
+    def _show_message(self, text: str) -> None:
+        message = self.query_one("#copying", Static)
+        message.update(Content(text))
+        message.display = bool(text)
 
     def _make_copy(self) -> None:
         """Make the copy, in a thread; whoever comes last, this or the end, removes it."""
-        self._copy = mended(self._path, lambda: self._is_gone)
-        if self._is_gone:
-            self._forget()
+        self._copy = repair_copy(self._path, lambda: self._is_closed)
+        if self._is_closed:
+            self._remove_copy()
 
     def on_unmount(self) -> None:
         """Remove the copy, and end one that is being made."""
-        self._is_gone = True
-        self._forget()
+        self._is_closed = True
+        self._remove_copy()
 
-    def _forget(self) -> None:
+    def _remove_copy(self) -> None:
         if self._copy is not None:
-            forget(self._copy)
+            delete_repaired_copy(self._copy)

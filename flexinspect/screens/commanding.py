@@ -12,40 +12,40 @@ from textual.app import App
 from textual.reactive import reactive
 
 from flexinspect.errors import FlexInspectError
-from flexinspect.panels.base import Go, Place
-from flexinspect.screens.ask import Choose
+from flexinspect.panels.base import Navigate, TracePlace
+from flexinspect.screens.ask import ChoiceDialog
 from flexinspect.screens.breakpoints import BreakpointsScreen
 from flexinspect.screens.forking import ask_token
 from flexinspect.screens.maskedit import ask_edit
-from flexinspect.screens.remote import Remote, Standing
-from flexinspect.screens.reviewing import ReviewingScreen
-from flexinspect.text import visible
+from flexinspect.screens.remote import CaptureClient, CaptureStatus
+from flexinspect.screens.reviewing import ReviewScreen
+from flexinspect.text import escape_unprintable
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
-    from flexinspect.control.messages import Answer, Cost, OrderState, Status
-    from flexinspect.control.messages import Place as LivePlace
+    from flexinspect.control.messages import CommandResponse, Cost, RewindState, StatusResponse
+    from flexinspect.control.messages import StepRef as LivePlace
     from flexinspect.trace.reader import TraceReader
 
 POLL_S = 0.25
 """How often the capture is asked how it stands while it runs: a millisecond of a thread."""
 
-SLOW_S = 0.4
+NOTIFY_AFTER_S = 0.4
 """A command whose effect the header shows by then is not answered in words as well."""
 
-ORDER_POLL_S = 0.03
+COMMAND_POLL_S = 0.03
 BRANCH_WAIT_S = 3.0
 """How long the steps of a new branch are waited for, once it was said to be there."""
 
 T = TypeVar("T")
 
 
-class CommandingScreen(ReviewingScreen):
+class ControlScreen(ReviewScreen):
     """What the keys of control do. The screen below it says where the user is."""
 
-    standing: reactive[Standing] = reactive(Standing(), repaint=False, init=False)
-    remote: Remote
-    _has_paused = False
+    capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
+    capture: CaptureClient
+    _has_shown_pause_hint = False
     """Whether the keys that go on were told."""
 
     # What the trace screen owns.
@@ -62,7 +62,7 @@ class CommandingScreen(ReviewingScreen):
         """Whether the trace may still grow."""
         raise NotImplementedError
 
-    def go(self, go: Go) -> None:
+    def navigate(self, target: Navigate) -> None:
         """Go to a place of the trace."""
         raise NotImplementedError
 
@@ -77,101 +77,101 @@ class CommandingScreen(ReviewingScreen):
     # -- how it stands ---------------------------------------------------------------------------
 
     @work(exclusive=True, group="standing")
-    async def watch_capture(self) -> None:
+    async def poll_capture(self) -> None:
         """Know how the capture stands while there is one."""
         while self.is_live:
-            self.standing = await asyncio.to_thread(self.remote.look)
+            self.capture_status = await asyncio.to_thread(self.capture.poll)
             await asyncio.sleep(POLL_S)
-        self.standing = Standing()
+        self.capture_status = CaptureStatus()
 
-    def watch_standing(self, old: Standing, new: Standing) -> None:
+    def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
         """Say that it has paused, and why: the header has no room for reasons."""
         status = new.status
         if status is not None and new.state == "paused" and old.state != "paused":
-            self._say_paused(status)
-        if new.held and new.held != old.held:
-            self.notify(visible(new.held), severity="warning", markup=False)
-        elif new.is_silent and not old.is_silent:
+            self._notify_paused(status)
+        if new.debugger_stop and new.debugger_stop != old.debugger_stop:
+            self.notify(escape_unprintable(new.debugger_stop), severity="warning", markup=False)
+        elif new.is_unresponsive and not old.is_unresponsive:
             self.notify(
                 "The model's process does not answer; a debugger may hold it.",
                 severity="warning",
                 markup=False,
             )
 
-    def _say_paused(self, status: Status) -> None:
+    def _notify_paused(self, status: StatusResponse) -> None:
         """Say why it has paused; that it does so when it was asked to, once."""
-        from flexinspect.control.messages import ASKED
+        from flexinspect.control.messages import PAUSE_REQUESTED
 
-        is_asked = status.reason == ASKED
-        if is_asked and self._has_paused:
+        is_asked = status.reason == PAUSE_REQUESTED
+        if is_asked and self._has_shown_pause_hint:
             return
-        self._has_paused = True
+        self._has_shown_pause_hint = True
         going_on = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
-        why = f": {visible(status.reason)}" if status.reason and not is_asked else ""
-        self.notify(f"{visible(status.says)}{why}. {going_on}.", markup=False)
+        why = f": {escape_unprintable(status.reason)}" if status.reason and not is_asked else ""
+        self.notify(f"{escape_unprintable(status.description)}{why}. {going_on}.", markup=False)
 
-    def tell_of_debugger(self, said: deque[str]) -> None:
+    def show_debugger_messages(self, messages: deque[str]) -> None:
         """Say where a debugger may come to the run, and what it cannot do; takes what it says."""
-        while said:
-            self.notify(visible(said.popleft()), timeout=15, markup=False)
+        while messages:
+            self.notify(escape_unprintable(messages.popleft()), timeout=15, markup=False)
 
     # -- commands --------------------------------------------------------------------------------
 
-    async def ask(self, ask: Callable[[ControlClient], T]) -> T | None:
+    async def call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
         """Ask the capture something beside the interface; a refusal is shown, and None."""
         try:
-            return await asyncio.to_thread(lambda: self.remote.ask(ask))
+            return await asyncio.to_thread(lambda: self.capture.call(command))
         except FlexInspectError as error:
-            self.notify(refusal_words(error), severity="error", markup=False, timeout=10)
+            self.notify(format_error(error), severity="error", markup=False, timeout=10)
             return None
 
     @work(group="command")
-    async def _command(self, ask: Callable[[ControlClient], Answer]) -> None:
-        answer = await self.ask(ask)
+    async def _run_command(self, command: Callable[[ControlClient], CommandResponse]) -> None:
+        answer = await self.call_capture(command)
         if answer is not None:
-            self.standing = Standing(answer.status)
+            self.capture_status = CaptureStatus(answer.status)
             if answer.status.until:
-                await asyncio.sleep(SLOW_S)
-            if not self._is_there(answer.status.until):
-                self.notify(f"{visible(answer.said)}.", markup=False)
+                await asyncio.sleep(NOTIFY_AFTER_S)
+            if not self._has_taken_effect(answer.status.until):
+                self.notify(f"{escape_unprintable(answer.message)}.", markup=False)
 
-    def _is_there(self, until: str) -> bool:
+    def _has_taken_effect(self, until: str) -> bool:
         """Whether the model stands by now where a command was to bring it: the header says so."""
-        return bool(until) and self.standing.state == "paused"
+        return bool(until) and self.capture_status.state == "paused"
 
-    def pause_or_go(self) -> None:
+    def toggle_pause(self) -> None:
         """Pause after this step, or go on."""
-        if self.standing.state in ("paused", "pausing"):
-            self._command(lambda client: client.continue_())
+        if self.capture_status.state in ("paused", "pausing"):
+            self._run_command(lambda client: client.continue_())
         else:
-            self._command(lambda client: client.pause())
+            self._run_command(lambda client: client.pause())
 
     def step_once(self) -> None:
         """Let the model make one token, and show it."""
         self.follow()
-        self._command(lambda client: client.step(1))
+        self._run_command(lambda client: client.step(1))
 
     @work(group="dialog")
     async def edit_breakpoints(self) -> None:
         """List, set and remove breakpoints."""
-        found = await self.ask(lambda client: client.breakpoints())
+        found = await self.call_capture(lambda client: client.breakpoints())
         if found is not None:
-            await self.app.push_screen_wait(BreakpointsScreen(self.remote, found))
+            await self.app.push_screen_wait(BreakpointsScreen(self.capture, found))
 
     # -- travels ---------------------------------------------------------------------------------
 
     @work(group="dialog")
     async def restore_step(self) -> None:
         """Put the model back to right after the step shown."""
-        from flexinspect.control.messages import Place as LivePlace
+        from flexinspect.control.messages import StepRef as LivePlace
 
-        there = _live(self.place, LivePlace)
-        await self._travel(lambda client, dry: client.restore(there, dry_run=dry))
+        there = _to_control_place(self.place, LivePlace)
+        await self._run_with_cost(lambda client, dry: client.restore(there, dry_run=dry))
 
     @work(group="dialog")
     async def fork_step(self) -> None:
         """Choose another token for the step shown; the model goes on from there as a branch."""
-        await self._elsewhere(
+        await self._fork_with(
             ask_token,
             lambda client, there, token, dry: client.fork(
                 there, token_id=token.token_id, text=token.text, dry_run=dry
@@ -181,78 +181,80 @@ class CommandingScreen(ReviewingScreen):
     @work(group="dialog")
     async def edit_mask(self) -> None:
         """Change the mask; the model goes on from the step shown as a branch."""
-        await self._elsewhere(
+        await self._fork_with(
             ask_edit,
             lambda client, there, edit, dry: client.edit_mask(there, (edit,), dry_run=dry),
         )
 
-    async def _elsewhere(
+    async def _fork_with(
         self,
-        choose: Callable[[App[Any], TraceReader, Place], Awaitable[T | None]],
-        order: Callable[[ControlClient, LivePlace, T, bool], Answer],
+        choose: Callable[[App[Any], TraceReader, TracePlace], Awaitable[T | None]],
+        order: Callable[[ControlClient, LivePlace, T, bool], CommandResponse],
     ) -> None:
         """Let the user choose what is to be otherwise at the step shown, and order that."""
-        from flexinspect.control.messages import Place as LivePlace
+        from flexinspect.control.messages import StepRef as LivePlace
 
         if self.reader is None:
             return
         shown = self.place  # it may follow the model while the user chooses
         chosen = await choose(self.app, self.reader, shown)
         if chosen is not None:
-            there = _live(shown, LivePlace)
-            await self._travel(lambda client, dry: order(client, there, chosen, dry))
+            there = _to_control_place(shown, LivePlace)
+            await self._run_with_cost(lambda client, dry: order(client, there, chosen, dry))
 
-    async def _travel(self, ask: Callable[[ControlClient, bool], Answer]) -> None:
+    async def _run_with_cost(
+        self, command: Callable[[ControlClient, bool], CommandResponse]
+    ) -> None:
         """Say what an order costs if that is much, give it, and go where it led."""
-        dry = await self.ask(lambda client: ask(client, True))
-        if dry is None or not await self._agreed(dry.cost):
+        dry = await self.call_capture(lambda client: command(client, True))
+        if dry is None or not await self._confirm_cost(dry.cost):
             return
-        given = await self.ask(lambda client: ask(client, False))
-        if given is None or given.order is None:
+        answer = await self.call_capture(lambda client: command(client, False))
+        if answer is None or answer.rewind_number is None:
             return
-        said = f"; {dry.cost.sentence}" if dry.cost is not None else ""
-        self.notify(visible(f"{given.said}{said}"), markup=False)
-        await self._arrive(await self._outcome(given.order))
+        cost_text = f"; {dry.cost.sentence}" if dry.cost is not None else ""
+        self.notify(escape_unprintable(f"{answer.message}{cost_text}"), markup=False)
+        await self._show_result(await self._wait_for_command(answer.rewind_number))
 
-    async def _agreed(self, cost: Cost | None) -> bool:
-        if cost is None or not cost.is_dear:
+    async def _confirm_cost(self, cost: Cost | None) -> bool:
+        if cost is None or not cost.is_expensive:
             return True
         options = [("do", "Do it"), ("leave", "Leave it")]
-        question = visible(cost.sentence)
-        return await self.app.push_screen_wait(Choose(question, options)) == "do"
+        question = escape_unprintable(cost.sentence)
+        return await self.app.push_screen_wait(ChoiceDialog(question, options)) == "do"
 
-    async def _outcome(self, number: int) -> OrderState | None:
+    async def _wait_for_command(self, number: int) -> RewindState | None:
         """Wait until an order is done, for as long as the model takes."""
         while self.is_live:
-            standing = await asyncio.to_thread(self.remote.look)
-            self.standing = standing
-            order = standing.status.order if standing.status is not None else None
+            capture_status = await asyncio.to_thread(self.capture.poll)
+            self.capture_status = capture_status
+            order = capture_status.status.last_rewind if capture_status.status is not None else None
             if order is not None and order.number == number and order.state in ("done", "failed"):
                 return order
-            await asyncio.sleep(ORDER_POLL_S)
+            await asyncio.sleep(COMMAND_POLL_S)
         return None
 
-    async def _arrive(self, order: OrderState | None) -> None:
+    async def _show_result(self, order: RewindState | None) -> None:
         if order is None:
             return
         failed = order.state == "failed"
         took = f" ({1e3 * order.seconds:.0f} ms)" if order.seconds is not None else ""
-        text = visible(order.said or f"The {order.kind} is {order.state}.")
+        text = escape_unprintable(order.message or f"The {order.kind} is {order.state}.")
         self.notify(text + took, severity="error" if failed else "information", markup=False)
         if not failed and order.place is not None:
-            await self._show(order.place)
+            await self._show_branch(order.place)
 
-    async def _show(self, there: LivePlace) -> None:
+    async def _show_branch(self, there: LivePlace) -> None:
         """Go to where an order led, once its branch is in the trace."""
-        for _ in range(round(BRANCH_WAIT_S / ORDER_POLL_S)):
+        for _ in range(round(BRANCH_WAIT_S / COMMAND_POLL_S)):
             if self.reader is not None and _has_branch(self.reader, there):
                 break
-            await asyncio.sleep(ORDER_POLL_S)
-        place: Place = self.place
+            await asyncio.sleep(COMMAND_POLL_S)
+        place: TracePlace = self.place
         if there.branch == place.branch and there.generation == place.generation:
-            self.go(Go(step=max(there.step, 0)))
+            self.navigate(Navigate(step=max(there.step, 0)))
             return
-        self.go(Go(generation=there.generation, branch=there.branch))
+        self.navigate(Navigate(generation=there.generation, branch=there.branch))
         self.follow()
 
     # -- branches --------------------------------------------------------------------------------
@@ -263,28 +265,28 @@ class CommandingScreen(ReviewingScreen):
         reader, place = self.reader, self.place
         if reader is None:
             return
-        rows = await self._read(lambda: reader.branches(place.generation))
+        rows = await self._read_trace(lambda: reader.branches(place.generation))
         if not rows or len(rows) < 2:
             fork = self.keys_of("travel.fork")
             self.notify(f"This generation has one branch; {fork} forks it.", markup=False)
             return
-        options = [(str(row.branch), branch_words(row, place.branch)) for row in rows]
-        answer = await self.app.push_screen_wait(Choose("Show a branch", options))
+        options = [(str(row.branch), format_branch(row, place.branch)) for row in rows]
+        answer = await self.app.push_screen_wait(ChoiceDialog("Show a branch", options))
         if answer is not None:
-            self.go(Go(generation=place.generation, branch=int(answer)))
-            self.go(Go(step=place.step))
+            self.navigate(Navigate(generation=place.generation, branch=int(answer)))
+            self.navigate(Navigate(step=place.step))
 
-    async def _read(self, read: Callable[[], T]) -> T | None:
+    async def _read_trace(self, read: Callable[[], T]) -> T | None:
         try:
             return await asyncio.to_thread(read)
         except FlexInspectError as error:
-            self.notify(refusal_words(error), severity="error", markup=False)
+            self.notify(format_error(error), severity="error", markup=False)
             return None
 
-    def commands(self) -> dict[str, Callable[[], object]]:
+    def control_actions(self) -> dict[str, Callable[[], object]]:
         """Return what each action of control does."""
         return {
-            "run.pause": self.pause_or_go,
+            "run.pause": self.toggle_pause,
             "run.step": self.step_once,
             "run.breakpoints": self.edit_breakpoints,
             "travel.restore": self.restore_step,
@@ -294,24 +296,24 @@ class CommandingScreen(ReviewingScreen):
         }
 
 
-def refusal_words(error: FlexInspectError) -> str:
+def format_error(error: FlexInspectError) -> str:
     """Return what an error says, with its hint on a line of its own."""
-    return "\n".join(map(visible, filter(None, (error.message, error.hint))))
+    return "\n".join(map(escape_unprintable, filter(None, (error.message, error.hint))))
 
 
-def branch_words(row: Any, current: int) -> str:
+def format_branch(row: Any, current: int) -> str:
     """Return a branch in one line: its number, where it left which one, how it ended."""
     mark = "▸" if row.branch == current else " "
     if row.parent is None:
         origin = "the first line of decoding"
     else:
         origin = f"from branch {row.parent} at step {row.fork_step}"
-    answer = visible(row.answer).strip()
-    said = f" · {answer[:40]}" if answer else ""
-    return f"{mark} {row.branch}  {origin} · {row.state}{said}"
+    answer = escape_unprintable(row.answer).strip()
+    answer_text = f" · {answer[:40]}" if answer else ""
+    return f"{mark} {row.branch}  {origin} · {row.state}{answer_text}"
 
 
-def _live(place: Place, kind: type[LivePlace]) -> LivePlace:
+def _to_control_place(place: TracePlace, kind: type[LivePlace]) -> LivePlace:
     return kind(place.generation, place.branch, place.step)
 
 

@@ -9,9 +9,9 @@ from textual.binding import Binding, BindingType
 from textual.command import DiscoveryHit, Hit, Hits, Provider
 
 from flexinspect.keys import all_keys
-from flexinspect.panels.base import Go
+from flexinspect.panels.base import Navigate
 from flexinspect.panels.registry import panel_names
-from flexinspect.screens.search import step_number
+from flexinspect.screens.search import parse_step_number
 
 
 def bindings() -> list[BindingType]:
@@ -35,31 +35,31 @@ class KeyCommands(Provider):
     async def discover(self) -> Hits:
         """List everything that has a key."""
         for key in all_keys():
-            yield DiscoveryHit(_capital(key.text), partial(self._do, key.id), help=key.id)
+            yield DiscoveryHit(_capitalize(key.text), partial(self._do, key.id), help=key.id)
 
     async def search(self, query: str) -> Hits:
         """Match the words; a number is a step."""
         matcher = self.matcher(query)
-        if (step := step_number(query)) is not None:
-            yield Hit(1.0, f"Go to step {step}", partial(self._go, Go(step=step)))
+        if (step := parse_step_number(query)) is not None:
+            yield Hit(1.0, f"Go to step {step}", partial(self._navigate, Navigate(step=step)))
         for key in all_keys():
-            text = _capital(key.text)
+            text = _capitalize(key.text)
             if (score := matcher.match(text)) > 0:
                 yield Hit(score, matcher.highlight(text), partial(self._do, key.id), help=key.id)
         for name in panel_names():
             text = f"Show panel {name}"
             if (score := matcher.match(text)) > 0:
-                go = partial(self._go, Go(panel=name))
-                yield Hit(score, matcher.highlight(text), go)
+                target = partial(self._navigate, Navigate(panel=name))
+                yield Hit(score, matcher.highlight(text), target)
 
     def _do(self, name: str) -> None:
         screen: Any = self.screen
         screen.action_do(name)
 
-    def _go(self, go: Go) -> None:
+    def _navigate(self, target: Navigate) -> None:
         screen: Any = self.screen
-        screen.go(go)
+        screen.navigate(target)
 
 
-def _capital(text: str) -> str:
+def _capitalize(text: str) -> str:
     return text[:1].upper() + text[1:]

@@ -9,14 +9,14 @@ from textual import events
 from textual.reactive import reactive
 
 from flexinspect.errors import FlexInspectError
-from flexinspect.feed import Feed, Status
+from flexinspect.feed import RunStatus, TraceSession
 from flexinspect.findings import Finding, Severity
-from flexinspect.panels.base import Place
-from flexinspect.panels.findings import FindingSummary, summary_line
-from flexinspect.screens.panelview import look_of
-from flexinspect.screens.placed import PlacedLines
-from flexinspect.screens.remote import Standing
-from flexinspect.text import visible
+from flexinspect.panels.base import TracePlace
+from flexinspect.panels.findings import FindingSummary, load_summary
+from flexinspect.screens.panelview import theme_of
+from flexinspect.screens.placed import LoadedLines
+from flexinspect.screens.remote import CaptureStatus
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.rows import StepRow
 from flexinspect.widgets.canvas import Canvas
 from flexinspect.widgets.header import header
@@ -24,42 +24,42 @@ from flexinspect.widgets.lines import line
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HeaderData:
     """What the two lines say of a place."""
 
     step: StepRow | None = None
     summary: FindingSummary | None = None
 
 
-_UNKNOWN = Standing()
+_NO_CAPTURE = CaptureStatus()
 
 
 def header_parts(
-    status: Status,
-    place: Place,
+    status: RunStatus,
+    place: TracePlace,
     step: StepRow | None,
     *,
     following: bool,
-    standing: Standing = _UNKNOWN,
+    capture_status: CaptureStatus = _NO_CAPTURE,
 ) -> list[tuple[str, str, int]]:
     """Return the parts of the header: text, style, importance (1 is kept longest)."""
     model = status.run.get("model")
     model = model if isinstance(model, dict) else {}
     where = f"{model.get('device', '')} {model.get('dtype', '')}".strip()
     parts = [
-        (visible(str(model.get("name", "flexinspect"))), "title", 2),
-        (visible(where), "text", 6),
-        (_level(status, standing), "text", 5),
+        (escape_unprintable(str(model.get("name", "flexinspect"))), "title", 2),
+        (escape_unprintable(where), "text", 6),
+        (_format_level(status, capture_status), "text", 5),
     ]
     if status.generations > 1:
         # Counted from 0 up to the last one, like steps, and as --generation and findings count.
         parts.append((f"generation {place.generation}/{status.generations - 1}", "text", 3))
     if place.branch:
         parts.append((f"branch {place.branch}", "text", 3))
-    parts.append((_steps(status, place, step), "strong", 1))
-    parts.append((_cost(status, step), "muted", 7))
+    parts.append((_format_step(status, place, step), "strong", 1))
+    parts.append((_format_cost(status, step), "muted", 7))
     behind = (status.last_step or 0) - place.step
-    halted = _halted(standing)
+    halted = _format_halt(capture_status)
     if status.live and halted:
         parts.append((halted, "warn", 1))
     elif status.live and not following and behind > 0:
@@ -71,33 +71,37 @@ def header_parts(
     return parts
 
 
-def _level(status: Status, standing: Standing) -> str:
+def _format_level(status: RunStatus, capture_status: CaptureStatus) -> str:
     """Return the level as it is now: a command may have changed that of the manifest."""
-    return _level_of(standing) or visible(str(status.run.get("level", "")))
+    return _live_level(capture_status) or escape_unprintable(str(status.run.get("level", "")))
 
 
-def _level_of(standing: Standing) -> str:
-    return standing.status.level if standing.status is not None else ""
+def _live_level(capture_status: CaptureStatus) -> str:
+    return capture_status.status.level if capture_status.status is not None else ""
 
 
-_HALTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
+_HALT_TEXTS = {"paused": "paused", "pausing": "pausing", "holding": "done, model held"}
 
 
-def _halted(standing: Standing) -> str:
+def _format_halt(capture_status: CaptureStatus) -> str:
     """Return why no step comes, in a few words; empty when the model runs."""
-    if standing.held:
+    if capture_status.debugger_stop:
         return "held by a debugger"
-    return "held by a debugger?" if standing.is_silent else _HALTS.get(standing.state, "")
+    return (
+        "held by a debugger?"
+        if capture_status.is_unresponsive
+        else _HALT_TEXTS.get(capture_status.state, "")
+    )
 
 
-def _steps(status: Status, place: Place, step: StepRow | None) -> str:
+def _format_step(status: RunStatus, place: TracePlace, step: StepRow | None) -> str:
     if status.last_step is None:
         return "no step yet"
     phase = f" {step.phase}" if step is not None else ""
-    return f"step {place.step}/{status.last_step}{visible(phase)}"
+    return f"step {place.step}/{status.last_step}{escape_unprintable(phase)}"
 
 
-def _cost(status: Status, step: StepRow | None) -> str:
+def _format_cost(status: RunStatus, step: StepRow | None) -> str:
     cost = status.run.get("cost")
     ratio = cost.get("ratio") if isinstance(cost, dict) else None
     if isinstance(ratio, (int, float)):
@@ -107,7 +111,7 @@ def _cost(status: Status, step: StepRow | None) -> str:
     return ""
 
 
-def finding_text(found: FindingSummary | None) -> tuple[str, str]:
+def format_finding_summary(found: FindingSummary | None) -> tuple[str, str]:
     """Return the line of findings and its style."""
     if found is None:
         return "", "text"
@@ -118,32 +122,35 @@ def finding_text(found: FindingSummary | None) -> tuple[str, str]:
     return (f"● {found.text()}", "text") if found.notes else ("no findings", "muted")
 
 
-_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "text"}
+_FINDING_STYLES = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "text"}
 
 
-class FactLines(PlacedLines[Facts]):
+class TraceHeader(LoadedLines[HeaderData]):
     """Loads what both lines need, once; shows the header and hands the findings to their line."""
 
-    DEFAULT_CSS = "FactLines { height: 1; }"
+    DEFAULT_CSS = "TraceHeader { height: 1; }"
     following: reactive[bool] = reactive(True, repaint=False, init=False)
 
-    def __init__(self, feed: Feed, pool: Executor, findings: FindingLine) -> None:
-        super().__init__(feed, pool, id="header")
+    def __init__(self, session: TraceSession, pool: Executor, findings: FindingLine) -> None:
+        super().__init__(session, pool, id="header")
         self._findings = findings
-        self._facts = Facts()
-        self.status = Status()
-        self._standing = Standing()
+        self._data = HeaderData()
+        self.status = RunStatus()
+        self._capture_status = CaptureStatus()
 
     @property
-    def standing(self) -> Standing:
+    def capture_status(self) -> CaptureStatus:
         """How the capture stands."""
-        return self._standing
+        return self._capture_status
 
-    @standing.setter
-    def standing(self, standing: Standing) -> None:
-        before = self._standing
-        changed = (_halted(standing), _level_of(standing)) != (_halted(before), _level_of(before))
-        self._standing = standing
+    @capture_status.setter
+    def capture_status(self, capture_status: CaptureStatus) -> None:
+        before = self._capture_status
+        changed = (_format_halt(capture_status), _live_level(capture_status)) != (
+            _format_halt(before),
+            _live_level(before),
+        )
+        self._capture_status = capture_status
         if changed:
             self.repaint()
 
@@ -161,36 +168,36 @@ class FactLines(PlacedLines[Facts]):
         """Say so."""
         self.repaint()
 
-    def _load(self, place: Place) -> Facts:
-        source = self._feed.source
+    def _load(self, place: TracePlace) -> HeaderData:
+        source = self._session.source
         if source is None:
-            return Facts()
+            return HeaderData()
         try:
             step = source.reader.step(place.generation, place.step, place.branch)
-            return Facts(step, summary_line(source, place))
+            return HeaderData(step, load_summary(source, place))
         except FlexInspectError:
-            return Facts()  # the panels say why
+            return HeaderData()  # the panels say why
 
-    def _take(self, found: Facts) -> None:
-        self._facts = found
+    def _show_loaded(self, found: HeaderData) -> None:
+        self._data = found
         self.repaint()
-        self._findings.say(found.summary)
+        self._findings.show_summary(found.summary)
 
     def repaint(self) -> None:
         """Draw the header."""
         if self.size.width:
-            step = self._facts.step if self._facts.step and self._fits() else None
+            step = self._data.step if self._data.step and self._is_current() else None
             parts = header_parts(
                 self.status,
                 self.place,
                 step,
                 following=self.following,
-                standing=self._standing,
+                capture_status=self._capture_status,
             )
-            self.show([header(parts, self.size.width, look_of(self.app))])
+            self.show([header(parts, self.size.width, theme_of(self.app))])
 
-    def _fits(self) -> bool:
-        return self._facts.step is not None and self._facts.step.step == self.place.step
+    def _is_current(self) -> bool:
+        return self._data.step is not None and self._data.step.step == self.place.step
 
 
 class FindingLine(Canvas):
@@ -201,20 +208,20 @@ class FindingLine(Canvas):
     def __init__(self) -> None:
         super().__init__(id="finding")
         self._summary: FindingSummary | None = None
-        self._told: Finding | None = None
-        self._told_now = False
+        self._finding: Finding | None = None
+        self._is_new_finding = False
 
-    def say(self, found: FindingSummary | None) -> None:
+    def show_summary(self, found: FindingSummary | None) -> None:
         """Show another summary, unless a finding that was gone to still stands here."""
         self._summary = found
-        if self._told is not None and not self._told_now:
-            self._told = None
-        self._told_now = False
+        if self._finding is not None and not self._is_new_finding:
+            self._finding = None
+        self._is_new_finding = False
         self.repaint()
 
-    def tell(self, finding: Finding) -> None:
+    def show_finding(self, finding: Finding) -> None:
         """Show one finding until the next step away from it."""
-        self._told, self._told_now = finding, True
+        self._finding, self._is_new_finding = finding, True
         self.repaint()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -225,8 +232,11 @@ class FindingLine(Canvas):
         """Draw the line."""
         if not self.size.width:
             return
-        look = look_of(self.app)
-        text, style = finding_text(self._summary)
-        if self._told is not None:
-            text, style = visible(self._told.sentence), _STYLES[self._told.severity]
-        self.show([line([(text, look.style(style))], self.size.width, look.style("text"))])
+        theme = theme_of(self.app)
+        text, style = format_finding_summary(self._summary)
+        if self._finding is not None:
+            text, style = (
+                escape_unprintable(self._finding.sentence),
+                _FINDING_STYLES[self._finding.severity],
+            )
+        self.show([line([(text, theme.style(style))], self.size.width, theme.style("text"))])

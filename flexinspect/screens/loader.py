@@ -22,56 +22,56 @@ class Loader(Generic[W, R]):
     def __init__(
         self,
         pool: Executor,
-        wish: Callable[[], W | None],
+        next_request: Callable[[], W | None],
         load: Callable[[W], R],
-        take: Callable[[W, R], None],
+        show: Callable[[W, R], None],
     ) -> None:
-        self._pool, self._wish, self._load, self._take = pool, wish, load, take
+        self._pool, self._next_request, self._load, self._show = pool, next_request, load, show
         self._wake = asyncio.Event()
-        self._rest = asyncio.Event()
-        self._rest.set()
-        self._expected: tuple[W, Future[R]] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._preloaded: tuple[W, Future[R]] | None = None
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether something is still to be loaded."""
-        return not self._rest.is_set()
+        return not self._idle.is_set()
 
-    def want(self) -> None:
+    def request_load(self) -> None:
         """Load as soon as possible."""
-        self._rest.clear()
+        self._idle.clear()
         self._wake.set()
 
-    def expect(self, wish: W) -> None:
+    def preload(self, request: W) -> None:
         """Load what will probably be wanted next; it is kept until something is wanted."""
-        if not self.busy:
-            self._cancel()
-            self._expected = wish, self._pool.submit(self._load, wish)
+        if not self.is_busy:
+            self._cancel_preload()
+            self._preloaded = request, self._pool.submit(self._load, request)
 
-    async def rest(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until all that is wanted is loaded and taken."""
-        await self._rest.wait()
+        await self._idle.wait()
 
     async def run(self) -> None:
         """Load whenever something is wanted, for ever; the body of a worker."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            wish = self._wish()
-            if wish is not None:
-                self._take(wish, await self._loaded(wish))
+            request = self._next_request()
+            if request is not None:
+                self._show(request, await self._load_result(request))
             if not self._wake.is_set():
-                self._rest.set()
+                self._idle.set()
 
-    async def _loaded(self, wish: W) -> R:
-        if self._expected is not None and self._expected[0] == wish:
-            future = self._expected[1]
+    async def _load_result(self, request: W) -> R:
+        if self._preloaded is not None and self._preloaded[0] == request:
+            future = self._preloaded[1]
         else:
-            self._cancel()
-            future = self._pool.submit(self._load, wish)
-        self._expected = None
+            self._cancel_preload()
+            future = self._pool.submit(self._load, request)
+        self._preloaded = None
         return future.result() if future.done() else await asyncio.wrap_future(future)
 
-    def _cancel(self) -> None:
-        if self._expected is not None:
-            self._expected[1].cancel()  # no effect on one that has begun
+    def _cancel_preload(self) -> None:
+        if self._preloaded is not None:
+            self._preloaded[1].cancel()  # no effect on one that has begun

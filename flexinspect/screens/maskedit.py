@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect.errors import FlexInspectError
 from flexinspect.masks import PRESETS
-from flexinspect.panels.base import Place
+from flexinspect.panels.base import TracePlace
 from flexinspect.prompts import Segment
-from flexinspect.screens.ask import Ask, Choose
-from flexinspect.text import visible
+from flexinspect.screens.ask import ChoiceDialog, TextDialog
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.reader import TraceReader
 
 if TYPE_CHECKING:
     from flexinspect.control.messages import MaskEdit
 
-KINDS = (
+EDIT_KINDS = (
     ("preset", "Use another preset"),
     ("drop", "Drop a segment: nobody sees it"),
     ("join", "Join two segments: they see each other"),
@@ -31,24 +31,24 @@ KINDS = (
 )
 
 
-async def ask_edit(app: Any, reader: TraceReader, place: Place) -> MaskEdit | None:
+async def ask_edit(app: Any, reader: TraceReader, place: TracePlace) -> MaskEdit | None:
     """Let the user describe one change of the mask; None when they leave it."""
     question = f"From step {place.step} on, with another mask"
-    kind = await app.push_screen_wait(Choose(question, KINDS))
+    kind = await app.push_screen_wait(ChoiceDialog(question, EDIT_KINDS))
     if kind is None:
         return None
     if kind == "preset":
-        return await _preset(app)
+        return await _ask_preset(app)
     if kind in ("drop", "join", "see", "unsee"):
-        return await _of_segments(app, kind, reader, place)
-    return await _of_cells(app, kind)
+        return await _ask_segments(app, kind, reader, place)
+    return await _ask_cells(app, kind)
 
 
-async def _preset(app: Any) -> MaskEdit | None:
+async def _ask_preset(app: Any) -> MaskEdit | None:
     from flexinspect.control.messages import MaskEdit
 
     options = [(name, name) for name in PRESETS]
-    name = await app.push_screen_wait(Choose("Which preset?", options))
+    name = await app.push_screen_wait(ChoiceDialog("Which preset?", options))
     return MaskEdit("preset", name=name) if name else None
 
 
@@ -60,7 +60,9 @@ _QUESTIONS = {
 }
 
 
-async def _of_segments(app: Any, kind: str, reader: TraceReader, place: Place) -> MaskEdit | None:
+async def _ask_segments(
+    app: Any, kind: str, reader: TraceReader, place: TracePlace
+) -> MaskEdit | None:
     from flexinspect.control.messages import MaskEdit
 
     try:
@@ -71,8 +73,8 @@ async def _of_segments(app: Any, kind: str, reader: TraceReader, place: Place) -
         return None
     chosen: list[int] = []
     for question in _QUESTIONS[kind]:
-        options = _offers(segments, but=chosen)
-        answer = await app.push_screen_wait(Choose(question, options))
+        options = _segment_options(segments, exclude=chosen)
+        answer = await app.push_screen_wait(ChoiceDialog(question, options))
         if answer is None:
             return None
         chosen.append(int(answer))
@@ -80,20 +82,22 @@ async def _of_segments(app: Any, kind: str, reader: TraceReader, place: Place) -
     return MaskEdit(op, segments=tuple(chosen), is_open=kind != "unsee")  # type: ignore[arg-type]
 
 
-def _offers(segments: Sequence[Segment], but: Sequence[int]) -> list[tuple[str, str]]:
+def _segment_options(segments: Sequence[Segment], exclude: Sequence[int]) -> list[tuple[str, str]]:
     return [
-        (str(number), f"{number:>2}  {visible(one.label)}  [{one.start}, {one.stop})")
+        (str(number), f"{number:>2}  {escape_unprintable(one.label)}  [{one.start}, {one.stop})")
         for number, one in enumerate(segments)
-        if number not in but and one.stop > one.start
+        if number not in exclude and one.stop > one.start
     ]
 
 
-async def _of_cells(app: Any, kind: str) -> MaskEdit | None:
+async def _ask_cells(app: Any, kind: str) -> MaskEdit | None:
     from flexinspect.control.messages import MaskEdit
 
     is_cell, is_open = kind.endswith("cell"), kind.startswith("open")
     question = "Row and key, two positions" if is_cell else "Which row, a position"
-    typed = await app.push_screen_wait(Ask(question, placeholder="42 7" if is_cell else "42"))
+    typed = await app.push_screen_wait(
+        TextDialog(question, placeholder="42 7" if is_cell else "42")
+    )
     numbers = [int(text) for text in re.findall(r"\d{1,9}", typed or "")]
     if len(numbers) != (2 if is_cell else 1):
         if typed:

@@ -7,10 +7,10 @@ import time
 from textual.content import Content
 from textual.widgets import Static
 
-from flexinspect.feed import Status
-from flexinspect.text import visible
+from flexinspect.feed import RunStatus
+from flexinspect.text import escape_unprintable
 
-BAR = 30
+BAR_WIDTH = 30
 
 STAGES = (
     ("starting",),
@@ -22,32 +22,34 @@ STAGES = (
 """What comes before the first token of a run of ours, by the first words of the phases."""
 
 
-def notice_text(status: Status, seconds: int = 0) -> tuple[str, str]:
+def banner_text(status: RunStatus, seconds: int = 0) -> tuple[str, str]:
     """Return what is to be said, and its class: "", "busy" or "bad".
 
     `seconds` is how long the phase has lasted.
     """
-    if status.words:
-        return "\n".join((_title(status), *status.words)), "bad"
+    if status.error_lines:
+        return "\n".join((_format_title(status), *status.error_lines)), "bad"
     if status.live and status.last_step is None:
         lasted = f" ({seconds} s)" if seconds else ""
-        lines = [(visible(status.phase) or "waiting") + lasted]
+        lines = [(escape_unprintable(status.phase) or "waiting") + lasted]
         stage = next((n for n, names in enumerate(STAGES) if status.phase.startswith(names)), None)
         if status.fraction is not None:
-            lines[0] += f"  {_bar(status.fraction)} {100 * status.fraction:.0f} %"
+            lines[0] += f"  {_format_bar(status.fraction)} {100 * status.fraction:.0f} %"
         elif stage is not None:
-            lines[0] += f"  {_bar(stage / len(STAGES))} {stage + 1} of {len(STAGES)}"
+            lines[0] += f"  {_format_bar(stage / len(STAGES))} {stage + 1} of {len(STAGES)}"
         else:
             lines[0] += " …"
-        return "\n".join([*lines, *([visible(status.detail)] if status.detail else [])]), "busy"
+        return "\n".join(
+            [*lines, *([escape_unprintable(status.detail)] if status.detail else [])]
+        ), "busy"
     if status.last_step is None:
         return "This trace holds no step: the run ended before its first token.", "bad"
     return "", ""
 
 
-def _bar(fraction: float) -> str:
-    done = round(BAR * min(max(fraction, 0.0), 1.0))
-    return "━" * done + "╌" * (BAR - done)
+def _format_bar(fraction: float) -> str:
+    done = round(BAR_WIDTH * min(max(fraction, 0.0), 1.0))
+    return "━" * done + "╌" * (BAR_WIDTH - done)
 
 
 _TITLES = {
@@ -58,7 +60,7 @@ _TITLES = {
 }
 
 
-def _title(status: Status) -> str:
+def _format_title(status: RunStatus) -> str:
     title = _TITLES.get(status.state, "The run went wrong.")
     if status.state not in ("failed", "interrupted"):
         return title
@@ -67,23 +69,23 @@ def _title(status: Status) -> str:
     return f"{title}. What was recorded before is here."
 
 
-class Notice(Static):
+class StatusBanner(Static):
     """A few lines that are there only when there is something to say."""
 
     def __init__(self) -> None:
         super().__init__("", id="notice", markup=False)
         self.display = False
         self._phase, self._since = "", time.monotonic()
-        self._said = ""
+        self._shown_text = ""
 
-    def say(self, status: Status) -> None:
+    def show_status(self, status: RunStatus) -> None:
         """Show what the status has to say, or nothing at all; costs nothing when unchanged."""
         if status.phase != self._phase:
             self._phase, self._since = status.phase, time.monotonic()
-        text, kind = notice_text(status, int(time.monotonic() - self._since))
-        if text == self._said:
+        text, kind = banner_text(status, int(time.monotonic() - self._since))
+        if text == self._shown_text:
             return
-        self._said = text
+        self._shown_text = text
         self.display = bool(text)
         self.set_class(kind == "bad", "bad")
         self.update(Content(text))

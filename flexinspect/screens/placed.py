@@ -8,34 +8,37 @@ from typing import Any, Generic, TypeVar
 from textual import events
 from textual.reactive import reactive
 
-from flexinspect.feed import Feed
-from flexinspect.panels.base import Place
+from flexinspect.feed import TraceSession
+from flexinspect.panels.base import TracePlace
 from flexinspect.screens.loader import Loader
 from flexinspect.widgets.canvas import Canvas
 
 R = TypeVar("R")
-Wish = tuple[Place, int]
+PlaceLoadRequest = tuple[TracePlace, int]
 """A place, and the version of the trace that it is to be shown of."""
 
 
-class PlacedLines(Canvas, Generic[R]):
+class LoadedLines(Canvas, Generic[R]):
     """Bound to the screen's `place` and `version`; a subclass loads, takes and draws."""
 
-    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
 
-    def __init__(self, feed: Feed, pool: Executor, *, id: str) -> None:  # noqa: A002
+    def __init__(self, session: TraceSession, pool: Executor, *, id: str) -> None:  # noqa: A002
         super().__init__(id=id)
-        self._feed = feed
-        self._loader: Loader[Wish, R] = Loader(
-            pool, self._wish, lambda wish: self._load(wish[0]), lambda _, found: self._take(found)
+        self._session = session
+        self._loader: Loader[PlaceLoadRequest, R] = Loader(
+            pool,
+            self._next_request,
+            lambda wish: self._load(wish[0]),
+            lambda _, found: self._show_loaded(found),
         )
 
-    def _load(self, place: Place) -> R:
+    def _load(self, place: TracePlace) -> R:
         """Return what is to be drawn. Runs in a worker thread."""
         raise NotImplementedError
 
-    def _take(self, found: R) -> None:
+    def _show_loaded(self, found: R) -> None:
         """Draw what was loaded."""
         raise NotImplementedError
 
@@ -47,22 +50,22 @@ class PlacedLines(Canvas, Generic[R]):
     def on_mount(self) -> None:
         """Begin to load."""
         self.run_worker(self._loader.run(), exclusive=True)
-        self._loader.want()
+        self._loader.request_load()
 
-    def expect(self, place: Place) -> None:
+    def preload(self, place: TracePlace) -> None:
         """Load what this place will need, if it is where the user goes next."""
-        self._loader.expect((place, self.version))
+        self._loader.preload((place, self.version))
 
-    def _wish(self) -> Wish:
+    def _next_request(self) -> PlaceLoadRequest:
         return self.place, self.version
 
     def watch_place(self) -> None:
         """The screen went elsewhere."""
-        self._loader.want()
+        self._loader.request_load()
 
     def watch_version(self) -> None:
         """The trace grew."""
-        self._loader.want()
+        self._loader.request_load()
 
     def on_resize(self, event: events.Resize) -> None:
         """Draw in the new size."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexinspect.feed import Status
-from flexinspect.panels.base import Place
+from flexinspect.feed import RunStatus
+from flexinspect.panels.base import TracePlace
 
 
-def within(place: Place, status: Status) -> Place:
+def clamp_place(place: TracePlace, status: RunStatus) -> TracePlace:
     """Return the nearest place that the trace has: its step, layer and head."""
     model = status.run.get("model")
     model = model if isinstance(model, dict) else {}
@@ -17,12 +17,12 @@ def within(place: Place, status: Status) -> Place:
     return replace(
         place,
         step=step,
-        layer=_below(place.layer, model.get("layers")),
-        head=_below(place.head, model.get("heads")),
+        layer=_clamp_index(place.layer, model.get("layers")),
+        head=_clamp_index(place.head, model.get("heads")),
     )
 
 
-def onward(old: Place, new: Place) -> Place | None:
+def extrapolate_place(old: TracePlace, new: TracePlace) -> TracePlace | None:
     """Return the place after `new` if the user goes on as from `old`; None if that is unknown."""
     if (old.generation, old.branch) != (new.generation, new.branch):
         return None
@@ -34,5 +34,5 @@ def onward(old: Place, new: Place) -> Place | None:
     )
 
 
-def _below(value: int, count: object) -> int:
+def _clamp_index(value: int, count: object) -> int:
     return max(0, min(value, count - 1)) if isinstance(count, int) and count > 0 else max(value, 0)

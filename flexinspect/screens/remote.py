@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from flexinspect.errors import ControlError
-from flexinspect.feed import Feed
-from flexinspect.heartbeat import held_now
+from flexinspect.feed import TraceSession
+from flexinspect.heartbeat import read_stop
 
 if TYPE_CHECKING:
     from flexinspect.control.client import ControlClient
-    from flexinspect.control.messages import Status
+    from flexinspect.control.messages import StatusResponse
 
-LOOK_PATIENCE_S = 2.0
+POLL_TIMEOUT_S = 2.0
 """How long a look at the state may take; what answers later is held by something."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CaptureStatus:
     """How the capture stands: `status` is None when there is none, or when it `is_silent`.
 
     `held` says in a sentence where a debugger holds it, empty while none does.
     """
 
-    status: Status | None = None
-    is_silent: bool = False
-    held: str = ""
+    status: StatusResponse | None = None
+    is_unresponsive: bool = False
+    debugger_stop: str = ""
 
     @property
     def state(self) -> str:
@@ -37,75 +37,75 @@ class Standing:
         return self.status.state if self.status is not None else ""
 
 
-class Remote:
+class CaptureClient:
     """Talks to the capture that writes a feed's trace. Every method may block: never in the loop.
 
     What it needs is imported with the first word: most traces are finished, and nobody talks.
     """
 
-    def __init__(self, feed: Feed) -> None:
-        self._feed = feed
-        self._known: ControlClient | None = None
+    def __init__(self, session: TraceSession) -> None:
+        self._session = session
+        self._client: ControlClient | None = None
 
     def client(self) -> ControlClient:
         """Return the client of the capture. Raises `ControlError` when nothing runs any more."""
-        if self._known is None:
-            self._known = self._find()
-        if self._known is None:
-            raise self._why_none()
-        return self._known
+        if self._client is None:
+            self._client = self._find_client()
+        if self._client is None:
+            raise self._no_capture_error()
+        return self._client
 
-    def _why_none(self) -> ControlError:
-        feed = self._feed
-        if feed.process is None or feed.exit_code is not None:
+    def _no_capture_error(self) -> ControlError:
+        session = self._session
+        if session.process is None or session.exit_code is not None:
             return ControlError(
                 "No capture runs behind this trace, so there is no model to command.",
                 hint="A run of the interface keeps its model until q; without it, add --hold.",
             )
-        if feed.waiting:
+        if session.is_waiting:
             return ControlError(
                 "The run takes no commands yet: it is still loading.",
                 hint="A generation takes them once its process is up, a program once a model runs.",
             )
         return ControlError("This run takes no commands: it was begun with --no-control.")
 
-    def ask(self, ask: Callable[[ControlClient], T]) -> T:
+    def call(self, command: Callable[[ControlClient], T]) -> T:
         """Ask the capture something. Raises `ControlError`; of one that has ended, saying so."""
         try:
-            return ask(self.client())
+            return command(self.client())
         except ControlError as error:
             cause = error.__cause__
             if isinstance(cause, OSError) and not isinstance(cause, TimeoutError):
-                self._known = None
+                self._client = None
                 self.client()
             raise
 
-    def look(self) -> Standing:
+    def poll(self) -> CaptureStatus:
         """Return how the capture stands, without ever raising."""
         from flexinspect.control.client import ControlClient
 
-        held = self._held()
+        debugger_stop = self._debugger_stop()
         try:
             client = self.client()
-            quick = ControlClient(client.address, patience_s=LOOK_PATIENCE_S)
-            return Standing(quick.status(), held=held)
+            quick = ControlClient(client.address, timeout_s=POLL_TIMEOUT_S)
+            return CaptureStatus(quick.status(), debugger_stop=debugger_stop)
         except ControlError as error:
             silent = isinstance(error.__cause__, TimeoutError)
             if not silent:
-                self._known = None
-            return Standing(is_silent=silent, held=held)
+                self._client = None
+            return CaptureStatus(is_unresponsive=silent, debugger_stop=debugger_stop)
 
-    def _held(self) -> str:
-        held = held_now(self._feed.path) if self._feed.path is not None else None
-        return f"The model is {held.timeless()}." if held is not None else ""
+    def _debugger_stop(self) -> str:
+        stop = read_stop(self._session.path) if self._session.path is not None else None
+        return f"The model is {stop.sentence_without_time()}." if stop is not None else ""
 
-    def _find(self) -> ControlClient | None:
+    def _find_client(self) -> ControlClient | None:
         from flexinspect.control.client import ControlClient
         from flexinspect.control.registry import running
 
-        process, path = self._feed.process, self._feed.path
+        process, path = self._session.process, self._session.path
         pid = process.pid if process is not None else None
         for entry in running():
-            if entry.pid == pid or (path is not None and entry.records(path)):
+            if entry.pid == pid or (path is not None and entry.is_recording(path)):
                 return ControlClient(entry.address)
         return None

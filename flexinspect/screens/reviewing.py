@@ -14,71 +14,71 @@ from textual import work
 from textual.screen import Screen
 
 from flexinspect.errors import FlexInspectError
-from flexinspect.feed import Feed
-from flexinspect.review import Review, command, result_of, tasks
-from flexinspect.rules.catalogue import catalogue
-from flexinspect.trace.append import statements
+from flexinspect.feed import TraceSession
+from flexinspect.review import Review, pending_tasks, review_command, review_from_json
+from flexinspect.rules.catalogue import load_rules
+from flexinspect.trace.append import review_statements
 from flexinspect.trace.reader import TraceReader
 
 
-class ReviewingScreen(Screen[None]):
+class ReviewScreen(Screen[None]):
     """A screen on a trace that lets rules look at it, and looks again when they have."""
 
-    _reviewed: tuple[Path | None, int] | None = None
+    _last_review: tuple[Path | None, int] | None = None
 
-    def look(self) -> None:
+    def poll_trace(self) -> None:
         """Take in what has changed in the trace."""
         raise NotImplementedError
 
-    def review_once(self, feed: Feed, pool: Executor, held: int = 0) -> None:
+    def review_once(self, session: TraceSession, pool: Executor, n_held: int = 0) -> None:
         """Let rules look that have not yet, beside all else; of one file once.
 
         While the model is held after `held` generations, once for each number of them; what is
         said then is of what there was, so at the end they look again, and that can be stored.
         """
-        if self._reviewed != (feed.path, held):
-            self._reviewed = (feed.path, held)
-            if not held and feed.reader is not None:
-                feed.reader.take_back()
-            self._review(feed, pool)
+        if self._last_review != (session.path, n_held):
+            self._last_review = (session.path, n_held)
+            if not n_held and session.reader is not None:
+                session.reader.remove_added_reviews()
+            self._review(session, pool)
 
     @work(exclusive=True, group="review")
-    async def _review(self, feed: Feed, pool: Executor) -> None:
-        said = await review_in_background(feed, pool)
-        if said is not None:
-            self.look()
-        if said:
-            self.notify(said, severity="warning", markup=False, timeout=20)
+    async def _review(self, session: TraceSession, pool: Executor) -> None:
+        message = await review_in_background(session, pool)
+        if message is not None:
+            self.poll_trace()
+        if message:
+            self.notify(message, severity="warning", markup=False, timeout=20)
 
 
-async def review_in_background(feed: Feed, pool: Executor) -> str | None:
+async def review_in_background(session: TraceSession, pool: Executor) -> str | None:
     """Let the rules look that have not yet; None when there is none, else what to say about it.
 
     Afterwards the feed's reader says what they found, stored or not.
     """
-    reader = feed.reader
+    reader = session.reader
     if reader is None:
         return None
     loop = asyncio.get_running_loop()
-    if not await loop.run_in_executor(pool, needed, reader):
+    if not await loop.run_in_executor(pool, needs_review, reader):
         return None
-    done = await _reviewed(reader)
+    done = await _run_review(reader)
     if done.unstored:
-        reader.add(statements(done.unstored))
+        reader.add_reviews(review_statements(done.unstored))
     return done.note
 
 
-def needed(reader: TraceReader) -> bool:
+def needs_review(reader: TraceReader) -> bool:
     """Tell whether a rule has not looked at something yet."""
     try:
-        return bool(tasks(reader, catalogue().rules))
+        return bool(pending_tasks(reader, load_rules().rules))
     except FlexInspectError:
         return False  # the panels say what is wrong with the trace
 
 
-async def _reviewed(reader: TraceReader) -> Review:
+async def _run_review(reader: TraceReader) -> Review:
     pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-    words = command(reader.path)
+    words = review_command(reader.path)
     process = await asyncio.create_subprocess_exec(
         *words, stdin=nothing, stdout=pipe, stderr=nothing, start_new_session=True
     )
@@ -89,7 +89,7 @@ async def _reviewed(reader: TraceReader) -> Review:
             with suppress(ProcessLookupError):
                 process.kill()
     try:
-        return result_of(text.decode())
+        return review_from_json(text.decode())
     except ValueError:
         return Review(
             note="The rules that look at a finished trace failed; see the findings command."

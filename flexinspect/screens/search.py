@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from flexinspect.panels.base import Go, Place
+from flexinspect.panels.base import Navigate, TracePlace
 from flexinspect.panels.parts.sequence import current_pos
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.sequences import find_text
 
 
-def step_number(text: str) -> int | None:
+def parse_step_number(text: str) -> int | None:
     """Return the number that was typed, None for a word (or a number beyond any step)."""
     typed = text.strip()
     return int(typed) if typed.isascii() and typed.isdecimal() and len(typed) < 16 else None
 
 
-def named_step(text: str, first: int, last: int) -> int | None:
+def parse_step(text: str, first: int, last: int) -> int | None:
     """Return the step that was typed: a number, `first`, `last` or `prefill`; None for a word."""
     names = {"first": first, "last": last, "prefill": 0}
-    return names.get(text.strip().lower(), step_number(text))
+    return names.get(text.strip().lower(), parse_step_number(text))
 
 
-def token_with(reader: TraceReader, place: Place, text: str, *, only_generated: bool) -> Go | None:
+def find_token(
+    reader: TraceReader, place: TracePlace, text: str, *, only_generated: bool
+) -> Navigate | None:
     """Return the way to the next token after a place that holds `text`, round the end.
 
     A token of the prompt belongs to the first step, and is looked at by its position.
@@ -34,4 +36,4 @@ def token_with(reader: TraceReader, place: Place, text: str, *, only_generated: 
     if found is None:
         return None
     pos, step = found
-    return Go(step=0, pos=pos) if step is None else Go(step=step)
+    return Navigate(step=0, pos=pos) if step is None else Navigate(step=step)

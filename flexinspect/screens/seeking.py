@@ -5,25 +5,25 @@ from __future__ import annotations
 from textual import work
 
 from flexinspect.errors import FlexInspectError
-from flexinspect.feed import Status
-from flexinspect.panels.base import Go
-from flexinspect.screens.ask import Ask
-from flexinspect.screens.commanding import CommandingScreen
-from flexinspect.screens.search import named_step, token_with
-from flexinspect.text import visible
+from flexinspect.feed import RunStatus
+from flexinspect.panels.base import Navigate
+from flexinspect.screens.ask import TextDialog
+from flexinspect.screens.commanding import ControlScreen
+from flexinspect.screens.search import find_token, parse_step
+from flexinspect.text import escape_unprintable
 
 
-class SeekingScreen(CommandingScreen):
+class SearchScreen(ControlScreen):
     """What the keys of searching do; the screen below it says where the user is."""
 
-    status: Status
+    status: RunStatus
     _search = ""
-    _complaint = ""
+    _last_error = ""
 
-    def complain(self, error: FlexInspectError) -> None:
+    def show_error(self, error: FlexInspectError) -> None:
         """Show an error, once while it stays the same."""
-        if self._complaint != error.message:
-            self._complaint = error.message
+        if self._last_error != error.message:
+            self._last_error = error.message
             self.notify(error.sentence(), severity="error", markup=False, timeout=20)
 
     @work
@@ -32,14 +32,14 @@ class SeekingScreen(CommandingScreen):
         first, last = self.status.first_step, self.status.last_step or 0
         question = f"Go to a step ({first} to {last}), or to the token that holds"
         example = "12, first, last, prefill, or a word"
-        answer = await self.app.push_screen_wait(Ask(question, placeholder=example))
+        answer = await self.app.push_screen_wait(TextDialog(question, placeholder=example))
         if not answer:
             return
-        step = named_step(answer, self.status.first_step, self.status.last_step or 0)
+        step = parse_step(answer, self.status.first_step, self.status.last_step or 0)
         if step is None:
-            self._find(answer, only_generated=True)
+            self._go_to_match(answer, only_generated=True)
             return
-        self.go(Go(step=step))
+        self.navigate(Navigate(step=step))
         if self.place.step != step:
             there = f"There is no step {step}; this is the nearest one."
             self.notify(there, severity="warning", markup=False)
@@ -48,7 +48,7 @@ class SeekingScreen(CommandingScreen):
     async def ask_search(self) -> None:
         """Ask for a text, and go to the next token that holds it."""
         question = "Search the tokens (* goes to the next match)"
-        answer = await self.app.push_screen_wait(Ask(question, self._search))
+        answer = await self.app.push_screen_wait(TextDialog(question, self._search))
         if answer:
             self._search = answer
             self.next_match()
@@ -58,19 +58,21 @@ class SeekingScreen(CommandingScreen):
         if not self._search:
             self.ask_search()
             return
-        self._find(self._search)
+        self._go_to_match(self._search)
 
-    def _find(self, text: str, *, only_generated: bool = False) -> None:
+    def _go_to_match(self, text: str, *, only_generated: bool = False) -> None:
         """Go to the next token that holds the text, from the current one on."""
         reader = self.reader
         if reader is None:
             return
         try:
-            go = token_with(reader, self.place, text, only_generated=only_generated)
+            target = find_token(reader, self.place, text, only_generated=only_generated)
         except FlexInspectError as error:
-            self.complain(error)
+            self.show_error(error)
             return
-        if go is None:
-            self.notify(f"No token holds “{visible(text)}”.", severity="warning", markup=False)
+        if target is None:
+            self.notify(
+                f"No token holds “{escape_unprintable(text)}”.", severity="warning", markup=False
+            )
         else:
-            self.go(go)
+            self.navigate(target)

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flexinspect.panels.base import Place
-from flexinspect.screens.panelview import PanelView, look_of
+from flexinspect.panels.base import TracePlace
+from flexinspect.screens.panelview import PanelView, theme_of
 
 
-def picture_file(trace: Path | None, place: Place, name: str) -> Path:
+def picture_file(trace: Path | None, place: TracePlace, name: str) -> Path:
     """Return a new file name in the current folder: trace, what it shows, place, time of day."""
     stem = trace.stem if trace else "flexinspect"
     where = f"g{place.generation}-s{place.step}"
@@ -32,5 +32,5 @@ def save_panel(view: PanelView, path: Path) -> Path:
     """Write what a panel shows as SVG. Raises `FlexInspectError`."""
     from flexinspect.export import save
 
-    save(path, list(view.strips), title=view.panel.title, look=look_of(view.app))
+    save(path, list(view.strips), title=view.panel.title, theme=theme_of(view.app))
     return path

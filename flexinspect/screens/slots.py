@@ -12,15 +12,15 @@ from textual.reactive import reactive
 
 from flexinspect import state
 from flexinspect.errors import FlexInspectError
-from flexinspect.feed import Feed
+from flexinspect.feed import TraceSession
 from flexinspect.keys import N_DIGITS
-from flexinspect.panels.base import Place
+from flexinspect.panels.base import TracePlace
 from flexinspect.panels.parts.trainingrun import is_training_trace
 from flexinspect.panels.registry import load_panel, panel_names
 from flexinspect.screens.panelview import PanelView
 
-MOST = 4
-TRAINING = ("training", "gradstrip", "findings", "memory")
+MAX_SLOTS = 4
+TRAINING_PANELS = ("training", "gradstrip", "findings", "memory")
 """What is shown of a training run."""
 
 
@@ -42,24 +42,24 @@ def n_columns(slots: int, width: int) -> int:
     return slots if width >= 40 * slots - 10 else 1
 
 
-def sensible(names: tuple[str, ...]) -> list[str]:
+def loadable_panels(names: tuple[str, ...]) -> list[str]:
     """Return the remembered panels that exist and load, filled up to the most there can be."""
     known = list(dict.fromkeys([*names, *panel_names()]))
     found: list[str] = []
     for name in known:
-        if len(found) < MOST and _loads(name):
+        if len(found) < MAX_SLOTS and _is_loadable(name):
             found.append(name)
     return found
 
 
-def _title(name: str) -> Content:
+def _panel_title(name: str) -> Content:
     """Return the title of a panel, with the digit that shows it."""
     panel = load_panel(name)
     number = panel_names().index(name) + 1
     return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
 
 
-def panel_offer(name: str) -> str:
+def format_panel_option(name: str) -> str:
     """Return the line of a panel in a list to choose from."""
     try:
         panel = load_panel(name)
@@ -68,7 +68,7 @@ def panel_offer(name: str) -> str:
     return f"{panel.title:<10} {panel.help.shows}"
 
 
-def _loads(name: str) -> bool:
+def _is_loadable(name: str) -> bool:
     try:
         load_panel(name)
     except FlexInspectError:
@@ -79,22 +79,22 @@ def _loads(name: str) -> bool:
 class Slot(Container):
     """A frame with one panel in it; its title names the panel, its lower border what is shown."""
 
-    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
 
-    def __init__(self, name: str, feed: Feed, pool: Executor) -> None:
+    def __init__(self, name: str, session: TraceSession, pool: Executor) -> None:
         super().__init__(classes="slot")
         self.panel_name = name
-        self.view = PanelView(load_panel(name), feed, pool, self._show_note)
-        self._noted = ("", False)
+        self.view = PanelView(load_panel(name), session, pool, self._show_note)
+        self._shown_note = ("", False)
 
     def compose(self) -> ComposeResult:
         """One panel."""
-        self.border_title = _title(self.panel_name)
+        self.border_title = _panel_title(self.panel_name)
         self.view.set_reactive(PanelView.place, self.place)
         yield self.view
 
-    def watch_place(self, place: Place) -> None:
+    def watch_place(self, place: TracePlace) -> None:
         """Hand the place on."""
         self.view.place = place
 
@@ -106,13 +106,13 @@ class Slot(Container):
         """Show another panel in this frame. Raises `FlexInspectError` when it does not load."""
         self.view.show_panel(load_panel(name))
         self.panel_name = name
-        self.border_title = _title(name)
+        self.border_title = _panel_title(name)
         self._show_note("", False)
 
     def _show_note(self, note: str, alarm: bool) -> None:
         """Write the panel's note in the lower border; an unchanged one costs nothing."""
-        if (note, alarm) != self._noted:
-            self._noted = (note, alarm)
+        if (note, alarm) != self._shown_note:
+            self._shown_note = (note, alarm)
             self.border_subtitle = Content(note)
             self.set_class(alarm, "alarm")
 
@@ -120,34 +120,34 @@ class Slot(Container):
 class Slots(Container):
     """All frames. Owns which panel is where and how many are shown, and remembers it."""
 
-    place: reactive[Place] = reactive(Place(), repaint=False, init=False)
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
     version: reactive[int] = reactive(0, repaint=False, init=False)
 
-    def __init__(self, feed: Feed, pool: Executor) -> None:
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
         super().__init__(id="slots")
-        self._feed, self._pool = feed, pool
-        remembered = state.recall()
-        self._names = sensible(remembered.panels)
-        self._wanted = remembered.slots
+        self._session, self._pool = session, pool
+        remembered = state.load_state()
+        self._names = loadable_panels(remembered.panels)
+        self._n_requested = remembered.slots
         known = remembered.alone in self._names
-        self._alone = self._names.index(remembered.alone) if known else None
+        self._maximized = self._names.index(remembered.alone) if known else None
         self._is_training = False
 
     def compose(self) -> ComposeResult:
-        """As many frames as there can be; `lay_out` shows those that fit."""
+        """As many frames as there can be; `build_segments` shows those that fit."""
         for index, name in enumerate(self._names):
-            slot = Slot(name, self._feed, self._pool)
-            slot.display = self._alone in (None, index)
+            slot = Slot(name, self._session, self._pool)
+            slot.display = self._maximized in (None, index)
             slot.set_reactive(Slot.place, self.place)
             yield slot.data_bind(Slots.place, Slots.version)
 
     def watch_version(self) -> None:
         """Show the panels of a training run where the trace is one; what is remembered stays."""
-        source = self._feed.source
+        source = self._session.source
         if self._is_training or source is None or not is_training_trace(source):
             return
-        self._is_training, self._alone = True, None
-        for slot, name in zip(self._frames(), sensible(TRAINING), strict=False):
+        self._is_training, self._maximized = True, None
+        for slot, name in zip(self._all_slots(), loadable_panels(TRAINING_PANELS), strict=False):
             slot.replace(name)
         for strip in self.screen.query("#strip"):
             strip.display = False  # there are no tokens
@@ -163,14 +163,14 @@ class Slots(Container):
         focused = self.screen.focused
         return next((view for view in shown if view is focused), shown[0])
 
-    def act(self, action: str) -> None:
+    def handle_action(self, action: str) -> None:
         """Give an action to the focused panel, or to the first one that answers it."""
         for view in (self.current(), *self.views()):
-            if view.answers(action):
-                view.act(action)
+            if view.handles(action):
+                view.handle_action(action)
                 return
 
-    def turn(self, by: int) -> None:
+    def cycle_focus(self, by: int) -> None:
         """Focus the next (1) or the previous (-1) panel."""
         shown = self.views()
         shown[(shown.index(self.current()) + by) % len(shown)].focus()
@@ -181,36 +181,36 @@ class Slots(Container):
             if view.panel.name == name:
                 view.focus()
                 return
-        self._exchange(self._frame_of(self.current()), name)
+        self._swap_panel(self._slot_of(self.current()), name)
 
-    def _exchange(self, frame: Slot, name: str) -> None:
+    def _swap_panel(self, target_slot: Slot, name: str) -> None:
         """Put a panel into a frame; a hidden frame that had it takes what was there."""
-        other = next((slot for slot in self._frames() if slot.panel_name == name), None)
-        before = frame.panel_name
-        frame.replace(name)
+        other = next((slot for slot in self._all_slots() if slot.panel_name == name), None)
+        before = target_slot.panel_name
+        target_slot.replace(name)
         if other is not None:
             other.replace(before)
-        self._remember()
+        self._save_layout()
 
-    def _remember(self) -> None:
-        names = tuple(slot.panel_name for slot in self._frames())
+    def _save_layout(self) -> None:
+        names = tuple(slot.panel_name for slot in self._all_slots())
         if self._is_training:
             return  # these are not the panels that were chosen for tokens
-        alone = "" if self._alone is None else names[self._alone]
-        state.remember(panels=names, slots=self._wanted, alone=alone)
+        alone = "" if self._maximized is None else names[self._maximized]
+        state.save_state(panels=names, slots=self._n_requested, alone=alone)
 
-    def maximise(self) -> None:
+    def toggle_maximized(self) -> None:
         """Show the focused panel alone, or all again."""
-        current = self._frames().index(self._frame_of(self.current()))
-        self._alone = current if self._alone is None else None
-        self._remember()
+        current = self._all_slots().index(self._slot_of(self.current()))
+        self._maximized = current if self._maximized is None else None
+        self._save_layout()
         self.lay_out()
 
-    def change(self, by: int) -> None:
+    def change_count(self, by: int) -> None:
         """Show more or fewer panels from now on."""
-        self._wanted = min(max(len(self.views()) + by, 1), MOST)
-        self._alone = None
-        self._remember()
+        self._n_requested = min(max(len(self.views()) + by, 1), MAX_SLOTS)
+        self._maximized = None
+        self._save_layout()
         self.lay_out()
 
     def on_resize(self, event: events.Resize) -> None:
@@ -220,10 +220,10 @@ class Slots(Container):
     def lay_out(self) -> None:
         """Show as many frames as fit or as were asked for, in columns."""
         width, height = self.app.size
-        wanted = self._wanted or n_slots(width, height)
-        for index, slot in enumerate(self._frames()):
-            slot.display = index < wanted if self._alone is None else index == self._alone
-        n_shown = wanted if self._alone is None else 1
+        n_wanted = self._n_requested or n_slots(width, height)
+        for index, slot in enumerate(self._all_slots()):
+            slot.display = index < n_wanted if self._maximized is None else index == self._maximized
+        n_shown = n_wanted if self._maximized is None else 1
         columns = n_columns(n_shown, width)
         self.styles.grid_size_columns = columns
         self.styles.grid_size_rows = -(-n_shown // columns)
@@ -232,8 +232,8 @@ class Slots(Container):
         ):
             self.current().focus()
 
-    def _frames(self) -> list[Slot]:
+    def _all_slots(self) -> list[Slot]:
         return list(self.query(Slot))
 
-    def _frame_of(self, view: PanelView) -> Slot:
-        return next(slot for slot in self._frames() if slot.view is view)
+    def _slot_of(self, view: PanelView) -> Slot:
+        return next(slot for slot in self._all_slots() if slot.view is view)

@@ -19,14 +19,14 @@ from textual.widgets.option_list import Option
 
 from flexinspect.errors import FlexInspectError
 from flexinspect.job import Job, ScriptJob
-from flexinspect.screens.ask import Ask
+from flexinspect.screens.ask import TextDialog
 from flexinspect.state import known_traces
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 
-Begin = Callable[["Path | Job | ScriptJob"], None]
+OpenTarget = Callable[["Path | Job | ScriptJob"], None]
 """Opens a trace or starts a job."""
 
-JobOf = Callable[[Sequence[str]], Job | ScriptJob]
+JobFactory = Callable[[Sequence[str]], Job | ScriptJob]
 """Makes the job of a command line; raises `FlexInspectError`."""
 
 DEMO = ("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2")
@@ -37,9 +37,9 @@ class StartScreen(Screen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
 
-    def __init__(self, begin: Begin, job_of: JobOf) -> None:
+    def __init__(self, open_target: OpenTarget, make_job: JobFactory) -> None:
         super().__init__()
-        self._begin, self._job_of = begin, job_of
+        self._open_target, self._make_job = open_target, make_job
         self._traces = known_traces()
 
     def compose(self) -> ComposeResult:
@@ -52,54 +52,60 @@ class StartScreen(Screen[None]):
 
     def _options(self) -> list[Option]:
         options = [
-            _option("demo", "Run the demo model", f"flexinspect {shlex.join(DEMO)}"),
-            _option("model", "Run a model …", "flexinspect run --model NAME --prompt TEXT"),
+            _make_option("demo", "Run the demo model", f"flexinspect {shlex.join(DEMO)}"),
+            _make_option("model", "Run a model …", "flexinspect run --model NAME --prompt TEXT"),
         ]
         for number, path in enumerate(self._traces):
             command = f"flexinspect open {shlex.quote(str(path))}"
-            options.append(_option(f"trace-{number}", f"Open {path.name}, {_age(path)}", command))
+            options.append(
+                _make_option(f"trace-{number}", f"Open {path.name}, {_format_age(path)}", command)
+            )
         return options
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         """Do it."""
         name = event.option.id or ""
         if name == "demo":
-            self._run(list(DEMO))
+            self._run_command(list(DEMO))
         elif name == "model":
             self._ask_model()
         else:
-            self._begin(self._traces[int(name.rpartition("-")[2])])
+            self._open_target(self._traces[int(name.rpartition("-")[2])])
 
     @work
     async def _ask_model(self) -> None:
         model = await self.app.push_screen_wait(
-            Ask("Which model? (an alias, a folder, a hub id)", "demo")
+            TextDialog("Which model? (an alias, a folder, a hub id)", "demo")
         )
         if not model:
             return
         question = "The question in several wordings, separated by |"
         prompts = await self.app.push_screen_wait(
-            Ask(question, placeholder="What is the capital of France? | France's capital city?")
+            TextDialog(
+                question, placeholder="What is the capital of France? | France's capital city?"
+            )
         )
         if not prompts:
             return
         # With "=", so that nothing that was typed is taken for a flag.
         pieces = [piece.strip() for piece in prompts.split("|") if piece.strip()]
-        self._run(["run", f"--model={model}", *(f"--prompt={piece}" for piece in pieces)])
+        self._run_command(["run", f"--model={model}", *(f"--prompt={piece}" for piece in pieces)])
 
-    def _run(self, words: list[str]) -> None:
+    def _run_command(self, words: list[str]) -> None:
         try:
-            self._begin(self._job_of(words))
+            self._open_target(self._make_job(words))
         except FlexInspectError as error:
             self.notify(error.sentence(), severity="error", markup=False, timeout=15)
 
 
-def _option(name: str, title: str, command: str) -> Option:
-    text = Content.assemble((visible(title), "bold"), "\n  ", (visible(command), "dim"), "\n")
+def _make_option(name: str, title: str, command: str) -> Option:
+    text = Content.assemble(
+        (escape_unprintable(title), "bold"), "\n  ", (escape_unprintable(command), "dim"), "\n"
+    )
     return Option(text, id=name)
 
 
-def _age(path: Path) -> str:
+def _format_age(path: Path) -> str:
     try:
         seconds = max(time.time() - path.stat().st_mtime, 0)
     except OSError:

@@ -16,51 +16,51 @@ from textual.reactive import reactive
 from textual.widgets import Footer
 
 from flexinspect.errors import FlexInspectError
-from flexinspect.feed import Feed, Status
+from flexinspect.feed import RunStatus, TraceSession
 from flexinspect.keys import all_keys
-from flexinspect.panels.base import Go, Place
-from flexinspect.panels.findings import next_finding, place_of
+from flexinspect.panels.base import Navigate, TracePlace
+from flexinspect.panels.findings import navigate_to_finding, next_finding
 from flexinspect.panels.registry import panel_names
 from flexinspect.screens import shots
-from flexinspect.screens.ask import Choose, HelpScreen
+from flexinspect.screens.ask import ChoiceDialog, HelpScreen
 from flexinspect.screens.commands import KeyCommands, bindings
-from flexinspect.screens.facts import FactLines, FindingLine
-from flexinspect.screens.frame import Frame
+from flexinspect.screens.facts import FindingLine, TraceHeader
+from flexinspect.screens.frame import PaintBatch
 from flexinspect.screens.loader import Loader
-from flexinspect.screens.notice import Notice
+from flexinspect.screens.notice import StatusBanner
 from flexinspect.screens.panelview import PanelView
-from flexinspect.screens.places import onward, within
-from flexinspect.screens.remote import Remote, Standing
-from flexinspect.screens.seeking import SeekingScreen
-from flexinspect.screens.slots import Slots, panel_offer
+from flexinspect.screens.places import clamp_place, extrapolate_place
+from flexinspect.screens.remote import CaptureClient, CaptureStatus
+from flexinspect.screens.seeking import SearchScreen
+from flexinspect.screens.slots import Slots, format_panel_option
 from flexinspect.screens.strip import TokenStrip
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import FindingRow
 
-LOOK_EVERY_S = 0.05
+POLL_EVERY_S = 0.05
 PAGE = 10
 N_THREADS = 2
 
 
-class TraceScreen(SeekingScreen):
+class TraceScreen(SearchScreen):
     """Steps through a trace, live or afterwards."""
 
     BINDINGS: ClassVar[list[BindingType]] = bindings()
     COMMANDS: ClassVar[set[Any]] = {KeyCommands}
-    place: reactive[Place] = reactive(Place(), repaint=False)
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False)
     version: reactive[int] = reactive(0, repaint=False)
     following: reactive[bool] = reactive(True, repaint=False)
 
-    def __init__(self, feed: Feed, place: Place | None = None) -> None:
+    def __init__(self, session: TraceSession, place: TracePlace | None = None) -> None:
         super().__init__()
-        self._feed, self.remote = feed, Remote(feed)
+        self._session, self.capture = session, CaptureClient(session)
         self._pool = ThreadPoolExecutor(N_THREADS, thread_name_prefix="flexinspect-load")
-        self._wanted = place
+        self._initial_place = place
         self._finding: FindingRow | None = None
-        self.status = Status()
-        self._frame = Frame(self._loaders, self._look_ahead)
-        self._next: Place | None = None
+        self.status = RunStatus()
+        self._paint_batch = PaintBatch(self._loaders, self._preload_next)
+        self._next_place: TracePlace | None = None
         if place is not None:
             self.set_reactive(TraceScreen.place, place)
             self.set_reactive(TraceScreen.following, False)
@@ -69,18 +69,20 @@ class TraceScreen(SeekingScreen):
         """Header, strip, notice, panels, findings, footer."""
         findings = FindingLine()
         bound = (TraceScreen.place, TraceScreen.version)
-        yield FactLines(self._feed, self._pool, findings).data_bind(*bound, TraceScreen.following)
-        yield TokenStrip(self._feed, self._pool).data_bind(*bound)
-        yield Notice()
-        yield Slots(self._feed, self._pool).data_bind(*bound)
+        yield TraceHeader(self._session, self._pool, findings).data_bind(
+            *bound, TraceScreen.following
+        )
+        yield TokenStrip(self._session, self._pool).data_bind(*bound)
+        yield StatusBanner()
+        yield Slots(self._session, self._pool).data_bind(*bound)
         yield findings
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
         """Take the first look at once, so that the first picture is the true one."""
-        self.look()
-        self._watch()
-        self.watch_capture()
+        self.poll_trace()
+        self._poll_while_live()
+        self.poll_capture()
         self.slots.current().focus()
 
     def on_unmount(self) -> None:
@@ -90,19 +92,19 @@ class TraceScreen(SeekingScreen):
     @property
     def reader(self) -> TraceReader | None:
         """The trace, as far as there is one."""
-        return self._feed.reader
+        return self._session.reader
 
     @property
     def is_live(self) -> bool:
         """Whether the trace may still grow."""
         return self.status.live
 
-    def watch_standing(self, old: Standing, new: Standing) -> None:
+    def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
         """Show in the header how the capture stands."""
-        super().watch_standing(old, new)
-        self.query_one(FactLines).standing = new
+        super().watch_capture_status(old, new)
+        self.query_one(TraceHeader).capture_status = new
         if new.state == "holding" and self.status.live:
-            self.review_once(self._feed, self._pool, self.status.generations)
+            self.review_once(self._session, self._pool, self.status.generations)
 
     @property
     def slots(self) -> Slots:
@@ -112,109 +114,113 @@ class TraceScreen(SeekingScreen):
     # -- the trace -------------------------------------------------------------------------------
 
     @work(exclusive=True, group="watch")
-    async def _watch(self) -> None:
+    async def _poll_while_live(self) -> None:
         """Look at the trace while more may come; asks for microseconds when nothing has."""
         while self.status.live:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if not self.query(Notice):
+            await asyncio.sleep(POLL_EVERY_S)
+            if not self.query(StatusBanner):
                 return  # the interface is closing
-            self.look()
-            self.query_one(Notice).say(self.status)
+            self.poll_trace()
+            self.query_one(StatusBanner).show_status(self.status)
 
-    def look(self) -> None:
+    def poll_trace(self) -> None:
         """Take in what has changed in the trace since the last look."""
         try:
-            status = self._feed.look(self.place.generation, self.place.branch)
+            status = self._session.poll(self.place.generation, self.place.branch)
         except FlexInspectError as error:
-            if not self._feed.withdrawn:
-                self.complain(error)
-            if not self.version and self._feed.process is None:
-                self.take(Status("damaged", phase="", words=(visible(error.message),)))
+            if not self._session.is_trace_removed:
+                self.show_error(error)
+            if not self.version and self._session.process is None:
+                self.apply_status(
+                    RunStatus("damaged", phase="", error_lines=(escape_unprintable(error.message),))
+                )
             return
         if status is not None:
-            self.take(status)
+            self.apply_status(status)
 
-    def take(self, status: Status) -> None:
+    def apply_status(self, status: RunStatus) -> None:
         """Show a new status; follow the newest step if that is wanted."""
         moved_on = status.generations - 1 > self.place.generation
         self.status = status
-        self.query_one(FactLines).status = status
-        self.query_one(Notice).say(status)
-        self.tell_of_debugger(self._feed.debugger)
+        self.query_one(TraceHeader).status = status
+        self.query_one(StatusBanner).show_status(status)
+        self.show_debugger_messages(self._session.debugger_messages)
         if self.following and moved_on and (status.live or self.version):
-            self.place = Place(status.generations - 1, layer=self.place.layer, head=self.place.head)
-            self.look()
+            self.place = TracePlace(
+                status.generations - 1, layer=self.place.layer, head=self.place.head
+            )
+            self.poll_trace()
             return
-        if self.version == 0 and (self._wanted is not None or not status.live):
-            self._begin_at(self._wanted or replace(self.place, step=status.first_step))
+        if self.version == 0 and (self._initial_place is not None or not status.live):
+            self._start_at(self._initial_place or replace(self.place, step=status.first_step))
         elif self.following and status.last_step is not None:
             self.place = replace(self.place, step=status.last_step, pos=None)
         self.version += 1
         if not status.live:
-            self.review_once(self._feed, self._pool)
-        elif self.standing.state == "holding":
-            self.review_once(self._feed, self._pool, status.generations)
+            self.review_once(self._session, self._pool)
+        elif self.capture_status.state == "holding":
+            self.review_once(self._session, self._pool, status.generations)
 
-    def _begin_at(self, place: Place) -> None:
+    def _start_at(self, place: TracePlace) -> None:
         """Stand at a place that was asked for, or at the nearest one that there is."""
         self.set_reactive(TraceScreen.following, False)
         newest = max(self.status.generations - 1, 0)
         if place.generation > newest:
             there = f"There is no generation {place.generation}; the last one is {newest}."
             self.notify(there, severity="warning", markup=False)
-            self._wanted = replace(place, generation=newest)
-            self.set_reactive(TraceScreen.place, self._wanted)
-            self.look()
+            self._initial_place = replace(place, generation=newest)
+            self.set_reactive(TraceScreen.place, self._initial_place)
+            self.poll_trace()
         else:
             self.place = place
 
-    def validate_place(self, place: Place) -> Place:
+    def validate_place(self, place: TracePlace) -> TracePlace:
         """Keep the place within the trace."""
-        return within(place, self.status)
+        return clamp_place(place, self.status)
 
-    def watch_place(self, old: Place, new: Place) -> None:
+    def watch_place(self, old: TracePlace, new: TracePlace) -> None:
         """Show the new place in one frame, not panel by panel."""
-        self._next = None if self.status.live else onward(old, new)
+        self._next_place = None if self.status.live else extrapolate_place(old, new)
         if self.is_mounted:
-            self._frame.begin(self)
+            self._paint_batch.begin(self)
 
-    def _look_ahead(self) -> None:
+    def _preload_next(self) -> None:
         """Load what the same key would need next: nobody waits for that then."""
-        if self._next is None:
+        if self._next_place is None:
             return
-        place = self.validate_place(self._next)
+        place = self.validate_place(self._next_place)
         if place != self.place:
-            self.query_one(FactLines).expect(place)
-            self.query_one(TokenStrip).expect(place)
+            self.query_one(TraceHeader).preload(place)
+            self.query_one(TokenStrip).preload(place)
             for view in self.slots.views():
-                view.expect(place)
+                view.preload(place)
 
     def _loaders(self) -> list[Loader[Any, Any]]:
-        own = [self.query_one(FactLines).loader, self.query_one(TokenStrip).loader]
+        own = [self.query_one(TraceHeader).loader, self.query_one(TokenStrip).loader]
         return own + [view.loader for view in self.slots.views()]
 
     # -- going places ----------------------------------------------------------------------------
 
-    def go(self, go: Go) -> None:
+    def navigate(self, target: Navigate) -> None:
         """Go where a panel, a prompt or a key says; stepping away ends following."""
-        self._to_branch(go.generation, go.branch)
+        self._go_to_branch(target.generation, target.branch)
         place = self.place
-        if go.step is not None:
+        if target.step is not None:
             self.following = False
-            place = replace(place, step=go.step, pos=go.pos)
-        values = {"layer": go.layer, "head": go.head}
+            place = replace(place, step=target.step, pos=target.pos)
+        values = {"layer": target.layer, "head": target.head}
         self.place = replace(place, **{k: v for k, v in values.items() if v is not None})
-        if go.panel is not None:
-            self.slots.show_panel(go.panel)
+        if target.panel is not None:
+            self.slots.show_panel(target.panel)
 
-    def _to_step(self, step: int) -> None:
+    def _go_to_step(self, step: int) -> None:
         self.place = replace(self.place, step=step, pos=None)
 
-    def _by(self, n: int) -> None:
+    def _move_by(self, n: int) -> None:
         self.following = False
-        self._to_step(self.place.step + n)
+        self._go_to_step(self.place.step + n)
 
-    def _to_branch(self, generation: int | None, branch: int | None) -> None:
+    def _go_to_branch(self, generation: int | None, branch: int | None) -> None:
         """Stand at the first step of another generation or branch; nothing for the present one."""
         place = self.place
         generation = place.generation if generation is None else generation
@@ -226,36 +232,36 @@ class TraceScreen(SeekingScreen):
         # The bounds of the step are those of the old branch until the new one was looked at.
         there = replace(place, generation=generation, branch=branch, pos=None)
         self.set_reactive(TraceScreen.place, there)
-        self.look()
+        self.poll_trace()
         self.set_reactive(TraceScreen.place, place)  # else a same step would count as no change
         self.place = replace(there, step=self.status.first_step)
 
     def action_do(self, name: str) -> None:
         """Do what a key (or the palette) names: an id of `flexinspect.keys`."""
-        answer = self._answers().get(name)
+        answer = self._key_actions().get(name)
         if answer is not None:
             try:
                 answer()
             except FlexInspectError as error:
-                self.complain(error)
+                self.show_error(error)
         elif name.startswith("panel.show-"):
-            self._show_number(int(name.rpartition("-")[2]))
+            self._show_panel_number(int(name.rpartition("-")[2]))
         else:
-            self.slots.act(name)
+            self.slots.handle_action(name)
 
     def follow(self) -> None:
         """Follow the newest step."""
         self.following = True
         newest = self.status.generations - 1
         if self.status.live and newest > self.place.generation:
-            self.place = Place(newest, layer=self.place.layer, head=self.place.head)
-            self.look()
+            self.place = TracePlace(newest, layer=self.place.layer, head=self.place.head)
+            self.poll_trace()
         if self.status.last_step is not None:
-            self._to_step(self.status.last_step)
+            self._go_to_step(self.status.last_step)
 
-    def _to_finding(self, direction: Literal[1, -1]) -> None:
+    def _go_to_finding(self, direction: Literal[1, -1]) -> None:
         """Go to the next finding, round the end; several at one place are met one by one."""
-        reader = self._feed.reader
+        reader = self._session.reader
         if reader is None:
             return
         row = next_finding(reader, self.place, direction, self._finding)
@@ -263,46 +269,48 @@ class TraceScreen(SeekingScreen):
             self.notify("There is no finding in this trace.", markup=False)
             return
         self._finding = row
-        self.go(place_of(row.finding))
-        self.query_one(FindingLine).tell(row.finding)
+        self.navigate(navigate_to_finding(row.finding))
+        self.query_one(FindingLine).show_finding(row.finding)
 
     @work
     async def _choose_panel(self) -> None:
-        options = [(name, panel_offer(name)) for name in panel_names()]
-        answer = await self.app.push_screen_wait(Choose("Show here", options))
+        options = [(name, format_panel_option(name)) for name in panel_names()]
+        answer = await self.app.push_screen_wait(ChoiceDialog("Show here", options))
         if answer:
             self.slots.show_panel(answer)
 
-    def _show_number(self, number: int) -> None:
+    def _show_panel_number(self, number: int) -> None:
         names = panel_names()
         if number <= len(names):
             self.slots.show_panel(names[number - 1])
 
-    @on(PanelView.Went)
-    @on(TokenStrip.Went)
-    def _went(self, event: PanelView.Went | TokenStrip.Went) -> None:
-        self.go(event.go)
+    @on(PanelView.NavigationRequest)
+    @on(TokenStrip.TokenClicked)
+    def _handle_navigation(
+        self, event: PanelView.NavigationRequest | TokenStrip.TokenClicked
+    ) -> None:
+        self.navigate(event.target)
 
     # -- pictures, help, the end -----------------------------------------------------------------
 
-    def _save(self, name: str, save: Callable[[Path], Path | None]) -> None:
+    def _save_picture(self, name: str, save: Callable[[Path], Path | None]) -> None:
         """Save a picture in the folder where the program runs, and say so."""
-        file = shots.picture_file(self._feed.path, self.place, name)
+        file = shots.picture_file(self._session.path, self.place, name)
         try:
             path = save(file)
             self.notify(f"Saved {path}" if path else "Saved by the browser", markup=False)
         except FlexInspectError as error:
-            self.complain(error)
+            self.show_error(error)
         except OSError as error:
             reason = error.strerror or str(error)
             self.notify(f"{file} was not saved: {reason}.", severity="error", markup=False)
 
-    def _shoot(self) -> None:
-        self._save("screen", lambda file: shots.save_screen(self.app, file))
+    def _save_screenshot(self) -> None:
+        self._save_picture("screen", lambda file: shots.save_screen(self.app, file))
 
-    def _export(self) -> None:
+    def _save_panel(self) -> None:
         view = self.slots.current()
-        self._save(view.panel.name, lambda file: shots.save_panel(view, file))
+        self._save_picture(view.panel.name, lambda file: shots.save_panel(view, file))
 
     def _help(self) -> None:
         panel = self.slots.current().panel
@@ -311,14 +319,18 @@ class TraceScreen(SeekingScreen):
 
     def _stop(self) -> None:
         """Ask the run to end after this step; asked again, end it at once."""
-        if self._feed.process is None and self.status.live and self.standing.status is not None:
-            self._command(lambda client: client.stop())
-        elif self._feed.process is None or not self.status.live:
+        if (
+            self._session.process is None
+            and self.status.live
+            and self.capture_status.status is not None
+        ):
+            self._run_command(lambda client: client.stop())
+        elif self._session.process is None or not self.status.live:
             self.notify(f"Nothing is running; {self.keys_of('app.quit')} quits.", markup=False)
-        elif self._feed.stopping:
-            self._feed.kill()
+        elif self._session.is_stopping:
+            self._session.kill()
         else:
-            self._feed.interrupt()
+            self._session.interrupt()
             self.notify("Stopping after this step; again ends it at once.", markup=False)
 
     def keys_of(self, name: str) -> str:
@@ -328,64 +340,64 @@ class TraceScreen(SeekingScreen):
 
     @work
     async def _quit(self) -> None:
-        if self._feed.process is not None and self.status.live:
+        if self._session.process is not None and self.status.live:
             answer = await self._ask_about_run()
             if answer == "end":
-                self._feed.ending = True
+                self._session.is_ending = True
             elif answer == "stop":
-                self._feed.interrupt()
+                self._session.interrupt()
             elif answer != "leave" or not self._leave_running():
                 return
         self.app.exit()
 
     async def _ask_about_run(self) -> str | None:
         """Ask what becomes of the run; one that only keeps its model alive is ended unasked."""
-        if self.standing.state == "holding":
-            return "end" if await self.ask(lambda client: client.stop()) else "stop"
+        if self.capture_status.state == "holding":
+            return "end" if await self.call_capture(lambda client: client.stop()) else "stop"
         options = [
             ("stop", "Stop the run after this step and quit; the trace stays valid"),
             ("stay", "Go on"),
             ("leave", "Quit, and let the run go on by itself"),
         ]
-        return await self.app.push_screen_wait(Choose("The model is still running.", options))
+        return await self.app.push_screen_wait(ChoiceDialog("The model is still running.", options))
 
     def _leave_running(self) -> bool:
-        if self._feed.detach():
+        if self._session.detach():
             return True
         text = "This run cannot go on without the interface."
         self.notify(text, severity="warning", markup=False)
         return False
 
-    def _answers(self) -> dict[str, Callable[[], object]]:
+    def _key_actions(self) -> dict[str, Callable[[], object]]:
         """Return what each action of the table does; actions of panels are not among them."""
         return {
-            **self.commands(),
-            "step.next": lambda: self._by(1),
-            "step.previous": lambda: self._by(-1),
-            "step.forward": lambda: self._by(PAGE),
-            "step.back": lambda: self._by(-PAGE),
-            "step.first": lambda: self._by(-self.place.step),
-            "step.last": lambda: self._by((self.status.last_step or 0) - self.place.step),
+            **self.control_actions(),
+            "step.next": lambda: self._move_by(1),
+            "step.previous": lambda: self._move_by(-1),
+            "step.forward": lambda: self._move_by(PAGE),
+            "step.back": lambda: self._move_by(-PAGE),
+            "step.first": lambda: self._move_by(-self.place.step),
+            "step.last": lambda: self._move_by((self.status.last_step or 0) - self.place.step),
             "step.goto": self.ask_step,
             "step.follow": self.follow,
             "tokens.search": self.ask_search,
             "tokens.match": self.next_match,
-            "finding.next": lambda: self._to_finding(1),
-            "finding.previous": lambda: self._to_finding(-1),
-            "generation.next": lambda: self._to_branch(self.place.generation + 1, 0),
-            "generation.previous": lambda: self._to_branch(self.place.generation - 1, 0),
-            "layer.next": lambda: self.go(Go(layer=self.place.layer + 1)),
-            "layer.previous": lambda: self.go(Go(layer=self.place.layer - 1)),
-            "head.next": lambda: self.go(Go(head=self.place.head + 1)),
-            "head.previous": lambda: self.go(Go(head=self.place.head - 1)),
-            "panel.next": lambda: self.slots.turn(1),
-            "panel.previous": lambda: self.slots.turn(-1),
+            "finding.next": lambda: self._go_to_finding(1),
+            "finding.previous": lambda: self._go_to_finding(-1),
+            "generation.next": lambda: self._go_to_branch(self.place.generation + 1, 0),
+            "generation.previous": lambda: self._go_to_branch(self.place.generation - 1, 0),
+            "layer.next": lambda: self.navigate(Navigate(layer=self.place.layer + 1)),
+            "layer.previous": lambda: self.navigate(Navigate(layer=self.place.layer - 1)),
+            "head.next": lambda: self.navigate(Navigate(head=self.place.head + 1)),
+            "head.previous": lambda: self.navigate(Navigate(head=self.place.head - 1)),
+            "panel.next": lambda: self.slots.cycle_focus(1),
+            "panel.previous": lambda: self.slots.cycle_focus(-1),
             "panel.choose": self._choose_panel,
-            "panel.maximize": lambda: self.slots.maximise(),
-            "panel.more": lambda: self.slots.change(1),
-            "panel.fewer": lambda: self.slots.change(-1),
-            "panel.export": self._export,
-            "screen.shot": self._shoot,
+            "panel.maximize": lambda: self.slots.toggle_maximized(),
+            "panel.more": lambda: self.slots.change_count(1),
+            "panel.fewer": lambda: self.slots.change_count(-1),
+            "panel.export": self._save_panel,
+            "screen.shot": self._save_screenshot,
             "app.palette": self.app.action_command_palette,
             "app.theme": self.app.search_themes,
             "app.help": self._help,

@@ -16,15 +16,15 @@ import zstandard
 from flexinspect.errors import TraceError, TraceWriteError
 from flexinspect.records import Array
 
-CHUNK = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes of stored data in one row at most."""
 
-SQUEEZE = 512
+MIN_COMPRESS_BYTES = 512
 """Packed bytes below which compressing costs more than it saves."""
 
 CODECS = ("raw", "bits", "bits+zstd")
 
-ITEMS = {
+STORED_DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -33,24 +33,24 @@ ITEMS = {
 }
 """Types that can be stored, little-endian, by name."""
 
-_NAMES = {np.dtype(name): name for name in ITEMS}
+_DTYPE_NAMES = {np.dtype(name): name for name in STORED_DTYPES}
 """Their names by type, as numpy works a name out anew each time it is asked (8 µs)."""
 
 
-class _Tools(threading.local):
+class _ThreadCompressor(threading.local):
     """A compressor takes 20 µs to make and must not be shared between threads."""
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=1)
 
 
-_tools = _Tools()
+_thread_compressor = _ThreadCompressor()
 _MAX_DIMS = 32
 _MAX_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class EncodedArray:
     """An array as it lies in the trace: `chunks` are its bytes in pieces of at most `CHUNK`."""
 
     dtype: str
@@ -61,7 +61,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ArrayChunk:
     """One row of the table of arrays, without its key."""
 
     dtype: str
@@ -72,43 +72,45 @@ class Chunk:
     data: bytes
 
 
-def encode(array: Array, dtype: str | None = None) -> Stored:
+def encode_array(array: Array, dtype: str | None = None) -> EncodedArray:
     """Return `array` ready to be stored; `dtype` names its true type if numpy has none for it.
 
     Raises `TraceWriteError` for arrays that are not of numbers or bools.
     """
-    item = _NAMES.get(array.dtype) or array.dtype.name
-    if item not in ITEMS:
+    item = _DTYPE_NAMES.get(array.dtype) or array.dtype.name
+    if item not in STORED_DTYPES:
         raise TraceWriteError(
             f"An array of {array.dtype} cannot be recorded: a trace holds numbers and bools only."
         )
     if item == "bool":
-        codec, data = _pack(array)
+        codec, data = _encode_bits(array)
     else:
-        codec, data = "raw", np.asarray(array, ITEMS[item]).tobytes()
-    return Stored(dtype or item, item, str(list(array.shape)), codec, _cut(data))
+        codec, data = "raw", np.asarray(array, STORED_DTYPES[item]).tobytes()
+    return EncodedArray(dtype or item, item, str(list(array.shape)), codec, _split_chunks(data))
 
 
-def decode(chunks: Sequence[Chunk], where: str) -> tuple[Array, str]:
+def decode_array(chunks: Sequence[ArrayChunk], array_name: str) -> tuple[Array, str]:
     """Return the array that lies in `chunks`, and the name of its true type.
 
     Raises `TraceError` naming `where` when a checksum or a length is wrong.
     """
     first = chunks[0]
-    shape = _shape(first.shape, where)
-    item = ITEMS.get(first.item)
+    shape = _parse_shape(first.shape, array_name)
+    item = STORED_DTYPES.get(first.item)
     if item is None or first.codec not in CODECS:
-        raise damaged(where, f"its type is given as {first.item!r}, its codec as {first.codec!r}")
+        raise damaged_array(
+            array_name, f"its type is given as {first.item!r}, its codec as {first.codec!r}"
+        )
     for chunk in chunks:
         if zlib.crc32(chunk.data) != chunk.checksum:
-            raise damaged(where, "a checksum does not match its bytes")
+            raise damaged_array(array_name, "a checksum does not match its bytes")
     data = first.data if len(chunks) == 1 else b"".join(chunk.data for chunk in chunks)
     if first.codec == "raw":
-        return _unraw(data, item, shape, where), first.dtype
-    return _unpack(data, first.codec, shape, where), first.dtype
+        return _decode_raw(data, item, shape, array_name), first.dtype
+    return _decode_bits(data, first.codec, shape, array_name), first.dtype
 
 
-def widen(array: Array, dtype: str) -> Array:
+def widen_bfloat16(array: Array, dtype: str) -> Array:
     """Return `array` with numpy's own types: bfloat16 (held as uint16) comes back as float32."""
     if dtype != "bfloat16" or array.dtype != np.uint16:
         return array
@@ -116,64 +118,66 @@ def widen(array: Array, dtype: str) -> Array:
     return wide
 
 
-def damaged(where: str, why: str) -> TraceError:
+def damaged_array(array_name: str, reason: str) -> TraceError:
     """Return the error for an array whose bytes cannot be what was recorded."""
     return TraceError(
-        f"The trace is damaged: {where} cannot be read, because {why}.",
+        f"The trace is damaged: {array_name} cannot be read, because {reason}.",
         hint="Other steps may still be whole; copy the file again if you can.",
     )
 
 
-def _pack(array: Array) -> tuple[str, bytes]:
+def _encode_bits(array: Array) -> tuple[str, bytes]:
     bits = np.packbits(array, axis=None).tobytes()
-    if len(bits) < SQUEEZE:
+    if len(bits) < MIN_COMPRESS_BYTES:
         return "bits", bits
-    squeezed = _tools.compressor.compress(bits)
+    squeezed = _thread_compressor.compressor.compress(bits)
     return ("bits+zstd", squeezed) if len(squeezed) < len(bits) else ("bits", bits)
 
 
-def _cut(data: bytes) -> tuple[bytes | memoryview, ...]:
-    if len(data) <= CHUNK:
+def _split_chunks(data: bytes) -> tuple[bytes | memoryview, ...]:
+    if len(data) <= CHUNK_BYTES:
         return (data,)
     view = memoryview(data)
-    return tuple(view[start : start + CHUNK] for start in range(0, len(data), CHUNK))
+    return tuple(view[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES))
 
 
-def _shape(text: str, where: str) -> tuple[int, ...]:
+def _parse_shape(text: str, where: str) -> tuple[int, ...]:
     try:
         shape = json.loads(text)
     except (ValueError, RecursionError):
         shape = None
     if not isinstance(shape, list) or len(shape) > _MAX_DIMS:
-        raise damaged(where, "its shape is no list of lengths")
+        raise damaged_array(where, "its shape is no list of lengths")
     if any(type(length) is not int or not 0 <= length < _MAX_BYTES for length in shape):
-        raise damaged(where, "its shape holds something that is no length")
+        raise damaged_array(where, "its shape holds something that is no length")
     return tuple(shape)
 
 
-def _unraw(data: bytes, item: np.dtype[np.generic], shape: tuple[int, ...], where: str) -> Array:
+def _decode_raw(
+    data: bytes, item: np.dtype[np.generic], shape: tuple[int, ...], where: str
+) -> Array:
     if len(data) != math.prod(shape) * item.itemsize:
-        raise damaged(where, f"{len(data)} bytes do not make {list(shape)} of {item.name}")
+        raise damaged_array(where, f"{len(data)} bytes do not make {list(shape)} of {item.name}")
     return np.frombuffer(data, item).reshape(shape).astype(item.newbyteorder("="), copy=False)
 
 
-def _unpack(data: bytes, codec: str, shape: tuple[int, ...], where: str) -> Array:
+def _decode_bits(data: bytes, codec: str, shape: tuple[int, ...], where: str) -> Array:
     n_cells = math.prod(shape)
     n_bytes = -(-n_cells // 8)
     if n_bytes > _MAX_BYTES:
-        raise damaged(where, f"a shape of {list(shape)} is beyond anything that is recorded")
+        raise damaged_array(where, f"a shape of {list(shape)} is beyond anything that is recorded")
     if codec == "bits+zstd":
-        data = _unsqueeze(data, n_bytes, where)
+        data = _decompress(data, n_bytes, where)
     if len(data) != n_bytes:
-        raise damaged(where, f"{len(data)} bytes do not make {list(shape)} of bits")
+        raise damaged_array(where, f"{len(data)} bytes do not make {list(shape)} of bits")
     bits = np.unpackbits(np.frombuffer(data, np.uint8), count=n_cells)
     return bits.astype(np.bool_).reshape(shape)
 
 
-def _unsqueeze(data: bytes, n_bytes: int, where: str) -> bytes:
+def _decompress(data: bytes, n_bytes: int, where: str) -> bytes:
     try:
         if zstandard.frame_content_size(data) != n_bytes:
-            raise damaged(where, "it does not unpack to the size of its shape")
+            raise damaged_array(where, "it does not unpack to the size of its shape")
         return zstandard.ZstdDecompressor().decompress(data)
     except (zstandard.ZstdError, MemoryError):
-        raise damaged(where, "its bytes do not unpack") from None
+        raise damaged_array(where, "its bytes do not unpack") from None

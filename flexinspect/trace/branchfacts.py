@@ -14,7 +14,7 @@ MASK_KEYS = frozenset({"preset", "separators", "starts", "head", "low", "rule"})
 """The keys of a declaration that say which mask is meant."""
 
 
-def in_branch(reader: TraceReader, about: GenerationRow, branch: int) -> GenerationRow:
+def generation_in_branch(reader: TraceReader, about: GenerationRow, branch: int) -> GenerationRow:
     """Return a generation as it is declared in a branch: under the mask edited last."""
     if not branch:
         return about
@@ -22,17 +22,17 @@ def in_branch(reader: TraceReader, about: GenerationRow, branch: int) -> Generat
     for number, _, _ in lineage(reader, about.generation, branch):
         mask = rows.get(number, {}).get("declared")
         if isinstance(mask, Mapping):
-            return replace(about, declared=redeclared(about.declared, mask))
+            return replace(about, declared=with_declared_mask(about.declared, mask))
     return about
 
 
-def redeclared(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> dict[str, Any]:
+def with_declared_mask(declared: Mapping[str, Any], mask: Mapping[str, Any]) -> dict[str, Any]:
     """Return a declaration under another mask."""
     rest = {key: value for key, value in declared.items() if key not in MASK_KEYS}
     return {**rest, **mask}
 
 
-def own_family(
+def visible_lineage(
     reader: TraceReader, generation: int, branch: int, step: int
 ) -> list[tuple[int, int, int | None]]:
     """Return the lineage of a branch as far as the keys seen at a step go back.

@@ -13,7 +13,7 @@ from typing import Any
 
 from flexinspect.findings import Severity
 from flexinspect.trace import decode, schema
-from flexinspect.trace.queries import BRANCH
+from flexinspect.trace.queries import WHERE_BRANCH
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow, FindingRow
 
@@ -36,7 +36,7 @@ def step_paths(
     Steps before the fork of a branch are those of its parent. Raises `TraceError`.
     """
     sql = (
-        f"SELECT step, path, mask, group_concat(layer) FROM calls {BRANCH} "
+        f"SELECT step, path, mask, group_concat(layer) FROM calls {WHERE_BRANCH} "
         "AND step >= ? AND step < ? GROUP BY step, path, mask"
     )
     found: list[StepPath] = []
@@ -44,21 +44,21 @@ def step_paths(
         low, high = max(first, start), stop if last is None else min(last, stop)
         if low < high:
             rows = reader._query(sql, (generation, number, low, high))
-            found += [reader._guard(_step_path, row) for row in rows]
+            found += [reader._decode(_decode_step_path, row) for row in rows]
     return sorted(found, key=lambda one: (one.step, one.layers))
 
 
-def _step_path(row: Sequence[Any]) -> StepPath:
-    step, path, mask, layers = decode.clean_as(("int", "text", "text?", "text"), row, "calls")
-    return StepPath(step, path, mask, _layers(layers))
+def _decode_step_path(row: Sequence[Any]) -> StepPath:
+    step, path, mask, layers = decode.decode_values(("int", "text", "text?", "text"), row, "calls")
+    return StepPath(step, path, mask, _parse_layers(layers))
 
 
 @lru_cache(maxsize=512)
-def _layers(text: str) -> tuple[int, ...]:
+def _parse_layers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
-        raise decode.Damage("a row of calls holds a layer that is no number") from None
+        raise decode.DamagedValueError("a row of calls holds a layer that is no number") from None
 
 
 def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int, int, int | None]]:
@@ -83,14 +83,14 @@ def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class NumberRange:
     """What `n` different numbers lie between `low` and `high`, both included."""
 
     low: int
     high: int
     n: int
 
-    def words(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """Return "layer 3", "layers 0-27" or "5 layers of 0-27"."""
         if self.low == self.high:
             return f"{name} {self.low}"
@@ -112,14 +112,14 @@ class FindingGroup:
     count: int
     first: int
     times: int
-    generations: Extent
-    steps: Extent | None
-    layers: Extent | None
+    generations: NumberRange
+    steps: NumberRange | None
+    layers: NumberRange | None
     sentence: str
 
 
-_WORST = "CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END"
-_GROUPS = (
+_SEVERITY_ORDER_SQL = "CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END"
+_FINDING_GROUPS_SQL = (
     "WITH grouped AS (SELECT severity, id, count(*), min(finding) AS first, sum(times), "
     "min(generation) AS generation, max(generation), count(DISTINCT generation), "
     "min(step) AS step, max(max(step, coalesce(last_step, step))), "
@@ -128,95 +128,100 @@ _GROUPS = (
     "max(count(DISTINCT layer), max(json_array_length(layers))) FROM findings "
     "GROUP BY severity, id) "
     "SELECT *, (SELECT sentence FROM findings WHERE finding = first) FROM grouped "
-    f"ORDER BY {_WORST}, generation, step, layer, first LIMIT ?"
+    f"ORDER BY {_SEVERITY_ORDER_SQL}, generation, step, layer, first LIMIT ?"
 )
-_GROUP_KINDS = ("text", "text", *("int",) * 6, *("int?", "int?", "int") * 2, "text")
+_FINDING_GROUP_KINDS = ("text", "text", *("int",) * 6, *("int?", "int?", "int") * 2, "text")
 
 
 def finding_groups(reader: TraceReader, *, limit: int = 500) -> list[FindingGroup]:
     """Return the classes of findings of a trace, worst first; counted inside SQLite."""
-    return [reader._guard(_group, row) for row in reader._query(_GROUPS, (limit,))]
+    return [
+        reader._decode(_decode_finding_group, row)
+        for row in reader._query(_FINDING_GROUPS_SQL, (limit,))
+    ]
 
 
 def worst_finding(reader: TraceReader, generation: int) -> FindingRow | None:
     """Return the worst finding of a generation, the first of several, None when it has none."""
-    rest = f"WHERE generation = ? ORDER BY {_WORST}, step, finding LIMIT 1"
-    return _first(reader, rest, (generation,))
+    rest = f"WHERE generation = ? ORDER BY {_SEVERITY_ORDER_SQL}, step, finding LIMIT 1"
+    return _first_finding(reader, rest, (generation,))
 
 
-def _group(row: Sequence[Any]) -> FindingGroup:
-    severity, name, count, first, times, *extents, sentence = decode.clean_as(
-        _GROUP_KINDS, row, "findings"
+def _decode_finding_group(row: Sequence[Any]) -> FindingGroup:
+    severity, name, count, first, times, *extents, sentence = decode.decode_values(
+        _FINDING_GROUP_KINDS, row, "findings"
     )
-    generations, steps, layers = (_extent(extents[i : i + 3]) for i in (0, 3, 6))
+    generations, steps, layers = (_number_range(extents[i : i + 3]) for i in (0, 3, 6))
     if severity not in list(Severity) or generations is None:
-        raise decode.Damage(f"{severity!r} is no severity")
+        raise decode.DamagedValueError(f"{severity!r} is no severity")
     return FindingGroup(
         Severity(severity), name, count, first, times, generations, steps, layers, sentence
     )
 
 
-def _extent(values: Sequence[int | None]) -> Extent | None:
+def _number_range(values: Sequence[int | None]) -> NumberRange | None:
     low, high, n = values
-    return Extent(low, high, n or 0) if low is not None and high is not None else None
+    return NumberRange(low, high, n or 0) if low is not None and high is not None else None
 
 
-def last_finding(reader: TraceReader) -> int:
+def findings_counter(reader: TraceReader) -> int:
     """Return a number that rises with every finding and every repetition of one, 0 without any."""
     rows = reader._query("SELECT max(finding) + sum(times) FROM findings", ())
     return int(rows[0][0] or 0) if rows else 0
 
 
-def group_member(reader: TraceReader, group: FindingGroup, index: int) -> FindingRow | None:
+def finding_in_group(reader: TraceReader, group: FindingGroup, index: int) -> FindingRow | None:
     """Return finding number `index` (from 0) of a group, in order of writing."""
     rest = "WHERE id = ? AND severity = ? AND finding >= ? ORDER BY finding LIMIT 1 OFFSET ?"
     params = (group.id, group.severity.value, group.first, index)
-    return _first(reader, rest, params)
+    return _first_finding(reader, rest, params)
 
 
-Position = tuple[int, int, int | None, int, int, int]
+FindingPosition = tuple[int, int, int | None, int, int, int]
 """(generation, branch, step, layer, head, number): where a walk over findings stands. The step is
 None at findings of a whole generation; a layer or head that is not named counts as -1."""
 
 
-BEGINNING: Position = (-1, -1, None, -1, -1, -1)
-END: Position = (1 << 62, 0, None, -1, -1, -1)
+FIRST_POSITION: FindingPosition = (-1, -1, None, -1, -1, -1)
+LAST_POSITION: FindingPosition = (1 << 62, 0, None, -1, -1, -1)
 
 
-def position_of(row: FindingRow) -> Position:
+def finding_position(row: FindingRow) -> FindingPosition:
     """Return where a finding stands in the order in which findings are walked."""
     found = row.finding
     layer, head = (-1 if value is None else value for value in (found.layer, found.head))
     return found.generation, found.branch, found.step, layer, head, row.id
 
 
-def finding_beside(reader: TraceReader, here: Position, direction: int) -> FindingRow | None:
+def adjacent_finding(
+    reader: TraceReader, here: FindingPosition, direction: int
+) -> FindingRow | None:
     """Return the finding after (1) or before (-1) `here`: a few look-ups in the index of steps."""
     generation, branch, step = here[:3]
-    found = _in_step(reader, (generation, branch, step), direction, here[3:])
+    found = _finding_in_step(reader, (generation, branch, step), direction, here[3:])
     if found is not None:
         return found
-    beyond = _next_step(reader, (generation, branch, step), direction)
-    return _in_step(reader, beyond, direction) if beyond is not None else None
+    beyond = _next_step_with_findings(reader, (generation, branch, step), direction)
+    return _finding_in_step(reader, beyond, direction) if beyond is not None else None
 
 
-_WALK = "coalesce(layer, -1), coalesce(head, -1), finding"
+_FINDING_ORDER_SQL = "coalesce(layer, -1), coalesce(head, -1), finding"
 
 
-def _in_step(
+def _finding_in_step(
     reader: TraceReader,
     key: tuple[int, int, int | None],
     direction: int,
-    past: Sequence[int] = (),
+    after: Sequence[int] = (),
 ) -> FindingRow | None:
     sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
-    test = f"AND ({_WALK}) {sign} (?, ?, ?)" if past else ""
+    test = f"AND ({_FINDING_ORDER_SQL}) {sign} (?, ?, ?)" if after else ""
     by = ", ".join(f"{part} {order}" for part in ("coalesce(layer, -1)", "coalesce(head, -1)"))
-    rest = f"{BRANCH} AND step IS ? {test} ORDER BY {by}, finding {order} LIMIT 1"
-    return _first(reader, rest, (*key, *past))
+    rest = f"{WHERE_BRANCH} AND step IS ? {test} ORDER BY {by}, finding {order} LIMIT 1"
+    return _first_finding(reader, rest, (*key, *after))
 
 
-def _next_step(
+def _next_step_with_findings(
     reader: TraceReader, key: tuple[int, int, int | None], direction: int
 ) -> tuple[int, int, int | None] | None:
     """Return the nearest step with findings; those of a whole generation come before its steps."""
@@ -225,11 +230,11 @@ def _next_step(
     by = f"ORDER BY generation {order}, branch {order}, step {order} LIMIT 1"
     tries: list[tuple[str, Sequence[int]]] = []
     if step is not None:
-        tries.append((f"{BRANCH} AND step {sign} ?", (generation, branch, step)))
+        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", (generation, branch, step)))
     elif direction > 0:
-        tries.append((f"{BRANCH} AND step IS NOT NULL", (generation, branch)))
+        tries.append((f"{WHERE_BRANCH} AND step IS NOT NULL", (generation, branch)))
     if step is not None and direction < 0:
-        tries.append((f"{BRANCH} AND step IS NULL", (generation, branch)))
+        tries.append((f"{WHERE_BRANCH} AND step IS NULL", (generation, branch)))
     tries.append((f"WHERE (generation, branch) {sign} (?, ?)", (generation, branch)))
     for where, params in tries:
         rows = reader._query(f"SELECT generation, branch, step FROM findings {where} {by}", params)
@@ -239,8 +244,8 @@ def _next_step(
     return None
 
 
-def _first(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
-    rows = reader._records(decode.finding, schema.FINDINGS, rest, params)
+def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
+    rows = reader._records(decode.decode_finding, schema.FINDINGS, rest, params)
     return rows[0] if rows else None
 
 
@@ -259,7 +264,7 @@ def step_events(
         "ORDER BY event LIMIT ?"
     )
     params = (generation, start, stop, like, like, limit)
-    return reader._records(decode.event, schema.EVENTS, rest, params)
+    return reader._records(decode.decode_event, schema.EVENTS, rest, params)
 
 
 def events_between(
@@ -274,13 +279,13 @@ def events_between(
         "ORDER BY event LIMIT ?"
     )
     params = (start_at, stop_at, like, like, limit)
-    return reader._records(decode.event, schema.EVENTS, rest, params)
+    return reader._records(decode.decode_event, schema.EVENTS, rest, params)
 
 
 # -- words ----------------------------------------------------------------------------------------
 
 
-def spans(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Return numbers as "0-3, 7": ascending, each once."""
     ordered = sorted(set(numbers))
     runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])

@@ -73,7 +73,9 @@ class Table:
         )
 
 
-def table(name: str, key: str, meaning: str, columns: str, *, clustered: bool = True) -> Table:
+def define_table(
+    name: str, key: str, meaning: str, columns: str, *, clustered: bool = True
+) -> Table:
     parsed = (line.split(None, 2) for line in columns.strip().splitlines())
     return Table(
         name,

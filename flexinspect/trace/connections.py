@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from flexinspect.errors import CutShortError, TraceError
-from flexinspect.trace.older import completions
+from flexinspect.errors import TraceError, TruncatedTraceError
+from flexinspect.trace.older import compatibility_selects
 from flexinspect.trace.saidtables import EVENTS, FINDINGS, REVIEWS
 from flexinspect.trace.schema import APPLICATION_ID, VERSION
 
@@ -22,22 +22,24 @@ ReviewKey = tuple[str, int]
 Overlay = Mapping[ReviewKey, Sequence[tuple[str, Sequence[Any]]]]
 """By review, the statements that would write it and what it found."""
 
-BUSY_S = 2.0
+READ_BUSY_S = 2.0
 """How long a query waits for a program that holds the file exclusively."""
 
-_NONE: Overlay = {}
-_MAGIC = b"SQLite format 3\0"
-_COPY = "Copy it again from where it was recorded, with the -wal file beside it if there is one."
+_NO_OVERLAY: Overlay = {}
+_SQLITE_MAGIC = b"SQLite format 3\0"
+_COPY_HINT = (
+    "Copy it again from where it was recorded, with the -wal file beside it if there is one."
+)
 
 
-class _Handle:
+class _ThreadConnection:
     """The connection of one thread. Whoever uses it holds `lock`; `epoch` tells if it is old."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.db: sqlite3.Connection | None = None
         self.epoch = -1
-        self.pinned = False
+        self.in_snapshot = False
 
     def close(self) -> None:
         if self.db is not None:
@@ -48,7 +50,7 @@ class _Handle:
         self.close()
 
 
-class Connections:
+class TraceConnections:
     """All connections to the trace at `path`; usable from any thread.
 
     Raises `TraceError`, in one sentence, when the file is missing, is no trace, is of another
@@ -58,89 +60,89 @@ class Connections:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._local = threading.local()
-        self._handles: WeakSet[_Handle] = WeakSet()
+        self._handles: WeakSet[_ThreadConnection] = WeakSet()
         self._guard = threading.Lock()
         self._epoch = 0
-        self._poll = _Handle()
+        self._poll = _ThreadConnection()
         self._poll_version: object = None
-        self._transient = False
+        self._close_after_query = False
         self._saw_wal = False
         self._overlay: dict[ReviewKey, Sequence[tuple[str, Sequence[Any]]]] = {}
-        self._said: object = None
+        self._overlaid_state: object = None
         check_header(path)
         self.changed()
 
     def query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
         """Return all rows of a query made in this thread."""
-        handle = self._mine()
-        with handle.lock, refusals(self.path):
-            db = self._ready(handle)
+        handle = self._thread_connection()
+        with handle.lock, trace_errors(self.path):
+            db = self._open_connection(handle)
             try:
                 return db.execute(sql, params).fetchall()
             finally:
-                if self._transient and not handle.pinned:
+                if self._close_after_query and not handle.in_snapshot:
                     handle.close()
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
         """While entered, all queries of this thread see the trace as it is now."""
-        handle = self._mine()
+        handle = self._thread_connection()
         with handle.lock:
-            with refusals(self.path):
-                db = self._ready(handle)
+            with trace_errors(self.path):
+                db = self._open_connection(handle)
                 db.execute("BEGIN")
-            handle.pinned = True
+            handle.in_snapshot = True
             try:
                 yield
             finally:
-                handle.pinned = False
+                handle.in_snapshot = False
                 with suppress(sqlite3.Error):
                     db.execute("COMMIT")
 
     def changed(self) -> bool:
         """Tell whether anything was committed since the last call; costs a few microseconds."""
-        with self._poll.lock, refusals(self.path):
+        with self._poll.lock, trace_errors(self.path):
             fresh = self._poll.db is None
-            version = self._ready(self._poll).execute("PRAGMA data_version").fetchone()
+            version = self._open_connection(self._poll).execute("PRAGMA data_version").fetchone()
             moved = not fresh and version != self._poll_version
             self._poll_version = version
-            if moved and self._overlay and self._says_more():
-                self._renew()  # its copies are of what was said before
-            if self._transient:
+            if moved and self._overlay and self._is_overlay_stale():
+                self._reopen()  # its copies are of what was said before
+            if self._close_after_query:
                 self._poll.close()
             return moved
 
-    def overlay(self, reviews: Overlay) -> None:
+    def add_overlay(self, reviews: Overlay) -> None:
         """Run these in copies that all connections have from now on of what is said of a run."""
         self._overlay = {**self._overlay, **reviews}
-        self._renew()
+        self._reopen()
 
-    def lift(self) -> None:
+    def remove_overlay(self) -> None:
         """Do without such copies again."""
         if self._overlay:
             self._overlay = {}
-            self._renew()
+            self._reopen()
 
-    def _says_more(self) -> bool:
+    def _is_overlay_stale(self) -> bool:
         """Tell whether what the overlay copies has changed in the file since the last call."""
-        db = self._ready(self._poll)
+        db = self._open_connection(self._poll)
         findings = db.execute(f"SELECT * FROM main.{FINDINGS.name}").fetchall()
         n_events = db.execute(f"SELECT max(event) FROM main.{EVENTS.name}").fetchone()
-        before, self._said = self._said, (findings, n_events)
-        return before != self._said
+        before, self._overlaid_state = self._overlaid_state, (findings, n_events)
+        return before != self._overlaid_state
 
-    def _renew(self) -> None:
+    def _reopen(self) -> None:
         """Let every thread open its connection anew, but for the one that looks for changes."""
         with self._guard:
             self._epoch += 1
             self._poll.epoch = self._epoch
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Close all idle connections, so that a writer that ends can fold its file.
 
         From then on a connection lives for one query, until the file is out of WAL mode.
         """
-        self._transient = in_wal_mode(self.path)
+        self._close_after_query = in_wal_mode(self.path)
         self.close()
 
     def close(self) -> None:
@@ -151,34 +153,34 @@ class Connections:
         for handle in handles:
             if handle.lock.acquire(blocking=False):
                 try:
-                    if not handle.pinned:
+                    if not handle.in_snapshot:
                         handle.close()
                 finally:
                     handle.lock.release()
         if self._saw_wal:
             remove_stray_wal(self.path)
 
-    def _mine(self) -> _Handle:
-        handle: _Handle | None = getattr(self._local, "handle", None)
+    def _thread_connection(self) -> _ThreadConnection:
+        handle: _ThreadConnection | None = getattr(self._local, "handle", None)
         if handle is None:
-            handle = self._local.handle = _Handle()
+            handle = self._local.handle = _ThreadConnection()
             with self._guard:
                 self._handles.add(handle)
         return handle
 
-    def _ready(self, handle: _Handle) -> sqlite3.Connection:
-        if handle.db is not None and (handle.epoch == self._epoch or handle.pinned):
+    def _open_connection(self, handle: _ThreadConnection) -> sqlite3.Connection:
+        if handle.db is not None and (handle.epoch == self._epoch or handle.in_snapshot):
             return handle.db
         handle.close()
-        if self._transient and not in_wal_mode(self.path):
-            self._transient = False
+        if self._close_after_query and not in_wal_mode(self.path):
+            self._close_after_query = False
         handle.epoch = self._epoch
         self._saw_wal = self._saw_wal or in_wal_mode(self.path)
         handle.db = connect(self.path, self._overlay)
         return handle.db
 
 
-def connect(path: Path, overlay: Overlay = _NONE) -> sqlite3.Connection:
+def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
     """Open a connection that only reads. Raises `sqlite3.Error`.
 
     `overlay` is run in temporary copies of the tables of what is said, which hide the true ones.
@@ -188,19 +190,19 @@ def connect(path: Path, overlay: Overlay = _NONE) -> sqlite3.Connection:
     beside it, nothing is lost by calling it immutable.
     """
     try:
-        return _connect(f"{path.as_uri()}?mode=ro", overlay)
+        return _connect_uri(f"{path.as_uri()}?mode=ro", overlay)
     except sqlite3.OperationalError:
         if not in_wal_mode(path) or _wal_bytes(path):
             raise
-        return _connect(f"{path.as_uri()}?immutable=1", overlay)
+        return _connect_uri(f"{path.as_uri()}?immutable=1", overlay)
 
 
-def _connect(uri: str, overlay: Overlay) -> sqlite3.Connection:
+def _connect_uri(uri: str, overlay: Overlay) -> sqlite3.Connection:
     db = sqlite3.connect(
-        uri, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        uri, uri=True, timeout=READ_BUSY_S, isolation_level=None, check_same_thread=False
     )
     try:
-        _lay_over(db, overlay)
+        _apply_overlay(db, overlay)
         # A damaged or hostile file is read with suspicion and without running anything in it.
         for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
             db.execute(f"PRAGMA {pragma}")
@@ -211,9 +213,9 @@ def _connect(uri: str, overlay: Overlay) -> sqlite3.Connection:
     return db
 
 
-def _lay_over(db: sqlite3.Connection, overlay: Overlay) -> None:
+def _apply_overlay(db: sqlite3.Connection, overlay: Overlay) -> None:
     """A temporary table or view of the same name is what an unqualified name means from then on."""
-    older = completions(db)
+    older = compatibility_selects(db)
     if not overlay and not older:
         return
     db.execute("PRAGMA temp_store = MEMORY")
@@ -256,16 +258,16 @@ def _wal_bytes(path: Path) -> int:
 
 def check_header(path: Path) -> None:
     """Raise `TraceError` unless the first bytes are those of a trace that we know how to read."""
-    head, size = _head(path)
+    head, size = _read_header(path)
     if not head:
         raise TraceError(f"{path} is empty.", hint="The recording never began; run it again.")
-    if not head.startswith(_MAGIC):
+    if not head.startswith(_SQLITE_MAGIC):
         raise TraceError(
             f"{path} is not a trace: it is no SQLite file.",
             hint="Traces end in .flextrace and are made by 'flexinspect run'.",
         )
     if len(head) < 100:
-        raise _cut_short(path, size)
+        raise _cut_short_error(path, size)
     if int.from_bytes(head[68:72], "big") != APPLICATION_ID:
         raise TraceError(
             f"{path} is a SQLite file of another program, not a trace.",
@@ -276,10 +278,10 @@ def check_header(path: Path) -> None:
     n_pages = int.from_bytes(head[28:32], "big")
     # In WAL mode the header may be ahead of the file while a writer folds its WAL into it.
     if head[18] == 1 and size < n_pages * (65536 if page == 1 else page):
-        raise _cut_short(path, size)
+        raise _cut_short_error(path, size)
 
 
-def _head(path: Path) -> tuple[bytes, int]:
+def _read_header(path: Path) -> tuple[bytes, int]:
     try:
         about = path.stat()
         if stat.S_ISDIR(about.st_mode):
@@ -310,24 +312,28 @@ def _check_version(path: Path, version: int) -> None:
         )
 
 
-def _cut_short(path: Path, size: int) -> CutShortError:
-    return CutShortError(f"{path} is damaged: it is cut short at {size} bytes.", path, hint=_COPY)
+def _cut_short_error(path: Path, size: int) -> TruncatedTraceError:
+    return TruncatedTraceError(
+        f"{path} is damaged: it is cut short at {size} bytes.", path, hint=_COPY_HINT
+    )
 
 
 @contextmanager
-def refusals(path: Path) -> Iterator[None]:
+def trace_errors(path: Path) -> Iterator[None]:
     """Turn whatever SQLite says about the file into one sentence."""
     try:
         yield
     except sqlite3.Error as error:
-        raise refusal(path, error) from error
+        raise trace_error(path, error) from error
     except UnicodeError as error:  # SQLite quoted a part of the file in its message
-        raise TraceError(f"{path} is damaged: its text is not readable.", hint=_COPY) from error
+        raise TraceError(
+            f"{path} is damaged: its text is not readable.", hint=_COPY_HINT
+        ) from error
     except (OSError, MemoryError, OverflowError) as error:
-        raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY) from error
+        raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY_HINT) from error
 
 
-def refusal(path: Path, error: sqlite3.Error) -> TraceError:
+def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
     """Return the sentence for an error of SQLite."""
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
@@ -342,4 +348,4 @@ def refusal(path: Path, error: sqlite3.Error) -> TraceError:
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
         return TraceError(f"{path} cannot be opened ({error}).", hint="Check its rights.")
     reason = "".join(char if char.isprintable() else "?" for char in str(error))
-    return TraceError(f"{path} is damaged: {reason}.", hint=_COPY)
+    return TraceError(f"{path} is damaged: {reason}.", hint=_COPY_HINT)

@@ -14,20 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-SUFFIX = "-crumb"
+LAST_CALL_SUFFIX = "-crumb"
 
-_HEAD = struct.Struct("<B3x6i")
+_HEADER = struct.Struct("<B3x6i")
 _SIZE = 512
-_ROOM = _SIZE - _HEAD.size
+_MAX_TEXT_BYTES = _SIZE - _HEADER.size
 
-Place = tuple[int, int, int]
+CallPlace = tuple[int, int, int]
 """Generation, step and layer, -1 for what is not known."""
 
-NOWHERE: Place = (-1, -1, -1)
+NO_PLACE: CallPlace = (-1, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
-class LastCall:
+class LastKernelCall:
     """A kernel call: whether it was entered and not left, where, its lengths, and what it was.
 
     `generation`, `step` and `layer` are None outside of a model's forward.
@@ -42,30 +42,30 @@ class LastCall:
     what: str
 
 
-def crumb_path(trace: Path) -> Path:
+def last_call_path(trace: Path) -> Path:
     """Return where the crumb of a trace lies."""
-    return trace.with_name(trace.name + SUFFIX)
+    return trace.with_name(trace.name + LAST_CALL_SUFFIX)
 
 
-class Crumb:
+class LastCallWriter:
     """Writes the crumb of one trace, from the process that records it alone."""
 
     def __init__(self, trace: Path) -> None:
-        self._path = crumb_path(trace)
+        self._path = last_call_path(trace)
         self._map: mmap.mmap | None = None
         self._pid = os.getpid()
         self._what = ""
         self._n_bytes = 0
-        self._is_over = False
+        self._is_closed = False
 
-    def enter(self, place: Place, q_len: int, kv_len: int, what: str) -> None:
+    def enter(self, place: CallPlace, q_len: int, kv_len: int, what: str) -> None:
         """Say which call begins; a forked child, which shares the file, must not call this."""
         if self._map is None and not self._open():
             return
         assert self._map is not None
         if what != self._what:
-            self._write(what)
-        _HEAD.pack_into(self._map, 0, 1, *place, q_len, kv_len, self._n_bytes)
+            self._write_text(what)
+        _HEADER.pack_into(self._map, 0, 1, *place, q_len, kv_len, self._n_bytes)
 
     def leave(self) -> None:
         """Say that it returned, or raised."""
@@ -76,46 +76,52 @@ class Crumb:
         """Take the file away; nothing is noted any more."""
         if os.getpid() != self._pid:
             return
-        self._is_over, made, self._map = True, self._map, None
+        self._is_closed, made, self._map = True, self._map, None
         if made is not None:
             made.close()
             with suppress(OSError):
                 self._path.unlink()
 
     def _open(self) -> bool:
-        if self._is_over:
+        if self._is_closed:
             return False
         try:
             with self._path.open("w+b") as file:
                 file.truncate(_SIZE)
                 self._map = mmap.mmap(file.fileno(), _SIZE)
         except (OSError, ValueError):
-            self._is_over = True
+            self._is_closed = True
         return self._map is not None
 
-    def _write(self, what: str) -> None:
+    def _write_text(self, what: str) -> None:
         assert self._map is not None
-        text = what.encode("utf-8", "replace")[:_ROOM]
-        self._map[_HEAD.size : _HEAD.size + len(text)] = text
+        text = what.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+        self._map[_HEADER.size : _HEADER.size + len(text)] = text
         self._what, self._n_bytes = what, len(text)
 
 
-def take_crumb(trace: Path) -> LastCall | None:
+def take_last_call(trace: Path) -> LastKernelCall | None:
     """Return what the crumb of a trace says, and remove it; None where there is none."""
-    path = crumb_path(trace)
+    path = last_call_path(trace)
     try:
         data = path.read_bytes()
         path.unlink()
-        state, generation, step, layer, q_len, kv_len, n_bytes = _HEAD.unpack_from(data)
+        state, generation, step, layer, q_len, kv_len, n_bytes = _HEADER.unpack_from(data)
     except (OSError, struct.error):
         return None
-    what = data[_HEAD.size :][: max(n_bytes, 0)].decode("utf-8", "replace")
+    what = data[_HEADER.size :][: max(n_bytes, 0)].decode("utf-8", "replace")
     if not what:
         return None
-    return LastCall(
-        bool(state), _known(generation), _known(step), _known(layer), q_len, kv_len, what
+    return LastKernelCall(
+        bool(state),
+        _none_if_negative(generation),
+        _none_if_negative(step),
+        _none_if_negative(layer),
+        q_len,
+        kv_len,
+        what,
     )
 
 
-def _known(number: int) -> int | None:
+def _none_if_negative(number: int) -> int | None:
     return None if number < 0 else number

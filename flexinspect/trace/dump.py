@@ -22,14 +22,14 @@ from flexinspect.trace.values import plain_json
 
 T = TypeVar("T")
 
-WINDOW = 256
+PAGE_ROWS = 256
 """Rows asked for at a time."""
 
 MASK_ARRAYS = ("cells", "partial", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class DumpSelection:
     """What of a trace to print: one generation or all (None), one step of each or all."""
 
     reader: TraceReader
@@ -73,7 +73,7 @@ class Selection:
             return
 
         def fetch(start: int) -> list[StepRow]:
-            return self.reader.steps(*place, start, limit=WINDOW)
+            return self.reader.steps(*place, start, limit=PAGE_ROWS)
 
         yield from self._pages(fetch, lambda row: row.step)
 
@@ -85,7 +85,7 @@ class Selection:
             return
 
         def fetch(start: int) -> list[TokenRecord]:
-            return self.reader.tokens(*place, start, limit=WINDOW)
+            return self.reader.tokens(*place, start, limit=PAGE_ROWS)
 
         yield from self._pages(fetch, lambda row: row.pos)
 
@@ -120,7 +120,7 @@ class Selection:
 
     def _findings(self, place: Mapping[str, Any]) -> Iterator[Finding]:
         def fetch(start: int) -> list[FindingRow]:
-            return self.reader.finding_rows(start - 1, limit=WINDOW, **place)
+            return self.reader.finding_rows(start - 1, limit=PAGE_ROWS, **place)
 
         for row in self._pages(fetch, lambda row: row.id):
             yield row.finding
@@ -130,7 +130,7 @@ class Selection:
 
         def fetch(start: int) -> list[EventRow]:
             place = {"generation": self.generation, "step": self.step}
-            return self.reader.events(start - 1, limit=WINDOW, **place)
+            return self.reader.events(start - 1, limit=PAGE_ROWS, **place)
 
         yield from self._pages(fetch, lambda row: row.id)
 
@@ -138,7 +138,7 @@ class Selection:
         """Yield what the program printed: all of it, or what came with the selected steps."""
 
         def fetch(start: int) -> list[OutputRow]:
-            return self.reader.output(start - 1, limit=WINDOW)
+            return self.reader.output(start - 1, limit=PAGE_ROWS)
 
         for row in self._pages(fetch, lambda row: row.id):
             place = (row.output.generation, row.output.step)
@@ -157,7 +157,7 @@ class Selection:
             start = last + 1
 
 
-def dump_json(what: Selection) -> Iterator[str]:
+def dump_json(what: DumpSelection) -> Iterator[str]:
     """Yield the pieces of one JSON object, a row per line.
 
     NaN and infinities are the strings "NaN", "Infinity" and "-Infinity". Raises `UsageError` for a
@@ -166,16 +166,18 @@ def dump_json(what: Selection) -> Iterator[str]:
     what.check()
     branches = list(what.branches())
     yield f'{{"run": {plain_json(what.reader.run())}'
-    yield from _section("generations", (_fields(row) for row in what.generations()))
-    yield from _section("branches", (_fields(row) for row in branches))
-    yield from _section("segments", (row for b in branches for row in _segments(what, b)))
-    yield from _section("tokens", (row for b in branches for row in _tokens(what, b)))
-    steps = (_step(what.reader, row) for b in branches for row in what.steps(b))
-    yield from _section("steps", steps)
-    yield from _section("masks", (_mask(mask) for mask in what.masks()))
-    yield from _section("findings", (_fields(row) for row in what.findings()))
-    yield from _section("events", (_event(row) for row in what.events()))
-    yield from _section("output", ({"id": r.id, **_fields(r.output)} for r in what.output()))
+    yield from _json_section("generations", (_record_fields(row) for row in what.generations()))
+    yield from _json_section("branches", (_record_fields(row) for row in branches))
+    yield from _json_section("segments", (row for b in branches for row in _segment_dicts(what, b)))
+    yield from _json_section("tokens", (row for b in branches for row in _token_dicts(what, b)))
+    steps = (_step_dict(what.reader, row) for b in branches for row in what.steps(b))
+    yield from _json_section("steps", steps)
+    yield from _json_section("masks", (_mask_dict(mask) for mask in what.masks()))
+    yield from _json_section("findings", (_record_fields(row) for row in what.findings()))
+    yield from _json_section("events", (_event_dict(row) for row in what.events()))
+    yield from _json_section(
+        "output", ({"id": r.id, **_record_fields(r.output)} for r in what.output())
+    )
     yield "}\n"
 
 
@@ -188,7 +190,7 @@ def mask_facts(mask: MaskRecord) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def _section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+def _json_section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield f',\n"{name}": ['
     separator = "\n"
     for row in rows:
@@ -197,57 +199,57 @@ def _section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     yield "]"
 
 
-def _fields(record: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def _record_fields(record: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     names = type(record).__slots__  # all records have them; `fields` is slower
     return {name: getattr(record, name) for name in names if name not in without}
 
 
-def _place(branch: BranchRow) -> dict[str, int]:
+def _branch_place(branch: BranchRow) -> dict[str, int]:
     return {"generation": branch.generation, "branch": branch.branch}
 
 
-def _segments(what: Selection, branch: BranchRow) -> Iterator[dict[str, Any]]:
+def _segment_dicts(what: DumpSelection, branch: BranchRow) -> Iterator[dict[str, Any]]:
     rows = what.reader.segments(branch.generation, branch.branch)
     for number, row in enumerate(rows):
-        yield {**_place(branch), "segment": number, **_fields(row)}
+        yield {**_branch_place(branch), "segment": number, **_record_fields(row)}
 
 
-def _tokens(what: Selection, branch: BranchRow) -> Iterator[dict[str, Any]]:
+def _token_dicts(what: DumpSelection, branch: BranchRow) -> Iterator[dict[str, Any]]:
     for row in what.tokens(branch):
-        yield {**_place(branch), **_fields(row)}
+        yield {**_branch_place(branch), **_record_fields(row)}
 
 
-def _step(reader: TraceReader, row: StepRow) -> dict[str, Any]:
+def _step_dict(reader: TraceReader, row: StepRow) -> dict[str, Any]:
     key = (row.generation, row.step, row.branch)
     logits = reader.logits(*key)
     memory, inputs = reader.memory(*key), reader.inputs(*key)
     training = reader.training_step(*key) if row.phase == TRAIN else None
     return {
-        **_fields(row),
-        "logits": logits and _fields(logits, without=("candidates",)),
-        "candidates": [_fields(each) for each in logits.candidates] if logits else [],
-        "inputs": inputs and _fields(inputs),
-        "calls": [_fields(each) for each in reader.calls(*key)],
-        "builds": [_fields(each) for each in reader.builds(*key)],
-        "layer_stats": [_fields(each) for each in reader.layer_stats(*key)],
-        "memory": memory and _fields(memory),
-        "gradients": _gradients(reader, key),
+        **_record_fields(row),
+        "logits": logits and _record_fields(logits, without=("candidates",)),
+        "candidates": [_record_fields(each) for each in logits.candidates] if logits else [],
+        "inputs": inputs and _record_fields(inputs),
+        "calls": [_record_fields(each) for each in reader.calls(*key)],
+        "builds": [_record_fields(each) for each in reader.builds(*key)],
+        "layer_stats": [_record_fields(each) for each in reader.layer_stats(*key)],
+        "memory": memory and _record_fields(memory),
+        "gradients": _gradients_dict(reader, key),
         "training": training and asdict(training),
-        "arrays": [_fields(each) for each in reader.arrays(*key)],
+        "arrays": [_record_fields(each) for each in reader.arrays(*key)],
     }
 
 
-def _gradients(reader: TraceReader, key: tuple[int, int, int]) -> dict[str, Any] | None:
+def _gradients_dict(reader: TraceReader, key: tuple[int, int, int]) -> dict[str, Any] | None:
     found = reader.gradients(*key)
     if found is None:
         return None
-    stats = [_fields(each) for each in found.stats]
-    return {**_fields(found, without=("stats", "tokens", "layers")), "parameters": stats}
+    stats = [_record_fields(each) for each in found.stats]
+    return {**_record_fields(found, without=("stats", "tokens", "layers")), "parameters": stats}
 
 
-def _mask(mask: MaskRecord) -> dict[str, Any]:
-    return {**_fields(mask, without=MASK_ARRAYS), **mask_facts(mask)}
+def _mask_dict(mask: MaskRecord) -> dict[str, Any]:
+    return {**_record_fields(mask, without=MASK_ARRAYS), **mask_facts(mask)}
 
 
-def _event(row: EventRow) -> dict[str, Any]:
-    return {"id": row.id, **_fields(row.event), "branch": row.branch}
+def _event_dict(row: EventRow) -> dict[str, Any]:
+    return {"id": row.id, **_record_fields(row.event), "branch": row.branch}

@@ -24,14 +24,14 @@ from flexinspect.trace import decode, schema
 from flexinspect.trace.columns import Column, Table
 
 Library: TypeAlias = Literal["pandas", "polars"]
-Values: TypeAlias = list[tuple[Column, list[Any]]]
+ColumnValues: TypeAlias = list[tuple[Column, list[Any]]]
 
-LIBRARIES = ("pandas", "polars")
+FRAME_LIBRARIES = ("pandas", "polars")
 """What can hold a frame, the first choice first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FrameQuery:
     """A table that is asked for, without its blobs, and the SQL that fetches it."""
 
     table: Table
@@ -39,22 +39,22 @@ class Asked:
     sql: str
     params: tuple[int, ...]
 
-    def values(self, rows: Sequence[Sequence[Any]]) -> Values:
+    def values(self, rows: Sequence[Sequence[Any]]) -> ColumnValues:
         """Return the values of each column. Raises `decode.Damage` for what cannot be there."""
         name = self.table.name
         by_column = zip(*rows, strict=True) if rows else ((),) * len(self.columns)
         return [
-            (column, decode.column(column.kind, values, name))
+            (column, decode.decode_column(column.kind, values, name))
             for column, values in zip(self.columns, by_column, strict=True)
         ]
 
 
-def ask(name: str, **place: int | None) -> Asked:
+def frame_query(name: str, **place: int | None) -> FrameQuery:
     """Return the question for the rows of a table at `place`; None there means all.
 
     Raises `UsageError` for an unknown table, and for a place that the table does not tell.
     """
-    table = _table(name)
+    table = _find_table(name)
     given = {column: number for column, number in place.items() if number is not None}
     unknown = next((column for column in given if column not in table.names), None)
     if unknown is not None:
@@ -63,20 +63,22 @@ def ask(name: str, **place: int | None) -> Asked:
     where = " AND ".join(f"{column} = ?" for column in given)
     sql = f"SELECT {', '.join(column.name for column in columns)} FROM {name}"
     sql += f"{f' WHERE {where}' if where else ''} ORDER BY {', '.join(table.key)}"
-    return Asked(table, columns, sql, tuple(given.values()))
+    return FrameQuery(table, columns, sql, tuple(given.values()))
 
 
-def maker(library: Library | None) -> Callable[[Values], Any]:
+def frame_builder(library: Library | None) -> Callable[[ColumnValues], Any]:
     """Return what makes a frame of values: of `library`, or of the first one that is installed.
 
     Raises `UsageError` when there is none.
     """
-    if library is not None and library not in LIBRARIES:
-        raise UsageError(f"There are no frames of {library!r}: choose {' or '.join(LIBRARIES)}.")
-    for name in LIBRARIES if library is None else (library,):
-        module = _module(name)
+    if library is not None and library not in FRAME_LIBRARIES:
+        raise UsageError(
+            f"There are no frames of {library!r}: choose {' or '.join(FRAME_LIBRARIES)}."
+        )
+    for name in FRAME_LIBRARIES if library is None else (library,):
+        module = _import_library(name)
         if module is not None:
-            return partial(_of_pandas if name == "pandas" else _of_polars, module)
+            return partial(_build_pandas if name == "pandas" else _build_polars, module)
     raise UsageError(
         "A frame needs pandas or polars, and neither is installed: pip install pandas."
         if library is None
@@ -84,7 +86,7 @@ def maker(library: Library | None) -> Callable[[Values], Any]:
     )
 
 
-def _table(name: str) -> Table:
+def _find_table(name: str) -> Table:
     for table in schema.TABLES:
         if table.name == name:
             return table
@@ -92,7 +94,7 @@ def _table(name: str) -> Table:
     raise UsageError(f"A trace has no table {name!r}; it has {known}.")
 
 
-def _module(name: str) -> Any:
+def _import_library(name: str) -> Any:
     try:
         if name == "pandas":
             import pandas
@@ -107,11 +109,13 @@ def _module(name: str) -> Any:
         raise  # it is there and lacks something: not to be taken for absent
 
 
-def _of_pandas(pandas: Any, values: Values) -> Any:
-    return pandas.DataFrame({column.name: _array(pandas, column.kind, v) for column, v in values})
+def _build_pandas(pandas: Any, values: ColumnValues) -> Any:
+    return pandas.DataFrame(
+        {column.name: _pandas_array(pandas, column.kind, v) for column, v in values}
+    )
 
 
-def _array(pandas: Any, kind: str, values: list[Any]) -> Any:
+def _pandas_array(pandas: Any, kind: str, values: list[Any]) -> Any:
     if kind == "real?":  # pandas.array would take NaN for a missing value
         none = np.array([value is None for value in values], np.bool_)
         floats = np.array([0.0 if value is None else value for value in values], np.float64)
@@ -120,7 +124,7 @@ def _array(pandas: Any, kind: str, values: list[Any]) -> Any:
     return pandas.array(values, dtype=dtypes.get(kind, "string"))
 
 
-def _of_polars(polars: Any, values: Values) -> Any:
+def _build_polars(polars: Any, values: ColumnValues) -> Any:
     dtypes = {
         **dict.fromkeys(("int", "int?"), polars.Int64),
         **dict.fromkeys(("real", "real?"), polars.Float64),

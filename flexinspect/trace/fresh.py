@@ -11,14 +11,14 @@ from typing import Any
 from flexinspect.errors import TraceWriteError
 from flexinspect.trace import encode, schema
 
-WAL_LIMIT = 16_384
+WAL_LIMIT_PAGES = 16_384
 """Pages (64 MiB) of WAL after which a commit folds them into the file, in the middle of a run."""
 
-BUSY_S = 10.0
+WRITE_BUSY_S = 10.0
 """How long a commit waits for another program that holds the file."""
 
 
-def fresh(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
+def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
     """Open the empty file `path` as a trace with the manifest `run`.
 
     Raises `TraceWriteError`, with the file removed, when that cannot be.
@@ -33,22 +33,22 @@ def fresh(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
         db = sqlite3.connect(
             f"{path.as_uri()}?mode=rw",
             uri=True,
-            timeout=BUSY_S,
+            timeout=WRITE_BUSY_S,
             isolation_level=None,
             check_same_thread=False,
             cached_statements=512,
         )
-        _prepare(db, run)
+        _create_tables(db, run)
     except sqlite3.Error as error:
         if db is not None:
             db.close()
         with suppress(OSError):
             path.unlink()
-        raise not_begun(path, error) from error
+        raise creation_error(path, error) from error
     return db
 
 
-def _prepare(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
+def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
     # Without a journal: nothing is lost if this fails, and the file itself (not only its WAL) says
     # from the first moment what it is.
     db.execute("PRAGMA journal_mode = OFF")
@@ -56,29 +56,29 @@ def _prepare(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
     db.execute("BEGIN")
     for sql in schema.create_statements():
         db.execute(sql)
-    for sql, params in encode.run(run):
+    for sql, params in encode.encode_run_facts(run):
         db.execute(sql, params)
     db.execute("COMMIT")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
-    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT}")
+    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
 
 
-def failure(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
+def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
     """Return the sentence for an error of SQLite that ends a recording at `what`."""
-    reason, remedy = _reason(error)
+    reason, remedy = _recording_error_reason(error)
     kept = "Everything recorded so far stays readable; the generation itself goes on."
     hint = f"{kept} {remedy}".rstrip()
     return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)
 
 
-def not_begun(path: Path, error: sqlite3.Error) -> TraceWriteError:
+def creation_error(path: Path, error: sqlite3.Error) -> TraceWriteError:
     """Return the sentence for an error of SQLite at the first write: then nothing is run either."""
-    reason, remedy = _reason(error)
+    reason, remedy = _recording_error_reason(error)
     return TraceWriteError(f"The trace {path} cannot be begun: {reason}.", hint=remedy or None)
 
 
-def _reason(error: sqlite3.Error) -> tuple[str, str]:
+def _recording_error_reason(error: sqlite3.Error) -> tuple[str, str]:
     """Return what went wrong, and what may be done about it (empty when nobody knows)."""
     name = getattr(error, "sqlite_errorname", "")
     if name.startswith("SQLITE_FULL"):

@@ -11,7 +11,7 @@ import sqlite3
 from flexinspect.trace import schema
 from flexinspect.trace.columns import Column, Table
 
-LATER = (
+ADDED_TABLES = (
     schema.INPUTS,
     schema.BUILDS,
     schema.GRADIENTS,
@@ -21,42 +21,42 @@ LATER = (
 )
 """Tables that the first traces of this version did not have; the others are in every trace."""
 
-_COLUMNS = (
+_COLUMNS_SQL = (
     "SELECT m.name, p.name FROM main.sqlite_schema m JOIN pragma_table_info(m.name, 'main') p "
     "WHERE m.type = 'table'"
 )
-_EMPTY = {"int": "0", "bool": "0", "text": "''", "json": "'[]'"}
+_DEFAULT_LITERALS = {"int": "0", "bool": "0", "text": "''", "json": "'[]'"}
 
 
-def completions(db: sqlite3.Connection) -> dict[str, str]:
+def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
     """Return for each table that lacks something, by name, the SELECT that gives it whole."""
     held: dict[str, set[str]] = {}
-    for table, column in db.execute(_COLUMNS):
+    for table, column in db.execute(_COLUMNS_SQL):
         held.setdefault(table, set()).add(column)
     return {
-        table.name: _whole(table, held.get(table.name, set()))
+        table.name: _compatibility_select(table, held.get(table.name, set()))
         for table in schema.TABLES
-        if _is_older(table, held.get(table.name))
+        if _is_incomplete(table, held.get(table.name))
     }
 
 
-def _is_older(table: Table, held: set[str] | None) -> bool:
+def _is_incomplete(table: Table, held: set[str] | None) -> bool:
     if held is None:
-        return table in LATER
+        return table in ADDED_TABLES
     return not held.issuperset(table.names)
 
 
-def _whole(table: Table, held: set[str]) -> str:
+def _compatibility_select(table: Table, held: set[str]) -> str:
     parts = [
-        column.name if column.name in held else f"{_empty(column)} AS {column.name}"
+        column.name if column.name in held else f"{_default_literal(column)} AS {column.name}"
         for column in table.columns
     ]
     source = f"FROM main.{table.name}" if held else "WHERE 0"
     return f"SELECT {', '.join(parts)} {source}"
 
 
-def _empty(column: Column) -> str:
+def _default_literal(column: Column) -> str:
     """Return the literal of a column that was not recorded; NULL where that is allowed."""
     if column.kind == "json" and "an object" in column.meaning:
         return "'{}'"
-    return _EMPTY.get(column.kind, "NULL")
+    return _DEFAULT_LITERALS.get(column.kind, "NULL")

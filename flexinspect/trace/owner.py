@@ -6,11 +6,11 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from flexinspect.processes import recorder_lives
+from flexinspect.processes import is_recorder_alive
 from flexinspect.trace.values import from_json
 
 
-def recorded_by(path: Path) -> int | None:
+def recording_pid(path: Path) -> int | None:
     """Return the process that is recording a trace at this moment, None when nobody is."""
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
@@ -18,5 +18,5 @@ def recorded_by(path: Path) -> int | None:
     except (sqlite3.Error, ValueError, OSError):
         return None
     pid = run.get("pid")
-    live = run.get("state") == "recording" and isinstance(pid, int) and recorder_lives(run)
+    live = run.get("state") == "recording" and isinstance(pid, int) and is_recorder_alive(run)
     return pid if live else None

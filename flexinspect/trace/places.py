@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from flexinspect.errors import TraceWriteError
-from flexinspect.heartbeat import SUFFIX as HELD
-from flexinspect.trace.crumb import SUFFIX
-from flexinspect.trace.owner import recorded_by
+from flexinspect.heartbeat import STOP_SUFFIX as HELD
+from flexinspect.trace.crumb import LAST_CALL_SUFFIX
+from flexinspect.trace.owner import recording_pid
 from flexinspect.trace.schema import APPLICATION_ID
 
-NETWORK = frozenset(
+NETWORK_FILE_SYSTEMS = frozenset(
     {
         *("nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "afs", "afpfs", "ncpfs"),
         *("9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "davfs", "webdav", "vboxsf"),
@@ -28,7 +28,7 @@ NETWORK = frozenset(
 )
 """File systems on which the shared memory or the locks of WAL cannot be relied on."""
 
-COMPANIONS = ("-wal", "-shm", "-journal", SUFFIX, HELD)
+COMPANION_SUFFIXES = ("-wal", "-shm", "-journal", LAST_CALL_SUFFIX, HELD)
 """What SQLite and a recording process put beside a file; part of it as long as they are there."""
 
 
@@ -36,11 +36,11 @@ def network_file_system(folder: Path) -> str | None:
     """Return the name of the network file system that holds `folder`, or None for a local disk."""
     if folder.drive.startswith("\\\\"):
         return "network share"
-    kind = _kind_of(folder.resolve())
-    return kind if kind in NETWORK else None
+    kind = _file_system_of(folder.resolve())
+    return kind if kind in NETWORK_FILE_SYSTEMS else None
 
 
-def _kind_of(folder: Path) -> str:
+def _file_system_of(folder: Path) -> str:
     best, kind = -1, ""
     for point, name in _mounts():
         if folder.is_relative_to(point) and len(point.parts) >= best:
@@ -63,7 +63,7 @@ def _unescape(point: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
 
 
-def claim(path: Path, *, overwrite: bool) -> None:
+def create_trace_file(path: Path, *, overwrite: bool) -> None:
     """Make `path` an empty file that is ours, or raise `TraceWriteError` with the reason.
 
     With `overwrite` an older trace there is replaced; a file that is no trace never is.
@@ -75,20 +75,20 @@ def claim(path: Path, *, overwrite: bool) -> None:
                 hint="Name a file in it, for instance run.flextrace.",
             )
         if overwrite and path.exists():
-            _remove_old(path)
+            _remove_old_trace(path)
         path.open("xb").close()
         _remove_companions(path)
     except OSError as error:
-        raise _refusal(path, error) from None
+        raise _path_error(path, error) from None
 
 
-def _remove_old(path: Path) -> None:
-    if not stat.S_ISREG(path.stat().st_mode) or not _is_ours(path):
+def _remove_old_trace(path: Path) -> None:
+    if not stat.S_ISREG(path.stat().st_mode) or not _is_trace_file(path):
         raise TraceWriteError(
             f"{path} is not a trace, so it is not overwritten.",
             hint="Choose another name, or remove the file yourself.",
         )
-    pid = recorded_by(path)
+    pid = recording_pid(path)
     if pid is not None and pid != os.getpid():
         raise TraceWriteError(
             f"{path} is being recorded by process {pid}, so it is not overwritten.",
@@ -98,7 +98,7 @@ def _remove_old(path: Path) -> None:
     path.unlink()
 
 
-def discard(path: Path) -> None:
+def delete_trace(path: Path) -> None:
     """Remove a trace that nobody writes any more, with all that SQLite may have left beside it."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
@@ -106,17 +106,17 @@ def discard(path: Path) -> None:
 
 
 def _remove_companions(path: Path) -> None:
-    for companion in COMPANIONS:
+    for companion in COMPANION_SUFFIXES:
         path.with_name(path.name + companion).unlink(missing_ok=True)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_trace_file(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(100)
     return not head or head[68:72] == APPLICATION_ID.to_bytes(4, "big")
 
 
-def _refusal(path: Path, error: OSError) -> TraceWriteError:
+def _path_error(path: Path, error: OSError) -> TraceWriteError:
     where = f"The trace cannot be written to {path}"
     match error:
         case FileExistsError():
@@ -146,15 +146,15 @@ def _refusal(path: Path, error: OSError) -> TraceWriteError:
             )
 
 
-def temporary_place(path: Path) -> Path:
+def temporary_trace_path(path: Path) -> Path:
     """Return a path of the same name in a new local temporary folder."""
     try:
         return Path(tempfile.mkdtemp(prefix="flexinspect-")) / path.name
     except OSError as error:
-        raise _refusal(Path(tempfile.gettempdir()) / path.name, error) from None
+        raise _path_error(Path(tempfile.gettempdir()) / path.name, error) from None
 
 
-def move_home(recorded: Path, path: Path) -> None:
+def move_to_target(recorded: Path, path: Path) -> None:
     """Move a finished trace from the local temporary folder to where it was asked for.
 
     Raises `TraceWriteError`, naming where the whole trace lies, when that cannot be done.

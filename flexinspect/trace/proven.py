@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexinspect.errors import UsageError
 from flexinspect.findings import Finding
-from flexinspect.trace.append import Reviewed, append
+from flexinspect.trace.append import RuleReview, append_reviews
 from flexinspect.trace.reader import TraceReader, open_trace
 
 if TYPE_CHECKING:
@@ -25,25 +25,27 @@ def add_proof(proof: Proof, path: Path, generation: int | None = None) -> int:
             which = "generation" if generation is None else f"generation {generation}"
             raise UsageError(f"{path} has no {which} to add a proof to.")
         if generation is None:
-            generation = _proved(reader, proof, numbers)
+            generation = _proved_generation(reader, proof, numbers)
     at = time.time()
-    findings = tuple(_placed(one, generation) for one in proof.findings)
+    findings = tuple(_with_generation(one, generation) for one in proof.findings)
     # A proof may be made again, after a repair: each has a name of its own.
-    append(path, [Reviewed(f"prove {proof.kind} at {at:.3f}", generation, findings, (), at, 0.0)])
+    append_reviews(
+        path, [RuleReview(f"prove {proof.kind} at {at:.3f}", generation, findings, (), at, 0.0)]
+    )
     return generation
 
 
-def _placed(finding: Finding, generation: int) -> Finding:
+def _with_generation(finding: Finding, generation: int) -> Finding:
     before, now = f"generation = {finding.generation}", f"generation = {generation}"
     query = finding.query.replace(before, now)
     return replace(finding, generation=generation, query=query)
 
 
-def _proved(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
+def _proved_generation(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
     """Return the generation that a proof is of; the first, if it does not say."""
     sample = proof.facts.get("sample")
     if sample is None:
-        return _fed_the_same(reader, str(proof.facts.get("fed", "")), numbers)
+        return _same_prompt_generation(reader, str(proof.facts.get("fed", "")), numbers)
     for about in reader.generations():
         if about.sample_id == sample:
             return about.generation
@@ -53,11 +55,14 @@ def _proved(reader: TraceReader, proof: Proof, numbers: list[int]) -> int:
     )
 
 
-def _fed_the_same(reader: TraceReader, fed: str, numbers: list[int]) -> int:
+def _same_prompt_generation(reader: TraceReader, prompt_hash: str, numbers: list[int]) -> int:
     """Return the first generation with the prompt that the proof was made on, else the first."""
     for number in numbers:
         ids = [token.token_id for token in reader.tokens(number) if token.step is None]
         listed = ",".join(map(str, ids))
-        if fed and hashlib.blake2b(listed.encode(), digest_size=8).hexdigest() == fed:
+        if (
+            prompt_hash
+            and hashlib.blake2b(listed.encode(), digest_size=8).hexdigest() == prompt_hash
+        ):
             return number
     return numbers[0]

@@ -9,29 +9,29 @@ from typing import Any, TypeVar
 from flexinspect.errors import TraceError
 from flexinspect.trace import decode
 from flexinspect.trace.columns import Table, select_sql
-from flexinspect.trace.connections import Connections
+from flexinspect.trace.connections import TraceConnections
 
 T = TypeVar("T")
 
-BRANCH = "WHERE generation = ? AND branch = ?"
-STEP = "WHERE generation = ? AND branch = ? AND step = ?"
+WHERE_BRANCH = "WHERE generation = ? AND branch = ?"
+WHERE_STEP = "WHERE generation = ? AND branch = ? AND step = ?"
 
 
-def place(generation: int | None, branch: int, step: int | None) -> tuple[str, list[int]]:
+def place_condition(generation: int | None, branch: int, step: int | None) -> tuple[str, list[int]]:
     """Return the condition for all, one branch or one step of it, and its parameters."""
     if generation is None:
         return "", []
     if step is None:
-        return BRANCH, [generation, branch]
-    return STEP, [generation, branch, step]
+        return WHERE_BRANCH, [generation, branch]
+    return WHERE_STEP, [generation, branch, step]
 
 
-class Queries:
+class TraceQueries:
     """Asks the trace at `path`; raises `TraceError` for whatever is wrong with it."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
-        self._connections = Connections(self.path)
+        self._connections = TraceConnections(self.path)
 
     def _records(
         self,
@@ -44,7 +44,7 @@ class Queries:
         stop: int | None = None,
     ) -> list[T]:
         rows = self._select(table, rest, params, skip=skip, stop=stop)
-        return [self._guard(make, row) for row in rows]
+        return [self._decode(make, row) for row in rows]
 
     def _select(
         self,
@@ -56,23 +56,23 @@ class Queries:
         stop: int | None = None,
     ) -> list[list[Any]]:
         sql = select_sql(table, rest, skip=skip, stop=stop)
-        return [self._clean(table, row, skip) for row in self._query(sql, params)]
+        return [self._decode_row(table, row, skip) for row in self._query(sql, params)]
 
     def _query(self, sql: str, params: Sequence[Any]) -> list[Any]:
         return self._connections.query(sql, params)
 
-    def _number(self, sql: str, params: Sequence[Any] = ()) -> int | None:
+    def _query_int(self, sql: str, params: Sequence[Any] = ()) -> int | None:
         """Return the one number that a query gives, None when it has no row."""
         rows = self._query(sql, params)
-        return self._guard(decode.whole, rows[0][0]) if rows else None
+        return self._decode(decode.decode_int, rows[0][0]) if rows else None
 
-    def _clean(self, table: Table, row: Sequence[Any], skip: int) -> list[Any]:
-        return self._guard(lambda values: decode.clean(table, values, skip=skip), row)
+    def _decode_row(self, table: Table, row: Sequence[Any], skip: int) -> list[Any]:
+        return self._decode(lambda values: decode.decode_row(table, values, skip=skip), row)
 
-    def _guard(self, make: Callable[[Any], T], row: Any) -> T:
+    def _decode(self, make: Callable[[Any], T], row: Any) -> T:
         try:
             return make(row)
-        except decode.Damage as damage:
+        except decode.DamagedValueError as damage:
             raise TraceError(
                 f"{self.path} is damaged: {damage}.",
                 hint="Other steps may still be whole; copy the file again if you can.",

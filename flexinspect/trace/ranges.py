@@ -13,7 +13,7 @@ from typing import Any, Literal
 from flexinspect.records import LayerStatRecord, MemoryRecord
 from flexinspect.trace import decode, schema
 from flexinspect.trace.callranges import lineage
-from flexinspect.trace.queries import BRANCH
+from flexinspect.trace.queries import WHERE_BRANCH
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 
@@ -21,11 +21,11 @@ Statistic = Literal["norm", "max", "mean", "std", "bad"]
 """A column of the layer statistics: "max" is the largest absolute value, "bad" counts NaN and Inf.
 """
 
-MOST_ROWS = 1 << 16
+MAX_STAT_ROWS = 1 << 16
 """Rows of layer statistics that one question returns at most."""
 
-_RANGE = f"{BRANCH} AND step >= ? AND step < ?"
-_VALUE: dict[Statistic, str] = {
+_STEP_RANGE_SQL = f"{WHERE_BRANCH} AND step >= ? AND step < ?"
+_STATISTIC_SQL: dict[Statistic, str] = {
     "norm": "norm",
     "max": "max(abs(min), abs(max))",  # NULL, which stands for NaN, if either is
     "mean": "mean",
@@ -46,14 +46,14 @@ class StatCell:
 
 
 @dataclass(frozen=True, slots=True)
-class BadOutput:
+class NonfiniteOutput:
     """A module's output that holds NaN or Inf, and its step."""
 
     step: int
     stat: LayerStatRecord
 
 
-def holder(reader: TraceReader, generation: int, step: int, branch: int = 0) -> int:
+def branch_of_step(reader: TraceReader, generation: int, step: int, branch: int = 0) -> int:
     """Return the branch that holds a step: `branch`, or a parent before the fork."""
     for number, first, _ in lineage(reader, generation, branch):
         if step >= first:
@@ -67,7 +67,7 @@ def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[
     if last is None:
         return None
     family = lineage(reader, generation, branch)
-    sql = f"SELECT step FROM steps {BRANCH} ORDER BY step LIMIT 1"
+    sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step LIMIT 1"
     rows = reader._query(sql, (generation, family[-1][0]))
     return (int(rows[0][0]) if rows else last), last
 
@@ -75,12 +75,12 @@ def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[
 def newest_step(reader: TraceReader, generation: int, branch: int = 0) -> int | None:
     """Return the last step recorded so far, parents included; None without any."""
     for part in lineage(reader, generation, branch):
-        if (step := _last(reader, generation, *part)) is not None:
+        if (step := _last_step(reader, generation, *part)) is not None:
             return step
     return None
 
 
-def _last(
+def _last_step(
     reader: TraceReader, generation: int, branch: int, first: int, stop: int | None
 ) -> int | None:
     last = reader.last_step(generation, branch)
@@ -94,31 +94,31 @@ def step_range(
 ) -> list[StepRow]:
     """Return the steps `start <= step < stop`, in order."""
     found: list[StepRow] = []
-    for number, low, high in _pieces(reader, generation, start, stop, branch):
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
         found += reader.steps(generation, number, low, high)
     return found
 
 
-def chosen_range(
+def chosen_tokens(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
 ) -> dict[int, int | None]:
     """Return the token that each step `start <= step < stop` chose, None where it is not known."""
-    sql = f"SELECT step, chosen_id FROM steps {_RANGE}"
+    sql = f"SELECT step, chosen_id FROM steps {_STEP_RANGE_SQL}"
     found: dict[int, int | None] = {}
-    for number, low, high in _pieces(reader, generation, start, stop, branch):
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
         for row in reader._query(sql, (generation, number, low, high)):
-            step, chosen = reader._guard(_step_and_token, row)
+            step, chosen = reader._decode(_decode_step_and_token, row)
             found[step] = chosen
     return found
 
 
-def _step_and_token(row: Sequence[Any]) -> list[Any]:
-    return decode.clean_as(("int", "int?"), row, "steps")
+def _decode_step_and_token(row: Sequence[Any]) -> list[Any]:
+    return decode.decode_values(("int", "int?"), row, "steps")
 
 
-def decode_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
+def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
     """Return how many decode steps a branch has made itself, and their milliseconds together."""
-    sql = f"SELECT count(*), total(wall_ms) FROM steps {BRANCH} AND phase = 'decode'"
+    sql = f"SELECT count(*), total(wall_ms) FROM steps {WHERE_BRANCH} AND phase = 'decode'"
     ((number, total),) = reader._query(sql, (generation, branch))
     return int(number), float(total)
 
@@ -128,11 +128,11 @@ def memory_range(
 ) -> dict[int, MemoryRecord]:
     """Return the memory at the end of each step `start <= step < stop` that has it."""
     found: dict[int, MemoryRecord] = {}
-    for number, low, high in _pieces(reader, generation, start, stop, branch):
-        rest = f"{_RANGE} ORDER BY step"
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
+        rest = f"{_STEP_RANGE_SQL} ORDER BY step"
         params = (generation, number, low, high)
         for values in reader._select(schema.MEMORY, rest, params, skip=2):
-            found[values[0]] = reader._guard(decode.memory, values[1:])
+            found[values[0]] = reader._decode(decode.decode_memory, values[1:])
     return found
 
 
@@ -150,36 +150,38 @@ def layer_stats_range(
     At most `MOST_ROWS` of them.
     """
     sql = (
-        f"SELECT step, layer, module, {_VALUE[statistic]}, n_nan + n_inf FROM layer_stats "
-        f"{_RANGE} ORDER BY step, number LIMIT ?"
+        f"SELECT step, layer, module, {_STATISTIC_SQL[statistic]}, n_nan + n_inf FROM layer_stats "
+        f"{_STEP_RANGE_SQL} ORDER BY step, number LIMIT ?"
     )
     kinds = ("int", "int", "text", "real", "int")
     found: list[StatCell] = []
-    for number, low, high in _pieces(reader, generation, start, stop, branch):
-        params = (generation, number, low, high, MOST_ROWS - len(found))
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
+        params = (generation, number, low, high, MAX_STAT_ROWS - len(found))
         for row in reader._query(sql, params):
-            values = reader._guard(lambda row: decode.clean_as(kinds, row, "layer_stats"), row)
+            values = reader._decode(
+                lambda row: decode.decode_values(kinds, row, "layer_stats"), row
+            )
             found.append(StatCell(*values))
     return found
 
 
-def first_bad_output(
+def first_nonfinite_output(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
-) -> BadOutput | None:
+) -> NonfiniteOutput | None:
     """Return the lowest layer with NaN or Inf of the earliest such step, None without any.
 
     Of one branch alone. Reads two narrow columns of the steps `start <= step < stop` and stops at
     the first that has one.
     """
-    rest = f"{_RANGE} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
+    rest = f"{_STEP_RANGE_SQL} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
     rows = reader._select(schema.LAYER_STATS, rest, (generation, branch, start, stop), skip=2)
     if not rows:
         return None
     step, _, *values = rows[0]
-    return BadOutput(step, reader._guard(decode.layer_stat, values))
+    return NonfiniteOutput(step, reader._decode(decode.decode_layer_stat, values))
 
 
-def _pieces(
+def _branch_ranges(
     reader: TraceReader, generation: int, start: int, stop: int, branch: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (branch, first step, step after the last) of a range, in order of steps."""

@@ -36,7 +36,7 @@ from flexinspect.records import (
 from flexinspect.trace import arrays, decode, frames, schema
 from flexinspect.trace.connections import in_wal_mode
 from flexinspect.trace.frames import Library
-from flexinspect.trace.queries import BRANCH, STEP, place
+from flexinspect.trace.queries import WHERE_BRANCH, WHERE_STEP, place_condition
 from flexinspect.trace.rows import (
     ArrayInfo,
     BranchRow,
@@ -45,7 +45,7 @@ from flexinspect.trace.rows import (
 )
 from flexinspect.trace.trainingqueries import TrainingQueries
 
-_MANY = 1 << 62
+_OPEN_END = 1 << 62
 
 
 def open_trace(path: str | Path) -> TraceReader:
@@ -65,7 +65,7 @@ class TraceReader(TrainingQueries):
         self._added = False
         self._live = self.state == "recording"
         if not self._live and in_wal_mode(self.path):
-            self._connections.let_go()  # its writer may be about to fold it
+            self._connections.release()  # its writer may be about to fold it
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +98,7 @@ class TraceReader(TrainingQueries):
         self._added = False
         if moved and self._live and self.state != "recording":
             self._live = False
-            self._connections.let_go()
+            self._connections.release()
         return moved
 
     @property
@@ -124,25 +124,32 @@ class TraceReader(TrainingQueries):
 
     def generations(self) -> list[GenerationRow]:
         """Return all generations, in order."""
-        return [self._guard(decode.generation, row) for row in self._generations("", ())]
+        return [
+            self._decode(decode.decode_generation, row) for row in self._generation_rows("", ())
+        ]
 
     def generation(self, generation: int) -> GenerationRow:
         """Return one generation. Raises `TraceError` when there is none of that number."""
-        rows = self._generations("WHERE g.generation = ?", (generation,))
+        rows = self._generation_rows("WHERE g.generation = ?", (generation,))
         if not rows:
             raise TraceError(f"{self.path} has no generation {generation}.")
-        return self._guard(decode.generation, rows[0])
+        return self._decode(decode.decode_generation, rows[0])
 
     def branches(self, generation: int) -> list[BranchRow]:
         """Return the branches of a generation, in order."""
         return self._records(
-            decode.branch, schema.BRANCHES, "WHERE generation = ? ORDER BY branch", (generation,)
+            decode.decode_branch,
+            schema.BRANCHES,
+            "WHERE generation = ? ORDER BY branch",
+            (generation,),
         )
 
     def segments(self, generation: int, branch: int = 0) -> list[Segment]:
         """Return the segments of a branch, in order."""
-        rest = f"{BRANCH} ORDER BY segment"
-        return self._records(decode.segment, schema.SEGMENTS, rest, (generation, branch), skip=3)
+        rest = f"{WHERE_BRANCH} ORDER BY segment"
+        return self._records(
+            decode.decode_segment, schema.SEGMENTS, rest, (generation, branch), skip=3
+        )
 
     def tokens(
         self,
@@ -154,9 +161,9 @@ class TraceReader(TrainingQueries):
         limit: int = -1,
     ) -> list[TokenRecord]:
         """Return the tokens at `start <= pos < stop` (None: to the end), at most `limit`."""
-        rest = f"{BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
-        params = (generation, branch, start, _MANY if stop is None else stop, limit)
-        return self._records(decode.token, schema.TOKENS, rest, params, skip=2)
+        rest = f"{WHERE_BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
+        params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
+        return self._records(decode.decode_token, schema.TOKENS, rest, params, skip=2)
 
     def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
         """Return the tokens that a step chose."""
@@ -171,14 +178,14 @@ class TraceReader(TrainingQueries):
         last = self.last_step(generation, branch)
         if last is None:
             return 0
-        sql = f"SELECT step FROM steps {BRANCH} ORDER BY step LIMIT 1"
-        first = self._number(sql, (generation, branch))
+        sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step LIMIT 1"
+        first = self._query_int(sql, (generation, branch))
         return 0 if first is None else last - first + 1
 
     def last_step(self, generation: int, branch: int = 0) -> int | None:
         """Return the number of the last step recorded so far, None when there is none."""
-        sql = f"SELECT step FROM steps {BRANCH} ORDER BY step DESC LIMIT 1"
-        return self._number(sql, (generation, branch))
+        sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step DESC LIMIT 1"
+        return self._query_int(sql, (generation, branch))
 
     def steps(
         self,
@@ -190,9 +197,9 @@ class TraceReader(TrainingQueries):
         limit: int = -1,
     ) -> list[StepRow]:
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
-        rest = f"{BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
-        params = (generation, branch, start, _MANY if stop is None else stop, limit)
-        return self._records(decode.step, schema.STEPS, rest, params, stop=-3)
+        rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
+        params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
+        return self._records(decode.decode_step, schema.STEPS, rest, params, stop=-3)
 
     def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
         """Return one step, None when it is not recorded."""
@@ -202,51 +209,55 @@ class TraceReader(TrainingQueries):
     def candidates(self, generation: int, step: int, branch: int = 0) -> list[Candidate]:
         """Return the top-k tokens of a step, best first."""
         key = (generation, branch, step)
-        rest = f"{STEP} ORDER BY rank"
-        return self._records(decode.candidate, schema.CANDIDATES, rest, key, skip=3)
+        rest = f"{WHERE_STEP} ORDER BY rank"
+        return self._records(decode.decode_candidate, schema.CANDIDATES, rest, key, skip=3)
 
     def logits(self, generation: int, step: int, branch: int = 0) -> LogitsRecord | None:
         """Return the distribution of a step with its candidates, None when not captured."""
         key = (generation, branch, step)
-        rows = self._select(schema.STEPS, f"{STEP} AND chosen_id IS NOT NULL", key, skip=12)
+        rows = self._select(schema.STEPS, f"{WHERE_STEP} AND chosen_id IS NOT NULL", key, skip=12)
         if not rows:
             return None
         found = tuple(self.candidates(generation, step, branch))
-        return self._guard(lambda row: decode.logits(row, found), rows[0])
+        return self._decode(lambda row: decode.decode_logits(row, found), rows[0])
 
     def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
         """Return what a step was fed and what the cache held, None when not captured."""
         key = (generation, branch, step)
-        rows = self._records(decode.inputs, schema.INPUTS, STEP, key, skip=3)
+        rows = self._records(decode.decode_inputs, schema.INPUTS, WHERE_STEP, key, skip=3)
         return rows[0] if rows else None
 
     def calls(self, generation: int, step: int, branch: int = 0) -> list[CallRecord]:
         """Return the attention calls of a step, in the order they ran."""
         key = (generation, branch, step)
-        return self._records(decode.call, schema.CALLS, f"{STEP} ORDER BY call", key, skip=4)
+        return self._records(
+            decode.decode_call, schema.CALLS, f"{WHERE_STEP} ORDER BY call", key, skip=4
+        )
 
     def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
         """Return the block masks that were built for a step, in order; own code only."""
         key = (generation, branch, step)
-        return self._records(decode.build, schema.BUILDS, f"{STEP} ORDER BY build", key, skip=4)
+        return self._records(
+            decode.decode_build, schema.BUILDS, f"{WHERE_STEP} ORDER BY build", key, skip=4
+        )
 
     def layer_stats(self, generation: int, step: int, branch: int = 0) -> list[LayerStatRecord]:
         """Return the statistics of a step's modules, in the order captured."""
         key = (generation, branch, step)
-        rest = f"{STEP} ORDER BY number"
-        return self._records(decode.layer_stat, schema.LAYER_STATS, rest, key, skip=4)
+        rest = f"{WHERE_STEP} ORDER BY number"
+        return self._records(decode.decode_layer_stat, schema.LAYER_STATS, rest, key, skip=4)
 
     def memory(self, generation: int, step: int, branch: int = 0) -> MemoryRecord | None:
         """Return the memory at the end of a step, None when not captured."""
         key = (generation, branch, step)
-        rows = self._records(decode.memory, schema.MEMORY, STEP, key, skip=3)
+        rows = self._records(decode.decode_memory, schema.MEMORY, WHERE_STEP, key, skip=3)
         return rows[0] if rows else None
 
     def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
         """Return the gradients of the token that a step generated, None when not recorded."""
-        from flexinspect.trace.gradients import gradients_of
+        from flexinspect.trace.gradients import read_gradients
 
-        return gradients_of(self, generation, step, branch)
+        return read_gradients(self, generation, step, branch)
 
     def mask_summaries(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
@@ -255,15 +266,15 @@ class TraceReader(TrainingQueries):
 
         All of the trace, or those that a branch of a generation (or one step of it) had first.
         """
-        rest, params = place(generation, branch, step)
+        rest, params = place_condition(generation, branch, step)
         rest += " ORDER BY generation, branch, step, fingerprint"
-        return self._records(decode.mask, schema.MASKS, rest, params, skip=3)
+        return self._records(decode.decode_mask, schema.MASKS, rest, params, skip=3)
 
     def fingerprints(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
     ) -> list[str]:
         """Return the fingerprints of the masks that `mask_summaries` returns, and nothing else."""
-        where, params = place(generation, branch, step)
+        where, params = place_condition(generation, branch, step)
         sql = (
             f"SELECT fingerprint FROM masks {where} ORDER BY generation, branch, step, fingerprint"
         )
@@ -272,7 +283,7 @@ class TraceReader(TrainingQueries):
     def mask_summary(self, fingerprint: str) -> MaskRecord | None:
         """Return a mask without its arrays, None for an unknown fingerprint."""
         rest = "WHERE fingerprint = ?"
-        rows = self._records(decode.mask, schema.MASKS, rest, (fingerprint,), skip=3)
+        rows = self._records(decode.decode_mask, schema.MASKS, rest, (fingerprint,), skip=3)
         return rows[0] if rows else None
 
     def mask(self, fingerprint: str) -> MaskRecord | None:
@@ -296,7 +307,7 @@ class TraceReader(TrainingQueries):
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
         """Return what arrays a step has, without their data; those of masks are not listed."""
         rows = self._query(schema.LIST_ARRAYS, (generation, branch, step))
-        return [self._guard(decode.array_info, row) for row in rows]
+        return [self._decode(decode.decode_array_info, row) for row in rows]
 
     def array(
         self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
@@ -308,7 +319,7 @@ class TraceReader(TrainingQueries):
         key = (generation, branch, step)
         rest = "AND owner IS NULL AND stream = ? AND layer IS ?"
         found = self._arrays(key, rest, (stream, layer))
-        return arrays.widen(found[0].array, found[0].dtype or "") if found else None
+        return arrays.widen_bfloat16(found[0].array, found[0].dtype or "") if found else None
 
     def array_records(self, generation: int, step: int, branch: int = 0) -> list[ArrayRecord]:
         """Return all arrays of a step as they were recorded (bfloat16 as uint16)."""
@@ -357,30 +368,32 @@ class TraceReader(TrainingQueries):
         Without `library` it is of pandas if that is installed, of polars otherwise. Raises
         `UsageError` for an unknown table, and when neither is installed.
         """
-        asked = frames.ask(table, generation=generation, branch=branch, step=step)
-        make = frames.maker(library)
-        return make(self._guard(asked.values, self._query(asked.sql, asked.params)))
+        asked = frames.frame_query(table, generation=generation, branch=branch, step=step)
+        make = frames.frame_builder(library)
+        return make(self._decode(asked.values, self._query(asked.sql, asked.params)))
 
     def _arrays(self, key: Sequence[int], rest: str, params: Sequence[Any]) -> list[ArrayRecord]:
         rows = self._query(f"{schema.READ_ARRAYS} {rest} ORDER BY number, chunk", (*key, *params))
         return [
-            self._guard(lambda part: self._array(key, part), list(part))
+            self._decode(lambda part: self._decode_array_record(key, part), list(part))
             for _, part in itertools.groupby(rows, key=lambda row: row[0])
         ]
 
-    def _array(self, key: Sequence[int], rows: Sequence[Sequence[Any]]) -> ArrayRecord:
+    def _decode_array_record(
+        self, key: Sequence[int], rows: Sequence[Sequence[Any]]
+    ) -> ArrayRecord:
         _, stream, layer = rows[0][:3]
         where = f"{stream!r} of step {key[2]} of generation {key[0]} in {self.path}"
         if [row[3] for row in rows] != list(range(len(rows))):
-            raise arrays.damaged(where, "a part of it is missing")
-        array, dtype = arrays.decode([decode.chunk(row[4:]) for row in rows], where)
+            raise arrays.damaged_array(where, "a part of it is missing")
+        array, dtype = arrays.decode_array([decode.decode_chunk(row[4:]) for row in rows], where)
         return ArrayRecord(stream, array, layer, None if dtype == array.dtype.name else dtype)
 
-    def _generations(self, where: str, params: Sequence[Any]) -> list[list[Any]]:
+    def _generation_rows(self, where: str, params: Sequence[Any]) -> list[list[Any]]:
         rows = self._query(f"{schema.READ_GENERATIONS} {where} ORDER BY g.generation", params)
         width = len(schema.GENERATIONS.columns)
         return [
-            self._clean(schema.GENERATIONS, row[:width], 0)
-            + self._clean(schema.BRANCHES, row[width:], 0)
+            self._decode_row(schema.GENERATIONS, row[:width], 0)
+            + self._decode_row(schema.BRANCHES, row[width:], 0)
             for row in rows
         ]

@@ -14,9 +14,9 @@ from typing import Any
 
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.records import (
-    LOOSE_CALLS,
-    LOOSE_MASKS,
-    LOOSE_RAISED,
+    STANDALONE_CALLS,
+    STANDALONE_MASKS,
+    STANDALONE_RAISED,
     TRAIN,
     ArrayRecord,
     EventRecord,
@@ -26,43 +26,43 @@ from flexinspect.records import (
 )
 from flexinspect.trace import arrays, decode, schema
 from flexinspect.trace.columns import Table
-from flexinspect.trace.gradients import all_gradients
-from flexinspect.trace.queries import BRANCH
+from flexinspect.trace.gradients import read_all_gradients
+from flexinspect.trace.queries import WHERE_BRANCH
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import GenerationRow, StepRow
 
-PIECE = 64
+STEPS_PER_READ = 64
 """Steps that are read at once."""
 
-_BY_STEP: tuple[tuple[Table, str, Callable[[Sequence[Any]], Any], int], ...] = (
-    (schema.CANDIDATES, "rank", decode.candidate, 3),
-    (schema.INPUTS, "step", decode.inputs, 3),
-    (schema.CALLS, "call", decode.call, 4),
-    (schema.BUILDS, "build", decode.build, 4),
-    (schema.LAYER_STATS, "number", decode.layer_stat, 4),
-    (schema.MEMORY, "step", decode.memory, 3),
+_STEP_TABLES: tuple[tuple[Table, str, Callable[[Sequence[Any]], Any], int], ...] = (
+    (schema.CANDIDATES, "rank", decode.decode_candidate, 3),
+    (schema.INPUTS, "step", decode.decode_inputs, 3),
+    (schema.CALLS, "call", decode.decode_call, 4),
+    (schema.BUILDS, "build", decode.decode_build, 4),
+    (schema.LAYER_STATS, "number", decode.decode_layer_stat, 4),
+    (schema.MEMORY, "step", decode.decode_memory, 3),
 )
 """Tables of a step: their order within it, what makes records of rows, and the width of the key."""
 
-Rows = Mapping[int, list[Any]]
+RowsByStep = Mapping[int, list[Any]]
 """By step, what a table holds of it; an empty list for a step that has nothing."""
 
-_RANGE = f"{BRANCH} AND step >= ? AND step <= ?"
+_STEP_SPAN_SQL = f"{WHERE_BRANCH} AND step >= ? AND step <= ?"
 _ARRAY_KINDS = ("int", "int", "text", "int?", "text?", "int")
-_ARRAYS = (
+_STEP_ARRAYS_SQL = (
     "SELECT step, number, stream, layer, owner, chunk, dtype, item, shape, codec, checksum, data "
-    f"FROM arrays {_RANGE} AND (owner IS NOT NULL OR %s) "
+    f"FROM arrays {_STEP_SPAN_SQL} AND (owner IS NOT NULL OR %s) "
     "ORDER BY generation, branch, step, number, chunk"
 )
 
 
-def is_loose(generation: GenerationRow) -> bool:
+def is_standalone(generation: GenerationRow) -> bool:
     """Tell whether a generation is a call of FlexAttention outside of any model."""
     name = generation.sample_id
-    return name in (LOOSE_MASKS, LOOSE_RAISED) or name.startswith(LOOSE_CALLS)
+    return name in (STANDALONE_MASKS, STANDALONE_RAISED) or name.startswith(STANDALONE_CALLS)
 
 
-def beginning(reader: TraceReader, about: GenerationRow) -> GenerationRecord:
+def generation_at_start(reader: TraceReader, about: GenerationRow) -> GenerationRecord:
     """Return a generation as it was when it began: its prompt, its segments, what was declared."""
     number = about.generation
     tokens = reader.tokens(number)
@@ -86,32 +86,32 @@ def replay(
     branches. Of the steps' own arrays only those of `streams` are there ("*": all); findings are
     left out. Raises `TraceError`.
     """
-    heard = _Heard(reader, generation)
-    for step in steps(reader, generation, 0, streams):
+    heard = _PendingEvents(reader, generation)
+    for step in replay_steps(reader, generation, 0, streams):
         yield from heard.before(step)
         yield step
-    yield from all_gradients(reader, generation)
-    yield from heard.rest()
+    yield from read_all_gradients(reader, generation)
+    yield from heard.remaining()
 
 
-def steps(
+def replay_steps(
     reader: TraceReader, generation: int, branch: int, streams: Collection[str] = ()
 ) -> Iterator[StepRecord]:
     """Yield the steps of one branch, in order, without findings; see `replay`."""
     first = 0
     while True:
-        rest = f"{BRANCH} AND step >= ? ORDER BY step LIMIT ?"
-        rows = reader._select(schema.STEPS, rest, (generation, branch, first, PIECE))
+        rest = f"{WHERE_BRANCH} AND step >= ? ORDER BY step LIMIT ?"
+        rows = reader._select(schema.STEPS, rest, (generation, branch, first, STEPS_PER_READ))
         if not rows:
             return
-        about = [reader._guard(decode.step, row[:-3]) for row in rows]
+        about = [reader._decode(decode.decode_step, row[:-3]) for row in rows]
         first = about[-1].step + 1
-        of = _tables(reader, about, streams)
+        of = _read_step_tables(reader, about, streams)
         for step, row in zip(about, rows, strict=True):
-            yield _record(reader, step, row, of)
+            yield _build_step(reader, step, row, of)
 
 
-class _Heard:
+class _PendingEvents:
     """Events that belong to a generation and to no step that was recorded."""
 
     def __init__(self, reader: TraceReader, generation: int) -> None:
@@ -124,14 +124,14 @@ class _Heard:
         while self._events and not self._events[0].at > over:
             yield self._events.popleft()
 
-    def rest(self) -> Iterator[EventRecord]:
+    def remaining(self) -> Iterator[EventRecord]:
         """Yield those that are left."""
         while self._events:
             yield self._events.popleft()
 
 
-def _record(
-    reader: TraceReader, about: StepRow, row: Sequence[Any], of: Mapping[str, Rows]
+def _build_step(
+    reader: TraceReader, about: StepRow, row: Sequence[Any], of: Mapping[str, RowsByStep]
 ) -> StepRecord:
     """Return a step from all its columns and from what its tables hold."""
     step = about.step
@@ -139,7 +139,7 @@ def _record(
     logits = None
     if about.chosen_id is not None:
         candidates = tuple(of["candidates"][step])
-        logits = reader._guard(lambda values: decode.logits(values, candidates), row[12:])
+        logits = reader._decode(lambda values: decode.decode_logits(values, candidates), row[12:])
     return StepRecord(
         *(about.generation, step, about.phase, about.q_len, about.kv_before, about.kv_after),
         *(about.started_at, about.wall_ms, about.capture_ms, about.branch),
@@ -157,22 +157,24 @@ def _record(
     )
 
 
-def _tables(
+def _read_step_tables(
     reader: TraceReader, about: Sequence[StepRow], streams: Collection[str]
-) -> dict[str, Rows]:
+) -> dict[str, RowsByStep]:
     """Return what the tables hold of some steps of a branch that follow each other."""
     place = (about[0].generation, about[0].branch, about[0].step, about[-1].step)
-    of: dict[str, Rows] = {}
-    for table, order, make, skip in _BY_STEP:
+    of: dict[str, RowsByStep] = {}
+    for table, order, make, skip in _STEP_TABLES:
         found: dict[int, list[Any]] = defaultdict(list)
-        for values in reader._select(table, f"{_RANGE} ORDER BY step, {order}", place, skip=2):
-            found[values[0]].append(reader._guard(make, values[skip - 2 :]))
+        for values in reader._select(
+            table, f"{_STEP_SPAN_SQL} ORDER BY step, {order}", place, skip=2
+        ):
+            found[values[0]].append(reader._decode(make, values[skip - 2 :]))
         of[table.name] = found
-    of["tokens"] = _tokens(reader, about)
-    of["training"] = _training(reader, about)
-    of["events"] = _events(reader, place)
-    wide = _wide(reader, place, streams)
-    of["masks"] = _masks(reader, place, wide)
+    of["tokens"] = _read_tokens(reader, about)
+    of["training"] = _read_training(reader, about)
+    of["events"] = _read_events(reader, place)
+    wide = _read_arrays(reader, place, streams)
+    of["masks"] = _read_masks(reader, place, wide)
     of["arrays"] = {
         step: [array for owner, array in wide[step] if owner is None]
         for step in (row.step for row in about)
@@ -180,7 +182,7 @@ def _tables(
     return of
 
 
-def _training(reader: TraceReader, about: Sequence[StepRow]) -> Rows:
+def _read_training(reader: TraceReader, about: Sequence[StepRow]) -> RowsByStep:
     found: dict[int, list[Any]] = defaultdict(list)
     for row in about:
         if row.phase == TRAIN:
@@ -188,7 +190,7 @@ def _training(reader: TraceReader, about: Sequence[StepRow]) -> Rows:
     return found
 
 
-def _tokens(reader: TraceReader, about: Sequence[StepRow]) -> Rows:
+def _read_tokens(reader: TraceReader, about: Sequence[StepRow]) -> RowsByStep:
     found: dict[int, list[Any]] = defaultdict(list)
     bounds = [(row.first_pos, row.last_pos) for row in about if row.first_pos is not None]
     if bounds:
@@ -200,49 +202,55 @@ def _tokens(reader: TraceReader, about: Sequence[StepRow]) -> Rows:
     return found
 
 
-def _events(reader: TraceReader, place: Sequence[int]) -> Rows:
+def _read_events(reader: TraceReader, place: Sequence[int]) -> RowsByStep:
     """Return the events that came with steps; those heard beside them name no branch."""
     found: dict[int, list[Any]] = defaultdict(list)
-    for row in reader._records(decode.event, schema.EVENTS, f"{_RANGE} ORDER BY event", place):
+    for row in reader._records(
+        decode.decode_event, schema.EVENTS, f"{_STEP_SPAN_SQL} ORDER BY event", place
+    ):
         if row.event.step is not None:
             found[row.event.step].append(row.event)
     return found
 
 
-def _wide(
+def _read_arrays(
     reader: TraceReader, place: Sequence[int], streams: Collection[str]
 ) -> Mapping[int, list[tuple[str | None, ArrayRecord]]]:
     """Return the arrays of steps with the fingerprints of the masks that own them."""
     found: dict[int, list[tuple[str | None, ArrayRecord]]] = defaultdict(list)
     wanted = [] if "*" in streams else sorted(streams)
-    sql = _ARRAYS % ("true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})")
+    sql = _STEP_ARRAYS_SQL % (
+        "true" if "*" in streams else f"stream IN ({', '.join('?' * len(wanted))})"
+    )
     rows = reader._query(sql, (*place, *wanted))
     for (step, _), part in itertools.groupby(rows, key=lambda row: (row[0], row[1])):
-        found[step].append(reader._guard(lambda chunks: _array(reader, place, chunks), list(part)))
+        found[step].append(
+            reader._decode(lambda chunks: _decode_owned_array(reader, place, chunks), list(part))
+        )
     return found
 
 
-def _array(
+def _decode_owned_array(
     reader: TraceReader, place: Sequence[int], rows: Sequence[Sequence[Any]]
 ) -> tuple[str | None, ArrayRecord]:
-    step, _, stream, layer, owner, _ = decode.clean_as(_ARRAY_KINDS, rows[0][:6], "arrays")
+    step, _, stream, layer, owner, _ = decode.decode_values(_ARRAY_KINDS, rows[0][:6], "arrays")
     where = f"{stream!r} of step {step} of generation {place[0]} in {reader.path}"
     if [row[5] for row in rows] != list(range(len(rows))):
-        raise arrays.damaged(where, "a part of it is missing")
-    array, dtype = arrays.decode([decode.chunk(row[6:]) for row in rows], where)
+        raise arrays.damaged_array(where, "a part of it is missing")
+    array, dtype = arrays.decode_array([decode.decode_chunk(row[6:]) for row in rows], where)
     true = None if dtype == array.dtype.name else dtype
     return owner, ArrayRecord(stream, array, layer, true)
 
 
-def _masks(
+def _read_masks(
     reader: TraceReader,
     place: Sequence[int],
     wide: Mapping[int, list[tuple[str | None, ArrayRecord]]],
-) -> Rows:
+) -> RowsByStep:
     found: dict[int, list[Any]] = defaultdict(list)
-    rest = f"{_RANGE} ORDER BY step, fingerprint"
+    rest = f"{_STEP_SPAN_SQL} ORDER BY step, fingerprint"
     for step, *values in reader._select(schema.MASKS, rest, place, skip=2):
-        mask: MaskRecord = reader._guard(decode.mask, values)
+        mask: MaskRecord = reader._decode(decode.decode_mask, values)
         have = {
             record.stream.removeprefix("mask."): record.array
             for owner, record in wide[step]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexinspect.trace.columns import table
+from flexinspect.trace.columns import define_table
 
-RUN = table(
+RUN = define_table(
     "run",
     "key",
     "The manifest: what would be needed to run it again. `state` is one of recording, finished, "
@@ -15,7 +15,7 @@ RUN = table(
     """,
 )
 
-GENERATIONS = table(
+GENERATIONS = define_table(
     "generations",
     "generation",
     "One prompt to its end.",
@@ -31,7 +31,7 @@ GENERATIONS = table(
     """,
 )
 
-BRANCHES = table(
+BRANCHES = define_table(
     "branches",
     "generation branch",
     "One line of decoding in a generation; 0 is the first, a fork has a parent.",
@@ -49,7 +49,7 @@ BRANCHES = table(
     """,
 )
 
-SEGMENTS = table(
+SEGMENTS = define_table(
     "segments",
     "generation branch segment",
     "Spans of the sequence.",
@@ -65,7 +65,7 @@ SEGMENTS = table(
     """,
 )
 
-TOKENS = table(
+TOKENS = define_table(
     "tokens",
     "generation branch pos",
     "Positions of the sequence, prompt and generated.",

@@ -8,11 +8,11 @@ from flexinspect.findings import Finding
 from flexinspect.trace import decode, schema
 from flexinspect.trace.connections import ReviewKey
 from flexinspect.trace.encode import Statement
-from flexinspect.trace.queries import Queries, place
+from flexinspect.trace.queries import TraceQueries, place_condition
 from flexinspect.trace.rows import EventRow, FindingRow, OutputRow
 
 
-class SaidQueries(Queries):
+class FindingQueries(TraceQueries):
     """The questions about findings, reviews, events and output."""
 
     def findings(
@@ -32,27 +32,29 @@ class SaidQueries(Queries):
         limit: int = -1,
     ) -> list[FindingRow]:
         """Return findings with their numbers, from above `after_id` on, at most `limit`."""
-        where, params = place(generation, branch, step)
+        where, params = place_condition(generation, branch, step)
         rest = f"{where or 'WHERE true'} AND finding > ? ORDER BY finding LIMIT ?"
-        return self._records(decode.finding, schema.FINDINGS, rest, [*params, after_id, limit])
+        return self._records(
+            decode.decode_finding, schema.FINDINGS, rest, [*params, after_id, limit]
+        )
 
     def reviews(self) -> list[tuple[str, int]]:
         """Return which rules have looked at which generations after these were recorded."""
         rows = self._select(schema.REVIEWS, "ORDER BY rule, generation")
         return [(str(row[0]), int(row[1])) for row in rows]
 
-    def add(self, reviews: Mapping[ReviewKey, Sequence[Statement]]) -> None:
+    def add_reviews(self, reviews: Mapping[ReviewKey, Sequence[Statement]]) -> None:
         """Let this reader say more findings, events and reviews than its file holds.
 
         `reviews` are by rule and generation what would write them; the file stays as it is, and
         what it holds by then of the same rule and generation counts.
         """
-        self._connections.overlay(reviews)
+        self._connections.add_overlay(reviews)
         self._added = True
 
-    def take_back(self) -> None:
+    def remove_added_reviews(self) -> None:
         """Say again what the file holds, and nothing of what was added."""
-        self._connections.lift()
+        self._connections.remove_overlay()
 
     def events(
         self,
@@ -71,9 +73,9 @@ class SaidQueries(Queries):
         tests = " AND ".join(f"{name} {'>' if name == 'event' else '='} ?" for name, _ in used)
         params = [*(value for _, value in used), limit]
         rest = f"WHERE {tests} ORDER BY event LIMIT ?"
-        return self._records(decode.event, schema.EVENTS, rest, params)
+        return self._records(decode.decode_event, schema.EVENTS, rest, params)
 
     def output(self, after_id: int = 0, *, limit: int = -1) -> list[OutputRow]:
         """Return what the program printed, pieces with numbers above `after_id`, in order."""
         rest = "WHERE number > ? ORDER BY number LIMIT ?"
-        return self._records(decode.output, schema.OUTPUT, rest, (after_id, limit))
+        return self._records(decode.decode_output, schema.OUTPUT, rest, (after_id, limit))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexinspect.trace.columns import table
+from flexinspect.trace.columns import define_table
 
-FINDINGS = table(
+FINDINGS = define_table(
     "findings",
     "finding",
     "What the rules say.",
@@ -32,7 +32,7 @@ FINDINGS = table(
     clustered=False,
 )
 
-REVIEWS = table(
+REVIEWS = define_table(
     "reviews",
     "rule generation",
     "Which rules looked at a generation after it was recorded; their findings are in findings.",
@@ -44,7 +44,7 @@ REVIEWS = table(
     """,
 )
 
-EVENTS = table(
+EVENTS = define_table(
     "events",
     "event",
     "What happened around the steps: phases, warnings, hooks switched off.",
@@ -61,7 +61,7 @@ EVENTS = table(
     clustered=False,
 )
 
-OUTPUT = table(
+OUTPUT = define_table(
     "output",
     "number",
     "What the program printed, in the order it came; of very much, the beginning and the end.",

@@ -11,43 +11,43 @@ from contextlib import closing
 from pathlib import Path
 
 from flexinspect.trace import schema
-from flexinspect.trace.schemapages import UnknownSchemaError, lost_pages
+from flexinspect.trace.schemapages import UnknownSchemaError, missing_schema_pages
 
-MOST_COPIED = 2 << 30
+MAX_COPIED_BYTES = 2 << 30
 """Bytes of a damaged file above which no copy is made of it."""
 
-LONGEST_S = 2.0
+MAX_COUNTING_S = 2.0
 """Seconds that are spent on counting what a file still holds."""
 
-_PREFIX = "flexinspect-left-"
+_COPY_PREFIX = "flexinspect-left-"
 
-_PIECE = 8 << 20
+_COPY_CHUNK = 8 << 20
 """Bytes that are copied at once."""
 
-_SCHEMA_WITHIN = 1 << 20
+_SCHEMA_BYTES = 1 << 20
 """Bytes at the beginning of a trace that hold its schema."""
 
-_OFTEN = 10_000
+_PROGRESS_INTERVAL = 10_000
 """Instructions of SQLite between two looks at the clock."""
 
 
-def can_be_mended(path: Path) -> bool:
+def is_repairable(path: Path) -> bool:
     """Tell whether a file is a trace that was cut short and can be copied and read. Quick.
 
     One whose schema is lost is readable if this build writes the same.
     """
     try:
-        return _missing_bytes(path) > 0 and _lost_schema(path) is not None
+        return _missing_bytes(path) > 0 and _missing_schema(path) is not None
     except OSError:
         return False
 
 
-def is_copy(path: Path) -> bool:
+def is_repaired_copy(path: Path) -> bool:
     """Tell whether a trace is a copy that `mended` made."""
-    return path.parent.name.startswith(_PREFIX)
+    return path.parent.name.startswith(_COPY_PREFIX)
 
 
-def mended(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
+def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
     """Return a temporary copy of a trace that was cut short, filled up with empty pages.
 
     SQLite refuses a file that is shorter than its header says; filled up, it reads all pages that
@@ -55,23 +55,23 @@ def mended(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
     nothing, are made again. None for a file that is not cut short or whose schema is another
     build's, where there is no room for a copy, and when `stop`, asked again and again, says so.
     """
-    if not can_be_mended(path):
+    if not is_repairable(path):
         return None
     folder: Path | None = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        folder = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX))
         copy = folder / path.name
         with path.open("rb") as source, copy.open("wb") as target:
             head = source.read(100)
             source.seek(0)
-            while (piece := source.read(_PIECE)) and not stop():
+            while (piece := source.read(_COPY_CHUNK)) and not stop():
                 target.write(piece)
             page = _page_bytes(head)
             target.truncate(target.tell() // page * page)
-            for number, data in (_lost_schema(path) or {}).items():
+            for number, data in (_missing_schema(path) or {}).items():
                 target.seek((number - 1) * page)
                 target.write(data)
-            target.truncate(_promised(head))
+            target.truncate(_declared_bytes(head))
     except OSError:
         copy = None
     if folder is not None and (copy is None or stop()):
@@ -84,15 +84,15 @@ def _missing_bytes(path: Path) -> int:
     """Return the bytes that a trace is shorter than its header says, 0 for any other file."""
     try:
         with path.open("rb") as file:
-            wanted = _promised(file.read(100))
+            wanted = _declared_bytes(file.read(100))
         size = path.stat().st_size
     except OSError:
         return 0
-    fits = 0 < size <= MOST_COPIED and wanted <= 4 * MOST_COPIED
+    fits = 0 < size <= MAX_COPIED_BYTES and wanted <= 4 * MAX_COPIED_BYTES
     return max(wanted - size, 0) if fits else 0
 
 
-def _promised(head: bytes) -> int:
+def _declared_bytes(head: bytes) -> int:
     """Return the bytes that a SQLite header promises, 0 for anything else."""
     if len(head) < 100 or int.from_bytes(head[68:72], "big") != schema.APPLICATION_ID:
         return 0
@@ -104,26 +104,26 @@ def _page_bytes(head: bytes) -> int:
     return 65536 if page == 1 else max(page, 512)
 
 
-def _lost_schema(path: Path) -> dict[int, bytes] | None:
-    """Return what `lost_pages` does; None where that is not known. Raises `OSError`."""
+def _missing_schema(path: Path) -> dict[int, bytes] | None:
+    """Return what `missing_schema_pages` does; None where that is not known. Raises `OSError`."""
     with path.open("rb") as file:
-        kept = file.read(_SCHEMA_WITHIN)
+        kept = file.read(_SCHEMA_BYTES)
     page = _page_bytes(kept)
     try:
-        return lost_pages(kept[: len(kept) // page * page], page)
+        return missing_schema_pages(kept[: len(kept) // page * page], page)
     except UnknownSchemaError:
         return None
 
 
-def forget(copy: Path) -> None:
+def delete_repaired_copy(copy: Path) -> None:
     """Remove a copy that `mended` made."""
     shutil.rmtree(copy.parent, ignore_errors=True)
 
 
-def what_is_left(path: Path) -> list[str]:
+def describe_readable(path: Path) -> list[str]:
     """Return sentences about what a damaged or foreign file still holds; never raises.
 
-    Takes `LONGEST_S` at most, however many rows there are and whatever the file makes of them.
+    Takes `MAX_COUNTING_S` at most, however many rows there are and whatever the file makes of them.
     """
     try:
         size = path.stat().st_size
@@ -131,7 +131,7 @@ def what_is_left(path: Path) -> list[str]:
         return []
     if path.is_dir():
         return []
-    counts, late = _counts(path)
+    counts, late = _count_tables(path)
     lines = [f"The file has {size} bytes."]
     if counts:
         told = ", ".join(f"{number} {name}" for name, number in counts.items())
@@ -139,22 +139,22 @@ def what_is_left(path: Path) -> list[str]:
     elif size and not late:
         lines.append("Nothing in it can be read as a trace.")
     if late:
-        lines.append(f"Counting ended after {LONGEST_S:g} seconds, so there may be more.")
+        lines.append(f"Counting ended after {MAX_COUNTING_S:g} seconds, so there may be more.")
     return lines
 
 
-def _counts(path: Path) -> tuple[dict[str, str], bool]:
+def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
     """Return how many rows of each table can be read, in words, and whether time ran out."""
-    clock = _Clock()
+    clock = _TimeLimit()
     found: dict[str, str] = {}
     try:
-        with closing(_opened(path)) as db:
-            db.set_progress_handler(clock.late, _OFTEN)
+        with closing(_open_damaged(path)) as db:
+            db.set_progress_handler(clock.is_exceeded, _PROGRESS_INTERVAL)
             db.execute("PRAGMA trusted_schema=OFF")
             # Read so, a file that is cut short is not refused; nothing is written either way.
             db.execute("PRAGMA writable_schema=ON")
             for table in schema.TABLES:
-                number = _count(db, table.name)
+                number = _count_rows(db, table.name)
                 if number:
                     found[table.name] = f"at least {number}" if clock.ran_out else f"{number}"
                 if clock.ran_out:
@@ -164,9 +164,9 @@ def _counts(path: Path) -> tuple[dict[str, str], bool]:
     return found, clock.ran_out
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open_damaged(path: Path) -> sqlite3.Connection:
     """Open a file; one whose schema is cut off is read into memory, with that made again."""
-    lost = _lost_schema(path) if _missing_bytes(path) else None
+    lost = _missing_schema(path) if _missing_bytes(path) else None
     if not lost:
         return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
     kept = path.read_bytes()
@@ -181,14 +181,14 @@ def _opened(path: Path) -> sqlite3.Connection:
     return db
 
 
-class _Clock:
+class _TimeLimit:
     """Ends a query when the time for all of them is over."""
 
     def __init__(self) -> None:
-        self._end = time.monotonic() + LONGEST_S
+        self._end = time.monotonic() + MAX_COUNTING_S
         self.ran_out = False
 
-    def late(self) -> bool:
+    def is_exceeded(self) -> bool:
         """Tell, and remember, whether it is over."""
         self.ran_out = self.ran_out or time.monotonic() > self._end
         return self.ran_out
@@ -198,7 +198,7 @@ _IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND rootpage > 0 A
 """A view, or a table that code makes up, may go on for ever."""
 
 
-def _count(db: sqlite3.Connection, table: str) -> int:
+def _count_rows(db: sqlite3.Connection, table: str) -> int:
     """Count the rows that can be read, up to the first page that cannot."""
     number = 0
     try:

@@ -129,14 +129,12 @@ READ_GENERATIONS = (
     f"{', '.join(f'b.{name}' for name in BRANCHES.names)} "
     "FROM generations g JOIN branches b ON b.generation = g.generation AND b.branch = 0"
 )
-_ARRAY = "FROM arrays WHERE generation = ? AND branch = ? AND step = ?"
+_ARRAYS_OF_STEP_SQL = "FROM arrays WHERE generation = ? AND branch = ? AND step = ?"
 LIST_ARRAYS = (
     "SELECT number, stream, layer, dtype, shape, codec, sum(length(data)) "
-    f"{_ARRAY} AND owner IS NULL GROUP BY number ORDER BY number"
+    f"{_ARRAYS_OF_STEP_SQL} AND owner IS NULL GROUP BY number ORDER BY number"
 )
-READ_ARRAYS = (
-    f"SELECT number, stream, layer, chunk, dtype, item, shape, codec, checksum, data {_ARRAY}"
-)
+READ_ARRAYS = f"SELECT number, stream, layer, chunk, dtype, item, shape, codec, checksum, data {_ARRAYS_OF_STEP_SQL}"
 DROP_SEGMENTS = "DELETE FROM segments WHERE generation = ? AND branch = ?"
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from flexinspect.records import TokenRecord
 from flexinspect.trace import decode, schema
 from flexinspect.trace.callranges import lineage
-from flexinspect.trace.queries import BRANCH, Queries
+from flexinspect.trace.queries import WHERE_BRANCH, TraceQueries
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import EventRow
 
-_MANY = 1 << 62
+_OPEN_END = 1 << 62
 
 
-def token_parts(
+def token_ranges(
     trace: TraceReader, generation: int, branch: int = 0
 ) -> list[tuple[int, int, int | None]]:
     """Return (branch, first position, position after the last) of what a sequence is made of.
@@ -31,7 +31,7 @@ def token_parts(
     return [*parts, (branch, start, None)]
 
 
-def tokens_of(
+def read_tokens(
     trace: TraceReader,
     generation: int,
     branch: int = 0,
@@ -42,7 +42,7 @@ def tokens_of(
 ) -> list[TokenRecord]:
     """Return the tokens at `start <= pos < stop` (None: to the end), parents' before the fork."""
     found: list[TokenRecord] = []
-    for number, first, end in token_parts(trace, generation, branch):
+    for number, first, end in token_ranges(trace, generation, branch):
         low = max(start, first)
         high = end if stop is None else stop if end is None else min(stop, end)
         left = limit - len(found) if limit >= 0 else -1
@@ -53,23 +53,23 @@ def tokens_of(
 
 def last_pos(trace: TraceReader, generation: int, branch: int = 0) -> int | None:
     """Return the highest position recorded so far, None when there is none."""
-    sql = f"SELECT pos FROM tokens {BRANCH} AND pos < ? ORDER BY pos DESC LIMIT 1"
-    for number, _, stop in reversed(token_parts(trace, generation, branch)):
-        params = (generation, number, _MANY if stop is None else stop)
-        found = trace._number(sql, params)
+    sql = f"SELECT pos FROM tokens {WHERE_BRANCH} AND pos < ? ORDER BY pos DESC LIMIT 1"
+    for number, _, stop in reversed(token_ranges(trace, generation, branch)):
+        params = (generation, number, _OPEN_END if stop is None else stop)
+        found = trace._query_int(sql, params)
         if found is not None:
             return found
     return None
 
 
-def n_generations(trace: Queries) -> int:
+def n_generations(trace: TraceQueries) -> int:
     """Return the number of generations recorded so far."""
     sql = "SELECT generation FROM generations ORDER BY generation DESC LIMIT 1"
-    last = trace._number(sql)
+    last = trace._query_int(sql)
     return 0 if last is None else last + 1
 
 
-def n_steps_and_findings(trace: Queries) -> tuple[int, int]:
+def n_steps_and_findings(trace: TraceQueries) -> tuple[int, int]:
     """Return how many steps and how many findings are recorded so far."""
     ((steps, findings),) = trace._query(
         "SELECT (SELECT count(*) FROM steps), (SELECT count(*) FROM findings)", ()
@@ -93,26 +93,26 @@ def find_text(
     """
     chosen = " AND step IS NOT NULL" if only_generated else ""
     sql = (
-        f"SELECT pos, step FROM tokens {BRANCH} AND pos >= ? AND pos < ? "
+        f"SELECT pos, step FROM tokens {WHERE_BRANCH} AND pos >= ? AND pos < ? "
         f"AND (instr(lower(text), lower(?)) OR token = ?){chosen} ORDER BY pos LIMIT 1"
     )
-    parts = token_parts(trace, generation, branch)
-    for low, high in ((after + 1, _MANY), (0, after + 1)):
+    parts = token_ranges(trace, generation, branch)
+    for low, high in ((after + 1, _OPEN_END), (0, after + 1)):
         for number, first, end in parts:
             span = (max(low, first), high if end is None else min(high, end))
             rows = trace._query(sql, (generation, number, *span, text, text))
             if rows:
                 pos, step = rows[0]
-                return trace._guard(decode.whole, pos), step if type(step) is int else None
+                return trace._decode(decode.decode_int, pos), step if type(step) is int else None
     return None
 
 
-def newest_events(trace: Queries, kind: str, after_id: int, limit: int) -> list[EventRow]:
+def newest_events(trace: TraceQueries, kind: str, after_id: int, limit: int) -> list[EventRow]:
     """Return the newest events of a kind whose number is above `after_id`, in order."""
     rest = "WHERE kind = ? AND event > ? ORDER BY event DESC LIMIT ?"
-    return trace._records(decode.event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
+    return trace._records(decode.decode_event, schema.EVENTS, rest, (kind, after_id, limit))[::-1]
 
 
-def last_output(trace: Queries) -> int | None:
+def last_output(trace: TraceQueries) -> int | None:
     """Return the number of the newest piece of output, None when the program printed nothing."""
-    return trace._number("SELECT number FROM output ORDER BY number DESC LIMIT 1")
+    return trace._query_int("SELECT number FROM output ORDER BY number DESC LIMIT 1")

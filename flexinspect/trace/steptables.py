@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexinspect.trace.columns import table
+from flexinspect.trace.columns import define_table
 
-STEPS = table(
+STEPS = define_table(
     "steps",
     "generation branch step",
     "One forward: 0 is the prefill. The columns from `entropy` on describe the distribution of the "
@@ -35,7 +35,7 @@ STEPS = table(
     """,
 )
 
-CANDIDATES = table(
+CANDIDATES = define_table(
     "candidates",
     "generation branch step rank",
     "The top-k tokens of a step.",
@@ -53,7 +53,7 @@ CANDIDATES = table(
     """,
 )
 
-INPUTS = table(
+INPUTS = define_table(
     "inputs",
     "generation branch step",
     "What a step was fed beside its tokens, and what the cache held around it: a number per layer, "
@@ -69,7 +69,7 @@ INPUTS = table(
     """,
 )
 
-CALLS = table(
+CALLS = define_table(
     "calls",
     "generation branch step call",
     "Attention calls, in the order they ran.",
@@ -100,7 +100,7 @@ CALLS = table(
     """,
 )
 
-BUILDS = table(
+BUILDS = define_table(
     "builds",
     "generation branch step build",
     "Block masks that were built for a step, in the order they were; own code only.",
@@ -120,7 +120,7 @@ BUILDS = table(
     """,
 )
 
-LAYER_STATS = table(
+LAYER_STATS = define_table(
     "layer_stats",
     "generation branch step number",
     "Statistics of module outputs over the rows of a step, in the order captured.",
@@ -142,7 +142,7 @@ LAYER_STATS = table(
     """,
 )
 
-MEMORY = table(
+MEMORY = define_table(
     "memory",
     "generation branch step",
     "Memory at the end of a step.",
@@ -159,7 +159,7 @@ MEMORY = table(
     """,
 )
 
-GRADS = table(
+GRADS = define_table(
     "grads",
     "generation branch step name",
     "Gradients per parameter: of the token that a step generated (see `gradients`), or of a "
@@ -178,7 +178,7 @@ GRADS = table(
     """,
 )
 
-GRADIENTS = table(
+GRADIENTS = define_table(
     "gradients",
     "generation branch step",
     "What the gradients of a generated token are of, and whether their forward is what ran.",
@@ -200,7 +200,7 @@ GRADIENTS = table(
     """,
 )
 
-MASKS = table(
+MASKS = define_table(
     "masks",
     "generation branch step fingerprint",
     "Masks as received, once per fingerprint, under the step that had it first. Cells and block "
@@ -225,7 +225,7 @@ MASKS = table(
     """,
 )
 
-ARRAYS = table(
+ARRAYS = define_table(
     "arrays",
     "generation branch step number chunk",
     "Wide facts, cut in chunks of at most 1 MiB.",

@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexinspect.trace import decode, schema, trainingcode
-from flexinspect.trace.queries import BRANCH, STEP
-from flexinspect.trace.said import SaidQueries
-from flexinspect.trainingfacts import GradientFacts, TrainingStepRecord
+from flexinspect.trace.queries import WHERE_BRANCH, WHERE_STEP
+from flexinspect.trace.said import FindingQueries
+from flexinspect.trainingfacts import ParameterGradient, TrainingStepRecord
 
-_MANY = 1 << 62
+_OPEN_END = 1 << 62
 
-_RATE = ", max(json_extract(learning_rates, '$[{}]'))"
-_CURVE = (
+_RATE_SQL = ", max(json_extract(learning_rates, '$[{}]'))"
+_CURVE_SQL = (
     "SELECT (step - ?) * ? / ? AS bucket, min(step), max(loss), max(total_norm), "
     "max(loss IS NULL AND loss_source <> ''), max(n_sick > 0){} "
-    f"FROM training_steps {BRANCH} GROUP BY bucket ORDER BY bucket"
+    f"FROM training_steps {WHERE_BRANCH} GROUP BY bucket ORDER BY bucket"
 )
-_SICK = (
+_NONFINITE_STEPS_SQL = (
     "SELECT step FROM (SELECT step, row_number() OVER "
     "(PARTITION BY (step - ?) * ? / ? ORDER BY step) AS nth "
-    f"FROM training_steps {BRANCH} AND n_sick > 0) WHERE nth <= ?"
+    f"FROM training_steps {WHERE_BRANCH} AND n_sick > 0) WHERE nth <= ?"
 )
-_GROUPS = (
+_GROUP_NORMS_SQL = (
     "SELECT (step - ?) * ? / ? AS bucket, key, max(value), max(type = 'object') "
-    f"FROM training_steps, json_each(group_norms) {BRANCH} "
-    f"AND (step % ? = 0 OR n_exploding > 0 OR step IN ({_SICK})) GROUP BY bucket, key"
+    f"FROM training_steps, json_each(group_norms) {WHERE_BRANCH} "
+    f"AND (step % ? = 0 OR n_exploding > 0 OR step IN ({_NONFINITE_STEPS_SQL})) GROUP BY bucket, key"
 )
-_NEWEST_GROUPS = (
+_NEWEST_GROUPS_SQL = (
     "SELECT key, value FROM json_each((SELECT json_extract(data, '$.groups') FROM events "
     "WHERE generation = ? AND kind = 'parameters' ORDER BY event DESC LIMIT 1)) ORDER BY key"
 )
-MOST_RATES = 8
+MAX_RATES = 8
 """Groups of an optimizer whose learning rates are read for a curve."""
-MOST_READ = 4096
+MAX_STEPS_READ = 4096
 """Steps whose norms by group are read for a picture; of more, evenly spread ones, those with
 large norms, and as many of those with NaN or Inf (a run may end in nothing else)."""
 
@@ -52,41 +52,41 @@ class CurvePoint:
     step: int
     loss: float | None
     norm: float | None
-    has_sick_loss: bool
-    has_sick_gradient: bool
+    has_nonfinite_loss: bool
+    has_nonfinite_gradient: bool
     rates: tuple[float | None, ...] = ()
 
 
-class TrainingQueries(SaidQueries):
+class TrainingQueries(FindingQueries):
     """The part of the reader that is about training steps."""
 
     def training_steps(
         self, generation: int, branch: int = 0, start: int = 0, stop: int | None = None
     ) -> dict[int, TrainingStepRecord]:
         """Return the training steps `start <= step < stop` by number, without their gradients."""
-        rest = f"{BRANCH} AND step >= ? AND step < ? ORDER BY step"
-        params = (generation, branch, start, _MANY if stop is None else stop)
+        rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step"
+        params = (generation, branch, start, _OPEN_END if stop is None else stop)
         rows = self._select(schema.TRAINING_STEPS, rest, params, skip=2)
-        return {row[0]: self._guard(_step, row[1:]) for row in rows}
+        return {row[0]: self._decode(_training_step, row[1:]) for row in rows}
 
     def training_step(
         self, generation: int, step: int, branch: int = 0
     ) -> TrainingStepRecord | None:
         """Return one training step with its gradients, None when it is not recorded."""
         key = (generation, branch, step)
-        rows = self._select(schema.TRAINING_STEPS, STEP, key, skip=3)
+        rows = self._select(schema.TRAINING_STEPS, WHERE_STEP, key, skip=3)
         if not rows:
             return None
         gradients = self.training_gradients(*(generation, step, branch))
-        return self._guard(lambda row: _step(row, gradients), rows[0])
+        return self._decode(lambda row: _training_step(row, gradients), rows[0])
 
     def training_gradients(
         self, generation: int, step: int, branch: int = 0
-    ) -> list[GradientFacts]:
+    ) -> list[ParameterGradient]:
         """Return the gradients of parameters that were recorded for a training step."""
         key = (generation, branch, step)
-        sql = f"SELECT name, norm, max, n_nan, n_inf FROM grads {STEP} ORDER BY name"
-        return [self._guard(_gradient, row) for row in self._query(sql, key)]
+        sql = f"SELECT name, norm, max, n_nan, n_inf FROM grads {WHERE_STEP} ORDER BY name"
+        return [self._decode(_parameter_gradient, row) for row in self._query(sql, key)]
 
     def training_curve(
         self,
@@ -103,19 +103,19 @@ class TrainingQueries(SaidQueries):
         They have the learning rates of the optimizer's first `n_rates` groups.
         """
         params = (first, n_points, n_steps, generation, branch)
-        rates = "".join(_RATE.format(group) for group in range(min(n_rates, MOST_RATES)))
-        return {row[0]: _point(row) for row in self._query(_CURVE.format(rates), params)}
+        rates = "".join(_RATE_SQL.format(group) for group in range(min(n_rates, MAX_RATES)))
+        return {row[0]: _curve_point(row) for row in self._query(_CURVE_SQL.format(rates), params)}
 
     def group_curve(
         self, generation: int, first: int, n_steps: int, n_points: int, branch: int = 0
     ) -> dict[tuple[int, int], float]:
         """Return the highest norm by point and group, NaN where one was not finite."""
-        stride = max(n_steps // MOST_READ, 1)
+        stride = max(n_steps // MAX_STEPS_READ, 1)
         key = (first, n_points, n_steps, generation, branch)
-        params = (*key, stride, *key, max(MOST_READ // n_points, 1))
+        params = (*key, stride, *key, max(MAX_STEPS_READ // n_points, 1))
         return {
             (row[0], row[1]): math.nan if row[3] else float(row[2])
-            for row in self._query(_GROUPS, params)
+            for row in self._query(_GROUP_NORMS_SQL, params)
         }
 
     def added_groups(self, generation: int) -> tuple[str, ...]:
@@ -123,31 +123,33 @@ class TrainingQueries(SaidQueries):
 
         They begin with those that it declared at its start.
         """
-        return tuple(str(name) for _, name in self._query(_NEWEST_GROUPS, (generation,)))
+        return tuple(str(name) for _, name in self._query(_NEWEST_GROUPS_SQL, (generation,)))
 
 
-def _point(row: Sequence[Any]) -> CurvePoint:
+def _curve_point(row: Sequence[Any]) -> CurvePoint:
     _, step, loss, norm, sick_loss, sick_gradient, *rates = row
     # Of a rate NaN means that nobody knows it.
-    known = tuple(None if isinstance(rate, str) else _number(rate) for rate in rates)
+    known = tuple(None if isinstance(rate, str) else _curve_value(rate) for rate in rates)
     sick = (bool(sick_loss), bool(sick_gradient))
-    return CurvePoint(step, _number(loss), _number(norm), *sick, known)
+    return CurvePoint(step, _curve_value(loss), _curve_value(norm), *sick, known)
 
 
-def _number(value: Any) -> float | None:
+def _curve_value(value: Any) -> float | None:
     """Return a number of the trace: NULL is none, and text stands for NaN."""
     if isinstance(value, str):
         return math.nan
     return None if value is None else float(value)
 
 
-def _gradient(row: Sequence[Any]) -> GradientFacts:
+def _parameter_gradient(row: Sequence[Any]) -> ParameterGradient:
     kinds = ("text", "real", "real", "int", "int")
-    return trainingcode.gradient(decode.clean_as(kinds, row, "grads"))
+    return trainingcode.decode_parameter_gradient(decode.decode_values(kinds, row, "grads"))
 
 
-def _step(row: Sequence[Any], gradients: Sequence[GradientFacts] = ()) -> TrainingStepRecord:
+def _training_step(
+    row: Sequence[Any], gradients: Sequence[ParameterGradient] = ()
+) -> TrainingStepRecord:
     try:
-        return trainingcode.training_step(row, gradients)
+        return trainingcode.decode_training_step(row, gradients)
     except ValueError as error:
-        raise decode.Damage(str(error)) from None
+        raise decode.DamagedValueError(str(error)) from None

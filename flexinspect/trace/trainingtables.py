@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flexinspect.trace.columns import table
+from flexinspect.trace.columns import define_table
 
-TRAINING_STEPS = table(
+TRAINING_STEPS = define_table(
     "training_steps",
     "generation branch step",
     "What a step of phase train learned from, did and took. Counts are of parameters, norms of the "

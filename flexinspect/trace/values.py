@@ -19,10 +19,10 @@ def to_json(value: Any) -> str:
     numpy arrays become lists, numpy scalars numbers, anything else its `str`.
     """
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_simple)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_json_default)
     except (ValueError, TypeError, RecursionError):
         text = json.dumps(simplify(value, _tagged_float), ensure_ascii=False, allow_nan=False)
-    return text if text.isascii() or _encodes(text) else _ascii(text)
+    return text if text.isascii() or _is_utf8(text) else _to_ascii(text)
 
 
 def from_json(text: str) -> Any:
@@ -91,7 +91,7 @@ def _bindable(value: Any) -> Any:
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 
-def _simple(value: Any) -> Any:
+def _json_default(value: Any) -> Any:
     if _is_numpy(value):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -107,7 +107,7 @@ def _untag(value: dict[str, Any]) -> Any:
     return float(value[_FLOAT]) if value.keys() == {_FLOAT} else value
 
 
-def _encodes(text: str) -> bool:
+def _is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -115,5 +115,5 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def _ascii(text: str) -> str:
+def _to_ascii(text: str) -> str:
     return json.dumps(json.loads(text))

@@ -30,19 +30,19 @@ from flexinspect.records import (
 )
 from flexinspect.trace import encode, places
 from flexinspect.trace.encode import Statement
-from flexinspect.trace.fresh import failure, fresh
+from flexinspect.trace.fresh import create_trace, recording_error
 from flexinspect.trace.values import bindable
 
-WAL_TIDY = 1_024
+WAL_TIDY_PAGES = 1_024
 """Pages (4 MiB) of WAL worth folding into the file between two generations."""
 
-LET_GO_S = 1.5
+READER_WAIT_S = 1.5
 """How long closing waits for live readers to let go of the WAL."""
 
 _UNBINDABLE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, UnicodeEncodeError)
 
 # Numpy scalars are bound as blobs, which a STRICT column refuses as a constraint.
-_NOT_A_TYPE_MATTER = ("SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_UNIQUE")
+_KEY_CONFLICTS = ("SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_UNIQUE")
 
 
 class TraceWriter:
@@ -62,8 +62,8 @@ class TraceWriter:
         self._db = db
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._known: set[str] = set()
-        self._plain = False
+        self._known_masks: set[str] = set()
+        self._converts_values = False
         self._closed = False
 
     @classmethod
@@ -75,14 +75,14 @@ class TraceWriter:
         Raises `TraceWriteError` when the path cannot be used or, without `overwrite`, exists.
         """
         target = Path(path).absolute()
-        places.claim(target, overwrite=overwrite)
+        places.create_trace_file(target, overwrite=overwrite)
         network = places.network_file_system(target.parent)
         here = target
         if network is not None:
             target.unlink(missing_ok=True)
-            here = places.temporary_place(target)
-            places.claim(here, overwrite=False)
-        writer = cls(target, here, fresh(here, {**run, "state": "recording"}))
+            here = places.temporary_trace_path(target)
+            places.create_trace_file(here, overwrite=False)
+        writer = cls(target, here, create_trace(here, {**run, "state": "recording"}))
         if network is not None:
             writer.note = (
                 f"{target.parent} is on a network file system ({network}): recording to {here}, "
@@ -93,46 +93,46 @@ class TraceWriter:
     def update_run(self, **facts: Any) -> None:
         """Set facts of the manifest. Raises `TraceWriteError`."""
         with self._lock:
-            self._commit(encode.run(facts), "the manifest")
+            self._commit(encode.encode_run_facts(facts), "the manifest")
 
     def write_event(self, event: EventRecord) -> None:
         """Record something that happened outside of a step. Raises `TraceWriteError`."""
         statements: list[Statement] = []
-        encode.events(statements, (event,))
+        encode.encode_events(statements, (event,))
         with self._lock:
             self._commit(statements, f"an event ({event.kind})")
 
     def write_output(self, records: Iterable[OutputRecord]) -> None:
         """Record what the program printed, in order. Raises `TraceWriteError`."""
         statements: list[Statement] = []
-        encode.output(statements, records)
+        encode.encode_output(statements, records)
         with self._lock:
             self._commit(statements, "the program's output")
 
     def write_findings(self, findings: Iterable[Finding]) -> None:
         """Record findings that were made outside of a step. Raises `TraceWriteError`."""
         statements: list[Statement] = []
-        encode.findings(statements, findings)
+        encode.encode_findings(statements, findings)
         with self._lock:
             self._commit(statements, "findings")
 
     def write_gradients(self, record: GradientRecord) -> None:
         """Record the gradients of one token, whole or not at all. Raises `TraceWriteError`."""
         with self._lock:
-            self._commit(encode.gradients(record), f"the gradients of step {record.step}")
+            self._commit(encode.encode_gradients(record), f"the gradients of step {record.step}")
 
     def write_repeats(self, place: tuple[int, int, int], records: Iterable[Repeat]) -> None:
         """Count findings again at (generation, branch, step). Raises `TraceWriteError`."""
         statements: list[Statement] = []
-        encode.repeats(statements, records, place)
+        encode.encode_repeats(statements, records, place)
         with self._lock:
             self._commit(statements, "findings that were met again")
 
     def begin_generation(self, record: GenerationRecord) -> None:
         """Record the prompt of a new generation. Raises `TraceWriteError`."""
         with self._lock:
-            self._tidy()
-            self._commit(encode.generation_begin(record), f"generation {record.generation}")
+            self._checkpoint_wal()
+            self._commit(encode.encode_generation_start(record), f"generation {record.generation}")
 
     def begin_branch(
         self,
@@ -149,8 +149,8 @@ class TraceWriter:
         what made it differ, as `BranchRecord` has it. Raises `TraceWriteError`.
         """
         place = (generation, branch, parent, fork_step)
-        statements = encode.branch_begin(*place, time.time(), change)
-        encode.segments(statements, (generation, branch), segments)
+        statements = encode.encode_branch_start(*place, time.time(), change)
+        encode.encode_segments(statements, (generation, branch), segments)
         with self._lock:
             self._commit(statements, f"branch {branch} of generation {generation}")
 
@@ -162,11 +162,11 @@ class TraceWriter:
         after which recording may go on.
         """
         with self._lock:
-            if self._refuses():
+            if self._is_stopped():
                 return
             what = f"step {record.step} of generation {record.generation}"
-            if self._commit(encode.step(record, self._known), what):
-                self._known.update(mask.fingerprint for mask in record.masks)
+            if self._commit(encode.encode_step(record, self._known_masks), what):
+                self._known_masks.update(mask.fingerprint for mask in record.masks)
 
     def write_steps(self, records: Sequence[StepRecord]) -> None:
         """Record steps that waited together, in one transaction: afterwards all of them are there.
@@ -180,24 +180,24 @@ class TraceWriter:
             self.write_step(records[0])
             return
         with self._lock:
-            if self._refuses():
+            if self._is_stopped():
                 return
             try:
-                self._write_together(records)
+                self._write_batch(records)
                 return
             except TraceWriteError:
                 if self.failed:
                     raise
         self._write_one_by_one(records)
 
-    def _write_together(self, records: Sequence[StepRecord]) -> None:
-        known = set(self._known)
+    def _write_batch(self, records: Sequence[StepRecord]) -> None:
+        known = set(self._known_masks)
         statements: list[Statement] = []
         for record in records:
-            statements += encode.step(record, known)
+            statements += encode.encode_step(record, known)
             known.update(mask.fingerprint for mask in record.masks)
         self._commit(statements, f"steps {records[0].step} to {records[-1].step}")
-        self._known = known
+        self._known_masks = known
 
     def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
         refused: list[TraceWriteError] = []
@@ -223,7 +223,7 @@ class TraceWriter:
         """
         with self._lock:
             self._commit(
-                encode.generation_end(record), f"the end of generation {record.generation}"
+                encode.encode_generation_end(record), f"the end of generation {record.generation}"
             )
 
     def close(self, state: str = "finished") -> None:
@@ -236,15 +236,15 @@ class TraceWriter:
             if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
-            self._end(state)
-            folded = self._fold()
+            self._write_end(state)
+            folded = self._fold_wal()
             self._db.close()
-            self._bring_home(folded)
+            self._move_to_target(folded)
 
     def discard(self) -> None:
         """Remove the trace after it was closed, a WAL that a reader kept from being folded too."""
         for place in {self.path, self.recording_path}:
-            places.discard(place)
+            places.delete_trace(place)
 
     def __enter__(self) -> Self:
         return self
@@ -258,13 +258,13 @@ class TraceWriter:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close("interrupted" if interrupted else "failed" if kind else "finished")
 
-    def _refuses(self) -> bool:
+    def _is_stopped(self) -> bool:
         # A forked child shares the connection but not its locks: it must never write.
         return self.failed or self._closed or os.getpid() != self._pid
 
     def _commit(self, statements: Sequence[Statement], what: str) -> bool:
         """Run the statements in one transaction; False when the writer refuses by now."""
-        if self._refuses():
+        if self._is_stopped():
             return False
         try:
             self._bind_and_run(statements)
@@ -274,20 +274,20 @@ class TraceWriter:
             ) from error
         except sqlite3.Error as error:
             self.failed = True
-            ended = failure(self.recording_path, what, error)
+            ended = recording_error(self.recording_path, what, error)
             self._reason = ended.message
             raise ended from error
         return True
 
     def _bind_and_run(self, statements: Sequence[Statement]) -> None:
-        if not self._plain:
+        if not self._converts_values:
             try:
                 self._transaction(statements)
                 return
             except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
-                if getattr(error, "sqlite_errorname", "") in _NOT_A_TYPE_MATTER:
+                if getattr(error, "sqlite_errorname", "") in _KEY_CONFLICTS:
                     raise
-                self._plain = True  # whoever sends such values once will send them again
+                self._converts_values = True  # whoever sends such values once will send them again
         self._transaction([(sql, bindable(params)) for sql, params in statements])
 
     def _transaction(self, statements: Sequence[Statement]) -> None:
@@ -303,26 +303,26 @@ class TraceWriter:
                     execute("ROLLBACK")
             raise
 
-    def _tidy(self) -> None:
+    def _checkpoint_wal(self) -> None:
         """Fold a long WAL into the file while nobody waits for a step."""
         wal = self.recording_path.with_name(self.recording_path.name + "-wal")
         with suppress(sqlite3.Error, OSError):
-            if not self._refuses() and wal.stat().st_size > WAL_TIDY * 4096:
+            if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
                 self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
-    def _end(self, state: str) -> None:
+    def _write_end(self, state: str) -> None:
         """Write the final state if that is still possible."""
         facts: dict[str, Any] = {"ended_at": time.time()}
         if self.failed:
             state, facts["reason"] = "failed", self._reason
         with suppress(sqlite3.Error):
-            self._transaction(encode.close(state, facts))
+            self._transaction(encode.encode_trace_end(state, facts))
 
-    def _fold(self) -> bool:
+    def _fold_wal(self) -> bool:
         """Make one file of the trace; False when a reader or the disk does not let us."""
         with suppress(sqlite3.Error):
             self._db.execute("PRAGMA busy_timeout = 200")
-        until = time.monotonic() + LET_GO_S
+        until = time.monotonic() + READER_WAIT_S
         while True:
             with suppress(sqlite3.Error):
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -332,9 +332,9 @@ class TraceWriter:
                 return False
             time.sleep(0.02)
 
-    def _bring_home(self, folded: bool) -> None:
+    def _move_to_target(self, folded: bool) -> None:
         if self.recording_path != self.path and folded:
-            places.move_home(self.recording_path, self.path)
+            places.move_to_target(self.recording_path, self.path)
             self.note = f"The trace was recorded on a local disk and moved to {self.path}."
         elif not folded:
             self.note = (

@@ -8,12 +8,12 @@ from rich.cells import cell_len
 from textual.strip import Strip
 
 from flexinspect.widgets.lines import Span, line
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 SEPARATOR = " · "
 
 
-def header(parts: Sequence[tuple[str, str, int]], width: int, look: Look) -> Strip:
+def header(parts: Sequence[tuple[str, str, int]], width: int, theme: Theme) -> Strip:
     """Return (text, style name, importance) parts as one line.
 
     While they do not fit, the least important one (the highest number) is left out.
@@ -24,9 +24,9 @@ def header(parts: Sequence[tuple[str, str, int]], width: int, look: Look) -> Str
     spans: list[Span] = []
     for text, style, _ in kept:
         if spans:
-            spans.append((SEPARATOR, look.style("muted")))
-        spans.append((text, look.style(style)))
-    return line(spans, width, look.style("text"))
+            spans.append((SEPARATOR, theme.style("muted")))
+        spans.append((text, theme.style(style)))
+    return line(spans, width, theme.style("text"))
 
 
 def _length(parts: Sequence[tuple[str, str, int]]) -> int:

@@ -12,9 +12,9 @@ from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.colormap import Levels, Palette
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
-_RUNS_PAY = 2.0
+_MIN_MEAN_RUN = 2.0
 """The mean length of a run of equal cells from which runs are quicker than single cells."""
 
 _RESET = "\x1b[0m"
@@ -39,25 +39,25 @@ class CellStrip(Strip):
         return "".join(self._codes) + _RESET
 
 
-def heat(levels: Levels, palette: Palette, look: Look) -> list[Strip]:
+def heat(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
     """Return levels of shape (rows, columns) as ceil(rows / 2) strips of `columns` cells.
 
     One cell is one column and two rows; an odd last row fills its cell. Without colours the cell
     shows the level of the two that is farther from the palette's centre.
     """
-    safe = _within(levels, palette)
+    safe = _clamp_levels(levels, palette)
     if len(safe) % 2:
         safe = np.vstack([safe, safe[-1:]])
     upper, lower = safe[0::2], safe[1::2]
-    if look.plain:
-        return _characters(_stronger(upper, lower, palette), palette, look)
-    return _coloured(upper, lower, palette, look)
+    if theme.no_color:
+        return _character_strips(_farther_levels(upper, lower, palette), palette, theme)
+    return _color_strips(upper, lower, palette, theme)
 
 
 def boxes(
     levels: Levels,
     palette: Palette,
-    look: Look,
+    theme: Theme,
     *,
     cell_width: int,
     marked: tuple[int, int] | None = None,
@@ -67,52 +67,52 @@ def boxes(
     `marked` is the row and column of the cursor: brackets around its box, a "+" in a narrow one.
     One that lies outside is not drawn.
     """
-    wide = np.repeat(_within(levels, palette), max(cell_width, 0), axis=1)
-    if look.plain:
-        strips = _characters(wide, palette, look)
+    wide = np.repeat(_clamp_levels(levels, palette), max(cell_width, 0), axis=1)
+    if theme.no_color:
+        strips = _character_strips(wide, palette, theme)
     else:
-        strips = _coloured(wide, wide, palette, look)
+        strips = _color_strips(wide, wide, palette, theme)
     rows, columns = levels.shape
     if marked and 0 <= marked[0] < rows and 0 <= marked[1] < columns and cell_width > 0:
         row, column = marked
-        box = _cursor(int(wide[row, column * cell_width]), cell_width, palette, look)
-        strips[row] = _replaced(strips[row], column * cell_width, box)
+        box = _cursor_segment(int(wide[row, column * cell_width]), cell_width, palette, theme)
+        strips[row] = _replace_cells(strips[row], column * cell_width, box)
     return strips
 
 
-def _within(levels: Levels, palette: Palette) -> Levels:
+def _clamp_levels(levels: Levels, palette: Palette) -> Levels:
     return np.minimum(levels, np.uint8(palette.size - 1))
 
 
-def _stronger(upper: Levels, lower: Levels, palette: Palette) -> Levels:
+def _farther_levels(upper: Levels, lower: Levels, palette: Palette) -> Levels:
     far = np.abs(upper.astype(np.int16) - palette.centre)
     return np.where(far >= np.abs(lower.astype(np.int16) - palette.centre), upper, lower)
 
 
-def _characters(levels: Levels, palette: Palette, look: Look) -> list[Strip]:
-    style, ramp = look.style("text"), palette.ramp
+def _character_strips(levels: Levels, palette: Palette, theme: Theme) -> list[Strip]:
+    style, ramp = theme.style("text"), palette.ramp
     texts = ["".join([ramp[level] for level in row]) for row in levels.tolist()]
     return [Strip([Segment(text, style)] if text else [], len(text)) for text in texts]
 
 
-def _coloured(upper: Levels, lower: Levels, palette: Palette, look: Look) -> list[Strip]:
+def _color_strips(upper: Levels, lower: Levels, palette: Palette, theme: Theme) -> list[Strip]:
     keys = upper.astype(np.uint32) * palette.size + lower
     if not keys.size:
         return [Strip([], 0) for _ in keys]
     starts = np.ones(keys.shape, bool)
     starts[:, 1:] = keys[:, 1:] != keys[:, :-1]
-    if look.depth == "truecolor" and keys.size < _RUNS_PAY * np.count_nonzero(starts):
-        return [_single(row, palette) for row in keys.tolist()]
-    return _runs(keys, starts, palette, look)
+    if theme.depth == "truecolor" and keys.size < _MIN_MEAN_RUN * np.count_nonzero(starts):
+        return [_cell_strip(row, palette) for row in keys.tolist()]
+    return _run_strips(keys, starts, palette, theme)
 
 
-def _single(keys: list[int], palette: Palette) -> Strip:
+def _cell_strip(keys: list[int], palette: Palette) -> Strip:
     pairs, ansi = palette.pairs, palette.ansi
     return CellStrip([pairs[key] for key in keys], len(keys), [ansi[key] for key in keys])
 
 
-def _runs(
-    keys: npt.NDArray[np.uint32], starts: npt.NDArray[np.bool_], palette: Palette, look: Look
+def _run_strips(
+    keys: npt.NDArray[np.uint32], starts: npt.NDArray[np.bool_], palette: Palette, theme: Theme
 ) -> list[Strip]:
     rows, width = keys.shape
     at = np.flatnonzero(starts)
@@ -124,22 +124,22 @@ def _runs(
     for end in ends:
         segments = [segment for segment, _ in found[begin:end]]
         codes = [code for _, code in found[begin:end]]
-        plain = look.depth != "truecolor"
+        plain = theme.depth != "truecolor"
         strips.append(Strip(segments, width) if plain else CellStrip(segments, width, codes))
         begin = end
     return strips
 
 
-def _cursor(level: int, width: int, palette: Palette, look: Look) -> Segment:
-    if look.plain:
-        inside, style = palette.ramp[level], look.style("cursor")
+def _cursor_segment(level: int, width: int, palette: Palette, theme: Theme) -> Segment:
+    if theme.no_color:
+        inside, style = palette.ramp[level], theme.style("cursor")
     else:
         back = palette.pairs[level * palette.size + level].style or Style.null()
-        inside, style = " ", back + Style(color=palette.ink(level), bold=True)
+        inside, style = " ", back + Style(color=palette.text_color(level), bold=True)
     return Segment("+" if width == 1 else f"[{inside * (width - 2)}]", style)
 
 
-def _replaced(strip: Strip, at: int, piece: Segment) -> Strip:
+def _replace_cells(strip: Strip, at: int, piece: Segment) -> Strip:
     end = at + len(piece.text)
     middle = Strip([piece], len(piece.text))
     return Strip.join([strip.crop(0, at), middle, strip.crop(end, strip.cell_length)])

@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 
 Span = tuple[str, Style]
 """A piece of a line. Its text must be printable: pass what came from a model through `visible`."""
@@ -27,7 +27,7 @@ def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
     for text, style in spans:
         length = cell_len(text)
         if length > left and text.strip():
-            return Strip(_shortened(segments, text, style, left), max(width, 0))
+            return Strip(_shorten_segments(segments, text, style, left), max(width, 0))
         if length > left:
             text, length = set_cell_size(text, left), left
         if text:  # one without cells is an accent of what stands before it
@@ -38,42 +38,42 @@ def line(spans: Iterable[Span], width: int, fill: Style | None = None) -> Strip:
     return Strip(segments, max(width, 0))
 
 
-def _shortened(segments: list[Segment], text: str, style: Style, left: int) -> list[Segment]:
+def _shorten_segments(segments: list[Segment], text: str, style: Style, left: int) -> list[Segment]:
     """Return segments that end in "…" in the place of `text`, which is longer than `left`."""
     while segments and not segments[-1].cell_length:
         segments.pop()  # an accent cannot be shortened, and its letter goes
     if left or not segments:
-        return [*segments, Segment(clipped(text, left), style)] if left else segments
+        return [*segments, Segment(clip_text(text, left), style)] if left else segments
     *before, last = segments
     cut = set_cell_size(last.text, last.cell_length - 1) + "…"
     return [*before, Segment(cut, last.style)]
 
 
-def clipped(text: str, width: int) -> str:
+def clip_text(text: str, width: int) -> str:
     """Return `text` in exactly `width` cells: padded, or cut with "…" at the end."""
     if cell_len(text) <= width:
         return set_cell_size(text, width)
     return set_cell_size(text, max(width - 1, 0)) + "…"[:width]
 
 
-def right(text: str, width: int) -> str:
+def align_right(text: str, width: int) -> str:
     """Return `text` at the right of `width` cells, cut where it is longer."""
-    short = clipped(text, width) if cell_len(text) > width else text
+    short = clip_text(text, width) if cell_len(text) > width else text
     return " " * (width - cell_len(short)) + short
 
 
-def paragraph(text: str, width: int, style: Style) -> list[Strip]:
+def wrap_paragraph(text: str, width: int, style: Style) -> list[Strip]:
     """Return a text of several lines or sentences, wrapped at words."""
     room = max(width, 8)  # narrower columns of text cannot be read: cut there
     rows: list[str] = []
     for part in text.split("\n"):
-        for row in textwrap.wrap(visible(part), room) or [""]:
+        for row in textwrap.wrap(escape_unprintable(part), room) or [""]:
             # textwrap counts characters, and a wide one takes two cells
             rows += chop_cells(row, room) if cell_len(row) > room else [row]
     return [line([(row, style)], width, style) for row in rows]
 
 
-def beside(left: Sequence[Strip], right_part: Sequence[Strip], blank: Style) -> list[Strip]:
+def join_blocks(left: Sequence[Strip], right_part: Sequence[Strip], blank: Style) -> list[Strip]:
     """Return two blocks side by side; the shorter one is filled up with blanks."""
     height = max(len(left), len(right_part))
     blocks = []

@@ -10,9 +10,9 @@ from typing import Literal
 from rich.color import Color
 from rich.style import Style
 
-Depth = Literal["truecolor", "256", "none"]
+ColorDepth = Literal["truecolor", "256", "none"]
 
-DARK: Mapping[str, str] = {
+DARK_COLORS: Mapping[str, str] = {
     "foreground": "#e0e0e0",
     "background": "#121212",
     "surface": "#1e1e1e",
@@ -25,7 +25,7 @@ DARK: Mapping[str, str] = {
 }
 """Colours used where no theme is running: pictures that are exported, and tests."""
 
-BANDS: tuple[str, ...] = (
+SEGMENT_COLORS: tuple[str, ...] = (
     "#0072b2",
     "#b8860b",
     "#00806a",
@@ -40,17 +40,17 @@ BANDS: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Look:
+class Theme:
     """Styles for one terminal: `depth` says how many colours there are, "none" for NO_COLOR.
 
     Without colours, meaning is carried by bold, dim, underline and reverse, and by characters.
     """
 
-    depth: Depth = "truecolor"
-    colors: Mapping[str, str] = field(default_factory=lambda: dict(DARK))
+    depth: ColorDepth = "truecolor"
+    colors: Mapping[str, str] = field(default_factory=lambda: dict(DARK_COLORS))
 
     @property
-    def plain(self) -> bool:
+    def no_color(self) -> bool:
         """Whether no colour may be used."""
         return self.depth == "none"
 
@@ -58,9 +58,9 @@ class Look:
         """Return a style by its name; an unknown name is a `KeyError`, found by the tests."""
         return self._styles[name]
 
-    def band(self, number: int) -> Style:
+    def segment_style(self, number: int) -> Style:
         """Return the background of segment `number`; neighbours differ."""
-        return self._bands[number % len(self._bands)]
+        return self._segment_styles[number % len(self._segment_styles)]
 
     def color(self, name: str) -> Color:
         """Return a colour of the theme by name: see `DARK`."""
@@ -69,31 +69,31 @@ class Look:
     @cached_property
     def _styles(self) -> dict[str, Style]:
         on = Style(
-            color=None if self.plain else self.color("foreground"),
-            bgcolor=None if self.plain else self.color("background"),
+            color=None if self.no_color else self.color("foreground"),
+            bgcolor=None if self.no_color else self.color("background"),
         )
         tint = {name: self._tint(name) for name in self.colors}
         return {
             "text": on,
             "strong": on + Style(bold=True),
-            "muted": on + (Style(dim=True) if self.plain else tint["muted"]),
+            "muted": on + (Style(dim=True) if self.no_color else tint["muted"]),
             "title": on + tint["primary"] + Style(bold=True),
             "accent": on + tint["accent"],
             "good": on + tint["success"],
-            "warn": on + tint["warning"] + Style(bold=self.plain),
+            "warn": on + tint["warning"] + Style(bold=self.no_color),
             "bad": on + tint["error"] + Style(bold=True),
             "chosen": on + tint["accent"] + Style(bold=True),
             "cursor": on + Style(reverse=True, bold=True),
             "special": on + tint["accent"] + Style(italic=True),
-            "invisible": on + (Style(dim=True) if self.plain else tint["muted"]),
+            "invisible": on + (Style(dim=True) if self.no_color else tint["muted"]),
         }
 
     @cached_property
-    def _bands(self) -> tuple[Style, ...]:
-        if self.plain:
+    def _segment_styles(self) -> tuple[Style, ...]:
+        if self.no_color:
             return (Style(), Style(underline=True))
         white = Color.parse("#ffffff")
-        return tuple(Style(color=white, bgcolor=Color.parse(band)) for band in BANDS)
+        return tuple(Style(color=white, bgcolor=Color.parse(band)) for band in SEGMENT_COLORS)
 
     def _tint(self, name: str) -> Style:
-        return Style() if self.plain else Style(color=self.color(name))
+        return Style() if self.no_color else Style(color=self.color(name))

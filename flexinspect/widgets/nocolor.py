@@ -10,7 +10,7 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 
-class WithoutColors(LineFilter):
+class NoColorFilter(LineFilter):
     """Takes all colours off what is drawn; Textual's own filter makes greys of them."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:

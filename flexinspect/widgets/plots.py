@@ -8,11 +8,11 @@ from itertools import groupby, pairwise
 
 from textual.strip import Strip
 
-from flexinspect.widgets.lines import line, right
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.lines import align_right, line
+from flexinspect.widgets.look import Theme
 
-_ACROSS = " ▏▎▍▌▋▊▉█"
-_UP = " ▁▂▃▄▅▆▇█"
+_HORIZONTAL_BLOCKS = " ▏▎▍▌▋▊▉█"
+_VERTICAL_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def bar(fraction: float, width: int) -> str:
@@ -28,7 +28,7 @@ def bar(fraction: float, width: int) -> str:
     if fraction > 0:
         eighths = max(eighths, 1)
     full, rest = divmod(eighths, 8)
-    return ("█" * full + (_ACROSS[rest] if rest else "")).ljust(width)
+    return ("█" * full + (_HORIZONTAL_BLOCKS[rest] if rest else "")).ljust(width)
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
@@ -37,9 +37,11 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     More values than characters: the highest of each bucket. None is a blank, and what is not a
     finite number is a "!", which no other value of its bucket hides.
     """
-    columns = _columns(values, width)
-    scaled = _scaled(columns, 8)
-    text = "".join(_one(value, height) for value, height in zip(columns, scaled, strict=True))
+    columns = _bucket_columns(values, width)
+    scaled = _scale_to_eighths(columns, 8)
+    text = "".join(
+        _sparkline_char(value, height) for value, height in zip(columns, scaled, strict=True)
+    )
     return text.ljust(max(width, 0))
 
 
@@ -47,7 +49,7 @@ def timeline(
     values: Sequence[float | None],
     width: int,
     height: int,
-    look: Look,
+    theme: Theme,
     *,
     marked: int | None = None,
     style: str = "accent",
@@ -59,24 +61,29 @@ def timeline(
     and what is not a finite number is a "!" at the foot. `marked` is the index of a value, whose
     column is drawn reversed.
     """
-    columns = _columns(values, width)
-    heights = _scaled(columns, 8 * height)
+    columns = _bucket_columns(values, width)
+    heights = _scale_to_eighths(columns, 8 * height)
     cursor = _column_of(marked, len(values), len(columns))
-    return [_row(columns, heights, row, width, (style, cursor), look) for row in _rows(height)]
+    return [
+        _timeline_row(columns, heights, row, width, (style, cursor), theme)
+        for row in _rows_top_down(height)
+    ]
 
 
-def number(value: float | None, width: int = 0) -> str:
+def format_number(value: float | None, width: int = 0) -> str:
     """Return a number as a person writes it, with two or three digits: "0.0032", "12.4".
 
     "-" is None. `width` puts it at the right of so many cells, with fewer digits where they do
     not fit; where none do it is "…", never a number cut to another one.
     """
     if width <= 0:
-        return _forms(value)[0]
-    return right(next((form for form in _forms(value) if len(form) <= width), "…"), width)
+        return _number_forms(value)[0]
+    return align_right(
+        next((form for form in _number_forms(value) if len(form) <= width), "…"), width
+    )
 
 
-def _forms(value: float | None) -> list[str]:
+def _number_forms(value: float | None) -> list[str]:
     """Return the ways to write a number, the best first, then shorter ones."""
     if value is None:
         return ["-"]
@@ -85,10 +92,10 @@ def _forms(value: float | None) -> list[str]:
         return ["0" if size == 0 else str(float(value))]
     mantissa, exponent = f"{value:.0e}".split("e")
     whole = [f"{value:.0f}"] if 1 <= size < 1e5 else []
-    return [_digits(value), *whole, f"{mantissa}e{int(exponent)}"]
+    return [_format_digits(value), *whole, f"{mantissa}e{int(exponent)}"]
 
 
-def _digits(value: float) -> str:
+def _format_digits(value: float) -> str:
     size = abs(value)
     if size < 1e-3 or size >= 1e5:
         return f"{value:.1e}"
@@ -97,26 +104,26 @@ def _digits(value: float) -> str:
     return f"{value:.3g}" if size >= 0.01 else f"{value:.2g}"
 
 
-def _rows(height: int) -> range:
+def _rows_top_down(height: int) -> range:
     return range(height - 1, -1, -1)
 
 
-def _columns(values: Sequence[float | None], width: int) -> list[float | None]:
+def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | None]:
     """Return at most `width` values; NaN for a bucket with anything that is not finite."""
     count = len(values)
     buckets = min(count, max(width, 0))
     edges = [bucket * count // buckets for bucket in range(buckets)] + [count]
-    return [_highest(values[start:stop]) for start, stop in pairwise(edges)]
+    return [_bucket_max(values[start:stop]) for start, stop in pairwise(edges)]
 
 
-def _highest(bucket: Sequence[float | None]) -> float | None:
+def _bucket_max(bucket: Sequence[float | None]) -> float | None:
     known = [value for value in bucket if value is not None]
     if not known:
         return None
     return max(known) if all(map(math.isfinite, known)) else math.nan
 
 
-def _scaled(columns: Sequence[float | None], top: int) -> list[int]:
+def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:
     """Return 1 to `top` eighths per value, 0 where there is no finite one."""
     finite = [float(value) for value in columns if value is not None and math.isfinite(value)]
     low, high = min([0.0, *finite]), max(finite, default=0.0)
@@ -131,8 +138,8 @@ def _scaled(columns: Sequence[float | None], top: int) -> list[int]:
     return heights
 
 
-def _one(value: float | None, height: int) -> str:
-    return "!" if value is not None and not math.isfinite(value) else _UP[height]
+def _sparkline_char(value: float | None, height: int) -> str:
+    return "!" if value is not None and not math.isfinite(value) else _VERTICAL_BLOCKS[height]
 
 
 def _column_of(marked: int | None, count: int, columns: int) -> int | None:
@@ -142,22 +149,22 @@ def _column_of(marked: int | None, count: int, columns: int) -> int | None:
     return ((marked + 1) * columns - 1) // count
 
 
-def _row(
+def _timeline_row(
     columns: Sequence[float | None],
     heights: Sequence[int],
     row: int,
     width: int,
     drawn: tuple[str, int | None],
-    look: Look,
+    theme: Theme,
 ) -> Strip:
     style, cursor = drawn
     cells: list[tuple[str, str]] = []
     for column, (value, eighths) in enumerate(zip(columns, heights, strict=True)):
-        text = _UP[min(max(eighths - 8 * row, 0), 8)]
+        text = _VERTICAL_BLOCKS[min(max(eighths - 8 * row, 0), 8)]
         name = style
         if row == 0 and value is not None and not math.isfinite(value):
             text, name = "!", "bad"
         cells.append((text, "cursor" if column == cursor else name))
     groups = groupby(cells, key=lambda cell: cell[1])
-    spans = [("".join(text for text, _ in group), look.style(name)) for name, group in groups]
-    return line(spans, width, look.style("text"))
+    spans = [("".join(text for text, _ in group), theme.style(name)) for name, group in groups]
+    return line(spans, width, theme.style("text"))

@@ -9,24 +9,24 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-Call = Callable[[], None]
+Callback = Callable[[], None]
 
-_OURS = "flexinspect_hooks."
+_OWN_PREFIX = "flexinspect_hooks."
 
 
-class _Here(threading.local):
+class _ImportState(threading.local):
     """Of one thread: how many of our modules are half imported, and what arrived meanwhile.
 
     Two instances ask each other for modules that both watch: who is `asking` finds nothing itself.
     """
 
     def __init__(self) -> None:
-        self.asking = False
+        self.is_searching = False
         self.depth = 0
-        self.late: list[str] = []
+        self.pending: list[str] = []
 
 
-class Arrivals:
+class PostImportHooks:
     """While installed, calls a function for each named module, right after its body has run.
 
     The import that brought the module goes on when the function returns. `coming` is called with a
@@ -36,25 +36,25 @@ class Arrivals:
 
     def __init__(
         self,
-        calls: Mapping[str, Call],
+        callbacks: Mapping[str, Callback],
         *,
-        coming: Callable[[str], None],
-        failed: Callable[[str, Exception], None],
+        on_import_begin: Callable[[str], None],
+        on_error: Callable[[str, Exception], None],
     ) -> None:
-        self._calls = dict(calls)
-        self._coming, self._failed = coming, failed
-        self._here = _Here()
+        self._callbacks = dict(callbacks)
+        self._on_import_begin, self._on_error = on_import_begin, on_error
+        self._state = _ImportState()
 
     def install(self) -> None:
         """Begin; modules that are there already have arrived."""
-        for name in [name for name in self._calls if name in sys.modules]:
-            self._arrived(name)
-        if self._calls:
+        for name in [name for name in self._callbacks if name in sys.modules]:
+            self._on_imported(name)
+        if self._callbacks:
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         """End; nothing stays behind."""
-        self._calls.clear()
+        self._callbacks.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -62,15 +62,17 @@ class Arrivals:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Find a module that is waited for as all others would, and watch its body run."""
-        if (name not in self._calls and not name.startswith(_OURS)) or self._here.asking:
+        if (
+            name not in self._callbacks and not name.startswith(_OWN_PREFIX)
+        ) or self._state.is_searching:
             return None
-        self._here.asking = True
+        self._state.is_searching = True
         try:
-            return self._found(name, path, target)
+            return self._find_watched_spec(name, path, target)
         finally:
-            self._here.asking = False
+            self._state.is_searching = False
 
-    def _found(
+    def _find_watched_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None
     ) -> ModuleSpec | None:
         for finder in tuple(sys.meta_path):
@@ -79,26 +81,26 @@ class Arrivals:
             if finder is not self and find is not None:
                 spec = find(name, path, target)
             if spec is not None:
-                watch = self._watch if name in self._calls else self._watch_ours
+                watch = self._wrap_loader if name in self._callbacks else self._wrap_own_loader
                 watch(name, spec.loader)
                 return spec
         return None
 
-    def _watch(self, name: str, loader: Any) -> None:
+    def _wrap_loader(self, name: str, loader: Any) -> None:
         run = getattr(loader, "exec_module", None)
         if run is None:
             return
-        self._safely(name, lambda: self._coming(name))
+        self._call_safely(name, lambda: self._on_import_begin(name))
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)  # the loader's own again
             run(module)
-            self._arrived(name)
+            self._on_imported(name)
 
         loader.exec_module = exec_module
 
-    def _watch_ours(self, name: str, loader: Any) -> None:
-        run, here = getattr(loader, "exec_module", None), self._here
+    def _wrap_own_loader(self, name: str, loader: Any) -> None:
+        run, here = getattr(loader, "exec_module", None), self._state
         if run is None:
             return
 
@@ -109,24 +111,24 @@ class Arrivals:
                 run(module)
             finally:
                 here.depth -= 1
-                late, here.late = ([], here.late) if here.depth else (here.late, [])
+                late, here.pending = ([], here.pending) if here.depth else (here.pending, [])
                 for each in late:
-                    self._arrived(each)
+                    self._on_imported(each)
 
         loader.exec_module = exec_module
 
-    def _arrived(self, name: str) -> None:
-        if self._here.depth:
-            self._here.late.append(name)
+    def _on_imported(self, name: str) -> None:
+        if self._state.depth:
+            self._state.pending.append(name)
             return
-        call = self._calls.pop(name, None)
+        call = self._callbacks.pop(name, None)
         if call is not None:
-            self._safely(name, call)
-        if not self._calls:
+            self._call_safely(name, call)
+        if not self._callbacks:
             self.remove()
 
-    def _safely(self, name: str, call: Call) -> None:
+    def _call_safely(self, name: str, call: Callback) -> None:
         try:
             call()
         except Exception as error:
-            self._failed(name, error)
+            self._on_error(name, error)

@@ -18,38 +18,38 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexinspect.records import EventRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.debugging.unseen import unseen
+from flexinspect_hooks.debugging.unseen import breakpoints_disabled
 from flexinspect_hooks.hook import StepDraft
-from flexinspect_hooks.ruleidentity import rule_name
+from flexinspect_hooks.ruleidentity import mask_mod_name
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.callrefs import CallRef
-    from flexinspect_hooks.received import ReceivedMask
+    from flexinspect_hooks.callrefs import AttentionCall
+    from flexinspect_hooks.received import CapturedMask
 
 BATCH_ROWS = "batch-rows"
-SAMPLE = 32
+SAMPLE_ROWS = 32
 """Rows of a mask that are evaluated for every batch row."""
-MOST = 1 << 22
+MAX_SAMPLE_CELLS = 1 << 22
 """Cells, over batch rows, that are evaluated at once; larger masks are left alone."""
 
-_PREFIX, _NUMBERS = "batchrows/", 6
+_PREFIX, _N_COLUMNS = "batchrows/", 6
 
 
-class BatchRows:
+class BatchRowChecker:
     """Looks at each mask of a batch once, and tells where its batch rows differ, if they do."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[Any, ...]] = set()
+        self._checked: set[tuple[Any, ...]] = set()
 
     def begin(self) -> None:
         """A generation begins: its rules may have captured other things."""
-        self._seen.clear()
+        self._checked.clear()
 
     def put(
         self,
-        refs: Sequence[CallRef],
+        refs: Sequence[AttentionCall],
         numbers: Sequence[int],
-        masks: Sequence[ReceivedMask],
+        masks: Sequence[CapturedMask],
         buffer: StepBuffer,
     ) -> None:
         """Put, for each mask that is new and for several batch rows, how these differ."""
@@ -61,47 +61,47 @@ class BatchRows:
             if ref is None or not self._is_new(ref, mask):
                 continue
             with suppress(Exception):  # a rule may not take what the call itself never gave it
-                found = _look(ref, mask)
+                found = _compare_batch_rows(ref, mask)
                 if found is not None:
                     buffer.put(f"{_PREFIX}{mask.number}", found)
 
-    def _is_new(self, ref: CallRef, mask: ReceivedMask) -> bool:
-        rule = None if mask.rule is None else rule_name(mask.rule)
+    def _is_new(self, ref: AttentionCall, mask: CapturedMask) -> bool:
+        rule = None if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
         key = (ref.layer, mask.kind, rule, mask.q_len == 1, ref.query.shape[0])
-        if key in self._seen:
+        if key in self._checked:
             return False
-        self._seen.add(key)
+        self._checked.add(key)
         return True
 
 
-def _look(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
+def _compare_batch_rows(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
     """Return the summary of a mask's batch rows, zeros where one mask is given to all of them.
 
     None where they cannot be looked at.
     """
-    received, batch, rows = ref.mask, ref.query.shape[0], _sampled(mask.q_len)
-    alike = torch.zeros((batch, _NUMBERS), dtype=torch.int64, device=ref.query.device)
+    received, batch, rows = ref.mask, ref.query.shape[0], _sample_row_numbers(mask.q_len)
+    alike = torch.zeros((batch, _N_COLUMNS), dtype=torch.int64, device=ref.query.device)
     is_dense = isinstance(received, Tensor)
     if received is None or (is_dense and (received.dim() < 4 or received.shape[0] == 1)):
         return alike
-    if batch * len(rows) * mask.kv_len > MOST:
+    if batch * len(rows) * mask.kv_len > MAX_SAMPLE_CELLS:
         return None
     if isinstance(received, BlockMask):
-        cells = _of_rule(received, batch, rows, mask.kv_len)
-        return alike if cells.stride(0) == 0 else _summary(cells, mask)
+        cells = _evaluate_mask_mod(received, batch, rows, mask.kv_len)
+        return alike if cells.stride(0) == 0 else _summarize_rows(cells, mask)
     if not is_dense or received.shape[0] != batch or received.shape[2] != mask.q_len:
         return None
     part = received[:, 0, rows.to(received.device), : mask.kv_len]
     is_open = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
-    return _summary(is_open, mask)
+    return _summarize_rows(is_open, mask)
 
 
-def _sampled(n_rows: int) -> Tensor:
+def _sample_row_numbers(n_rows: int) -> Tensor:
     """Return the first rows, the last, and some between."""
-    return torch.linspace(0, n_rows - 1, min(n_rows, SAMPLE)).round().long()
+    return torch.linspace(0, n_rows - 1, min(n_rows, SAMPLE_ROWS)).round().long()
 
 
-def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Tensor:
+def _evaluate_mask_mod(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Tensor:
     """Evaluate a rule as flex does. vmap gives batch rows that it ignores a stride of 0."""
     device = block_mask.kv_num_blocks.device
     over_kv = torch.vmap(block_mask.mask_mod, in_dims=(None, None, None, 0))
@@ -109,19 +109,19 @@ def _of_rule(block_mask: BlockMask, batch: int, rows: Tensor, n_keys: int) -> Te
     over_b = torch.vmap(over_q, in_dims=(0, None, None, None))
     zero, keys = torch.zeros((), dtype=torch.int64, device=device), torch.arange(n_keys)
     batches = torch.arange(batch, device=device)
-    with unseen():
+    with breakpoints_disabled():
         cells: Tensor = over_b(batches, zero, rows.to(device), keys.to(device))
     return cells
 
 
-def _summary(cells: Tensor, mask: ReceivedMask) -> Tensor:
+def _summarize_rows(cells: Tensor, mask: CapturedMask) -> Tensor:
     """Return int64 (batch, 6) for each batch row.
 
     Cells that differ from batch row 0, the first of them (row, key), open cells, cells that lie in
     the future of their row, and the first key that the newest row sees (how many there are if it
     sees none).
     """
-    rows = _sampled(mask.q_len).to(cells.device)
+    rows = _sample_row_numbers(mask.q_len).to(cells.device)
     keys = torch.arange(cells.shape[2], device=cells.device)
     differs = (cells != cells[:1]).flatten(1)
     at = differs.int().argmax(1)
@@ -134,20 +134,20 @@ def _summary(cells: Tensor, mask: ReceivedMask) -> Tensor:
 
 def record_batch_rows(
     values: Values,
-    masks: Sequence[ReceivedMask],
-    names: Sequence[str],
-    about: StepContext,
+    masks: Sequence[CapturedMask],
+    fingerprints: Sequence[str],
+    step: StepContext,
     draft: StepDraft,
     *,
-    tells_alike: bool,
+    reports_equal: bool,
 ) -> None:
     """Tell of the masks whose batch rows differ (writer thread); `names` are fingerprints.
 
-    `tells_alike` says that those are told of as well that were looked at and do not differ.
+    `reports_equal` says that those are told of as well that were looked at and do not differ.
     """
-    for mask, name in zip(masks, names, strict=True):
+    for mask, name in zip(masks, fingerprints, strict=True):
         found = values.get(f"{_PREFIX}{mask.number}")
-        if found is None or not (tells_alike or found[:, 0].any()):
+        if found is None or not (reports_equal or found[:, 0].any()):
             continue
         data: dict[str, Any] = {"mask": name, "made_for": int(mask.batch), "batch": len(found)}
         differ = np.flatnonzero(found[:, 0]).tolist()
@@ -162,5 +162,5 @@ def record_batch_rows(
             }
         data["differ"] = differ
         draft.events.append(
-            EventRecord(BATCH_ROWS, text, about.started_at, about.generation, about.step, data)
+            EventRecord(BATCH_ROWS, text, step.started_at, step.generation, step.step, data)
         )

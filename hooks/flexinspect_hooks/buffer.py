@@ -27,12 +27,12 @@ _NUMPY_DTYPES: dict[torch.dtype, type[np.generic]] = {
 }
 
 
-Make = Callable[..., Mapping[str, Any]]
+Reduction = Callable[..., Mapping[str, Any]]
 """A reduction written once for torch and numpy, whose functions share names and `axis`."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _PackedTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,8 +53,8 @@ class StepBuffer:
         self._device = device
         self._stream = stream
         self._tensors: dict[str, Tensor] = {}
-        self._pending: list[tuple[Any, Make, tuple[Tensor, ...]]] = []
-        self._parts: list[_Part] = []
+        self._pending: list[tuple[Any, Reduction, tuple[Tensor, ...]]] = []
+        self._parts: list[_PackedTensor] = []
         self._host: Tensor | None = None
         self._packed: Tensor | None = None
         self._done: torch.cuda.Event | None = None
@@ -64,7 +64,7 @@ class StepBuffer:
         self._tensors[name] = tensor.detach()
         self._owners[name] = self.owner
 
-    def later(self, make: Make, *inputs: Tensor, wait: bool = True) -> None:
+    def defer(self, reduction: Reduction, *inputs: Tensor, wait: bool = True) -> None:
         """Add results that `make(xp, *inputs)` computes, with `xp` torch or numpy.
 
         On CPU the model's thread runs each operation with cold caches, and the writer thread
@@ -75,16 +75,16 @@ class StepBuffer:
         inputs are. Inputs must not change afterwards; `wait=False` does the work at once.
         """
         if self._device.type == "cpu" and wait:
-            self._pending.append((self.owner, make, tuple(one.detach() for one in inputs)))
+            self._pending.append((self.owner, reduction, tuple(one.detach() for one in inputs)))
             return
-        for name, tensor in make(torch, *inputs).items():
+        for name, tensor in reduction(torch, *inputs).items():
             self.put(name, tensor)
 
     def tensor(self, name: str) -> Tensor:
         """Return a result put earlier in this step, still on the device."""
         return self._tensors[name]
 
-    def ship(self) -> None:
+    def start_copy(self) -> None:
         """Start the copy to the host without waiting for it."""
         if self._stream is None or not self._tensors:
             return
@@ -93,7 +93,7 @@ class StepBuffer:
             return
         packed = torch.cat([t.view(-1).view(torch.uint8) for t in on_device.values()])
         self._parts = [
-            _Part(n, tuple(t.shape), t.dtype, t.numel() * t.element_size())
+            _PackedTensor(n, tuple(t.shape), t.dtype, t.numel() * t.element_size())
             for n, t in on_device.items()
         ]
         self._host = torch.empty(packed.shape, dtype=torch.uint8, pin_memory=True)
@@ -125,22 +125,22 @@ class StepBuffer:
                 on_error(owner, error)
 
         for name, tensor in self._tensors.items():
-            attempt(self._owners.get(name), partial(_named, name, tensor))
+            attempt(self._owners.get(name), partial(_named_array, name, tensor))
         with np.errstate(all="ignore"):  # NaN and Inf are findings here, not accidents
             for owner, make, inputs in self._pending:
                 attempt(owner, partial(_in_numpy, make, inputs))
         if self._done is not None and self._host is not None:
             self._done.synchronize()
-            out |= _unpacked(self._host.numpy(), self._parts)
+            out |= _unpack(self._host.numpy(), self._parts)
             self._packed = None
         return out
 
 
-def _named(name: str, tensor: Tensor) -> dict[str, npt.NDArray[Any]]:
+def _named_array(name: str, tensor: Tensor) -> dict[str, npt.NDArray[Any]]:
     return {name: _as_numpy(tensor)}
 
 
-def _in_numpy(make: Make, inputs: tuple[Tensor, ...]) -> Mapping[str, Any]:
+def _in_numpy(make: Reduction, inputs: tuple[Tensor, ...]) -> Mapping[str, Any]:
     return make(np, *(_as_numpy(tensor) for tensor in inputs))
 
 
@@ -152,7 +152,7 @@ def _as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.numpy()
 
 
-def _unpacked(data: npt.NDArray[np.uint8], parts: list[_Part]) -> dict[str, npt.NDArray[Any]]:
+def _unpack(data: npt.NDArray[np.uint8], parts: list[_PackedTensor]) -> dict[str, npt.NDArray[Any]]:
     out: dict[str, npt.NDArray[Any]] = {}
     at = 0
     for part in parts:

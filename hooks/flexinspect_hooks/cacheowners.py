@@ -6,7 +6,7 @@ import weakref
 from contextlib import suppress
 from typing import Any
 
-MOST = 256
+MAX_CACHES = 256
 """Caches that are remembered; the one met longest ago is forgotten first."""
 
 
@@ -16,12 +16,12 @@ class CacheOwners:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
-    def of(self, cache: Any) -> int | None:
+    def owner_of(self, cache: Any) -> int | None:
         """Return the generation that fed this very cache last, None for one not met before."""
         found = self._known.get(id(cache))
         return found[1] if found is not None and found[0]() is cache else None
 
-    def claim(self, cache: Any, generation: int) -> None:
+    def set_owner(self, cache: Any, generation: int) -> None:
         """Say that a forward of this generation fed a cache; what is no object of its own is not
         remembered."""
         if cache is None or isinstance(cache, tuple):
@@ -29,5 +29,5 @@ class CacheOwners:
         self._known.pop(id(cache), None)
         with suppress(TypeError):  # a class with slots may allow no such reference
             self._known[id(cache)] = (weakref.ref(cache), generation)
-        if len(self._known) > MOST:
+        if len(self._known) > MAX_CACHES:
             del self._known[next(iter(self._known))]

@@ -12,53 +12,53 @@ import torch
 from torch import Tensor
 
 from flexinspect.breaks.words import NAN
-from flexinspect_hooks.callrefs import CallRef
+from flexinspect_hooks.callrefs import AttentionCall
 
-_NAMED = 4
+_MAX_NAMED_ROWS = 4
 """Rows that a sentence names."""
 
-_DEEPEST = 3
+_MAX_DEPTH = 3
 
 
-def bad_values(kind: str, output: Any) -> str:
+def describe_bad_values(kind: str, output: Any) -> str:
     """Say how many NaNs, or infinities, are among a module's outputs, and in which rows.
 
     Empty when there is none. Rows are those of batch 0 of (batch, rows, ...).
     """
-    for tensor in _tensors(output):
+    for tensor in _float_tensors(output):
         flags = torch.isnan(tensor) if kind == NAN else torch.isinf(tensor)
         n = int(flags.sum())
         if n:
             values = "value" if n == 1 else "values"
             word = "NaN" if kind == NAN else "infinite"
-            return f"{n} {word} {values}{_rows_of(flags)}"
+            return f"{n} {word} {values}{_describe_rows(flags)}"
     return ""
 
 
-def _tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
+def _float_tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
-    elif depth < _DEEPEST and isinstance(output, tuple | list | dict):
+    elif depth < _MAX_DEPTH and isinstance(output, tuple | list | dict):
         for one in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(one, depth + 1)
+            yield from _float_tensors(one, depth + 1)
 
 
-def _rows_of(flags: Tensor) -> str:
+def _describe_rows(flags: Tensor) -> str:
     if flags.dim() != 3:
         return ""
     rows = torch.nonzero(flags[0].any(-1)).flatten().tolist()
-    return f" in {row_words(rows)}" if rows else " (in another row of the batch)"
+    return f" in {format_rows(rows)}" if rows else " (in another row of the batch)"
 
 
-def row_words(rows: list[int]) -> str:
+def format_rows(rows: list[int]) -> str:
     """Return "row 3", "rows 3, 4, 5" or "rows 3, 4, 5, 6 and 12 more"."""
-    named = ", ".join(map(str, rows[:_NAMED]))
-    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    named = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
+    more = f" and {len(rows) - _MAX_NAMED_ROWS} more" if len(rows) > _MAX_NAMED_ROWS else ""
     return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
 
 
-def empty_rows(call: CallRef) -> list[int]:
+def empty_rows(call: AttentionCall) -> list[int]:
     """Return the rows of an attention call's batch 0 that saw no key, in any of its heads.
 
     By the kernel's own row LSE where there is one, else by a dense mask, else by an output of
@@ -67,7 +67,7 @@ def empty_rows(call: CallRef) -> list[int]:
     if call.lse is not None:
         closed = torch.isneginf(call.lse[0]).any(0)
     elif isinstance(call.mask, Tensor):
-        closed = _closed_rows(call.mask)
+        closed = _masked_rows(call.mask)
     elif call.path.startswith("flex"):
         closed = (call.output[0] == 0).all(-1).any(-1)
     else:
@@ -76,7 +76,7 @@ def empty_rows(call: CallRef) -> list[int]:
     return rows
 
 
-def _closed_rows(mask: Tensor) -> Tensor:
+def _masked_rows(mask: Tensor) -> Tensor:
     """Return which rows of a dense mask (..., rows, keys) are closed in every cell of a head."""
     while mask.dim() > 3:
         mask = mask[0]

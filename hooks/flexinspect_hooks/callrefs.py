@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from flexinspect.records import CallRecord
-from flexinspect_hooks.kernelcalls import Done
-from flexinspect_hooks.kernels import FLEX, KernelCall, repeated
+from flexinspect_hooks.kernelcalls import KernelReturn
+from flexinspect_hooks.kernels import FLEX, KernelCall, repeat_call
 
-_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_sliding_windows: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 """What each module states, as asking a configuration takes longer than all else about a call."""
 
-SAME: Any = object()
+SAME_MASK: Any = object()
 """In place of the mask that a layer was handed: the call's own."""
 
 
-class Asked(NamedTuple):
+class LayerInputs(NamedTuple):
     """What a layer gave an attention function of the user's: before the function did anything."""
 
     query: Tensor
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
     scale: float | None
 
 
-class CallRef(NamedTuple):
+class AttentionCall(NamedTuple):
     """References to one attention call: q, k, v (B, heads, rows, D), output (B, rows, heads, D).
 
     A tuple, because one is made per layer inside the forward. `causal` is what the kernel was told
@@ -48,24 +48,24 @@ class CallRef(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor
-    told_path: str
+    reported_path: str
     lse: Tensor | None
     softcap: float | None
     causal: bool | None = None
     unknown_scores: bool = False
-    handed: Any = SAME
-    swallowed: str | None = None
+    mask_passed_to_layer: Any = SAME_MASK
+    suppressed_exception: str | None = None
     function: Callable[..., Any] | None = None
     kernel: KernelCall | None = None
-    asked: Asked | None = None
+    layer_inputs: LayerInputs | None = None
 
-    def again(self, value: Tensor) -> Tensor:
+    def repeat(self, value: Tensor) -> Tensor:
         """Make the same call with other values (B, kv heads, keys, D); returns (B, rows, heads, D).
 
         Raises whatever the call raises.
         """
         if self.kernel is not None:
-            output, _ = _output(repeated(self.kernel, value))
+            output, _ = _split_output(repeat_call(self.kernel, value))
             return cast(Tensor, output).transpose(1, 2)
         assert self.function is not None
         given = (self.module, self.query, self.key, value, *self.args)
@@ -74,7 +74,7 @@ class CallRef(NamedTuple):
     @property
     def path(self) -> str:
         """The path taken: what our backend told, else what the backend's name means."""
-        return self.told_path or self.default_path
+        return self.reported_path or self.default_path
 
     @property
     def mask(self) -> Any:
@@ -98,25 +98,28 @@ class CallRef(NamedTuple):
 
         As transformers passes it on; a kernel that own code calls is not told, but the layer is.
         """
-        found = self.kwargs.get("sliding_window", SAME)
-        if found is SAME:
-            found = _stated_window(self.module)
+        found = self.kwargs.get("sliding_window", SAME_MASK)
+        if found is SAME_MASK:
+            found = _cached_window(self.module)
         return found if type(found) is int and found > 0 else None
 
     @property
-    def handed_words(self) -> str | None:
+    def passed_mask_text(self) -> str | None:
         """The mask that the layer was given, in words; None when it is the one of the call.
 
         A dense mask of which transformers' flex reads a corner is not what its kernel gets.
         """
-        if self.handed is not SAME and self.handed is not self.mask:
-            return mask_words(self.handed)
-        if not (self.told_path or self.default_path).startswith("flex"):
+        if (
+            self.mask_passed_to_layer is not SAME_MASK
+            and self.mask_passed_to_layer is not self.mask
+        ):
+            return describe_mask(self.mask_passed_to_layer)
+        if not (self.reported_path or self.default_path).startswith("flex"):
             return None
         mask = self.mask
         if isinstance(mask, BlockMask) or not isinstance(mask, Tensor) or mask.dim() != 4:
             return None
-        return mask_words(mask) if mask.shape[2] not in (1, self.query.shape[2]) else None
+        return describe_mask(mask) if mask.shape[2] not in (1, self.query.shape[2]) else None
 
 
 class CallShape(NamedTuple):
@@ -130,12 +133,14 @@ class CallShape(NamedTuple):
     dtype: torch.dtype
     scale: float | None
     softcap: float | None
-    handed: str | None
-    swallowed: str | None
+    mask_passed_to_layer: str | None
+    suppressed_exception: str | None
     causal: bool | None
     window: int | None
 
-    def record(self, mask: str | None, gate: float | None, gate_kind: str | None) -> CallRecord:
+    def record(
+        self, mask: str | None, lse_error: float | None, check_kind: str | None
+    ) -> CallRecord:
         """Return the call's record."""
         batch, q_heads, q_len, head_dim = self.q
         dtype = _DTYPES[self.dtype]
@@ -152,11 +157,11 @@ class CallShape(NamedTuple):
             head_dim,
             dtype,
             self.scale,
-            gate,
-            gate_kind,
+            lse_error,
+            check_kind,
             self.softcap,
-            self.handed,
-            self.swallowed,
+            self.mask_passed_to_layer,
+            self.suppressed_exception,
             self.causal,
             self.window,
         )
@@ -173,24 +178,24 @@ class _DTypeNames(dict[torch.dtype, str]):
 _DTYPES = _DTypeNames()
 
 
-def shape_of(ref: CallRef) -> CallShape:
+def call_shape(ref: AttentionCall) -> CallShape:
     """Return what stays of a call once its tensors are gone."""
     query = ref.query
-    path = ref.told_path or ref.default_path
+    path = ref.reported_path or ref.default_path
     scale = ref.kwargs.get("scaling")
     cap = float(ref.softcap) if ref.softcap else None
     shapes = (query.shape, ref.key.shape)
     causal = getattr(ref.module, "is_causal", None)
-    about = (ref.handed_words, ref.swallowed)
+    about = (ref.passed_mask_text, ref.suppressed_exception)
     said = (causal if type(causal) is bool else None, ref.window)
     return CallShape(ref.layer, path, ref.backend, *shapes, query.dtype, scale, cap, *about, *said)
 
 
-def _stated_window(module: nn.Module) -> Any:
+def _cached_window(module: nn.Module) -> Any:
     try:
-        return _windows[module]
+        return _sliding_windows[module]
     except KeyError:
-        found = _windows[module] = _window_of(module)
+        found = _sliding_windows[module] = _window_of(module)
         return found
     except TypeError:  # of calls in no known layer there is but a proxy of the model
         return None
@@ -205,7 +210,7 @@ def _window_of(module: nn.Module) -> Any:
     return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
 
 
-def mask_words(mask: Any) -> str:
+def describe_mask(mask: Any) -> str:
     """Return what kind of mask it is and its size: "none", "block (1, 1, 8, 8)", "bool (8, 8)"."""
     if mask is None:
         return "none"
@@ -216,18 +221,20 @@ def mask_words(mask: Any) -> str:
     return type(mask).__name__
 
 
-def kernel_path(done: Done) -> str:
+def kernel_path(returned: KernelReturn) -> str:
     """Return the path of a kernel's call."""
-    if done.call.name == FLEX:
-        return "flex compiled" if done.call.compiled else "flex uncompiled"
+    if returned.call.name == FLEX:
+        return "flex compiled" if returned.call.compiled else "flex uncompiled"
     return "sdpa"
 
 
-def of_kernel(done: Done, layer: int, backend: str, module: nn.Module) -> CallRef | None:
+def call_of_kernel(
+    returned: KernelReturn, layer: int, backend: str, module: nn.Module
+) -> AttentionCall | None:
     """Return a kernel's own call as that of a layer; None when its tensors are not (B, H, L, D)."""
-    given, is_flex = done.call.given, done.call.name == FLEX
+    given, is_flex = returned.call.arguments, returned.call.name == FLEX
     query, key, value = (given.get(name) for name in ("query", "key", "value"))
-    out, lse = _output(done.output)
+    out, lse = _split_output(returned.output)
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (query, key, value, out)):
         return None
     assert isinstance(query, Tensor)
@@ -235,23 +242,23 @@ def of_kernel(done: Done, layer: int, backend: str, module: nn.Module) -> CallRe
     assert isinstance(value, Tensor)
     mask = given.get("block_mask" if is_flex else "attn_mask")
     changed = given.get("score_mod") if is_flex else given.get("dropout_p")
-    return CallRef(
-        *(layer, backend, kernel_path(done), module, query, key, value),
+    return AttentionCall(
+        *(layer, backend, kernel_path(returned), module, query, key, value),
         args=(mask,),
         kwargs={"scaling": given.get("scale")},
         output=out.transpose(1, 2),
-        told_path="",
+        reported_path="",
         lse=lse,
         softcap=None,
         causal=False if is_flex else bool(given.get("is_causal")),
         unknown_scores=bool(changed),
-        handed=SAME if done.layer is None else done.handed,
-        swallowed=done.swallowed,
-        kernel=done.call,
+        mask_passed_to_layer=SAME_MASK if returned.layer is None else returned.mask_passed_to_layer,
+        suppressed_exception=returned.suppressed_exception,
+        kernel=returned.call,
     )
 
 
-def _output(output: Any) -> tuple[Any, Tensor | None]:
+def _split_output(output: Any) -> tuple[Any, Tensor | None]:
     """Return a kernel's output and its row LSE, if the caller asked for that."""
     if not isinstance(output, tuple):
         return output, None

@@ -13,26 +13,28 @@ from collections.abc import Callable
 from typing import Any
 
 
-class ChildCount:
+class ChildProcessCounter:
     """`n` children so far. `forked` is called in each forked child, before anything else there."""
 
-    def __init__(self, forked: Callable[[], None]) -> None:
+    def __init__(self, on_fork: Callable[[], None]) -> None:
         self.n = 0
         self._is_over = False
-        self._here = threading.local()
-        self._forked = forked
+        self._local = threading.local()
+        self._on_fork = on_fork
         if hasattr(os, "register_at_fork"):
             # It cannot be taken back, so it does nothing once the count is over.
-            os.register_at_fork(after_in_parent=self._fork, after_in_child=self._child)
+            os.register_at_fork(
+                after_in_parent=self._after_fork_in_parent, after_in_child=self._after_fork_in_child
+            )
 
-    def _fork(self) -> None:
-        if not self._is_over and not getattr(self._here, "starting", False):
+    def _after_fork_in_parent(self) -> None:
+        if not self._is_over and not getattr(self._local, "starting", False):
             self.n += 1
 
-    def _child(self) -> None:
+    def _after_fork_in_child(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._forked()
+            self._on_fork()
 
     def watch_multiprocessing(self) -> None:
         """Count what `multiprocessing` starts, in whatever way; call it when that is loaded."""
@@ -41,11 +43,11 @@ class ChildCount:
 
         @functools.wraps(original)
         def start(process: Any, /) -> None:
-            self._here.starting = True
+            self._local.starting = True
             try:
                 original(process)
             finally:
-                self._here.starting = False
+                self._local.starting = False
             self.n += 1
 
         cls.start = start

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-Note = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
+StepEvent = tuple[str, str] | tuple[str, str, Mapping[str, Any]]
 """An event of a step: its kind, its text, and facts where it has some."""
 
 
@@ -38,9 +38,9 @@ class StepContext:
     """What it returned."""
     wall_ms: float = 0.0
     capture_s: float = 0.0
-    stood_before: float = 0.0
-    """What `stood_s` said when the forward began."""
-    events: list[Note] = field(default_factory=list)
+    off_cpu_before: float = 0.0
+    """What `off_cpu_s` said when the forward began."""
+    events: list[StepEvent] = field(default_factory=list)
 
     @property
     def kv_after(self) -> int:
@@ -52,7 +52,7 @@ class StepContext:
         self.logits = self.scores = self.chosen = self.output = None
 
 
-def stood_s() -> float:
+def off_cpu_s() -> float:
     """Return a clock in seconds that goes only while this thread has no core, in a forward mostly
     because the writer thread has Python's interpreter."""
     return time.perf_counter() - time.thread_time()
@@ -70,7 +70,7 @@ class StepClock:
         """Start counting a new generation at step 0 of its first branch."""
         self.generation, self.branch, self.next_step = generation, 0, 0
 
-    def move(self, generation: int, step: int) -> None:
+    def set_next_step(self, generation: int, step: int) -> None:
         """Say which step the next one is, for a loop that is not counted from its beginning."""
         self.generation, self.next_step = generation, step
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from flexinspect_hooks.session import CaptureSession
 
 
-def cost_of(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:
+def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:
     """Return what sessions that share a recorder took, as `CaptureSession.cost` says it."""
     capture_s = sum(session.capture_s for session in sessions)
     total_s = sum(session.total_s for session in sessions)

@@ -14,37 +14,37 @@ from typing import Any
 import torch
 
 from flexinspect import masks
-from flexinspect.control.messages import Order, Place
+from flexinspect.control.messages import QueuedRewind, StepRef
 from flexinspect.datasets import Sample
-from flexinspect.ending import let_end, met
+from flexinspect.ending import acknowledge_end, defer_interrupts
 from flexinspect.errors import (
     ControlError,
     DatasetError,
     FlexInspectError,
     MaskError,
-    in_a_line,
+    summarize_error,
 )
 from flexinspect.job import Job
-from flexinspect.pieces import to_declared
-from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
+from flexinspect.pieces import declaration_entries
+from flexinspect.prompts import Prompt, PromptTokenIds, Segment, compose_prompt
 from flexinspect.records import EventRecord, GenerationRecord, TokenRecord
-from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.gate import StepBarrier
 from flexinspect_hooks.generate import Decoder
 from flexinspect_hooks.grads.after import TokenGradients
-from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
+from flexinspect_hooks.masksource import MaskSource, SpecMaskSource, UserMaskSource
 from flexinspect_hooks.models import LoadedModel
 from flexinspect_hooks.patching import FlexPatch
-from flexinspect_hooks.saidwords import facts_of_tokenizer, written_special
+from flexinspect_hooks.saidwords import keep_written_special, tokenizer_facts
 from flexinspect_hooks.session import CaptureSession
-from flexinspect_hooks.travel.journey import Journey
-from flexinspect_hooks.travel.orders import Orders
-from flexinspect_hooks.travel.parts import Limits
-from flexinspect_hooks.travel.recording import TraceScribe, Words
+from flexinspect_hooks.travel.journey import BranchingDecoder
+from flexinspect_hooks.travel.orders import RewindHandler
+from flexinspect_hooks.travel.parts import StopCriteria
+from flexinspect_hooks.travel.recording import GeneratedText, TraceBranchRecorder
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GenerationPlan:
     """One sample, ready to run."""
 
     sample: Sample
@@ -53,7 +53,7 @@ class Plan:
     source: MaskSource
 
 
-class Ensemble:
+class EnsembleRunner:
     """Runs samples through one loaded model, each as a generation of the trace."""
 
     def __init__(self, loaded: LoadedModel, job: Job, *, compiled: bool) -> None:
@@ -63,29 +63,29 @@ class Ensemble:
         self._compiled = compiled
         self._device = torch.device(loaded.device)
         self._eos = _eos_ids(loaded, self.vocabulary)
-        self._facts = facts_of_tokenizer(self.vocabulary)
+        self._tokenizer_facts = tokenizer_facts(self.vocabulary)
         self._gradients = (
             TokenGradients(loaded.model, job, compiled=compiled) if job.grads else None
         )
-        self.orders = Orders(self.vocabulary.encode, self.vocabulary.text_of)
+        self.rewind_handler = RewindHandler(self.vocabulary.encode, self.vocabulary.text_of)
 
-    def plan(self, sample: Sample) -> Plan:
+    def plan(self, sample: Sample) -> GenerationPlan:
         """Compose the prompt and build the mask of a sample. Raises `UsageError` and kin."""
         pieces = self._pieces(sample)
         job = self._job
-        prompt = compose(pieces, max_new_tokens=job.max_new_tokens, positions=job.positions)
+        prompt = compose_prompt(pieces, max_new_tokens=job.max_new_tokens, positions=job.positions)
         self._check_length(prompt)
         source, declared = self._mask(prompt.segments)
-        return Plan(sample, prompt, declared, source)
+        return GenerationPlan(sample, prompt, declared, source)
 
-    def _pieces(self, sample: Sample) -> PromptPieces:
+    def _pieces(self, sample: Sample) -> PromptTokenIds:
         encode, texts = self.vocabulary.encode, self._job.texts
         paraphrases = tuple(encode(text) for text in sample.paraphrases)
         for number, ids in enumerate(paraphrases, start=1):
             if not ids:
                 raise DatasetError(f"Paraphrase {number} of sample '{sample.id}' has no tokens.")
-        return PromptPieces(
-            bos=self.vocabulary.bos(),
+        return PromptTokenIds(
+            bos=self.vocabulary.default_bos(),
             shared=encode(texts.instruction),
             paraphrases=paraphrases,
             separator=encode(texts.separator),
@@ -105,20 +105,22 @@ class Ensemble:
         job = self._job
         if ":" in job.mask:
             own = load_mask_mod(job.mask, segments)
-            return OwnMask(own, name=job.mask, device=self._device), {"rule": job.mask}
+            return UserMaskSource(own, name=job.mask, device=self._device), {"rule": job.mask}
         rule = masks.preset(job.mask, segments, separators=job.separators)
         declared = {
             "preset": job.mask,
             "separators": job.separators,
             "starts": rule.starts,
-            "head": rule.head,
-            "low": rule.low,
+            "head": rule.prefix_stops,
+            "low": rule.local_starts,
         }
         length = segments[-1].stop
         compiled = self._compiled
-        return RuleMask(rule, length=length, device=self._device, compiled=compiled), declared
+        return SpecMaskSource(rule, length=length, device=self._device, compiled=compiled), declared
 
-    def run(self, number: int, plan: Plan, session: CaptureSession, *, holds: bool = False) -> str:
+    def run(
+        self, number: int, plan: GenerationPlan, session: CaptureSession, *, holds: bool = False
+    ) -> str:
         """Run one generation and record it; returns the answer of its first branch.
 
         Between two steps the session's gate, if it has one, may pause it or order it elsewhere;
@@ -127,76 +129,78 @@ class Ensemble:
         """
         begun = self.record_of(number, plan)
         session.begin_generation(begun)
-        journey = self._journey(plan, session, begun)
+        journey = self._make_decoder(plan, session, begun)
         state, reason = "failed", ""
         try:
             with journey.patch:
-                self.orders.begin(number, journey)
-                self._drive(journey, session, number, holds=holds)
+                self.rewind_handler.begin_generation(number, journey)
+                self._decode_loop(journey, session, number, holds=holds)
             state = "finished"
         except KeyboardInterrupt:
             state, reason = "interrupted", "stopped"
-            met()
+            acknowledge_end()
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            with let_end():
-                self.orders.begin(number, None)
+            with defer_interrupts():
+                self.rewind_handler.begin_generation(number, None)
                 journey.close(state, reason)
-        return self._answer(journey.lines[0].token_ids(journey.lines[0].n_steps))
+        return self._answer_text(journey.branches[0].token_ids(journey.branches[0].n_steps))
 
-    def _drive(
-        self, journey: Journey, session: CaptureSession, number: int, *, holds: bool
+    def _decode_loop(
+        self, decoder: BranchingDecoder, session: CaptureSession, number: int, *, holds: bool
     ) -> None:
         """Go on to the end, and wherever the gate orders the generation to go."""
-        gate = session.gate
+        gate = session.barrier
         while True:
-            place = Place(number, journey.line.branch, journey.step)
+            place = StepRef(number, decoder.current_branch.number, decoder.step)
             order = gate.between_steps(place) if gate is not None else None
-            if order is None and journey.is_over:
-                order = _held(session, place) if holds else None
+            if order is None and decoder.is_over:
+                order = _hold_at_end(session, place) if holds else None
                 if order is None:
                     return
             if order is None:
-                with let_end():
-                    journey.advance()
+                with defer_interrupts():
+                    decoder.advance()
             elif gate is not None:
-                with let_end():
-                    self._obey(order, gate)
+                with defer_interrupts():
+                    self._execute(order, gate)
 
-    def _obey(self, order: Order, gate: Gate) -> None:
+    def _execute(self, order: QueuedRewind, barrier: StepBarrier) -> None:
         try:
-            place, said = self.orders.obey(order)
+            place, said = self.rewind_handler.execute(order)
         except FlexInspectError as error:
-            gate.done(order, error)
+            barrier.report_result(order, error)
         except (RuntimeError, MemoryError) as error:  # too little memory, mostly
             first = (str(error).strip().splitlines() or [""])[0]
             why = f"The {order.kind} failed: {type(error).__name__}: {first}"
-            gate.done(order, ControlError(why))
+            barrier.report_result(order, ControlError(why))
         else:
-            gate.done(order, place, said)
+            barrier.report_result(order, place, said)
 
-    def _journey(self, plan: Plan, session: CaptureSession, begun: GenerationRecord) -> Journey:
-        job, prompt, words = self._job, plan.prompt, Words(self.vocabulary)
+    def _make_decoder(
+        self, plan: GenerationPlan, session: CaptureSession, generation: GenerationRecord
+    ) -> BranchingDecoder:
+        job, prompt, words = self._job, plan.prompt, GeneratedText(self.vocabulary)
         decoder = Decoder(self._model, prompt, sampling=job.sampling, seed=job.seed)
         patch = FlexPatch(
-            self._model, plan.source, compiled=self._compiled, on_compile=_teller(session)
+            self._model, plan.source, compiled=self._compiled, on_compile=_compile_reporter(session)
         )
-        scribe = TraceScribe(
-            *(session, prompt, begun, words, self._token, self._answer),
+        scribe = TraceBranchRecorder(
+            *(session, prompt, generation, words, self._token_record, self._answer_text),
             gradients=self._gradients,
         )
         # At a line break, but not at one before the first word.
-        stops = words.ends_line if job.stop == "newline" else None
-        limits = Limits(job.max_new_tokens, self._eos, stops)
-        return Journey(self._model, decoder, patch, scribe, limits)
+        stops = words.has_line_break if job.stop == "newline" else None
+        limits = StopCriteria(job.max_new_tokens, self._eos, stops)
+        return BranchingDecoder(self._model, decoder, patch, scribe, limits)
 
-    def _answer(self, token_ids: Sequence[int]) -> str:
-        return self.vocabulary.answer(token_ids, one_line=self._job.stop == "newline")
+    def _answer_text(self, token_ids: Sequence[int]) -> str:
+        return self.vocabulary.decode_generated(token_ids, one_line=self._job.stop == "newline")
 
-    def record_of(self, number: int, plan: Plan) -> GenerationRecord:
+    def record_of(self, number: int, plan: GenerationPlan) -> GenerationRecord:
         """Return the record of a generation that is about to begin."""
         prompt = plan.prompt
         tokens: list[TokenRecord] = []
@@ -205,7 +209,7 @@ class Ensemble:
             for pos in range(segment.start, segment.stop):
                 token_id = prompt.ids[pos]
                 text, position = stream.add(token_id), prompt.position_ids[pos]
-                tokens.append(self._token(pos, token_id, text, position, index, None))
+                tokens.append(self._token_record(pos, token_id, text, position, index, None))
         return GenerationRecord(
             generation=number,
             sample_id=plan.sample.id,
@@ -214,16 +218,16 @@ class Ensemble:
             segments=prompt.segments,
             tokens=tuple(tokens),
             expected=plan.sample.answers,
-            declared={**plan.declared, **self._said(tokens)},
+            declared={**plan.declared, **self._special_token_facts(tokens)},
             started_at=time.time(),
         )
 
-    def _said(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
+    def _special_token_facts(self, tokens: Sequence[TokenRecord]) -> dict[str, Any]:
         """Return what matters of special tokens for this prompt; its pieces are its segments."""
         ids, texts = [token.token_id for token in tokens], [token.text for token in tokens]
-        return to_declared((), written_special(self._facts, ids, texts))
+        return declaration_entries((), keep_written_special(self._tokenizer_facts, ids, texts))
 
-    def _token(
+    def _token_record(
         self,
         pos: int,
         token_id: int,
@@ -245,20 +249,20 @@ class Ensemble:
         )
 
 
-def _held(session: CaptureSession, place: Place) -> Order | None:
+def _hold_at_end(session: CaptureSession, place: StepRef) -> QueuedRewind | None:
     """Keep the model alive until the gate has an order or ends it; Ctrl-C ends it too."""
-    if session.gate is None:
+    if session.barrier is None:
         return None
     text = "holding the model (flexinspect ctl continue ends the run)"
     session.recorder.put(EventRecord("phase", text, time.time()))
     try:
-        return session.gate.hold(place)
+        return session.barrier.hold(place)
     except KeyboardInterrupt:
-        met()
+        acknowledge_end()
         return None
 
 
-def _teller(session: CaptureSession) -> Callable[[str], None]:
+def _compile_reporter(session: CaptureSession) -> Callable[[str], None]:
     """Say in the trace that a kernel is being compiled, before the wait begins."""
 
     def tell(kind: str) -> None:
@@ -288,15 +292,15 @@ def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch
 
     Raises `MaskError` when it cannot be imported, fails, or has another form.
     """
-    made = _imported_rule(spec)
-    if _takes(made, 1) and not _takes(made, 4):
+    made = _import_mask_mod(spec)
+    if _accepts_arguments(made, 1) and not _accepts_arguments(made, 4):
         try:
             made = made(tuple(segments))
         except Exception as error:
             raise MaskError(
-                f"--mask {spec} failed when called with the prompt's segments: {in_a_line(error)}"
+                f"--mask {spec} failed when called with the prompt's segments: {summarize_error(error)}"
             ) from error
-    if not _takes(made, 4):
+    if not _accepts_arguments(made, 4):
         raise MaskError(
             f"--mask {spec} must take (b, h, q_idx, kv_idx), or (segments) and return such a rule."
         )
@@ -304,7 +308,7 @@ def load_mask_mod(spec: str, segments: Sequence[Segment]) -> Callable[..., torch
     return rule
 
 
-def _imported_rule(spec: str) -> Any:
+def _import_mask_mod(spec: str) -> Any:
     module_name, _, name = spec.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last: a file here must not replace an installed module
@@ -312,12 +316,12 @@ def _imported_rule(spec: str) -> Any:
         return getattr(importlib.import_module(module_name), name)
     except (Exception, SystemExit) as error:  # a module may be a script that ends itself
         raise MaskError(
-            f"--mask {spec} cannot be loaded: {in_a_line(error)}",
+            f"--mask {spec} cannot be loaded: {summarize_error(error)}",
             hint="Write --mask package.module:function, importable from the current folder.",
         ) from error
 
 
-def _takes(function: Any, n: int) -> bool:
+def _accepts_arguments(function: Any, n: int) -> bool:
     """Say whether something can be called with `n` arguments."""
     try:
         inspect.signature(function).bind(*range(n))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flexinspect_hooks.clock import Note, StepContext
-from flexinspect_hooks.fedrows import FedRows
-from flexinspect_hooks.sequence import OTHER_CACHE, SEVERAL_ROWS, UNKNOWN_CACHE, Place
+from flexinspect_hooks.clock import StepContext, StepEvent
+from flexinspect_hooks.fedrows import InputRows
+from flexinspect_hooks.sequence import OTHER_CACHE, SEVERAL_ROWS, UNKNOWN_CACHE, StepPlace
 
-_NOTES = {
+_EVENT_TEXTS = {
     SEVERAL_ROWS: "{n} rows were fed onto {cached} cached keys: a prompt in chunks, a further "
     "turn, or proposals of an assistant. They are recorded as given; which of them the model "
     "chose is not followed.",
@@ -17,13 +17,15 @@ _NOTES = {
 }
 
 
-def notes_of(step: StepContext, place: Place, rows: FedRows) -> list[Note]:
+def input_events(step: StepContext, place: StepPlace, rows: InputRows) -> list[StepEvent]:
     """Return what is to be said of where a forward belongs, and of what it was fed."""
-    found: list[Note] = []
+    found: list[StepEvent] = []
     if place.note:
-        text = _NOTES[place.note].format(n=step.q_len, cached=step.kv_before, owner=place.owner)
+        text = _EVENT_TEXTS[place.note].format(
+            n=step.q_len, cached=step.kv_before, owner=place.owner
+        )
         found.append((place.note, text))
-    if not place.begins:
+    if not place.begins_generation:
         return found
     if rows.batch > 1:
         text = f"{rows.batch} sequences are fed at once; what is recorded is row 0 of the batch."

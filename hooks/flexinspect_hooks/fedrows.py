@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 
-class FedRows:
+class InputRows:
     """Row 0 of the ids, positions and padding mask of one forward; each None when not fed.
 
     `ids` (rows,) stays on its device for whoever needs it there. Any thread may ask.
@@ -29,20 +29,20 @@ class FedRows:
         with_mask: bool,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.batch = batch_of(arguments)
-        self.ids = _row(fed_ids(arguments), n_rows)
+        self.batch = batch_size_of(arguments)
+        self.ids = _first_row(input_ids_of(arguments), n_rows)
         parts = {
             "ids": self.ids,
-            "positions": _row(arguments.get("position_ids"), n_rows),
-            "mask": _row(arguments.get("attention_mask"), n_rows) if with_mask else None,
+            "positions": _first_row(arguments.get("position_ids"), n_rows),
+            "mask": _first_row(arguments.get("attention_mask"), n_rows) if with_mask else None,
         }
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._lists: dict[str, list[int]] | None = None
         self._done: torch.cuda.Event | None = None
         if stream is not None:
-            self._send(stream)
+            self._copy_to_host(stream)
 
-    def _send(self, stream: torch.cuda.Stream) -> None:
+    def _copy_to_host(self, stream: torch.cuda.Stream) -> None:
         for name, part in self._parts.items():
             if not part.is_cuda:
                 continue
@@ -77,7 +77,7 @@ class FedRows:
         return self._lists
 
 
-_DECODERS = {
+_DECODER_ARGUMENTS = {
     "input_ids": "decoder_input_ids",
     "inputs_embeds": "decoder_inputs_embeds",
     "attention_mask": "decoder_attention_mask",
@@ -101,31 +101,34 @@ class ArgumentNames:
         named = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if named.get("decoder_input_ids") is None and named.get("decoder_inputs_embeds") is None:
             return named
-        return {**named, **{name: named.get(decoder) for name, decoder in _DECODERS.items()}}
+        return {
+            **named,
+            **{name: named.get(decoder) for name, decoder in _DECODER_ARGUMENTS.items()},
+        }
 
 
-def fed_ids(arguments: Mapping[str, Any]) -> Tensor | None:
+def input_ids_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the token ids (batch, rows): by name, else the first argument that looks like them."""
     if "input_ids" in arguments:
-        return _tensor(arguments["input_ids"])
-    return _tensor(next(iter(arguments.values()), None))
+        return _as_id_table(arguments["input_ids"])
+    return _as_id_table(next(iter(arguments.values()), None))
 
 
-def _tensor(value: Any) -> Tensor | None:
+def _as_id_table(value: Any) -> Tensor | None:
     if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
         return None
     return value
 
 
-def _row(value: Any, n_rows: int) -> Tensor | None:
+def _first_row(value: Any, n_rows: int) -> Tensor | None:
     """Return a copy of row 0 of a table (batch or 1, rows) of whole numbers, None for any other."""
-    table = _tensor(value)
+    table = _as_id_table(value)
     if table is None or not len(table) or table.shape[1] != n_rows or not n_rows:
         return None
     return table[0].detach().clone()
 
 
-def batch_of(arguments: Mapping[str, Any]) -> int:
+def batch_size_of(arguments: Mapping[str, Any]) -> int:
     """Return the sequences that a forward with these arguments is fed."""
     for name in ("input_ids", "inputs_embeds"):
         value = arguments.get(name)

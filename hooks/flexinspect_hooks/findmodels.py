@@ -28,76 +28,76 @@ from flexinspect.errors import TraceWriteError
 from flexinspect.job import ScriptJob, parse_layers
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.breaking import Breaking
+from flexinspect_hooks.breaking import BreakpointEvaluator
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.gate import StepBarrier
 from flexinspect_hooks.control.levels import SessionLevels
-from flexinspect_hooks.costs import cost_of
+from flexinspect_hooks.costs import capture_cost
 from flexinspect_hooks.foundsession import FoundSession
-from flexinspect_hooks.foundwords import FoundWords, Tokenizers
-from flexinspect_hooks.handles import TAKEN_OUT
+from flexinspect_hooks.foundwords import MatchedTokenizer, TokenizerMatcher
+from flexinspect_hooks.handles import HOOKS_REMOVED
 from flexinspect_hooks.layers import attention_layers
-from flexinspect_hooks.madetokenizers import MadeTokenizers
+from flexinspect_hooks.madetokenizers import TokenizerTracker
 from flexinspect_hooks.modelfacts import model_facts
 from flexinspect_hooks.pickling import hide_hooks
-from flexinspect_hooks.program import chain_of, state_of, without_us
+from flexinspect_hooks.program import end_state, exception_chain, strip_own_frames
 from flexinspect_hooks.recorder import Recorder
-from flexinspect_hooks.spans import read_wishes
-from flexinspect_hooks.story import Wishes
-from flexinspect_hooks.watchparts import Company
+from flexinspect_hooks.spans import parse_segments
+from flexinspect_hooks.story import DeclaredPrompt
+from flexinspect_hooks.watchparts import SharedRecording
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.loosecalls import LooseCalls
+    from flexinspect_hooks.loosecalls import StandaloneCalls
 
-MOST_PLACES = 4096
+MAX_STEP_STARTS = 4096
 """Steps whose beginnings are remembered, to say during which of them something was printed."""
 
-MOST_AGAIN = 16
+MAX_HOOK_RESTORES = 16
 """How often hooks that the program took out of a model are put back."""
 
-_MANY = 1 << 20
+_NO_LAYER_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundModel:
     model: weakref.ref[nn.Module]
     session: FoundSession | None
     """None for a model that could not be watched."""
-    again: int = 0
+    n_restores: int = 0
     """How often its hooks were put back."""
 
 
 class ModelFinder:
     """Records every transformers model that the program runs into one trace."""
 
-    def __init__(self, job: ScriptJob, writer: TraceWriter, made: MadeTokenizers) -> None:
+    def __init__(self, job: ScriptJob, writer: TraceWriter, made: TokenizerTracker) -> None:
         self.job, self.writer = job, writer
-        self.tokenizers = Tokenizers(made)
-        self._segments = read_wishes(job.declaration.segments)
+        self.tokenizers = TokenizerMatcher(made)
+        self._segments = parse_segments(job.declaration.segments)
         self.recorder = Recorder(writer)
         self._numbers = count()
-        self._found: dict[int, _Found] = {}
-        self._dead: deque[int] = deque()
+        self._found: dict[int, _FoundModel] = {}
+        self._collected: deque[int] = deque()
         self._sessions: list[FoundSession] = []
         self._facts: list[dict[str, Any]] = []
-        self._places: deque[tuple[float, int, int]] = deque(maxlen=MOST_PLACES)
-        self._here = threading.local()
+        self._step_starts: deque[tuple[float, int, int]] = deque(maxlen=MAX_STEP_STARTS)
+        self._local = threading.local()
         self._lock = threading.RLock()
         self._removes: list[Callable[[], None]] = []
         self._is_over = False
-        self._loose: LooseCalls | None = None
-        self._gate: Gate | None = None
+        self._standalone: StandaloneCalls | None = None
+        self._barrier: StepBarrier | None = None
         self._levels: SessionLevels | None = None
-        self._breaking: Breaking | None = None
+        self._breakpoints: BreakpointEvaluator | None = None
         self.recorder.start()
 
-    def obey(self, gate: Gate, levels: SessionLevels) -> None:
+    def attach_control(self, barrier: StepBarrier, levels: SessionLevels) -> None:
         """Let every session, from now on, wait at this gate and follow these levels."""
-        self._gate, self._levels = gate, levels
+        self._barrier, self._levels = barrier, levels
 
-    def break_on(self, breaking: Breaking) -> None:
+    def break_on(self, breaking: BreakpointEvaluator) -> None:
         """Let every session, from now on, judge these breakpoints."""
-        self._breaking, self.recorder.judge = breaking, breaking
+        self._breakpoints, self.recorder.judge = breaking, breaking
 
     # -- where models are met --------------------------------------------------------------------
 
@@ -105,7 +105,7 @@ class ModelFinder:
         """Wrap the call of every `PreTrainedModel`; transformers' modeling_utils is loaded."""
         from transformers.modeling_utils import PreTrainedModel
 
-        here, find, set_compiler = self._here, self._find, _compiler_setter()
+        here, find, set_compiler = self._local, self._find, _frame_compiler_setter()
 
         @functools.wraps(nn.Module.__call__)
         def call(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -123,13 +123,13 @@ class ModelFinder:
                     return nn.Module.__call__(model, *args, **kwargs)
                 except BaseException as error:
                     if session is not None:
-                        session.left(error)
-                    without_us(error)
+                        session.on_forward_failed(error)
+                    strip_own_frames(error)
                     raise
             finally:
                 here.is_open, here.root = False, 0
 
-        _not_compiled(call)
+        _skip_compilation(call)
         PreTrainedModel.__call__ = call
         self._removes += [lambda: delattr(PreTrainedModel, "__call__"), hide_hooks()]
 
@@ -137,7 +137,7 @@ class ModelFinder:
         """Wrap `GenerationMixin.generate`; transformers' generation utils are loaded."""
         from transformers.generation.utils import GenerationMixin
 
-        original, here = GenerationMixin.generate, self._here
+        original, here = GenerationMixin.generate, self._local
 
         @functools.wraps(original)
         def generate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ class ModelFinder:
             try:
                 return session.call_generate(functools.partial(original, model), args, kwargs)
             except BaseException as error:
-                without_us(error)
+                strip_own_frames(error)
                 raise
 
         GenerationMixin.generate = generate
@@ -158,13 +158,13 @@ class ModelFinder:
 
         self._removes.append(remove)
 
-    def watch_loose_calls(self) -> None:
+    def watch_standalone_calls(self) -> None:
         """Record FlexAttention that no model calls; its module is loaded."""
-        from flexinspect_hooks.loosecalls import LooseCalls
+        from flexinspect_hooks.loosecalls import StandaloneCalls
 
-        loose = LooseCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
+        loose = StandaloneCalls(self.writer, self.recorder, self._numbers, level=self.job.level)
         loose.__enter__()
-        self._loose = loose
+        self._standalone = loose
         if self._levels is not None:
             self._levels.attach(loose)
 
@@ -174,69 +174,76 @@ class ModelFinder:
         """Return the session of a model, made on its first call; None where there is none."""
         known = self._found.get(id(model))
         if known is not None and known.model() is model:
-            return self._hooked(model, known)
+            return self._session_with_hooks(model, known)
         if self._is_over:
             return None
         with self._lock:
-            self._bury()
-            session = self._begin_session(model, self._name(model))
-            self._found[id(model)] = _Found(weakref.ref(model), session)
+            self._end_collected_sessions()
+            session = self._begin_session(model, self._unique_name(model))
+            self._found[id(model)] = _FoundModel(weakref.ref(model), session)
             if session is not None:
-                self._tell_model({**model_facts(model), "name": session.model_name})
+                self._write_model_facts({**model_facts(model), "name": session.model_name})
             # What is called when a model goes may interrupt anything: it only leaves a note.
-            weakref.finalize(model, self._dead.append, id(model)).atexit = False
+            weakref.finalize(model, self._collected.append, id(model)).atexit = False
         return session
 
-    def _hooked(self, model: nn.Module, known: _Found) -> FoundSession | None:
+    def _session_with_hooks(self, model: nn.Module, known: _FoundModel) -> FoundSession | None:
         """Return a known model's session; another one where its hooks were taken out."""
-        session, n = known.session, known.again + 1
-        if session is None or self._is_over or session.has_its_hooks or session.is_called:
+        session, n = known.session, known.n_restores + 1
+        if (
+            session is None
+            or self._is_over
+            or session.has_hooks_installed
+            or session.is_in_generate
+        ):
             return session
-        if n > MOST_AGAIN:
-            if n == MOST_AGAIN + 1:
-                self.event("unseen", f"{TAKEN_OUT} {n} times: what runs from here on is not seen.")
-                self._found[id(model)] = _Found(known.model, session, n)
+        if n > MAX_HOOK_RESTORES:
+            if n == MAX_HOOK_RESTORES + 1:
+                self.event(
+                    "unseen", f"{HOOKS_REMOVED} {n} times: what runs from here on is not seen."
+                )
+                self._found[id(model)] = _FoundModel(known.model, session, n)
             return session
         with self._lock:
-            self.event("hooks-again", f"{TAKEN_OUT}; they were put back before a forward.")
+            self.event("hooks-again", f"{HOOKS_REMOVED}; they were put back before a forward.")
             self._end_session(session, "finished", None)
             again = self._begin_session(model, session.model_name)
-            self._found[id(model)] = _Found(known.model, again, n)
+            self._found[id(model)] = _FoundModel(known.model, again, n)
         return again
 
     def _begin_session(self, model: nn.Module, name: str) -> FoundSession | None:
         try:
-            company = Company(self.recorder, self._numbers, name)
-            session = FoundSession(model, self, company, FoundWords())
+            company = SharedRecording(self.recorder, self._numbers, name)
+            session = FoundSession(model, self, company, MatchedTokenizer())
             session.__enter__()
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             self.event("unseen", f"A {type(model).__name__} cannot be watched: {what}")
             return None
-        session.gate = self._gate
+        session.barrier = self._barrier
         if self._levels is not None:
             self._levels.attach(session)
-        if self._breaking is not None:
-            session.break_on(self._breaking)
+        if self._breakpoints is not None:
+            session.break_on(self._breakpoints)
         self._sessions.append(session)
         return session
 
-    def _name(self, model: nn.Module) -> str:
+    def _unique_name(self, model: nn.Module) -> str:
         """Return a name that no other model of this program has."""
         name = str(model_facts(model)["name"])
         taken = {facts["name"] for facts in self._facts}
         tries = (f"{name} ({n})" if n > 1 else name for n in count(1))
         return next(each for each in tries if each not in taken)
 
-    def _tell_model(self, facts: dict[str, Any]) -> None:
+    def _write_model_facts(self, facts: dict[str, Any]) -> None:
         self._facts.append(facts)
         with suppress(TraceWriteError):
             self.writer.update_run(model=self._facts[0], models=self._facts)
 
-    def _bury(self) -> None:
+    def _end_collected_sessions(self) -> None:
         """End the sessions of models that are gone."""
-        while self._dead:
-            gone = self._found.pop(self._dead.popleft(), None)
+        while self._collected:
+            gone = self._found.pop(self._collected.popleft(), None)
             if gone is not None and gone.session is not None:
                 self._end_session(gone.session, "finished", None)
 
@@ -249,28 +256,28 @@ class ModelFinder:
 
     def layers_of(self, model: nn.Module) -> tuple[int, ...] | None:
         """Return those of the layers asked for that this model has, None for all of them."""
-        asked = parse_layers(self.job.layers, _MANY)
+        asked = parse_layers(self.job.layers, _NO_LAYER_LIMIT)
         known = set(attention_layers(model).values())
         return None if asked is None else tuple(layer for layer in asked if layer in known)
 
-    def wishes(self, words: FoundWords) -> Wishes:
+    def declared_prompt(self, tokenizer: MatchedTokenizer) -> DeclaredPrompt:
         """Return what was declared, in these words."""
         said = self.job.declaration
-        return Wishes(words, self._segments, said.mask, said.separators)
+        return DeclaredPrompt(tokenizer, self._segments, said.mask, said.separators)
 
     def is_root(self, model: nn.Module) -> bool:
         """Say whether this thread's outermost call of a model is this one's."""
-        return getattr(self._here, "root", 0) == id(model)
+        return getattr(self._local, "root", 0) == id(model)
 
     # -- where we are ----------------------------------------------------------------------------
 
-    def entered(self, step: StepContext) -> None:
+    def on_step_begin(self, step: StepContext) -> None:
         """Remember when a step began."""
-        self._places.append((step.started_at, step.generation, step.step))
+        self._step_starts.append((step.started_at, step.generation, step.step))
 
-    def place_at(self, at: float) -> tuple[int | None, int | None]:
+    def step_at(self, at: float) -> tuple[int | None, int | None]:
         """Return generation and step of the last step that had begun at a time."""
-        places = list(self._places)
+        places = list(self._step_starts)
         index = bisect_right(places, at, key=lambda place: place[0])
         return places[index - 1][1:] if index else (None, None)
 
@@ -280,15 +287,15 @@ class ModelFinder:
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def failed(self, error: BaseException) -> None:
+    def on_program_failed(self, error: BaseException) -> None:
         """The program ends with this exception: mark the step that it left."""
-        without_us(error)
-        if any(session.has_told(error) for session in self._sessions):
+        strip_own_frames(error)
+        if any(session.has_recorded(error) for session in self._sessions):
             return
         with self._lock:
-            state = state_of(error)
-            chain = {id(one) for one in chain_of(error)}
-            places = {session: session.stands_in(chain) for session in self._sessions}
+            state = end_state(error)
+            chain = {id(one) for one in exception_chain(error)}
+            places = {session: session.failed_step(chain) for session in self._sessions}
             last = max(places, key=places.__getitem__, default=None)
             is_exit = isinstance(error, SystemExit)
             if last is not None and (places[last][0] or (places[last][1] and not is_exit)):
@@ -301,28 +308,31 @@ class ModelFinder:
         """End every session, take everything out, write what waits; returns the cost."""
         self._is_over = True
         with self._lock:
-            self._bury()
+            self._end_collected_sessions()
             for found in reversed(list(self._found.values())):
                 if found.session is not None:
                     self._end_session(found.session, "finished", None)
-            if self._loose is not None:
-                self._loose.__exit__(None, None, None)
-            self._take_out()
-            sessions = [*self._sessions, *([self._loose] if self._loose is not None else [])]
-            cost = cost_of(sessions, self.recorder) if sessions else None
+            if self._standalone is not None:
+                self._standalone.__exit__(None, None, None)
+            self._remove_wrappers()
+            sessions = [
+                *self._sessions,
+                *([self._standalone] if self._standalone is not None else []),
+            ]
+            cost = capture_cost(sessions, self.recorder) if sessions else None
             self.recorder.stop()
         return cost
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Take everything out, and write nothing: this is a forked child."""
         self._is_over = True
         for session in reversed(self._sessions):
             session.remove_hooks()
-        if self._loose is not None:
-            self._loose.remove_hooks()
-        self._take_out()
+        if self._standalone is not None:
+            self._standalone.remove_hooks()
+        self._remove_wrappers()
 
-    def _take_out(self) -> None:
+    def _remove_wrappers(self) -> None:
         while self._removes:
             self._removes.pop()()
 
@@ -332,12 +342,12 @@ class ModelFinder:
         return len(self._facts)
 
     @property
-    def has_loose_calls(self) -> bool:
+    def has_standalone_calls(self) -> bool:
         """Whether FlexAttention was called outside of any model."""
-        return self._loose is not None and self._loose.n_calls > 0
+        return self._standalone is not None and self._standalone.n_calls > 0
 
 
-def _compiler_setter() -> Callable[[Any], Any]:
+def _frame_compiler_setter() -> Callable[[Any], Any]:
     """Return what sets the compiler of frames in this thread, and gives the one that was set.
 
     `torch.compiler.disable` uses it, too, but loads all of dynamo.
@@ -349,7 +359,7 @@ def _compiler_setter() -> Callable[[Any], Any]:
     return lambda compiler: compiler
 
 
-def _not_compiled(function: Any) -> None:
+def _skip_compilation(function: Any) -> None:
     """Let torch.compile pass over a function's own frame, and compile what it calls.
 
     `torch.compiler.disable(recursive=False)` does the same, but loads all of dynamo.

@@ -11,14 +11,14 @@ from typing import Any
 from flexinspect.sizes import weight_files
 
 # Files up to this size are read whole; of larger ones evenly spread samples are.
-_WHOLE = 64 * 2**20
+_MAX_WHOLE_FILE = 64 * 2**20
 _SAMPLES = 256
 _SAMPLE_BYTES = 16 * 1024
-_WITHOUT_EFFECT = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+_IGNORED_CONFIG_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 _RANDOM_VERSION = 1  # raised whenever `random_weights` makes other values from the same seed
 
 
-def of_files(folder: Path) -> str:
+def fingerprint_files(folder: Path) -> str:
     """Return the fingerprint of a folder's safetensors files.
 
     It covers names, sizes, headers, and the content: whole up to 64 MiB per file, otherwise 256
@@ -29,7 +29,7 @@ def of_files(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            if size <= _WHOLE:
+            if size <= _MAX_WHOLE_FILE:
                 while chunk := file.read(2**20):
                     digest.update(chunk)
                 continue
@@ -40,8 +40,8 @@ def of_files(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def of_random(config: Mapping[str, Any], seed: int, dtype: str) -> str:
+def fingerprint_random(config: Mapping[str, Any], seed: int, dtype: str) -> str:
     """Return the fingerprint of random weights: what they are computed from."""
-    shape = {key: value for key, value in config.items() if key not in _WITHOUT_EFFECT}
+    shape = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
     text = json.dumps([_RANDOM_VERSION, seed, dtype, shape], sort_keys=True, default=str)
     return "random-" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

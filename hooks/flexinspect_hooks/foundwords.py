@@ -6,19 +6,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flexinspect.pieces import WordFacts
-from flexinspect_hooks.madetokenizers import MadeTokenizers
-from flexinspect_hooks.story import IdWords, TokenizerWords, Words
+from flexinspect.pieces import TokenizerFacts
+from flexinspect_hooks.madetokenizers import TokenizerTracker
+from flexinspect_hooks.story import IdAdapter, TokenizerAdapter, TransformersAdapter
 
 
-class Tokenizers:
+class TokenizerMatcher:
     """Chooses among the tokenizers that were made; each is asked for its words once."""
 
-    def __init__(self, made: MadeTokenizers) -> None:
-        self._made = made
-        self._words: dict[int, tuple[weakref.ref[Any], Words]] = {}
+    def __init__(self, tracker: TokenizerTracker) -> None:
+        self._tracker = tracker
+        self._adapters: dict[int, tuple[weakref.ref[Any], TokenizerAdapter]] = {}
 
-    def words_of(self, model: Any) -> Words:
+    def match(self, model: Any) -> TokenizerAdapter:
         """Return the words of the tokenizer that was loaded from where the model was.
 
         Else of the newest one whose vocabulary the model's can hold; else ids alone.
@@ -26,88 +26,90 @@ class Tokenizers:
         name = getattr(model, "name_or_path", "")
         config = getattr(model, "config", None)
         size = getattr(getattr(config, "text_config", None) or config, "vocab_size", None)
-        alive = self._made.newest_first()
+        alive = self._tracker.live_tokenizers()
         same = [one for one in alive if name and getattr(one, "name_or_path", "") == name]
-        fitting = [one for one in alive if not isinstance(size, int) or _size(one) <= size]
+        fitting = [
+            one for one in alive if not isinstance(size, int) or _vocabulary_size(one) <= size
+        ]
         for tokenizer in (*same, *fitting):
-            words = self._words_of(tokenizer)
+            words = self._adapter_of(tokenizer)
             if words is not None:
                 return words
-        return IdWords()
+        return IdAdapter()
 
-    def _words_of(self, tokenizer: Any) -> Words | None:
-        known = self._words.get(id(tokenizer))
+    def _adapter_of(self, tokenizer: Any) -> TokenizerAdapter | None:
+        known = self._adapters.get(id(tokenizer))
         if known is not None and known[0]() is tokenizer:
             return known[1]
         try:
-            words = TokenizerWords(tokenizer)
+            words = TransformersAdapter(tokenizer)
         except Exception:  # not finished yet, or not one that can be asked
             return None
-        self._words[id(tokenizer)] = (weakref.ref(tokenizer), words)
+        self._adapters[id(tokenizer)] = (weakref.ref(tokenizer), words)
         return words
 
 
-def _size(tokenizer: Any) -> int:
+def _vocabulary_size(tokenizer: Any) -> int:
     try:
         return len(tokenizer)
     except Exception:  # not finished yet
         return 1 << 62
 
 
-class FoundWords:
+class MatchedTokenizer:
     """Words that may become others from one generation to the next; an id that fails is a text."""
 
     def __init__(self) -> None:
-        self._words: Words = IdWords()
+        self._adapter: TokenizerAdapter = IdAdapter()
 
-    def become(self, words: Words) -> None:
+    def use(self, adapter: TokenizerAdapter) -> None:
         """Speak as these words from here on."""
-        self._words = words
+        self._adapter = adapter
 
     @property
     def has_text(self) -> bool:
         """Whether texts can be looked for."""
-        return self._words.has_text
+        return self._adapter.has_text
 
     @property
     def special(self) -> frozenset[int]:
         """The special ids."""
-        return self._words.special
+        return self._adapter.special
 
     @property
-    def facts(self) -> WordFacts:
+    def facts(self) -> TokenizerFacts:
         """What is known of special tokens."""
-        return self._words.facts
+        return self._adapter.facts
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the ids of a text, none for one that has none."""
         try:
-            return self._words.encode(text)
+            return self._adapter.encode(text)
         except Exception:
             return ()
 
     def text_of(self, token_id: int) -> str:
         """Return one id's text."""
-        return self._safe(self._words.text_of, token_id)
+        return self._text_or_id(self._adapter.text_of, token_id)
 
     def token_of(self, token_id: int) -> str:
         """Return the vocabulary's own string of an id."""
-        return self._safe(self._words.token_of, token_id)
+        return self._text_or_id(self._adapter.token_of, token_id)
 
-    def adder(self) -> Callable[[int], str]:
+    def make_text_stream(self) -> Callable[[int], str]:
         """Return a function that tells what each next id adds to one text."""
-        add = self._words.adder()
-        return lambda token_id: self._safe(add, token_id)
+        add = self._adapter.make_text_stream()
+        return lambda token_id: self._text_or_id(add, token_id)
 
-    def answer(self, token_ids: Sequence[int]) -> str:
+    def decode_generated(self, token_ids: Sequence[int]) -> str:
         """Return the text of generated ids."""
         try:
-            return self._words.answer(token_ids)
+            return self._adapter.decode_generated(token_ids)
         except Exception:
             return " ".join(map(str, token_ids))
 
-    def _safe(self, say: Callable[[int], str], token_id: int) -> str:
+    def _text_or_id(self, to_text: Callable[[int], str], token_id: int) -> str:
         try:
-            return say(token_id)
+            return to_text(token_id)
         except Exception:
             return str(token_id)

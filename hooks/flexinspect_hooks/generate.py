@@ -32,7 +32,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GenerationResult:
     """The ids that were generated and why generation ended: "eos", "stop", or "length"."""
 
     token_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class Sampler:
 
     def __init__(self, sampling: SamplingOptions, seed: int, device: torch.device) -> None:
         self._processors = _processors(sampling) if sampling.do_sample else None
-        self._random = torch.Generator(device=device).manual_seed(seed)
+        self._generator = torch.Generator(device=device).manual_seed(seed)
         self._empty = torch.zeros((1, 0), dtype=torch.long, device=device)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -57,16 +57,16 @@ class Sampler:
             return logits.argmax(), None
         scores = self._processors(self._empty, logits[None].float())[0]
         p = torch.softmax(scores, -1)
-        return torch.multinomial(p, 1, generator=self._random)[0], scores
+        return torch.multinomial(p, 1, generator=self._generator)[0], scores
 
     def state(self) -> Tensor | None:
         """Return a copy of the random state (uint8; 5 kB on CPU, 16 bytes on CUDA)."""
-        return None if self._processors is None else self._random.get_state()
+        return None if self._processors is None else self._generator.get_state()
 
     def restore(self, state: Tensor | None) -> None:
         """Put a random state back; None for a sampler that draws nothing."""
         if state is not None:
-            self._random.set_state(state)
+            self._generator.set_state(state)
 
 
 class Decoder:
@@ -86,8 +86,8 @@ class Decoder:
     ) -> None:
         self._model = model
         self._device = next(model.parameters()).device
-        self._forward = _forward(model)
-        self._newest: Tensor | None = None
+        self._forward = _last_logits_forward(model)
+        self._last_token: Tensor | None = None
         self.sampler = Sampler(sampling or SamplingOptions(), seed, self._device)
         self.prompt = prompt
         self.token_ids: list[int] = []
@@ -103,12 +103,12 @@ class Decoder:
         """Rows that are in the cache once the next step is over."""
         return len(self.prompt.ids) + len(self.token_ids)
 
-    def stand(self, token_ids: Sequence[int], cache: Any) -> None:
+    def set_state(self, token_ids: Sequence[int], cache: Any) -> None:
         """Stand behind these tokens, with a cache of every row but the last one, or an empty one.
 
         The next forward feeds the rows that the cache lacks, in one go.
         """
-        self.token_ids, self.cache, self._newest = list(token_ids), cache, None
+        self.token_ids, self.cache, self._last_token = list(token_ids), cache, None
 
     @torch.no_grad()
     def next_logits(self) -> Tensor:
@@ -124,8 +124,8 @@ class Decoder:
         if start < n_prompt:
             ids = self._row([*prompt.ids, *self.token_ids][start:])
             places = [*prompt.position_ids[start:], *places]
-        elif start == self.n_rows - 1 and self._newest is not None:
-            ids = self._newest.view(1, 1)
+        elif start == self.n_rows - 1 and self._last_token is not None:
+            ids = self._last_token.view(1, 1)
         else:
             ids = self._row(self.token_ids[start - n_prompt :])
         return ids, self._row(places)
@@ -145,7 +145,7 @@ class Decoder:
             chosen = torch.full_like(chosen, forced)
         choice = Choice(self.step, int(chosen), chosen, logits, scores)
         self.token_ids.append(choice.token_id)
-        self._newest = chosen
+        self._last_token = chosen
         return choice
 
 
@@ -155,12 +155,12 @@ def generate(
     *,
     max_new_tokens: int,
     eos_ids: Sequence[int] = (),
-    stops: Callable[[Sequence[int]], bool] | None = None,
+    should_stop: Callable[[Sequence[int]], bool] | None = None,
     sampling: SamplingOptions | None = None,
     seed: int = 0,
     on_choice: Callable[[Choice], None] | None = None,
     forced: Mapping[int, int] | None = None,
-) -> Generated:
+) -> GenerationResult:
     """Generate from a prompt of one sequence; the model's masks come from its patch.
 
     `on_choice` is called once per token, after it is known on the host. `stops` is asked after
@@ -172,22 +172,22 @@ def generate(
         choice = decoder.choose(decoder.next_logits(), (forced or {}).get(step))
         if on_choice is not None:
             on_choice(choice)
-        reason = ended(decoder.token_ids, max_new_tokens, eos_ids, stops)
+        reason = find_stop_reason(decoder.token_ids, max_new_tokens, eos_ids, should_stop)
         if reason:
-            return Generated(tuple(decoder.token_ids), reason)
-    return Generated(tuple(decoder.token_ids), "length")
+            return GenerationResult(tuple(decoder.token_ids), reason)
+    return GenerationResult(tuple(decoder.token_ids), "length")
 
 
-def ended(
+def find_stop_reason(
     token_ids: Sequence[int],
     max_new_tokens: int,
     eos_ids: Sequence[int],
-    stops: Callable[[Sequence[int]], bool] | None,
+    should_stop: Callable[[Sequence[int]], bool] | None,
 ) -> str:
     """Return why generation ends behind these tokens ("eos", "stop", "length"), empty if not."""
     if token_ids[-1] in eos_ids:
         return "eos"
-    if stops is not None and stops(token_ids):
+    if should_stop is not None and should_stop(token_ids):
         return "stop"
     return "length" if len(token_ids) >= max_new_tokens else ""
 
@@ -209,7 +209,7 @@ def new_cache(model: nn.Module) -> Any:
     return DynamicCache(config=model.config)
 
 
-def _forward(model: nn.Module) -> Callable[[Tensor, Tensor, Any], Tensor]:
+def _last_logits_forward(model: nn.Module) -> Callable[[Tensor, Tensor, Any], Tensor]:
     """Return a forward that gives the newest row's logits (V,)."""
     takes = inspect.signature(model.forward).parameters
     extra: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}

@@ -11,11 +11,11 @@ from torch import nn
 
 from flexinspect_hooks.hook import Remove
 
-Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+GenerateCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Makes a call of the model's own `generate` (bound) with these arguments."""
 
 
-def wrap_generate(model: nn.Module, call: Call) -> Remove | None:
+def wrap_generate(model: nn.Module, call: GenerateCall) -> Remove | None:
     """Let `call` make the calls of `generate`; return what ends that, None where there is none."""
     original = getattr(model, "generate", None)
     if not callable(original):

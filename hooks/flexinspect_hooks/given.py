@@ -14,79 +14,79 @@ from flexinspect.errors import UsageError
 T = TypeVar("T")
 
 
-def module(given: T, whose: str) -> T:
+def check_module(value: T, caller: str) -> T:
     """Return a torch module. `whose` names the call that wants it, here and below.
 
     Raises `UsageError` for anything else, and so does each of these functions.
     """
-    if not isinstance(given, nn.Module):
-        raise UsageError(f"{whose} needs a torch module, not {kind_of(given)}.")
-    return given
+    if not isinstance(value, nn.Module):
+        raise UsageError(f"{caller} needs a torch module, not {describe_type(value)}.")
+    return value
 
 
-def tensor(given: Tensor, whose: str) -> Tensor:
+def check_tensor(value: Tensor, caller: str) -> Tensor:
     """Return a tensor."""
-    if not isinstance(given, Tensor):
-        raise UsageError(f"{whose} needs a torch tensor, not {kind_of(given)}.")
-    return given
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{caller} needs a torch tensor, not {describe_type(value)}.")
+    return value
 
 
-def optimizer(given: T, whose: str) -> T:
+def check_optimizer(value: T, caller: str) -> T:
     """Return what has parameter groups: an optimizer, or a wrapper of one."""
-    if not hasattr(given, "param_groups"):
-        raise UsageError(f"{whose} needs a torch optimizer, not {kind_of(given)}.")
-    return given
+    if not hasattr(value, "param_groups"):
+        raise UsageError(f"{caller} needs a torch optimizer, not {describe_type(value)}.")
+    return value
 
 
-def count(given: int, name: str, least: int = 1) -> int:
+def check_count(value: int, name: str, minimum: int = 1) -> int:
     """Return a whole number that is `least` or more; `name` is the parameter's, here and below."""
     try:
-        found = index(given)
+        found = index(value)
     except TypeError:
-        raise UsageError(f"{name} must be a whole number, and is {given!r}.") from None
-    if found < least:
-        raise UsageError(f"{name} must be {least} or more, and is {found}.")
+        raise UsageError(f"{name} must be a whole number, and is {value!r}.") from None
+    if found < minimum:
+        raise UsageError(f"{name} must be {minimum} or more, and is {found}.")
     return found
 
 
-def limit(given: float, name: str) -> float:
+def check_limit(value: float, name: str) -> float:
     """Return a limit: a number of 0 or more."""
-    found = number(given, name)
+    found = check_number(value, name)
     if math.isnan(found) or found < 0:
-        raise UsageError(f"{name} must be a number of 0 or more, and is {given!r}.")
+        raise UsageError(f"{name} must be a number of 0 or more, and is {value!r}.")
     return found
 
 
-def number(given: Any, name: str) -> float:
+def check_number(value: Any, name: str) -> float:
     """Return the one number of a tensor or of anything that is one."""
-    if isinstance(given, Tensor) and given.numel() != 1:
-        shape = tuple(given.shape)
+    if isinstance(value, Tensor) and value.numel() != 1:
+        shape = tuple(value.shape)
         raise UsageError(f"{name} must be a single number, and has shape {shape}: reduce it.")
     try:
-        return float(given.detach() if isinstance(given, Tensor) else given)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError):
-        raise UsageError(f"{name} must be a single number, and is {given!r}.") from None
+        raise UsageError(f"{name} must be a single number, and is {value!r}.") from None
 
 
-def function(given: object, name: str, of: str) -> Callable[..., Any]:
+def check_function(value: object, name: str, argument: str) -> Callable[..., Any]:
     """Return a function; `of` says of what."""
-    if not callable(given):
-        raise UsageError(f"{name} needs a function of {of}, not {kind_of(given)}.")
-    return given
+    if not callable(value):
+        raise UsageError(f"{name} needs a function of {argument}, not {describe_type(value)}.")
+    return value
 
 
-def batches(given: Any, whose: str) -> Any:
+def check_batches(value: Any, caller: str) -> Any:
     """Return what batches can be taken from."""
-    if not isinstance(given, Iterable) and not hasattr(given, "__getitem__"):
-        raise UsageError(f"{whose} needs a loader of batches, not {kind_of(given)}.")
-    return given
+    if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
+        raise UsageError(f"{caller} needs a loader of batches, not {describe_type(value)}.")
+    return value
 
 
-def kind_of(given: object) -> str:
+def describe_type(value: object) -> str:
     """Return what a thing is, in words."""
-    if given is None:
+    if value is None:
         return "None"
-    name = type(given).__name__
+    name = type(value).__name__
     return (
-        f"the {name} {given!r}" if isinstance(given, (int, float)) else f"an object of type {name}"
+        f"the {name} {value!r}" if isinstance(value, (int, float)) else f"an object of type {name}"
     )

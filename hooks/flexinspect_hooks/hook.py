@@ -59,7 +59,7 @@ class StepDraft:
     arrays: list[ArrayRecord] = field(default_factory=list)
     events: list[EventRecord] = field(default_factory=list)
 
-    def assembled(self, step: StepContext, tokens: tuple[TokenRecord, ...]) -> StepRecord:
+    def assemble(self, step: StepContext, tokens: tuple[TokenRecord, ...]) -> StepRecord:
         """Return the record of the step, with what was noted while it ran."""
         noted = [
             EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
@@ -106,15 +106,15 @@ class CaptureContext:
     segments: tuple[Segment, ...] = ()
     thread: int = 0
     """The thread whose forward is under way, 0 for none."""
-    left_by: str = ""
+    exit_reason: str = ""
     """What the last forward that did not return was left by, in words, where it was seen."""
     sees_kernels: bool = False
     """Whether kernels are watched where they are: for code that is not ours."""
     on_call: Callable[[Any], None] | None = None
-    """Told each attention call (`CallRef`) as it returns, while a breakpoint asks for it."""
+    """Told each attention call (`AttentionCall`) as it returns, while a breakpoint asks for it."""
     on_kernel: Callable[[Any], None] | None = None
     """Told each kernel's call (`Done`) in the same way, where kernels are seen."""
-    tell: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
+    record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
     """Records an event (kind, text, facts) at once, at the step that is open."""
 
     @property

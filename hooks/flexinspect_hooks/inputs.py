@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from flexinspect.records import Array, ArrayRecord, InputsRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.fedrows import batch_of, fed_ids
+from flexinspect_hooks.fedrows import batch_size_of, input_ids_of
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 
 CACHE_OFF = "no-cache"
-LEARNT = "learnt-positions"
+LEARNED_POSITIONS = "learnt-positions"
 
 _Lengths = list[int | None]
 """Keys per layer, None for one whose length is a tensor, which goes through the buffer."""
 
 
 @dataclass(slots=True)
-class _Fed:
+class _PendingInputs:
     """What is held of a step until it is reduced. The cache is kept alive by whoever uses it."""
 
     batch: int = 1
@@ -40,7 +40,7 @@ class _Fed:
     tables: dict[str, Tensor] = field(default_factory=dict)
 
 
-class _Kept(NamedTuple):
+class _InputsStep(NamedTuple):
     """What goes to the writer thread about a step's inputs: no tensors."""
 
     batch: int
@@ -57,7 +57,10 @@ class InputsHook:
     def install(self, context: CaptureContext) -> Iterable[Remove]:
         """Put a hook on the model's first decoder layer."""
         first = next((block for _, block in context.blocks.values()), None)
-        self._fed, self._learnt = _Fed(), _table_of_positions(context.model)
+        self._pending, self._position_embedding = (
+            _PendingInputs(),
+            _position_embedding_name(context.model),
+        )
 
         # A function, since a copy of the model copies bound methods, and this hook with them; and
         # a number, since a function that lies in a model must not keep it alive.
@@ -65,7 +68,7 @@ class InputsHook:
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if id(module) == top and not torch.compiler.is_compiling() and context.is_open:
-                self._fed.positions = kwargs.get("position_ids", self._fed.positions)
+                self._pending.positions = kwargs.get("position_ids", self._pending.positions)
 
         if first is not None:
             yield first.register_forward_pre_hook(enter, with_kwargs=True).remove
@@ -76,9 +79,11 @@ class InputsHook:
     def open(self, step: StepContext) -> None:
         """Take what the forward may change: the lengths, and tables that a loop may write to."""
         arguments = step.arguments
-        cache, ids = arguments.get("past_key_values"), fed_ids(arguments)
-        fed = self._fed = _Fed(batch_of(arguments), arguments.get("position_ids"))
-        fed.cache, fed.before = _reference(cache), _lengths(cache)
+        cache, ids = arguments.get("past_key_values"), input_ids_of(arguments)
+        fed = self._pending = _PendingInputs(
+            batch_size_of(arguments), arguments.get("position_ids")
+        )
+        fed.cache, fed.before = _weak_cache(cache), _cached_lengths(cache)
         if step.step == 0 and arguments.get("use_cache") is False:
             step.events.append((CACHE_OFF, "use_cache=False was given: no cache is kept."))
         if ids is not None and fed.batch > 1:
@@ -86,15 +91,20 @@ class InputsHook:
         mask = arguments.get("attention_mask")
         if not step.kv_before and isinstance(mask, Tensor) and mask.dim() == 2:
             fed.tables["inputs.mask"] = mask != 0
-            if self._learnt and step.step == 0:
-                step.events.append((LEARNT, f"Position ids are looked up in {self._learnt}."))
+            if self._position_embedding and step.step == 0:
+                step.events.append(
+                    (
+                        LEARNED_POSITIONS,
+                        f"Position ids are looked up in {self._position_embedding}.",
+                    )
+                )
 
-    def reduce(self, step: StepContext, buffer: StepBuffer) -> _Kept:
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> _InputsStep:
         """Put tables and lengths that are tensors; nothing waits for the device."""
-        fed, self._fed = self._fed, _Fed()
+        fed, self._pending = self._pending, _PendingInputs()
         if fed.cache is None:
-            fed.cache = _reference(getattr(step.output, "past_key_values", None))
-        after = _lengths(fed.cache() if fed.cache is not None else None)
+            fed.cache = _weak_cache(getattr(step.output, "past_key_values", None))
+        after = _cached_lengths(fed.cache() if fed.cache is not None else None)
         if isinstance(fed.positions, Tensor) and fed.positions.dim() == 2:
             fed.tables["inputs.positions"] = fed.positions.to(torch.int32, copy=True)
         for name, lengths in (("inputs.before", fed.before[1]), ("inputs.after", after[1])):
@@ -102,16 +112,20 @@ class InputsHook:
                 fed.tables[name] = lengths
         for name, table in fed.tables.items():
             buffer.put(name, table)
-        return _Kept(fed.batch, fed.before[0], after[0])
+        return _InputsStep(fed.batch, fed.before[0], after[0])
 
-    def record(self, step: StepContext, kept: _Kept, values: Values, draft: StepDraft) -> None:
+    def record(
+        self, step: StepContext, kept: _InputsStep, values: Values, draft: StepDraft
+    ) -> None:
         """Write the step's `InputsRecord`, and the tables of a batch."""
         positions = values.get("inputs.positions")
         draft.inputs = InputsRecord(
             batch=kept.batch,
-            positions=_runs(positions[0]) if positions is not None and len(positions) else (),
-            cached_before=_filled(kept.before, values.get("inputs.before")),
-            cached_after=_filled(kept.after, values.get("inputs.after")),
+            positions=_position_runs(positions[0])
+            if positions is not None and len(positions)
+            else (),
+            cached_before=_merge_lengths(kept.before, values.get("inputs.before")),
+            cached_after=_merge_lengths(kept.after, values.get("inputs.after")),
         )
         for name in ("inputs.ids", "inputs.positions", "inputs.mask"):
             table = values.get(name)
@@ -119,7 +133,7 @@ class InputsHook:
                 draft.arrays.append(ArrayRecord(name, table))
 
 
-def _table_of_positions(model: nn.Module) -> str:
+def _position_embedding_name(model: nn.Module) -> str:
     """Return the name of the module with the vectors of learnt positions, empty without one."""
     for name, module in model.named_modules():
         last = str(name).rpartition(".")[2]
@@ -128,7 +142,7 @@ def _table_of_positions(model: nn.Module) -> str:
     return ""
 
 
-def _reference(cache: Any) -> weakref.ref[Any] | None:
+def _weak_cache(cache: Any) -> weakref.ref[Any] | None:
     """Return a reference that keeps no cache alive, None for what tells no lengths."""
     if not isinstance(getattr(cache, "layers", None), list):
         return None
@@ -137,7 +151,7 @@ def _reference(cache: Any) -> weakref.ref[Any] | None:
     return None
 
 
-def _lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
+def _cached_lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
     """Return the keys held per layer; those of static layers, which are tensors, as a copy."""
     layers = getattr(cache, "layers", None)
     if not isinstance(layers, list):
@@ -154,12 +168,12 @@ def _lengths(cache: Any) -> tuple[_Lengths, Tensor | None]:
     return lengths, torch.stack(tensors) if tensors else None
 
 
-def _filled(lengths: Sequence[int | None], tensors: Array | None) -> tuple[int, ...]:
+def _merge_lengths(lengths: Sequence[int | None], tensors: Array | None) -> tuple[int, ...]:
     rest = iter(() if tensors is None else tensors.tolist())
     return tuple(next(rest) if length is None else length for length in lengths)
 
 
-def _runs(ids: Array) -> tuple[tuple[int, int], ...]:
+def _position_runs(ids: Array) -> tuple[tuple[int, int], ...]:
     """Return ids (rows,) as runs (first, how many) that rise by one."""
     if ids.size == 1:
         return ((int(ids[0]), 1),)

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.records import BuildRecord
-from flexinspect.trace.crumb import NOWHERE, Place
+from flexinspect.trace.crumb import NO_PLACE, CallPlace
 from flexinspect_hooks import crumbs
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.debugging.rules import saw_compiled
+from flexinspect_hooks.debugging.rules import on_compiled_call
 from flexinspect_hooks.hook import CaptureContext, Remove
-from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels, ran_plain
+from flexinspect_hooks.kernels import BUILD, FLEX, KernelCall, observe_kernels, ran_uncompiled
 from flexinspect_hooks.memory import peak_bytes
-from flexinspect_hooks.ruleidentity import rule_name
+from flexinspect_hooks.ruleidentity import mask_mod_name
 
 
-class Done(NamedTuple):
+class KernelReturn(NamedTuple):
     """A kernel call that returned, in the layer `layer` (None: in none that is known).
 
     `module` is the layer's attention module and `handed` the mask that it was given. `swallowed`
@@ -37,37 +37,37 @@ class Done(NamedTuple):
     layer: int | None
     call: KernelCall
     output: Any
-    handed: Any
-    swallowed: str | None
+    mask_passed_to_layer: Any
+    suppressed_exception: str | None
     module: nn.Module | None = None
 
 
-class Inside(NamedTuple):
+class CurrentLayer(NamedTuple):
     """An attention module whose forward is running, and the mask that it was given."""
 
     layer: int
     module: nn.Module
-    handed: Any
+    mask_passed_to_layer: Any
 
 
-class Note(NamedTuple):
+class PendingCall(NamedTuple):
     """A call under way: where, what it makes up for, when it began, the peak memory before it."""
 
     call: KernelCall
-    place: Inside | None
-    swallowed: str | None
+    current_layer: CurrentLayer | None
+    suppressed_exception: str | None
     started: float
     peak: int
 
 
-_watching: list[KernelCalls] = []
+_active: list[KernelCalls] = []
 """Everyone who observes the kernels now."""
 
 _thread = threading.local()
 
 
 @contextmanager
-def seen_as_a_whole() -> Iterator[None]:
+def ignore_kernels() -> Iterator[None]:
     """While entered, nobody describes the kernels that this thread calls: their caller is seen."""
     _thread.is_quiet = True
     try:
@@ -76,22 +76,22 @@ def seen_as_a_whole() -> Iterator[None]:
         _thread.is_quiet = False
 
 
-def _seen_as_a_whole() -> bool:
+def _kernels_ignored() -> bool:
     return getattr(_thread, "is_quiet", False)
 
 
-def is_any_open() -> bool:
+def is_forward_running() -> bool:
     """Say whether a watched model's forward is running in this thread, recorded or passed over."""
     is_passed = getattr(_thread, "is_passed", False)
-    return is_passed or any(each.context.is_open for each in _watching)
+    return is_passed or any(each.context.is_open for each in _active)
 
 
-def pass_over(*, is_passed: bool) -> None:
+def set_unrecorded(*, is_unrecorded: bool) -> None:
     """Say whether this thread runs a forward of a watched model that is not recorded."""
-    _thread.is_passed = is_passed
+    _thread.is_passed = is_unrecorded
 
 
-_unclaimed: deque[BuildRecord] = deque(maxlen=1000)
+_unassigned_builds: deque[BuildRecord] = deque(maxlen=1000)
 """Masks that were built in no step: the next step that is recorded, of whatever model, has them."""
 
 
@@ -103,11 +103,11 @@ class KernelCalls:
     """
 
     context: CaptureContext
-    done: list[Done] = field(default_factory=list)
+    done: list[KernelReturn] = field(default_factory=list)
     _builds: list[BuildRecord] = field(default_factory=list)
-    _failed: dict[int, str] = field(default_factory=dict)
-    _told: set[tuple[Any, ...]] = field(default_factory=set)
-    _outer: BaseException | None = None
+    _errors: dict[int, str] = field(default_factory=dict)
+    _reported: set[tuple[Any, ...]] = field(default_factory=set)
+    _outer_exception: BaseException | None = None
     _step: StepContext | None = None
     _root: int = 0
 
@@ -122,11 +122,11 @@ class KernelCalls:
         def close(module: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            pass_over(is_passed=False)
+            set_unrecorded(is_unrecorded=False)
             # It raised; other hooks may still look at a forward that did not.
             if output is None and self.context.is_open:
                 error = sys.exception()
-                self.context.left_by = in_words(error) if error is not None else ""
+                self.context.exit_reason = describe_error(error) if error is not None else ""
                 self.context.is_open = False
 
         # Copies of a model carry its hooks along: functions, as a method would be copied with us.
@@ -136,14 +136,14 @@ class KernelCalls:
     def observe(self) -> Remove:
         """Watch the kernels alone; returns what ends that."""
         end = observe_kernels(self)
-        _watching.append(self)
+        _active.append(self)
 
         def remove() -> None:
             end()
-            if self in _watching:
-                _watching.remove(self)
-            if not _watching:
-                _unclaimed.clear()
+            if self in _active:
+                _active.remove(self)
+            if not _active:
+                _unassigned_builds.clear()
 
         return remove
 
@@ -152,108 +152,114 @@ class KernelCalls:
         self._step = step
         self.done.clear()
         self._builds.clear()
-        self._failed.clear()
-        self._outer = sys.exception()
+        self._errors.clear()
+        self._outer_exception = sys.exception()
 
-    def since(self, mark: int) -> list[Done]:
+    def take_since(self, mark: int) -> list[KernelReturn]:
         """Return the calls after the first `mark`, and keep them no longer."""
         found = self.done[mark:]
         del self.done[mark:]
         return found
 
-    def unclaimed(self) -> tuple[BuildRecord, ...]:
+    def unassigned_builds(self) -> tuple[BuildRecord, ...]:
         """Return the masks that were built in no step, since the last one."""
-        return tuple(_unclaimed)
+        return tuple(_unassigned_builds)
 
     def take_builds(self) -> tuple[BuildRecord, ...]:
         """Return the masks that were built for the step, before it and in it; once."""
-        found = (*self.unclaimed(), *self._builds)
-        _unclaimed.clear()
+        found = (*self.unassigned_builds(), *self._builds)
+        _unassigned_builds.clear()
         self._builds.clear()
         return found
 
     # -- the observer ----------------------------------------------------------------------------
 
-    def wants(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Want the calls of an open step, and masks that are built in no step of anybody."""
         if self.context.is_open:
-            return not _seen_as_a_whole()
-        return name == BUILD and not is_any_open()
+            return not _kernels_ignored()
+        return name == BUILD and not is_forward_running()
 
-    def before(self, call: KernelCall) -> Note | None:
+    def before(self, call: KernelCall) -> PendingCall | None:
         """Return what has to be known of a call before it is made."""
         peak = peak_bytes(self.context.device) if call.name == BUILD else 0
-        place = _inside(self.context.layer_of, self._root) if self.context.is_open else None
+        place = _current_layer(self.context.layer_of, self._root) if self.context.is_open else None
         layer = None if place is None else place.layer
         if call.compiled and call.name == FLEX:
-            given = call.given
+            given = call.arguments
             rules = (given.get("score_mod"), given.get("block_mask"))
-            crumbs.entered(self._where(layer), given["query"], given["key"], *rules)
-            saw_compiled()
-        return Note(call, place, self.swallowed(layer), time.perf_counter(), peak)
+            crumbs.begin_kernel_call(self._call_place(layer), given["query"], given["key"], *rules)
+            on_compiled_call()
+        return PendingCall(call, place, self.suppressed_exception(layer), time.perf_counter(), peak)
 
-    def after(self, note: Note, output: Any) -> None:
+    def after(self, pending: PendingCall, output: Any) -> None:
         """Keep what it was."""
-        if note.call.compiled:
-            crumbs.left()
-        if note.call.name == BUILD:
-            (self._builds if self.context.is_open else _unclaimed).append(self._build(note))
+        if pending.call.compiled:
+            crumbs.end_kernel_call()
+        if pending.call.name == BUILD:
+            (self._builds if self.context.is_open else _unassigned_builds).append(
+                self._build_record(pending)
+            )
             return
-        layer, module, handed = note.place or (None, None, None)
-        call = note.call
-        if call.compiled and call.name == FLEX and ran_plain():
+        layer, module, handed = pending.current_layer or (None, None, None)
+        call = pending.call
+        if call.compiled and call.name == FLEX and ran_uncompiled():
             call = call._replace(compiled=False)
-        done = Done(layer, call, output, handed, note.swallowed, module)
+        done = KernelReturn(layer, call, output, handed, pending.suppressed_exception, module)
         self.done.append(done)
         if self.context.on_kernel is not None:
             self.context.on_kernel(done)
 
-    def failed(self, note: Note, error: BaseException) -> None:
+    def failed(self, pending: PendingCall, error: BaseException) -> None:
         """Say that a kernel raised."""
-        self.raised(note.call, None if note.place is None else note.place.layer, error)
+        self.report_raised(
+            pending.call,
+            None if pending.current_layer is None else pending.current_layer.layer,
+            error,
+        )
 
-    def raised(self, call: KernelCall, layer: int | None, error: BaseException) -> None:
+    def report_raised(self, call: KernelCall, layer: int | None, error: BaseException) -> None:
         """Say so at once, once for each layer and message: the step may never be recorded."""
         if call.compiled:
-            crumbs.left()
-        words = in_words(error)
+            crumbs.end_kernel_call()
+        words = describe_error(error)
         if layer is not None:
-            self._failed[layer] = words
+            self._errors[layer] = words
         key = (layer, call.name, words)
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._reported:
+            self._reported.add(key)
             where = "" if layer is None else f"Layer {layer}: "
-            facts = _facts(call)
+            facts = _call_facts(call)
             lengths = ", ".join(f"{name} {value}" for name, value in facts.items())
             text = f"{where}{call.name} raised {words} ({lengths})"
             data = {"layer": layer, "kernel": call.name, "error": words, **facts}
-            self.context.tell("kernel-failed", text, data)
+            self.context.record_event("kernel-failed", text, data)
 
-    def _where(self, layer: int | None) -> Place:
+    def _call_place(self, layer: int | None) -> CallPlace:
         """Return generation, step and layer of a call that is made now."""
         step = self._step if self.context.is_open else None
         if step is None:
-            return NOWHERE
+            return NO_PLACE
         return step.generation, step.step, -1 if layer is None else layer
 
-    def swallowed(self, layer: int | None) -> str | None:
+    def suppressed_exception(self, layer: int | None) -> str | None:
         """Return what a call that is made now makes up for, None for nothing."""
         error = sys.exception()
-        if error is not None and error is not self._outer:
-            return in_words(error)
-        return self._failed.get(layer) if layer is not None else None
+        if error is not None and error is not self._outer_exception:
+            return describe_error(error)
+        return self._errors.get(layer) if layer is not None else None
 
-    def _build(self, note: Note) -> BuildRecord:
-        given = note.call.given
-        grown = max(peak_bytes(self.context.device) - note.peak, 0)
+    def _build_record(self, pending: PendingCall) -> BuildRecord:
+        given = pending.call.arguments
+        grown = max(peak_bytes(self.context.device) - pending.peak, 0)
         return BuildRecord(
-            layer=note.place.layer if note.place is not None else None,
+            layer=pending.current_layer.layer if pending.current_layer is not None else None,
             batch=given.get("B"),
             heads=given.get("H"),
             q_len=int(given["Q_LEN"]),
             kv_len=int(given["KV_LEN"]),
-            rule=rule_name(given["mask_mod"]),
-            wall_ms=(time.perf_counter() - note.started) * 1e3,
+            rule=mask_mod_name(given["mask_mod"]),
+            wall_ms=(time.perf_counter() - pending.started) * 1e3,
             peak_growth=grown,
         )
 
@@ -262,7 +268,7 @@ _CALL_IMPL = nn.Module._call_impl.__code__
 """What runs a module's forward, whoever replaced that on the instance."""
 
 
-def _inside(layer_of: Mapping[int, int], root: int) -> Inside | None:
+def _current_layer(layer_of: Mapping[int, int], root: int) -> CurrentLayer | None:
     """Return the innermost attention layer whose forward is running, as the stack tells.
 
     No further than to the model itself, whose id is `root`.
@@ -276,42 +282,42 @@ def _inside(layer_of: Mapping[int, int], root: int) -> Inside | None:
         module = told["self"]
         layer = layer_of.get(id(module))
         if layer is not None:
-            return Inside(layer, module, _handed(told["args"], told["kwargs"]))
+            return CurrentLayer(layer, module, _mask_argument(told["args"], told["kwargs"]))
         if id(module) == root:
             return None
     return None
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an exception as "Type: first line"."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def _handed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mask_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the mask that an attention module was called with: by name, else the likely one."""
     if "attention_mask" in kwargs:
         return kwargs["attention_mask"]
-    masks = [value for value in args[1:] if isinstance(value, BlockMask) or _like_mask(value)]
+    masks = [value for value in args[1:] if isinstance(value, BlockMask) or _is_dense_mask(value)]
     return masks[0] if masks else None
 
 
-def _like_mask(value: Any) -> bool:
+def _is_dense_mask(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 4
 
 
-_GRID = (("batch", "B"), ("heads", "H"))
+_SIZE_ARGUMENTS = (("batch", "B"), ("heads", "H"))
 
 
-def _facts(call: KernelCall) -> dict[str, Any]:
+def _call_facts(call: KernelCall) -> dict[str, Any]:
     """Return the lengths that tell why a call may have failed."""
-    given = call.given
+    given = call.arguments
     if call.name == BUILD:
-        sizes = {name: given[key] for name, key in _GRID if given.get(key) is not None}
+        sizes = {name: given[key] for name, key in _SIZE_ARGUMENTS if given.get(key) is not None}
         return {"q_len": given.get("Q_LEN"), "kv_len": given.get("KV_LEN"), **sizes}
     facts: dict[str, Any] = {
-        "q_len": _length(given.get("query")),
-        "kv_len": _length(given.get("key")),
+        "q_len": _row_count(given.get("query")),
+        "kv_len": _row_count(given.get("key")),
     }
     query = given.get("query")
     if isinstance(query, Tensor) and query.dim() == 4:
@@ -325,5 +331,5 @@ def _facts(call: KernelCall) -> dict[str, Any]:
     return facts
 
 
-def _length(tensor: Any) -> int | None:
+def _row_count(tensor: Any) -> int | None:
     return int(tensor.shape[-2]) if isinstance(tensor, Tensor) and tensor.dim() > 1 else None

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.eval_frame import skip_code
 
-from flexinspect_hooks.debugging.rules import plainly
+from flexinspect_hooks.debugging.rules import with_python_mods
 from flexinspect_hooks.hook import Remove
 
 FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_attention"
@@ -36,27 +36,27 @@ FLEX, BUILD, SDPA = "flex_attention", "create_block_mask", "scaled_dot_product_a
 class KernelCall(NamedTuple):
     """A call of a kernel: which, its arguments by name, whether compiled code is to run it.
 
-    Past dynamo's recompile limit a compiled wrapper runs plain Python, as `ran_plain` tells.
+    Past dynamo's recompile limit a compiled wrapper runs plain Python, as `ran_uncompiled` tells.
     """
 
     name: str
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     compiled: bool
 
 
-def repeated(call: KernelCall, value: Tensor) -> Any:
+def repeat_call(call: KernelCall, value: Tensor) -> Any:
     """Make a call of an attention kernel again, with other values."""
-    given = {**call.given, "value": value}
+    given = {**call.arguments, "value": value}
     if call.name == SDPA:
         return functional.scaled_dot_product_attention(**given)
     kernel = flex_module.flex_attention
     return torch.compile(kernel)(**given) if call.compiled else kernel(**given)
 
 
-class Observer(Protocol):
+class KernelObserver(Protocol):
     """Who is told of kernel calls. What an observer raises is lost; the call goes on."""
 
-    def wants(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Say whether to describe a call of this kernel; asked first, as describing it costs."""
         ...
 
@@ -73,12 +73,12 @@ class Observer(Protocol):
         ...
 
 
-_observers: list[Observer] = []
+_observers: list[KernelObserver] = []
 """The newest is asked first, and the first that wants a call has it alone."""
 _restores: list[Remove] = []
 
 
-def observe_kernels(observer: Observer) -> Remove:
+def observe_kernels(observer: KernelObserver) -> Remove:
     """Tell `observer` of every call from now on; returns what ends that."""
     if not _observers:
         _install()
@@ -97,8 +97,8 @@ def _install() -> None:
     for name in (FLEX, BUILD):
         _restores.append(_detour(getattr(flex_module, name)))
     _restores.append(_rebind(functional.scaled_dot_product_attention))
-    if hasattr(flex_module, _PLAIN_ONLY):
-        _restores.append(_note_plain(getattr(flex_module, _PLAIN_ONLY)))
+    if hasattr(flex_module, _UNCOMPILED_ONLY):
+        _restores.append(_track_uncompiled(getattr(flex_module, _UNCOMPILED_ONLY)))
 
 
 def _uninstall() -> None:
@@ -106,44 +106,46 @@ def _uninstall() -> None:
         _restores.pop()()
 
 
-_PLAIN_ONLY = "setup_compilation_env"
+_UNCOMPILED_ONLY = "setup_compilation_env"
 """What `flex_attention` calls where it runs as Python, and nowhere else."""
 
-_here = threading.local()
+_local = threading.local()
 
 
-def ran_plain() -> bool:
+def ran_uncompiled() -> bool:
     """Say whether the last call of FlexAttention in this thread ran as plain Python."""
-    return getattr(_here, "ran_plain", False)
+    return getattr(_local, "ran_plain", False)
 
 
-def _note_plain(function: Callable[..., Any]) -> Remove:
+def _track_uncompiled(function: Callable[..., Any]) -> Remove:
     def noted(*args: Any, **kwargs: Any) -> Any:
-        _here.ran_plain = True
+        _local.ran_plain = True
         return function(*args, **kwargs)
 
     skip_code(cast(FunctionType, noted).__code__)
-    setattr(flex_module, _PLAIN_ONLY, noted)
-    return lambda: setattr(flex_module, _PLAIN_ONLY, function)
+    setattr(flex_module, _UNCOMPILED_ONLY, noted)
+    return lambda: setattr(flex_module, _UNCOMPILED_ONLY, function)
 
 
 # -- a call ------------------------------------------------------------------------------------
 
 
-def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any) -> Any:
+def _observed_call(
+    name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any, kw: Any
+) -> Any:
     """Make the call and tell who wants to know; nothing of ours is left for dynamo to compile."""
     compiled = callable(get_eval_frame_callback())
     if name == FLEX and not compiled:
-        own = plainly(own, args[3] if len(args) > 3 else kw.get("score_mod"))
-    tell = _unwatched if compiled else _apply
-    if not tell(_is_wanted, name):
+        own = with_python_mods(own, args[3] if len(args) > 3 else kw.get("score_mod"))
+    tell = _apply_uncompiled if compiled else _apply
+    if not tell(_has_observer, name):
         return own(*args, **kw)
     call = KernelCall(name, {**dict(zip(names, args, strict=False)), **kw}, compiled)
     told = tell(_begin, call)
     if told is None:
         return own(*args, **kw)
     observer, note = told
-    _here.ran_plain = False
+    _local.ran_plain = False
     try:
         output = own(*args, **kw)
     except BaseException as error:
@@ -153,36 +155,36 @@ def _seen(name: str, own: Callable[..., Any], names: tuple[str, ...], args: Any,
     return output
 
 
-def _is_wanted(name: str) -> bool:
+def _has_observer(name: str) -> bool:
     for observer in _observers:
         with suppress(Exception):
-            if observer.wants(name):
+            if observer.accepts(name):
                 return True
     return False
 
 
-def _begin(call: KernelCall) -> tuple[Observer, Any] | None:
+def _begin(call: KernelCall) -> tuple[KernelObserver, Any] | None:
     for observer in reversed(_observers):
         with suppress(Exception):
-            note = observer.before(call) if observer.wants(call.name) else None
+            note = observer.before(call) if observer.accepts(call.name) else None
             if note is not None:
                 return observer, note
     return None
 
 
-def _end(told: Callable[[Any, Any], None], note: Any, what: Any) -> None:
+def _end(callback: Callable[[Any, Any], None], note: Any, what: Any) -> None:
     with suppress(Exception):
-        told(note, what)
+        callback(note, what)
 
 
 def _apply(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-_unwatched: Callable[..., Any] = torch._dynamo.disable(_apply)  # type: ignore[no-untyped-call]
+_apply_uncompiled: Callable[..., Any] = torch._dynamo.disable(_apply)  # type: ignore[no-untyped-call]
 """Calls a function of ours where dynamo would compile it otherwise."""
 
-skip_code(_seen.__code__)
+skip_code(_observed_call.__code__)
 
 
 # -- Python functions --------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def _detour(function: FunctionType) -> Remove:
     def see(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return own(*args, **kwargs)
-        return _seen(name, own, names, args, kwargs)
+        return _observed_call(name, own, names, args, kwargs)
 
     skip_code(see.__code__)
     function.__globals__[hidden] = see
@@ -248,23 +250,23 @@ def _rebind(function: Callable[..., Any]) -> Remove:
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        return _seen(SDPA, function, _SDPA_NAMES, args, kwargs)
+        return _observed_call(SDPA, function, _SDPA_NAMES, args, kwargs)
 
     skip_code(scaled_dot_product_attention.__code__)
     functools.update_wrapper(scaled_dot_product_attention, function)
-    places = list(_holders(function))
+    places = list(_references(function))
     for module, name in places:
         setattr(module, name, scaled_dot_product_attention)
 
     def restore() -> None:
         # Modules imported meanwhile may have taken the wrapper.
-        for module, name in _holders(scaled_dot_product_attention):
+        for module, name in _references(scaled_dot_product_attention):
             setattr(module, name, function)
 
     return restore
 
 
-def _holders(thing: object) -> Iterator[tuple[ModuleType, str]]:
+def _references(thing: object) -> Iterator[tuple[ModuleType, str]]:
     """Yield where the modules of the process hold an object: the module and the name."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and module.__name__ != "torch._C._nn":

@@ -17,7 +17,7 @@ def require_known_architecture(folder: Path, source: ModelSource, *, trusted: bo
     """Raise when this transformers does not know the architecture, or it brings its own code."""
     from transformers import CONFIG_MAPPING, __version__
 
-    config = _read(folder / "config.json")
+    config = _read_config(folder / "config.json")
     kind = config.get("model_type")
     own_code = bool(config.get("auto_map"))
     if kind in CONFIG_MAPPING or (own_code and trusted):
@@ -36,7 +36,7 @@ def require_known_architecture(folder: Path, source: ModelSource, *, trusted: bo
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -83,7 +83,7 @@ def require_all_values(info: Any, folder: Path) -> None:
         )
 
 
-def explain(error: Exception, source: ModelSource, device: str) -> ModelError:
+def explain_load_error(error: Exception, source: ModelSource, device: str) -> ModelError:
     """Turn an exception of torch, transformers or safetensors into a sentence."""
     text = str(error)
     if isinstance(error, MemoryError) or any(part in text.lower() for part in _OUT_OF_MEMORY):

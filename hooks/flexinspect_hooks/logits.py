@@ -17,7 +17,7 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import CaptureContext, Remove, StepDraft
 
 TOP_K = 10
-ROW = "logits.row"
+LOGITS_ARRAY = "logits.row"
 """The stream of all logits of a step, at level extreme: branches are compared by them."""
 
 BINS = 64
@@ -56,15 +56,15 @@ class LogitsHook:
             else:
                 _reduce_on_device(name, row.float(), step.token_id, buffer)
         if step.level == "extreme":
-            buffer.put(ROW, step.logits.float())
+            buffer.put(LOGITS_ARRAY, step.logits.float())
         return True
 
     def record(self, step: StepContext, kept: bool, values: Values, draft: StepDraft) -> None:
         """Write the step's `LogitsRecord`."""
         if not kept:
             return
-        row = self._row_of("logits", values, step.token_id)
-        chosen = _chosen(step, row, values)
+        row = self._reduced("logits", values, step.token_id)
+        chosen = _find_chosen(step, row, values)
         histogram = self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
         draft.logits = LogitsRecord(
             entropy=row.entropy,
@@ -79,19 +79,21 @@ class LogitsHook:
             histogram=histogram[2],
             candidates=self._candidates(row, values, step),
         )
-        if ROW in values:
-            draft.arrays.append(ArrayRecord(ROW, values[ROW]))
+        if LOGITS_ARRAY in values:
+            draft.arrays.append(ArrayRecord(LOGITS_ARRAY, values[LOGITS_ARRAY]))
 
-    def _row_of(self, name: str, values: Values, chosen: int | None) -> _Row:
+    def _reduced(self, name: str, values: Values, chosen: int | None) -> _ReducedLogits:
         here = values.get(f"{name}.all")
-        return _sent(values) if here is None else self._reducer.reduce(here, chosen)
+        return _from_device(values) if here is None else self._reducer.reduce(here, chosen)
 
-    def _candidates(self, row: _Row, values: Values, step: StepContext) -> tuple[Candidate, ...]:
+    def _candidates(
+        self, row: _ReducedLogits, values: Values, step: StepContext
+    ) -> tuple[Candidate, ...]:
         scores, score_lse = row.top, row.lse
         if not step.is_scored:
             scores = [math.nan] * len(row.top)
         elif "scores.all" in values:
-            other = self._row_of("scores", values, None)
+            other = self._reduced("scores", values, None)
             scores, score_lse = values["scores.all"][row.ids].tolist(), other.lse
         elif "scores.top" in values:
             scores, score_lse = values["scores.top"].tolist(), float(values["scores.lse"])
@@ -102,7 +104,7 @@ class LogitsHook:
 
 
 @dataclass(slots=True)
-class _Row:
+class _ReducedLogits:
     """A distribution reduced: natural logarithms, `top` and `ids` from the best down.
 
     `values` is the row itself on CPU; `low`, `high` and `counts` were made on the device elsewhere.
@@ -122,7 +124,7 @@ class _Row:
     values: Array | None = None
 
 
-class _Chosen(NamedTuple):
+class _ChosenLogit(NamedTuple):
     """The chosen token among the logits; `UNKNOWN`, -1 and NaN when nobody saw what was chosen."""
 
     token_id: int = UNKNOWN
@@ -130,13 +132,13 @@ class _Chosen(NamedTuple):
     logit: float = math.nan
 
 
-def _chosen(step: StepContext, row: _Row, values: Values) -> _Chosen:
+def _find_chosen(step: StepContext, row: _ReducedLogits, values: Values) -> _ChosenLogit:
     if step.token_id is None:
-        return _Chosen()
+        return _ChosenLogit()
     if "logits.chosen" in values:
         logit, rank = values["logits.chosen"].tolist()
-        return _Chosen(step.token_id, int(rank), logit)
-    return _Chosen(step.token_id, row.rank, row.chosen)
+        return _ChosenLogit(step.token_id, int(rank), logit)
+    return _ChosenLogit(step.token_id, row.rank, row.chosen)
 
 
 def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
@@ -159,13 +161,13 @@ class _RowReducer:
     def __init__(self) -> None:
         self._scratch = np.empty(0, np.float32)
 
-    def reduce(self, row: Array, chosen: int | None) -> _Row:
+    def reduce(self, row: Array, chosen: int | None) -> _ReducedLogits:
         """Reduce a row.
 
         With p = exp(logit - max) the log-sum-exp is max + log(sum p) and the entropy in nats is
         lse - sum(p * logit) / sum p: one exponential serves both (Shannon 1948).
         """
-        ids, top = _top(row)
+        ids, top = _top_k(row)
         high = top[0]
         with np.errstate(invalid="ignore"):
             p = np.subtract(row, np.float32(high), out=self._scratch_of(row.size))
@@ -177,7 +179,7 @@ class _RowReducer:
                 weighted = float(np.nan_to_num(p * row, nan=0.0).sum())
         lse = high + math.log(total) if total > 0 else math.nan
         mine = high if chosen is None else float(row[chosen])
-        return _Row(
+        return _ReducedLogits(
             lse=lse,
             entropy=lse - weighted / total if total > 0 else math.nan,
             top=top,
@@ -189,7 +191,7 @@ class _RowReducer:
             values=row,
         )
 
-    def histogram(self, row: _Row) -> tuple[float, float, tuple[int, ...]]:
+    def histogram(self, row: _ReducedLogits) -> tuple[float, float, tuple[int, ...]]:
         """Return (lowest, highest, counts in equal bins); no counts where they are not finite."""
         if row.counts is not None:
             return row.low, row.high, row.counts
@@ -208,18 +210,18 @@ class _RowReducer:
         return self._scratch
 
 
-_GROUP = 64
+_GROUP_SIZE = 64
 
 
-def _top(row: Array) -> tuple[list[int], list[float]]:
+def _top_k(row: Array) -> tuple[list[int], list[float]]:
     """Return ids and values of the k best, best first, ties by id; a NaN comes before all.
 
     The k-th largest of the maxima of groups is no larger than the k-th largest value, so only
     values from there on need sorting: a handful.
     """
     k = min(TOP_K, row.size)
-    whole = row.size - row.size % _GROUP
-    bests = row[:whole].reshape(_GROUP, -1).max(axis=0)  # columns: ten times faster than rows
+    whole = row.size - row.size % _GROUP_SIZE
+    bests = row[:whole].reshape(_GROUP_SIZE, -1).max(axis=0)  # columns: ten times faster than rows
     if bests.size < 2 * k or bests[-1] != bests[-1] or not np.isfinite(bests.max()):
         candidates = np.arange(row.size)
     else:
@@ -262,9 +264,9 @@ def _device_histogram(row: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return counts.scatter_add_(0, index, torch.ones_like(index))
 
 
-def _sent(values: Values) -> _Row:
+def _from_device(values: Values) -> _ReducedLogits:
     lse, entropy, mine, low, high, rank, n_nan, n_inf = values["logits.scalars"].tolist()
-    return _Row(
+    return _ReducedLogits(
         lse=lse,
         entropy=entropy,
         top=values["logits.top"].tolist(),

@@ -26,6 +26,6 @@ def lost_records(recorder: Recorder, writer: TraceWriter) -> TraceWriteError | N
     return None
 
 
-def trouble(recorder: Recorder, writer: TraceWriter) -> TraceWriteError | None:
+def recording_error(recorder: Recorder, writer: TraceWriter) -> TraceWriteError | None:
     """Return what a user is to be told at the end: what was lost, or what ended the recording."""
     return lost_records(recorder, writer) or recorder.failure

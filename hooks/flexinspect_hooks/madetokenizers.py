@@ -8,11 +8,11 @@ import weakref
 from typing import Any
 
 
-class MadeTokenizers:
+class TokenizerTracker:
     """Every transformers tokenizer made while watched; keeps none alive."""
 
     def __init__(self) -> None:
-        self._made: list[weakref.ref[Any]] = []
+        self._refs: list[weakref.ref[Any]] = []
         self._base: Any = None
 
     def watch(self) -> None:
@@ -24,7 +24,7 @@ class MadeTokenizers:
         @functools.wraps(original)
         def init(tokenizer: Any, /, *args: Any, **kwargs: Any) -> None:
             original(tokenizer, *args, **kwargs)
-            self._made.append(weakref.ref(tokenizer))
+            self._refs.append(weakref.ref(tokenizer))
 
         self._base.__init__ = init
 
@@ -33,6 +33,6 @@ class MadeTokenizers:
         if self._base is not None:
             self._base.__init__, self._base = self._original, None
 
-    def newest_first(self) -> list[Any]:
+    def live_tokenizers(self) -> list[Any]:
         """Return those that are still alive."""
-        return [one for one in (ref() for ref in reversed(self._made)) if one is not None]
+        return [one for one in (ref() for ref in reversed(self._refs)) if one is not None]

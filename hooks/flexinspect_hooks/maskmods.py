@@ -17,24 +17,24 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.masks import (
-    BLOCK,
+    BLOCK_SIZE,
     BlockTables,
     BoolArray,
-    MaskRule,
+    MaskSpec,
     block_tables,
+    row_block_tables,
     row_chunks,
-    row_tables,
     stack_block_rows,
 )
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-AT_ONCE = 1 << 22
+MAX_EVALUATED_CELLS = 1 << 22
 """Cells, over heads, that a rule is evaluated on at once: 32 MiB for each int64 it computes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ForwardWindow:
     """Which rows and keys a forward computes: `q_len` rows from `q_offset`, `kv_len` keys from
     `kv_offset` (not 0 when a sliding cache has dropped the oldest keys).
 
@@ -49,14 +49,14 @@ class Window:
     heads: int = 1
 
 
-def arithmetic_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
+def arithmetic_mask_mod(spec: MaskSpec, window: ForwardWindow) -> MaskMod:
     """Return the rule as comparisons with constants, local indices in, bool out."""
     if window.q_len == 1:
-        return _row_mask_mod(rule, window)
+        return _row_mask_mod(spec, window)
     q_offset, kv_offset = window.q_offset, window.kv_offset
-    last = rule.region(q_offset + window.q_len - 1)
-    regions = range(rule.region(q_offset), last + 1)
-    steps = [(rule.starts[r], rule.head[r], rule.low[r]) for r in regions]
+    last = spec.region(q_offset + window.q_len - 1)
+    regions = range(spec.region(q_offset), last + 1)
+    steps = [(spec.starts[r], spec.prefix_stops[r], spec.local_starts[r]) for r in regions]
     lows = _steps([(start, low) for start, _, low in steps])
     heads = _steps(_free_heads(steps))
     if lows == [(steps[0][0], 0)]:
@@ -69,11 +69,11 @@ def arithmetic_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
     return mask_mod
 
 
-def _row_mask_mod(rule: MaskRule, window: Window) -> MaskMod:
+def _row_mask_mod(spec: MaskSpec, window: ForwardWindow) -> MaskMod:
     """Return the rule of one row, whose position is known: each operation under vmap counts."""
-    offset, region = window.kv_offset, rule.region(window.q_offset)
+    offset, region = window.kv_offset, spec.region(window.q_offset)
     last = window.q_offset - offset
-    low, head = int(rule.low[region]) - offset, int(rule.head[region]) - offset
+    low, head = int(spec.local_starts[region]) - offset, int(spec.prefix_stops[region]) - offset
 
     def up_to(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return kv_idx <= last
@@ -114,25 +114,34 @@ def _piecewise(steps: list[tuple[int, int]], q: Tensor) -> Tensor | int:
     return value
 
 
-class RuleTables:
+class SpecTables:
     """A rule as int32 tensors over positions, for compiled kernels: one graph, any prompt.
 
     `offsets` holds (q_offset, kv_offset) and is written in place before each forward, so that the
     decode graph is compiled once.
     """
 
-    def __init__(self, rule: MaskRule, length: int, device: torch.device) -> None:
-        region = np.searchsorted(rule.starts, np.arange(length), side="right") - 1
-        self.head = torch.from_numpy(np.asarray(rule.head, np.int32)[region]).to(device)
-        self.low = torch.from_numpy(np.asarray(rule.low, np.int32)[region]).to(device)
-        self.offset = torch.zeros((), dtype=torch.int32, device=device)
+    def __init__(self, spec: MaskSpec, length: int, device: torch.device) -> None:
+        region = np.searchsorted(spec.starts, np.arange(length), side="right") - 1
+        self.prefix_stops = torch.from_numpy(np.asarray(spec.prefix_stops, np.int32)[region]).to(
+            device
+        )
+        self.local_starts = torch.from_numpy(np.asarray(spec.local_starts, np.int32)[region]).to(
+            device
+        )
+        self.q_offset = torch.zeros((), dtype=torch.int32, device=device)
         self.kv_offset = torch.zeros((), dtype=torch.int32, device=device)
 
-    def mask_mod(self, window: Window) -> MaskMod:
+    def mask_mod(self, window: ForwardWindow) -> MaskMod:
         """Return the rule for this window; the offsets of earlier windows move with it."""
-        self.offset.fill_(window.q_offset)
+        self.q_offset.fill_(window.q_offset)
         self.kv_offset.fill_(window.kv_offset)
-        head, low, offset, kv_offset = self.head, self.low, self.offset, self.kv_offset
+        head, low, offset, kv_offset = (
+            self.prefix_stops,
+            self.local_starts,
+            self.q_offset,
+            self.kv_offset,
+        )
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             q, kv = q_idx + offset, kv_idx + kv_offset
@@ -149,7 +158,9 @@ class BlockTableCache:
         self._key: tuple[object, ...] = ()
         self._tensors: tuple[Tensor, ...] = ()
 
-    def block_mask(self, tables: BlockTables, mask_mod: MaskMod, window: Window) -> BlockMask:
+    def block_mask(
+        self, tables: BlockTables, mask_mod: MaskMod, window: ForwardWindow
+    ) -> BlockMask:
         """Return a BlockMask of batch 1 with these tables and this rule.
 
         Tables of shape (row blocks, key blocks) are for all heads; with an axis of heads before
@@ -167,7 +178,7 @@ class BlockTableCache:
             kv_idx,
             full_num,
             full_idx,
-            BLOCK_SIZE=BLOCK,
+            BLOCK_SIZE=BLOCK_SIZE,
             mask_mod=mask_mod,
             seq_lengths=(window.q_len, window.kv_len),
             compute_q_blocks=False,
@@ -183,15 +194,15 @@ def _block_list(blocks: BoolArray) -> tuple[np.ndarray, np.ndarray]:
     return counts[None], order[None]
 
 
-def window_tables(rule: MaskRule, window: Window) -> BlockTables:
+def window_block_tables(spec: MaskSpec, window: ForwardWindow) -> BlockTables:
     """Return the block tables of a window, made from its rows alone, never from a full grid."""
     if window.kv_offset:
-        whole = rule.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
+        whole = spec.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
         kept = whole[:, window.kv_offset :]
         return stack_block_rows(kept[a:b] for a, b in row_chunks(window.q_len))
     if window.q_len == 1:
-        return row_tables(rule, window.q_offset, window.kv_len)
-    return block_tables(rule, window.q_len, window.kv_len, q_offset=window.q_offset)
+        return row_block_tables(spec, window.q_offset, window.kv_len)
+    return block_tables(spec, window.q_len, window.kv_len, q_offset=window.q_offset)
 
 
 def all_partial(tables: BlockTables) -> BlockTables:
@@ -212,7 +223,7 @@ def head_groups(
     over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
     over_h = torch.vmap(over_q, in_dims=(None, 0, None, None))
     # One head alone would not show whether the rule tells heads apart.
-    size = max(AT_ONCE // max(len(q_idx) * len(kv_idx), 1), 2)
+    size = max(MAX_EVALUATED_CELLS // max(len(q_idx) * len(kv_idx), 1), 2)
     for start in range(0, len(h_idx), size):
         cells: Tensor = over_h(zero, h_idx[start : start + size], q_idx, kv_idx)
         if start == 0 and len(cells) > 1 and cells.stride(0) == 0:

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect.records import MaskRecord
-from flexinspect_hooks.ruleidentity import rule_name, rule_source
+from flexinspect_hooks.ruleidentity import mask_mod_name, mask_mod_source
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.received import ReceivedMask
+    from flexinspect_hooks.received import CapturedMask
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class BlockGrids:
     """Block tables of batch 0, bool (heads, row blocks, key blocks); None where there are none."""
 
     partial: npt.NDArray[np.bool_] | None = None
@@ -25,46 +25,46 @@ class Tables:
 
 
 @dataclass(frozen=True, slots=True)
-class Executed:
+class ExecutedMask:
     """What was executed, as `MaskRecord` has it."""
 
     cells: npt.NDArray[Any] | None
     averaged: npt.NDArray[Any] | None
-    ruled: npt.NDArray[Any] | None = None
+    mask_mod_blocks: npt.NDArray[Any] | None = None
 
 
-def shared(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+def merge_equal_heads(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
     """Return cells with one head where all heads are equal."""
     if cells is None or len(cells) == 1:
         return cells
     return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
 
 
-def told(averaged: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+def averaged_rows(averaged: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
     """Return which rows are averaged, None when none is."""
-    return None if averaged is None or not averaged.any() else shared(averaged)
+    return None if averaged is None or not averaged.any() else merge_equal_heads(averaged)
 
 
-def fingerprint_of(mask: ReceivedMask, tables: Tables, executed: Executed) -> str:
+def mask_fingerprint(mask: CapturedMask, tables: BlockGrids, executed: ExecutedMask) -> str:
     """Hash what tells masks apart: kind, lengths, rule with its values, tables and cells.
 
     The cells count whenever they were evaluated: two rules of one name may have captured different
     things, and what was executed is what a fingerprint stands for.
     """
     key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
-    name = "" if mask.rule is None else rule_name(mask.rule)
-    digest = hashlib.blake2b(f"{key}{name}{mask.parameters}".encode(), digest_size=8)
+    name = "" if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
+    digest = hashlib.blake2b(f"{key}{name}{mask.identity}".encode(), digest_size=8)
     for bits in (executed.cells, executed.averaged):
         if bits is not None:
             digest.update(np.packbits(bits).tobytes())
-    for grid in (tables.partial, tables.full, executed.ruled):
+    for grid in (tables.partial, tables.full, executed.mask_mod_blocks):
         if grid is not None:
             digest.update(grid.tobytes())
     return digest.hexdigest()
 
 
 def mask_record(
-    mask: ReceivedMask, fingerprint: str, tables: Tables, executed: Executed
+    mask: CapturedMask, fingerprint: str, tables: BlockGrids, executed: ExecutedMask
 ) -> MaskRecord:
     """Return the record of a mask."""
     return MaskRecord(
@@ -78,14 +78,14 @@ def mask_record(
         kv_offset=mask.kv_offset,
         block_q=mask.block[0] if mask.block else None,
         block_kv=mask.block[1] if mask.block else None,
-        rule=None if mask.rule is None else rule_name(mask.rule),
-        rule_source=None if mask.rule is None else rule_source(mask.rule),
+        rule=None if mask.mask_mod is None else mask_mod_name(mask.mask_mod),
+        rule_source=None if mask.mask_mod is None else mask_mod_source(mask.mask_mod),
         compiled=mask.compiled,
         cells=executed.cells,
         averaged=executed.averaged,
         partial=tables.partial,
         full=tables.full,
-        ruled=executed.ruled,
+        ruled=executed.mask_mod_blocks,
     )
 
 

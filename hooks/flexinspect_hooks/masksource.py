@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexinspect.errors import MaskError
-from flexinspect.masks import BlockTables, MaskRule, row_chunks, stack_block_rows
+from flexinspect.masks import BlockTables, MaskSpec, row_chunks, stack_block_rows
 from flexinspect_hooks.maskmods import (
     BlockTableCache,
+    ForwardWindow,
     MaskMod,
-    RuleTables,
-    Window,
+    SpecTables,
     all_partial,
     arithmetic_mask_mod,
     head_groups,
-    window_tables,
+    window_block_tables,
 )
-from flexinspect_hooks.ruleidentity import rule_parameters
+from flexinspect_hooks.ruleidentity import mask_mod_identity
 
 _MAX_ARITHMETIC_REGIONS = 24
 
@@ -31,43 +31,43 @@ class MaskSource(Protocol):
 
     name: str
 
-    def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
+    def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
         """Return the mask of these rows; `overlay` narrows it (a sliding window), in positions."""
         ...
 
 
-class RuleMask:
-    """Block masks of a `MaskRule`: from the rows of the window alone, never a full grid."""
+class SpecMaskSource:
+    """Block masks of a `MaskSpec`: from the rows of the window alone, never a full grid."""
 
     def __init__(
-        self, rule: MaskRule, *, length: int, device: torch.device, compiled: bool
+        self, spec: MaskSpec, *, length: int, device: torch.device, compiled: bool
     ) -> None:
-        self.name = rule.name
-        self.rule = rule
+        self.name = spec.name
+        self.spec = spec
         self._device = device
         self._cache = BlockTableCache(device)
-        gather = compiled or len(rule.starts) > _MAX_ARITHMETIC_REGIONS
-        self._tables = RuleTables(rule, length, device) if gather else None
+        gather = compiled or len(spec.starts) > _MAX_ARITHMETIC_REGIONS
+        self._tables = SpecTables(spec, length, device) if gather else None
 
-    def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
+    def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
         """Return the mask of the window; a decode step computes its one row."""
-        tables = window_tables(self.rule, window)
+        tables = window_block_tables(self.spec, window)
         mask_mod = self._mask_mod(window)
-        identity = f"{self.rule}@{window.q_offset},{window.kv_offset}"
-        mark(mask_mod, identity, broadcasts=True)
+        identity = f"{self.spec}@{window.q_offset},{window.kv_offset}"
+        set_identity(mask_mod, identity, broadcasts=True)
         mask_mod.flexinspect_name = self.name  # type: ignore[attr-defined]
         if overlay is not None:
-            mask_mod = narrowed(mask_mod, overlay, window)
+            mask_mod = with_overlay(mask_mod, overlay, window)
             tables = all_partial(tables)
         return self._cache.block_mask(tables, mask_mod, window)
 
-    def _mask_mod(self, window: Window) -> MaskMod:
+    def _mask_mod(self, window: ForwardWindow) -> MaskMod:
         if self._tables is None:
-            return arithmetic_mask_mod(self.rule, window)
+            return arithmetic_mask_mod(self.spec, window)
         return self._tables.mask_mod(window)
 
 
-class OwnMask:
+class UserMaskSource:
     """Block masks of a user's `mask_mod`, which is written in positions of the whole sequence.
 
     The rule holds for every query head. One that tells heads apart gets block tables for each of
@@ -83,20 +83,20 @@ class OwnMask:
         self._cache = BlockTableCache(device)
         check_mask_mod(mask_mod, name, device)
 
-    def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
+    def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
         """Return the mask of the window, its tables made from 128 rows at a time.
 
         Raises `MaskError` when the rule fails, or tells heads apart that nobody has counted.
         """
-        mask_mod = shifted(self.mask_mod, window)
+        mask_mod = shift_mask_mod(self.mask_mod, window)
         mask_mod.flexinspect_rule = self.mask_mod  # type: ignore[attr-defined]
-        values = rule_parameters(self.mask_mod)
-        mark(mask_mod, f"{self.name}{values}@{window.q_offset},{window.kv_offset}")
+        values = mask_mod_identity(self.mask_mod)
+        set_identity(mask_mod, f"{self.name}{values}@{window.q_offset},{window.kv_offset}")
         if overlay is not None:
-            mask_mod = narrowed(mask_mod, overlay, window)
-        return self._cache.block_mask(self._table(mask_mod, window), mask_mod, window)
+            mask_mod = with_overlay(mask_mod, overlay, window)
+        return self._cache.block_mask(self._block_tables(mask_mod, window), mask_mod, window)
 
-    def _table(self, mask_mod: MaskMod, window: Window) -> BlockTables:
+    def _block_tables(self, mask_mod: MaskMod, window: ForwardWindow) -> BlockTables:
         try:
             return _stacked(
                 [self._block_row(mask_mod, window, *c) for c in row_chunks(window.q_len)]
@@ -111,7 +111,9 @@ class OwnMask:
                 hint="Indices are positions of the whole sequence, generated tokens included.",
             ) from error
 
-    def _block_row(self, mask_mod: MaskMod, window: Window, start: int, stop: int) -> BlockTables:
+    def _block_row(
+        self, mask_mod: MaskMod, window: ForwardWindow, start: int, stop: int
+    ) -> BlockTables:
         """Return one row of blocks, (heads, 1, key blocks), of one head where all share it."""
         zero, indices = self._zero, torch.arange(max(stop, window.kv_len), device=self._device)
         h_idx = torch.arange(window.heads or 2, device=self._device)
@@ -135,7 +137,7 @@ def _stacked(rows: list[BlockTables]) -> BlockTables:
     return BlockTables(partial, full) if len(partial) > 1 else BlockTables(partial[0], full[0])
 
 
-def shifted(mask_mod: MaskMod, window: Window) -> MaskMod:
+def shift_mask_mod(mask_mod: MaskMod, window: ForwardWindow) -> MaskMod:
     """Return a rule in local indices from one in positions: the row offset of a decode step."""
     q_offset, kv_offset = window.q_offset, window.kv_offset
 
@@ -145,19 +147,19 @@ def shifted(mask_mod: MaskMod, window: Window) -> MaskMod:
     return local
 
 
-def narrowed(mask_mod: MaskMod, overlay: MaskMod, window: Window) -> MaskMod:
+def with_overlay(mask_mod: MaskMod, overlay: MaskMod, window: ForwardWindow) -> MaskMod:
     """Return a local rule and an overlay given in positions, both of which must allow a cell."""
-    other = shifted(overlay, window)
+    other = shift_mask_mod(overlay, window)
 
     def both(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_mod(b, h, q_idx, kv_idx) & other(b, h, q_idx, kv_idx)
 
-    identity = f"{getattr(mask_mod, 'flexinspect_identity', '')}&{rule_parameters(overlay)}"
-    mark(both, identity)
+    identity = f"{getattr(mask_mod, 'flexinspect_identity', '')}&{mask_mod_identity(overlay)}"
+    set_identity(both, identity)
     return both
 
 
-def mark(mask_mod: MaskMod, identity: str, *, broadcasts: bool = False) -> None:
+def set_identity(mask_mod: MaskMod, identity: str, *, broadcasts: bool = False) -> None:
     """Note on a rule what it is made from, and whether it may be called with index grids.
 
     `broadcasts` is true only for rules of comparisons and one-dimensional look-ups, for which one

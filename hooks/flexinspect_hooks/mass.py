@@ -23,24 +23,24 @@ from flexinspect.prompts import Segment
 from flexinspect.records import Array
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.cores import available_cores
-from flexinspect_hooks.received import ReceivedMask
+from flexinspect_hooks.received import CapturedMask
 from flexinspect_hooks.rowmath import (
+    attention_scores,
     capped,
     grouped,
-    lifted,
-    masked,
-    membership,
-    output_gate,
-    products,
-    scores_of,
-    weights_of,
+    layer_products,
+    mask_scores,
+    output_error,
+    segment_membership,
+    shift_lowest_rows,
+    softmax_weights,
 )
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.callrefs import CallRef
+    from flexinspect_hooks.callrefs import AttentionCall
 
 
-class MassReducer:
+class SegmentAttentionReducer:
     """Reduces the newest rows of all layers of a step together."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,23 +51,23 @@ class MassReducer:
         """Take a generation's segments; the last one is open, as generation may go on."""
         borders = [segment.start for segment in segments] or [0]
         self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
-        self._segments = membership(0, self._borders)
+        self._segments = segment_membership(0, self._borders)
         # Where torch uses every core, work of the writer thread is the model's loss all the same.
         self._has_core = torch.get_num_threads() < available_cores()
 
-    def _inside(self, n_keys: int, first: int) -> Tensor:
+    def _segment_membership(self, n_keys: int, first: int) -> Tensor:
         """Return float32 (keys, segments): 1 where a key lies in a segment. Key 0 is at `first`."""
         if first:
-            return membership(n_keys, self._borders - first)
+            return segment_membership(n_keys, self._borders - first)
         if n_keys > len(self._segments):
-            self._segments = membership(max(2 * n_keys, 1024), self._borders)
+            self._segments = segment_membership(max(2 * n_keys, 1024), self._borders)
         return self._segments[:n_keys]
 
     def reduce(
         self,
-        refs: Sequence[CallRef],
+        refs: Sequence[AttentionCall],
         numbers: Sequence[int],
-        masks: Sequence[ReceivedMask],
+        masks: Sequence[CapturedMask],
         kv_after: int,
         buffer: StepBuffer,
     ) -> tuple[str, ...]:
@@ -75,7 +75,9 @@ class MassReducer:
 
         Returns how each call was gated: "lse", "output", or "" when its row cannot be recomputed.
         """
-        kinds = [_gate_kind(ref, masks[number]) for ref, number in zip(refs, numbers, strict=True)]
+        kinds = [
+            _lse_check_kind(ref, masks[number]) for ref, number in zip(refs, numbers, strict=True)
+        ]
         if not any(kinds):
             return ()
         groups: dict[tuple[Any, ...], list[int]] = {}
@@ -92,7 +94,7 @@ class MassReducer:
                 cells[:, -1],
                 masks[key[0]].bias,
                 # A static cache has more keys than the sequence, a sliding one fewer.
-                self._inside(key[2], max(kv_after - key[2], 0)),
+                self._segment_membership(key[2], max(kv_after - key[2], 0)),
                 members if len(members) < len(refs) else None,
                 buffer,
                 may_wait=self._has_core,
@@ -100,33 +102,37 @@ class MassReducer:
         return tuple(kinds)
 
 
-def newest_weights(ref: CallRef, mask: ReceivedMask) -> Tensor:
+def newest_weights(ref: AttentionCall, mask: CapturedMask) -> Tensor:
     """Return the weights of one call's newest row, float32 (q heads, keys), batch 0."""
     assert mask.cells is not None
     closed = ~mask.cells[:, -1]
-    scores = scores_of(torch, _queries([ref]), [_plain(ref.key[0])])
+    scores = attention_scores(torch, _queries([ref]), [_plain(ref.key[0])])
     scores = capped(torch, scores, ref.softcap)
     if mask.bias is not None:
-        scores = lifted(torch, scores + mask.bias, closed)
-    weights: Tensor = weights_of(torch, masked(torch, scores, closed, -math.inf), None)[1][0]
+        scores = shift_lowest_rows(torch, scores + mask.bias, closed)
+    weights: Tensor = softmax_weights(torch, mask_scores(torch, scores, closed, -math.inf), None)[
+        1
+    ][0]
     return weights.nan_to_num()
 
 
-def _gate_kind(ref: CallRef, mask: ReceivedMask) -> str:
+def _lse_check_kind(ref: AttentionCall, mask: CapturedMask) -> str:
     if mask.cells is None or ref.unknown_scores:
         return ""
-    if ref.kwargs.get("dropout") or any(ref.kwargs.get(name) is not None for name in _MORE):
+    if ref.kwargs.get("dropout") or any(
+        ref.kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS
+    ):
         return ""  # weights that are drawn by lot, or made with more, are not repeated here
     return "output" if ref.lse is None else "lse"
 
 
-def gathered(values: Values, n_calls: int) -> dict[str, Array]:
+def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
     """Return mass, lse, entropy and gate of all calls in their order, from the groups' results."""
     out: dict[str, Array] = {}
     for key, part in values.items():
-        if not key.startswith(_PREFIX):
+        if not key.startswith(_ATTENTION_PREFIX):
             continue
-        name, _, members = key.removeprefix(_PREFIX).partition("/")
+        name, _, members = key.removeprefix(_ATTENTION_PREFIX).partition("/")
         if not members:
             out[name] = part
             continue
@@ -139,31 +145,31 @@ def lost_calls(values: Values, n_calls: int) -> set[int]:
     """Return the calls whose rows were not made, as their keys were written to before."""
     lost: set[int] = set()
     for key in values:
-        if key.startswith(_LOST):
-            members = key.removeprefix(_LOST).removeprefix("/")
+        if key.startswith(_LOST_PREFIX):
+            members = key.removeprefix(_LOST_PREFIX).removeprefix("/")
             lost |= set(map(int, members.split(","))) if members else set(range(n_calls))
     return lost
 
 
-_PREFIX = "attention/"
-_LOST = "attention-lost"
-_MORE = ("s_aux", "position_bias")
+_ATTENTION_PREFIX = "attention/"
+_LOST_PREFIX = "attention-lost"
+_UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
 """Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _GroupPlan:
     """What `_reduced` needs to know beside the tensors; `held` are those that must not change."""
 
     suffix: str
     softcap: float | None
     has_bias: bool
     has_lse: bool
-    held: _Held | None
+    deferred: _DeferredTensors | None
 
 
 def _reduce_group(
-    refs: Sequence[CallRef],
+    refs: Sequence[AttentionCall],
     newest: Tensor,
     bias: Tensor | None,
     inside: Tensor,
@@ -179,8 +185,8 @@ def _reduce_group(
     keys = [_plain(ref.key[0]) for ref in refs]
     inputs = [closed, inside] if bias is None else [closed, inside, bias]
     suffix = "" if members is None else "/" + ",".join(map(str, members))
-    held = _hold(refs) if may_wait else None
-    plan = _Plan(suffix, first.softcap, bias is not None, first.lse is not None, held)
+    held = _defer_tensors(refs) if may_wait else None
+    plan = _GroupPlan(suffix, first.softcap, bias is not None, first.lse is not None, held)
     values: list[Tensor] = []
     if first.lse is None:
         inputs.append(_outputs(refs))
@@ -189,33 +195,33 @@ def _reduce_group(
         lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
         inputs.append(lse[:: first.query.shape[0]])  # batch 0 of each layer
     if held is not None:
-        buffer.later(partial(_reduced, plan), queries, *inputs, *keys, *values)
+        buffer.defer(partial(_reduce_deferred, plan), queries, *inputs, *keys, *values)
         return
-    scores = scores_of(torch, queries, keys)
+    scores = attention_scores(torch, queries, keys)
     if values:
-        inputs.append(_made_outputs(plan, scores, closed, bias, values))
-    may_wait = scores.nbytes <= WAIT_BYTES
-    buffer.later(partial(_of_scores, plan), scores, *inputs, wait=may_wait)
+        inputs.append(_recompute_outputs(plan, scores, closed, bias, values))
+    may_wait = scores.nbytes <= MAX_DEFERRED_SCORE_BYTES
+    buffer.defer(partial(_reduce_scores, plan), scores, *inputs, wait=may_wait)
 
 
-HOLD_BYTES = 64 << 20
+MAX_DEFERRED_BYTES = 64 << 20
 """Keys and values that may wait for the writer thread at one time."""
 
-WAIT_BYTES = 1 << 20
+MAX_DEFERRED_SCORE_BYTES = 1 << 20
 """Scores of a step that may wait for the writer thread, where their keys may not."""
 
-HOLD_PRODUCT = 1 << 18
+MAX_DEFERRED_PRODUCT = 1 << 18
 """Multiplications of a product that may wait: OpenBLAS takes more threads for a larger one, and
 they would be in the model's way (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD in its sources)."""
 
 
-class _Held:
+class _DeferredTensors:
     """Keys and values that wait to be read; they count as long as somebody holds this.
 
     Models may decode in several threads.
     """
 
-    _all: ClassVar[WeakSet[_Held]] = WeakSet()
+    _all: ClassVar[WeakSet[_DeferredTensors]] = WeakSet()
     _lock: ClassVar[Lock] = Lock()
 
     def __init__(self, tensors: tuple[Tensor, ...], n_bytes: int) -> None:
@@ -227,14 +233,14 @@ class _Held:
     def has_room(cls, n_bytes: int) -> bool:
         """Say whether so much more may wait."""
         with cls._lock:
-            return n_bytes + sum(held.n_bytes for held in cls._all) <= HOLD_BYTES
+            return n_bytes + sum(held.n_bytes for held in cls._all) <= MAX_DEFERRED_BYTES
 
-    def were_written_to(self) -> bool:
+    def were_modified(self) -> bool:
         """Say whether one of them is not what it was."""
         return any(tensor._version for tensor in self.tensors)
 
 
-def _hold(refs: Sequence[CallRef]) -> _Held | None:
+def _defer_tensors(refs: Sequence[AttentionCall]) -> _DeferredTensors | None:
     """Return keys and values if they may be read later: small, in memory that nobody writes to.
 
     A cache that grows by copies leaves the tensors of a step alone; one that is filled in place has
@@ -242,20 +248,20 @@ def _hold(refs: Sequence[CallRef]) -> _Held | None:
     """
     first = refs[0]
     group = first.query.shape[1] // first.key.shape[1]
-    if first.key[0, 0].numel() * group > HOLD_PRODUCT or first.key.device.type != "cpu":
+    if first.key[0, 0].numel() * group > MAX_DEFERRED_PRODUCT or first.key.device.type != "cpu":
         return None
     tensors = tuple(tensor for ref in refs for tensor in (ref.key, ref.value))
     if any(t.is_inference() or t._version or t.dtype is not torch.float32 for t in tensors):
         return None
     n_bytes = sum(tensor.nbytes for tensor in tensors)
-    return _Held(tensors, n_bytes) if _Held.has_room(n_bytes) else None
+    return _DeferredTensors(tensors, n_bytes) if _DeferredTensors.has_room(n_bytes) else None
 
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.float32 else tensor.float()
 
 
-def _queries(refs: Sequence[CallRef]) -> Tensor:
+def _queries(refs: Sequence[AttentionCall]) -> Tensor:
     """Return the newest rows' queries, float32 (layers, kv heads, group, D), scale applied.
 
     Those of batch 0, as everything that is recorded of an attention call. The calls share head
@@ -271,15 +277,15 @@ def _queries(refs: Sequence[CallRef]) -> Tensor:
     return queries.view(len(refs), kv_heads, -1, head_dim)
 
 
-def _outputs(refs: Sequence[CallRef]) -> Tensor:
+def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
     """Return the newest rows' outputs, float32 (layers, q heads, D)."""
     if refs[0].output.shape[0] == refs[0].output.shape[1] == 1:
         return torch.cat([ref.output[0] for ref in refs]).float()
     return torch.stack([ref.output[0, -1] for ref in refs]).float()
 
 
-def _made_outputs(
-    plan: _Plan, scores: Tensor, closed: Tensor, bias: Tensor | None, values: Sequence[Tensor]
+def _recompute_outputs(
+    plan: _GroupPlan, scores: Tensor, closed: Tensor, bias: Tensor | None, values: Sequence[Tensor]
 ) -> Tensor:
     """Return the rows' outputs as the scores make them, (layers, q heads, D), NaN without a key.
 
@@ -287,12 +293,12 @@ def _made_outputs(
     """
     scores = capped(torch, scores, plan.softcap)
     if bias is not None:
-        scores = lifted(torch, scores + bias, closed)
-    weights = torch.softmax(masked(torch, scores, closed, -math.inf), -1)
-    return cast(Tensor, products(torch, grouped(weights, values), values))
+        scores = shift_lowest_rows(torch, scores + bias, closed)
+    weights = torch.softmax(mask_scores(torch, scores, closed, -math.inf), -1)
+    return cast(Tensor, layer_products(torch, grouped(weights, values), values))
 
 
-def _reduced(plan: _Plan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
+def _reduce_deferred(plan: _GroupPlan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
     """Make scores and return what `_of_scores` does, or that the rows are lost.
 
     `queries` (layers, kv heads, group, D); `inputs` are those of `_of_scores`, with one key
@@ -303,19 +309,19 @@ def _reduced(plan: _Plan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]
     """
     before, after = 4 if plan.has_bias else 3, len(queries)
     keys, rest = inputs[before : before + after], (*inputs[:before], *inputs[before + after :])
-    out = _of_scores(plan, xp, scores_of(xp, queries, keys), *rest)
-    if plan.held is not None and plan.held.were_written_to():
-        return {f"{_LOST}{plan.suffix}": xp.ones(())}
+    out = _reduce_scores(plan, xp, attention_scores(xp, queries, keys), *rest)
+    if plan.deferred is not None and plan.deferred.were_modified():
+        return {f"{_LOST_PREFIX}{plan.suffix}": xp.ones(())}
     return out
 
 
-def _of_scores(
-    plan: _Plan, xp: Any, scores: Any, closed: Any, inside: Any, *rest: Any
+def _reduce_scores(
+    plan: _GroupPlan, xp: Any, scores: Any, closed: Any, inside: Any, *rest: Any
 ) -> dict[str, Any]:
     """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
 
     `scores` (layers, q heads, keys), `closed` broadcastable to one layer of them, `inside` as
-    `MassReducer` makes it; `rest` is the bias if the plan has one, then lse (layers, q heads), or
+    `SegmentAttentionReducer` makes it; `rest` is the bias if the plan has one, then lse (layers, q heads), or
     outputs (layers, q heads, D) and what they are to be compared with: those that were made of the
     scores, or one value (kv heads, keys, D) per layer to make them of. `xp` is torch or numpy.
     """
@@ -324,19 +330,23 @@ def _of_scores(
     told, *others = parts
     scores = capped(xp, scores, plan.softcap)
     if bias is not None:
-        scores = lifted(xp, scores + bias, closed)
-    seen = masked(xp, scores, closed, -math.inf)
-    lse, weights = weights_of(xp, seen, told if plan.has_lse else None)
+        scores = shift_lowest_rows(xp, scores + bias, closed)
+    seen = mask_scores(xp, scores, closed, -math.inf)
+    lse, weights = softmax_weights(xp, seen, told if plan.has_lse else None)
     sees = lse > -math.inf
     shift = xp.where(sees, lse, xp.zeros_like(lse))
     total = xp.sum(weights, axis=-1)
-    spread = xp.sum(weights * masked(xp, scores, closed, 0.0), axis=-1)
+    spread = xp.sum(weights * mask_scores(xp, scores, closed, 0.0), axis=-1)
     # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s). The mass is one
     # product: running sums between borders take five times as long.
     out = {"mass": xp.matmul(weights, inside), "lse": lse, "entropy": shift * total - spread}
     if plan.has_lse:
         out["gate"] = xp.amax(xp.abs(total - xp.where(sees, 1.0, 0.0)), axis=-1)
     else:
-        made = others[0] if plan.held is None else products(xp, grouped(weights, others), others)
-        out["gate"] = output_gate(xp, xp.where(sees[..., None], made, 0.0), told)
-    return {f"{_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}
+        made = (
+            others[0]
+            if plan.deferred is None
+            else layer_products(xp, grouped(weights, others), others)
+        )
+        out["gate"] = output_error(xp, xp.where(sees[..., None], made, 0.0), told)
+    return {f"{_ATTENTION_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}

@@ -20,7 +20,7 @@ from flexinspect_hooks.tokens import IdTokenizer
 WEIGHTS = ("pretrained", "random")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
-Report = Callable[[str, Mapping[str, Any]], None]
+OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _LoadRequest:
     """What was asked for, resolved as far as it can be without the weights."""
 
     source: ModelSource
@@ -56,7 +56,7 @@ class _Request:
     seed: int
     device: str
     trust: bool
-    report: Report
+    report: OnLoadProgress
 
 
 def load(
@@ -67,7 +67,7 @@ def load(
     weights: str = "pretrained",
     seed: int = 0,
     trust_remote_code: bool = False,
-    report: Report | None = None,
+    report: OnLoadProgress | None = None,
     n_tokens: int = 2048,
 ) -> LoadedModel:
     """Load a model, or raise `ModelError` with one sentence and the next step.
@@ -85,7 +85,7 @@ def load(
         raise ModelError(f"--weights {weights} is unknown.", hint=f"Use {' or '.join(WEIGHTS)}.")
     started = time.perf_counter()
     place = placement.choose_device(device)
-    request = _Request(
+    request = _LoadRequest(
         source, weights, seed, place, trust_remote_code, report or (lambda _phase, _data: None)
     )
     try:
@@ -94,17 +94,17 @@ def load(
     except FlexInspectError:
         raise
     except Exception as error:
-        raise load_errors.explain(error, source, place) from error
+        raise load_errors.explain_load_error(error, source, place) from error
     request.report("ready", {"seconds": time.perf_counter() - started})
     return loaded
 
 
-def _load(request: _Request, dtype: str, n_tokens: int) -> LoadedModel:
+def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
     config = _config(request)
     load_errors.require_causal_lm(config, request.source)
     wanted = request.source.dtype if dtype == "auto" and request.source.dtype else dtype
     chosen = placement.choose_dtype(wanted, request.device, config.to_dict())
-    _plan(request, config, chosen, n_tokens)
+    _check_memory(request, config, chosen, n_tokens)
     make = _random if request.weights == "random" else _pretrained
     model, tokenizer, fingerprint = make(request, config, chosen)
     model.eval()
@@ -123,7 +123,7 @@ def _load(request: _Request, dtype: str, n_tokens: int) -> LoadedModel:
     )
 
 
-def _config(request: _Request) -> Any:
+def _config(request: _LoadRequest) -> Any:
     from transformers import AutoConfig
 
     source = request.source
@@ -142,7 +142,7 @@ def _config(request: _Request) -> Any:
     )
 
 
-def _plan(request: _Request, config: Any, dtype: str, n_tokens: int) -> None:
+def _check_memory(request: _LoadRequest, config: Any, dtype: str, n_tokens: int) -> None:
     from flexinspect_hooks.random_weights import count_on_meta
 
     source = request.source
@@ -175,7 +175,7 @@ def _plan(request: _Request, config: Any, dtype: str, n_tokens: int) -> None:
         placement.require_fit(source.name, staging, device="cpu", dtype=dtype)
 
 
-def _random(request: _Request, config: Any, dtype: str) -> tuple[Any, Any, str]:
+def _random(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
     from flexinspect_hooks.random_weights import build_random
 
     model = build_random(
@@ -186,11 +186,11 @@ def _random(request: _Request, config: Any, dtype: str) -> tuple[Any, Any, str]:
         report=request.report,
         trust_remote_code=request.trust,
     )
-    fingerprint = fingerprints.of_random(config.to_dict(), request.seed, dtype)
-    return model, _tokenizer_at_hand(request), fingerprint
+    fingerprint = fingerprints.fingerprint_random(config.to_dict(), request.seed, dtype)
+    return model, _find_tokenizer(request), fingerprint
 
 
-def _tokenizer_at_hand(request: _Request) -> Any | None:
+def _find_tokenizer(request: _LoadRequest) -> Any | None:
     folder = request.source.path
     if folder is None and request.source.repo_id is not None:
         found = (cached_snapshot(request.source.repo_id, name) for name in _VOCABULARIES)
@@ -201,7 +201,7 @@ def _tokenizer_at_hand(request: _Request) -> Any | None:
     return _tokenizer(folder, request)
 
 
-def _pretrained(request: _Request, config: Any, dtype: str) -> tuple[Any, Any, str]:
+def _pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -229,7 +229,7 @@ def _pretrained(request: _Request, config: Any, dtype: str) -> tuple[Any, Any, s
         output_loading_info=True,
     )
     load_errors.require_all_values(info, folder)
-    return model.to(request.device), tokenizer, fingerprints.of_files(folder)
+    return model.to(request.device), tokenizer, fingerprints.fingerprint_files(folder)
 
 
 def _require_weights(folder: Path) -> None:
@@ -258,7 +258,7 @@ def _has_vocabulary(folder: Path) -> bool:
     return any((folder / name).exists() for name in _VOCABULARIES) or any(folder.glob("*.tiktoken"))
 
 
-def _tokenizer(folder: Path, request: _Request) -> Any:
+def _tokenizer(folder: Path, request: _LoadRequest) -> Any:
     from transformers import AutoTokenizer
 
     try:

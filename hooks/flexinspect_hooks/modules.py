@@ -32,11 +32,11 @@ class ModuleHook:
         self._outputs: list[tuple[int, Tensor]] = []
         self._names = {layer: name for layer, (name, _) in context.blocks.items()}
         return [
-            module.register_forward_hook(self._keep(layer)).remove
+            module.register_forward_hook(self._make_output_hook(layer)).remove
             for layer, (_, module) in context.blocks.items()
         ]
 
-    def _keep(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _make_output_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
         context, outputs = self._context, self._outputs
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
@@ -60,12 +60,12 @@ class ModuleHook:
         if not kept:
             return []
         on_cpu = kept[0][1].device.type == "cpu"
-        if step.level == "basic" and on_cpu and _looks_healthy(step):
+        if step.level == "basic" and on_cpu and _is_best_logit_finite(step):
             return []
         rows = [output[0] for _, output in kept]
         if step.q_len == 1:
             stack = torch.stack(rows).flatten(1).float()
-            buffer.later(partial(_statistics, on_cpu, 1), stack)
+            buffer.defer(partial(_statistics, on_cpu, 1), stack)
         else:
             # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
             each = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
@@ -86,12 +86,12 @@ class ModuleHook:
         for layer, row in zip(kept, stats.tolist(), strict=True):
             if step.level == "basic" and row[6] == 0:
                 continue
-            draft.layer_stats.append(_record(layer, self._names[layer], row))
+            draft.layer_stats.append(_layer_stat_record(layer, self._names[layer], row))
         if step.level == "extreme":
             record_activations(values, ("hidden",), draft)
 
 
-def _looks_healthy(step: StepContext) -> bool:
+def _is_best_logit_finite(step: StepContext) -> bool:
     """Say whether the chosen logit is finite: NaN and +Inf are what argmax picks first.
 
     A sick layer reaches the newest row's logits, as NaN and Inf survive norms and sums. Looking at
@@ -127,7 +127,7 @@ def _statistics(on_cpu: bool, n_rows: int, xp: Any, rows: Any) -> dict[str, Any]
     return {"modules.stats": xp.stack((low, high, mean, std, norm, n_nan, n_bad, first), 1)}
 
 
-def _record(layer: int, name: str, row: list[float]) -> LayerStatRecord:
+def _layer_stat_record(layer: int, name: str, row: list[float]) -> LayerStatRecord:
     low, high, mean, std, norm, n_nan, n_bad, first = row
     return LayerStatRecord(
         layer=layer,

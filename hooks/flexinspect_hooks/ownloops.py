@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_UNFOLLOWED = ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha")
+_UNFOLLOWED_ARGUMENTS = ("assistant_model", "prompt_lookup_num_tokens", "penalty_alpha")
 
 
 def is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -17,7 +17,7 @@ def is_followed(model: nn.Module, kwargs: dict[str, Any]) -> bool:
         values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
         return next((value for value in values if value is not None), None)
 
-    return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED)
+    return (asked("num_beams") or 1) == 1 and not any(asked(name) for name in _UNFOLLOWED_ARGUMENTS)
 
 
 def has_encoder(model: nn.Module) -> bool:
@@ -25,7 +25,7 @@ def has_encoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
-def newest_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
+def newest_logits_row(output: Any, model: nn.Module, *, copy: bool) -> Tensor | None:
     """Return the newest row of logits (V,) of batch 0, None when there are none."""
     logits = getattr(output, "logits", None)
     if logits is None:

@@ -21,20 +21,20 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from flexinspect.errors import AttentionCallError, MaskError, ModelError
 from flexinspect_hooks import crumbs
-from flexinspect_hooks.maskmods import MaskMod, Window
+from flexinspect_hooks.maskmods import ForwardWindow, MaskMod
 from flexinspect_hooks.masksource import MaskSource
 
 BACKEND = "flexinspect"
 """Prefix of the name under which the patch registers itself."""
 
-COMPILING = 3
+N_COMPILE_FORWARDS = 3
 """Forwards in which kernels are compiled, and are noted for whoever sees the process die."""
 
 _numbers = itertools.count(1)
 
 
 @dataclass(slots=True)
-class CallNote:
+class LastCallInfo:
     """What our attention function knows about the call it just made, for whoever observes it."""
 
     path: str = ""
@@ -42,7 +42,7 @@ class CallNote:
     softcap: float | None = None
 
 
-LAST_CALL = CallNote()
+LAST_CALL = LastCallInfo()
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class FlexPatch:
         self._debug_flag = False
 
     def __enter__(self) -> FlexPatch:
-        _require_routed(self.model)
+        _require_attention_interface(self.model)
         self._name = f"{BACKEND}_{next(_numbers)}"
         _register(self._name, self._attend, self._make_mask)
         for config in model_configs(self.model):
@@ -130,14 +130,14 @@ class FlexPatch:
                 hint="Feed one prompt at a time and leave attention_mask out.",
             )
         heads = self._heads.get(id(config)) or _query_heads(config)
-        window = Window(int(q_length), int(kv_length), int(q_offset), int(kv_offset), heads)
+        window = ForwardWindow(int(q_length), int(kv_length), int(q_offset), int(kv_offset), heads)
         self._count_forward(window)
         self.counts.builds += 1
         block_mask = self.source.block_mask(window, _overlay(mask_function))
         self._mask_heads = max(self._mask_heads, block_mask.kv_num_blocks.shape[1])
         return block_mask
 
-    def _count_forward(self, window: Window) -> None:
+    def _count_forward(self, window: ForwardWindow) -> None:
         rows = (window.q_offset, window.q_len)
         if rows != self.counts.last_rows:
             self.counts.last_rows = rows
@@ -159,14 +159,14 @@ class FlexPatch:
         layer = getattr(module, "layer_idx", -1)
         try:
             _refuse_unsupported(kwargs)
-            if self.compiled and self.counts.forwards <= COMPILING:
+            if self.compiled and self.counts.forwards <= N_COMPILE_FORWARDS:
                 place = (-1, self.counts.forwards - 1, layer)
-                crumbs.entered(place, query, key, None, attention_mask)
+                crumbs.begin_kernel_call(place, query, key, None, attention_mask)
             out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
         except Exception as error:
-            raise self._failure(layer, error) from error
+            raise self._call_error(layer, error) from error
         finally:
-            crumbs.left()
+            crumbs.end_kernel_call()
         self.counts.calls += 1
         self.counts.layers.add(layer)
         LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"
@@ -219,7 +219,7 @@ class FlexPatch:
             _compiled_calls[kind] = torch.compile(call, dynamic=True, fullgraph=True)
         return _compiled_calls[kind]
 
-    def _failure(self, layer: int, error: Exception) -> AttentionCallError:
+    def _call_error(self, layer: int, error: Exception) -> AttentionCallError:
         rows, n_rows = self.counts.last_rows or (0, 0)
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
         return AttentionCallError(
@@ -229,7 +229,7 @@ class FlexPatch:
         )
 
 
-def _require_routed(model: nn.Module) -> None:
+def _require_attention_interface(model: nn.Module) -> None:
     able = getattr(model, "_can_set_attn_implementation", None)
     if able is None or not able():
         raise ModelError(
@@ -311,7 +311,9 @@ fail its guards, at every decode step."""
 
 
 @contextmanager
-def patched(model: nn.Module, source: MaskSource, *, compiled: bool = False) -> Iterator[FlexPatch]:
+def patch_model(
+    model: nn.Module, source: MaskSource, *, compiled: bool = False
+) -> Iterator[FlexPatch]:
     """`with patched(model, source):` is `FlexPatch` as a context manager."""
     with FlexPatch(model, source, compiled=compiled) as patch:
         yield patch

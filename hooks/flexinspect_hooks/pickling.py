@@ -25,7 +25,7 @@ def hide_hooks() -> Callable[[], None]:
 
     def getstate(module: nn.Module) -> Any:
         state = original(module)
-        return _without_ours(state) if isinstance(state, dict) else state
+        return _without_own_hooks(state) if isinstance(state, dict) else state
 
     def remove() -> None:
         if own is not None:
@@ -37,9 +37,9 @@ def hide_hooks() -> Callable[[], None]:
     return remove
 
 
-def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
+def _without_own_hooks(state: dict[str, Any]) -> dict[str, Any]:
     for name, beside in _HOOKS.items():
-        ours = {key for key, hook in state.get(name, {}).items() if _is_ours(hook)}
+        ours = {key for key, hook in state.get(name, {}).items() if _is_own_hook(hook)}
         for each in (name, *beside) if ours else ():
             hooks = state[each]
             left = {key: hook for key, hook in hooks.items() if key not in ours}
@@ -47,5 +47,5 @@ def _without_ours(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _is_ours(hook: Any) -> bool:
+def _is_own_hook(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("flexinspect_hooks.")

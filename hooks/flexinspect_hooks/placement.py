@@ -134,11 +134,11 @@ def require_fit(name: str, plan: MemoryPlan, *, device: str, dtype: str) -> None
         f"The model {name} does not fit: it needs {human_bytes(plan.total)} in {dtype} "
         f"({human_bytes(plan.weights)} weights, {human_bytes(plan.kv)} KV cache for "
         f"{plan.n_tokens} tokens), and {human_bytes(plan.available)} of {what} are free.",
-        hint=_smaller(device, dtype),
+        hint=_smaller_model_hint(device, dtype),
     )
 
 
-def _smaller(device: str, dtype: str) -> str:
+def _smaller_model_hint(device: str, dtype: str) -> str:
     steps = ["choose a smaller model (`flexinspect models` shows the sizes)"]
     if dtype == "float32":
         steps.append("halve it with --dtype bfloat16")

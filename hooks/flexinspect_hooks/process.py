@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, datasets, models, protocol
 from flexinspect.config import load_config
-from flexinspect.control.addresses import Serving
+from flexinspect.control.addresses import ServeOptions
 from flexinspect.datasets import Sample
-from flexinspect.ending import end_on, end_on_no_more, exit_code_of, let_end
+from flexinspect.ending import defer_interrupts, exit_code_of, ignore_end_signals, raise_on_signals
 from flexinspect.errors import (
     DatasetError,
     FlexInspectError,
@@ -36,14 +36,14 @@ from flexinspect.provenance import git_state
 from flexinspect.records import EventRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
-from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.control.verbs import CaptureInfo
 from flexinspect_hooks.cores import available_cores
-from flexinspect_hooks.debugging.session import Debugging
-from flexinspect_hooks.debugging.threads import run_on
-from flexinspect_hooks.runbreaks import RunBreaks
+from flexinspect_hooks.debugging.session import DebuggerSession
+from flexinspect_hooks.debugging.threads import keep_running_when_stopped
+from flexinspect_hooks.runbreaks import RunBreakpoints
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.control.running import Running
+    from flexinspect_hooks.control.running import CaptureControl
     from flexinspect_hooks.models import LoadedModel
     from flexinspect_hooks.session import CaptureSession
 
@@ -52,35 +52,35 @@ DEFAULT_PARAPHRASES = 5
 REPORT_EVERY_S = 0.1
 """Progress of a phase is written at most this often."""
 
-_NOT_SAID = ("argv", "out", "serving")
+_NOT_IN_MANIFEST = ("argv", "out", "serving")
 """Parts of a job that its manifest leaves out: said elsewhere, or a secret."""
 
 
 def main() -> int:
     """Run the job on standard input; returns the exit code."""
     # A program started in the background ignores SIGINT and hands that on; here it must end a run.
-    end_on("SIGINT")
+    raise_on_signals("SIGINT")
     # Whoever ends all processes of a job tells us, and our starter, who hands it on.
-    end_on("SIGTERM", "SIGHUP", once=True)
+    raise_on_signals("SIGTERM", "SIGHUP", once=True)
     try:
         job = Job.from_json(sys.stdin.readline())
-        debugging = Debugging(job.debugger, _say)
-        told = (debugging.granted,)
+        debugging = DebuggerSession(job.debugger, _send)
+        told = (debugging.on_terminal_granted,)
         parent = threading.Thread(None, _end_with_parent, "flexinspect-parent", told, daemon=True)
-        run_on(parent).start()
-        return CaptureProcess(job, debugging).run()
+        keep_running_when_stopped(parent).start()
+        return CaptureRun(job, debugging).run()
     except FlexInspectError as error:
-        _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+        _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
     except KeyboardInterrupt as error:
         return exit_code_of(error)
     except Exception as error:
-        message, hint = _in_words(error)
-        _say(protocol.ERROR, message=message, hint=hint, exit_code=1)
+        message, hint = _describe_failure(error)
+        _send(protocol.ERROR, message=message, hint=hint, exit_code=1)
         return 1
 
 
-def _end_with_parent(granted: Callable[[], None]) -> None:
+def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
     """End the run when whoever started it is gone: our standard input ends with its life.
 
     A full stop from it means that pdb may have the terminal, and `granted` is told. If the last
@@ -90,8 +90,8 @@ def _end_with_parent(granted: Callable[[], None]) -> None:
     said = b""
     while more := os.read(0, 64):
         said = (said + more)[-len(protocol.DETACH) :]
-        if more.endswith(protocol.GRANT):
-            granted()
+        if more.endswith(protocol.GRANT_TERMINAL):
+            on_terminal_granted()
     if said != protocol.DETACH:
         os.kill(os.getpid(), signal.SIGINT)
         return
@@ -100,7 +100,7 @@ def _end_with_parent(granted: Callable[[], None]) -> None:
     os.dup2(nowhere, 2)
 
 
-def _in_words(error: Exception) -> tuple[str, str]:
+def _describe_failure(error: Exception) -> tuple[str, str]:
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
         return (
@@ -113,31 +113,31 @@ def _in_words(error: Exception) -> tuple[str, str]:
     )
 
 
-def _say(kind: str, **facts: Any) -> None:
+def _send(kind: str, **facts: Any) -> None:
     with suppress(BrokenPipeError, ValueError):
-        print(protocol.line(kind, **facts), flush=True)
+        print(protocol.format_message(kind, **facts), flush=True)
 
 
-class CaptureProcess:
+class CaptureRun:
     """One job from its first check to its closed trace."""
 
-    def __init__(self, job: Job, debugging: Debugging | None = None) -> None:
+    def __init__(self, job: Job, debugging: DebuggerSession | None = None) -> None:
         self.job = job
-        self._debugging = debugging or Debugging(job.debugger, _say)
+        self._debugging = debugging or DebuggerSession(job.debugger, _send)
         self._last_report = (0.0, "")
         self._n_generations = 0
         self._unexpected = False
-        self._breaks: RunBreaks | None = None
-        self._lost: TraceWriteError | None = None
-        self._cut_short: TraceWriteError | None = None  # by the disk: the model was let go on
+        self._breaks: RunBreakpoints | None = None
+        self._lost_records: TraceWriteError | None = None
+        self._write_error: TraceWriteError | None = None  # by the disk: the model was let go on
 
     def run(self) -> int:
         """Run the job; whatever happens, leave a valid trace or none."""
         source = models.resolve(self.job.model, load_config())
-        samples = samples_of(self.job)
+        samples = load_samples(self.job)
         self.writer = self._open_trace(source)
-        crumbs.leave_crumbs(self.writer.recording_path)
-        _say(
+        crumbs.start_recording_calls(self.writer.recording_path)
+        _send(
             protocol.TRACE,
             path=str(self.writer.path),
             recording=str(self.writer.recording_path),
@@ -145,8 +145,8 @@ class CaptureProcess:
         )
         state = "failed"
         try:
-            self._debugging.begin(self.writer.recording_path, self._event)
-            self._work(source, samples)
+            self._debugging.begin(self.writer.recording_path, self._record_event)
+            self._run_job(source, samples)
             state = "finished"
             return self._exit_code(0)
         except KeyboardInterrupt as error:
@@ -154,12 +154,12 @@ class CaptureProcess:
             return self._exit_code(exit_code_of(error))
         except FlexInspectError as error:
             self._post_mortem(error)
-            self._event("error", error.message, hint=error.hint, exit_code=error.exit_code)
+            self._record_event("error", error.message, hint=error.hint, exit_code=error.exit_code)
             raise
         except Exception as error:
             self._post_mortem(error)
             self._unexpected = True
-            self._event(
+            self._record_event(
                 "error",
                 f"{type(error).__name__}: {error}",
                 traceback="".join(format_exception(error)),
@@ -175,11 +175,11 @@ class CaptureProcess:
 
     def _exit_code(self, otherwise: int) -> int:
         """Return the exit code of a run, and say why if a breakpoint ended it or records lack."""
-        stopped = self._breaks.stopped() if self._breaks is not None else None
-        error = stopped or self._lost or self._cut_short
+        stopped = self._breaks.stop_error() if self._breaks is not None else None
+        error = stopped or self._lost_records or self._write_error
         if error is None:
             return otherwise
-        _say(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+        _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
         return error.exit_code
 
     def _open_trace(self, source: ModelSource) -> TraceWriter:
@@ -190,9 +190,11 @@ class CaptureProcess:
         except TraceWriteError as error:
             raise UsageError(error.message, hint=error.hint) from error
 
-    def _work(self, source: ModelSource, samples: Sequence[Sample]) -> None:
+    def _run_job(self, source: ModelSource, samples: Sequence[Sample]) -> None:
         control = self._control(source)
-        self._breaks = RunBreaks(self.job, control, lambda text: _say(protocol.STOPPED, text=text))
+        self._breaks = RunBreakpoints(
+            self.job, control, lambda text: _send(protocol.STOPPED, text=text)
+        )
         try:
             control.start()  # before torch, so that a run can be found and paused from its start
             threads = self._import_torch()
@@ -201,43 +203,43 @@ class CaptureProcess:
             loaded = self._load(source)
             compiled = self._compiled(loaded.device)
             self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
-            session = self._session(loaded)
-            session.gate = control.gate
-            control.gate.debug = self._debugging.stop_between
+            session = self._make_session(loaded)
+            session.barrier = control.barrier
+            control.barrier.stop_debugger = self._debugging.stop_between_steps
             self._levels.attach(session)
-            control.record_with(session.recorder)
+            control.attach_recorder(session.recorder)
             session.break_on(self._breaks.begin(session.recorder))
             try:
                 with session:
                     self._generations(loaded, samples, session, control, compiled=compiled)
             finally:
-                self._conclude(session)
+                self._record_outcome(session)
         finally:
             control.close()
 
-    def _control(self, source: ModelSource) -> Running:
+    def _control(self, source: ModelSource) -> CaptureControl:
         from flexinspect_hooks.control.levels import SessionLevels
-        from flexinspect_hooks.control.running import Running
+        from flexinspect_hooks.control.running import CaptureControl
 
         job = self.job
-        about = About("generation", source.name, str(self.writer.recording_path))
+        about = CaptureInfo("generation", source.name, str(self.writer.recording_path))
         self._levels = SessionLevels(job.level, job.layers)
-        serving = Serving(*job.serving) if job.serving is not None else None
-        return Running(
+        serving = ServeOptions(*job.serving) if job.serving is not None else None
+        return CaptureControl(
             about,
             self._levels,
             is_served=job.control,
             serving=serving,
-            tell=lambda text: self._event("control", text),
+            report=lambda text: self._record_event("control", text),
         )
 
     def _import_torch(self) -> int:
-        self._report("importing torch", {})
+        self._record_progress("importing torch", {})
         import torch
 
         threads = self.job.threads or default_threads()
         torch.set_num_threads(threads)
-        self._report("importing transformers", {})
+        self._record_progress("importing transformers", {})
         import transformers
 
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -255,7 +257,7 @@ class CaptureProcess:
             weights=job.weights,
             seed=job.seed,
             trust_remote_code=job.trust_remote_code,
-            report=self._report,
+            report=self._record_progress,
         )
 
     def _compiled(self, device: str) -> bool:
@@ -263,7 +265,7 @@ class CaptureProcess:
             return device.startswith("cuda")
         return self.job.compile
 
-    def _session(self, loaded: LoadedModel) -> CaptureSession:
+    def _make_session(self, loaded: LoadedModel) -> CaptureSession:
         from flexinspect_hooks.session import CaptureSession
         from flexinspect_hooks.vocabulary import Vocabulary
 
@@ -282,50 +284,52 @@ class CaptureProcess:
         loaded: LoadedModel,
         samples: Sequence[Sample],
         session: CaptureSession,
-        control: Running,
+        control: CaptureControl,
         *,
         compiled: bool,
     ) -> None:
-        from flexinspect_hooks.ensemble import Ensemble
+        from flexinspect_hooks.ensemble import EnsembleRunner
 
-        self._debugging.on_flex(self._event, compiled=compiled)
-        ensemble = Ensemble(loaded, self.job, compiled=compiled)
-        control.parts.traveller = ensemble.orders
-        self._report("generating", {"samples": len(samples)})
+        self._debugging.on_flex_attention(self._record_event, compiled=compiled)
+        ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
+        control.targets.rewind_target = ensemble.rewind_handler
+        self._record_progress("generating", {"samples": len(samples)})
         for number, sample in enumerate(samples):
-            with let_end():
+            with defer_interrupts():
                 plan = ensemble.plan(sample)
             self._n_generations += 1
             is_held = self.job.hold and number == len(samples) - 1
             ensemble.run(number, plan, session, holds=is_held)
             session.pass_breakpoints()
 
-    def _conclude(self, session: CaptureSession) -> None:
+    def _record_outcome(self, session: CaptureSession) -> None:
         """Say what capture cost, and why recording stopped if it did."""
         from flexinspect_hooks.lost import lost_records
 
-        lost = self._lost = lost_records(session.recorder, self.writer)
+        lost = self._lost_records = lost_records(session.recorder, self.writer)
         if lost is not None:
-            self._event("error", lost.message, hint=lost.hint)
-            self._quietly(lambda: self.writer.update_run(reason=lost.message))
+            self._record_event("error", lost.message, hint=lost.hint)
+            self._write_safely(lambda: self.writer.update_run(reason=lost.message))
         else:
-            self._cut_short = session.recorder.failure
-        self._quietly(lambda: self.writer.update_run(cost=session.cost()))
+            self._write_error = session.recorder.failure
+        self._write_safely(lambda: self.writer.update_run(cost=session.cost()))
 
     def _close(self, state: str) -> None:
-        end_on_no_more()
-        crumbs.remove_crumbs()
+        ignore_end_signals()
+        crumbs.stop_recording_calls()
         self._debugging.end()
-        self._quietly(lambda: self.writer.update_run(ended_at=time.time()))
-        self._quietly(lambda: self.writer.close("failed" if self._lost is not None else state))
+        self._write_safely(lambda: self.writer.update_run(ended_at=time.time()))
+        self._write_safely(
+            lambda: self.writer.close("failed" if self._lost_records is not None else state)
+        )
         kept: Path | None = self.writer.path
         if not self._n_generations and not self._unexpected:
             # Nothing ran, and the user knows why: the trace would only be litter.
             self.writer.discard()
             kept = None
-        _say(protocol.KEPT, path=str(kept) if kept else None, note=self.writer.note)
+        _send(protocol.FINISHED, path=str(kept) if kept else None, note=self.writer.note)
 
-    def _quietly(self, write: Any) -> None:
+    def _write_safely(self, write: Any) -> None:
         try:
             write()
         except TraceWriteError as error:  # raised once, then nothing is written any more
@@ -341,7 +345,7 @@ class CaptureProcess:
             "cwd": str(Path.cwd()),
             "pid": os.getpid(),
             "started_at": time.time(),
-            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_SAID},
+            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_IN_MANIFEST},
             "model": {"name": source.name, "place": source.place},
             "level": job.level,
             "graphs_counted": True,
@@ -351,21 +355,21 @@ class CaptureProcess:
             "git": git_state(Path.cwd()),
         }
 
-    def _report(self, phase: str, data: Mapping[str, Any]) -> None:
+    def _record_progress(self, phase: str, data: Mapping[str, Any]) -> None:
         now = time.time()
         fraction = data.get("fraction")
         last, last_phase = self._last_report
         if phase == last_phase and fraction != 1.0 and now - last < REPORT_EVERY_S:
             return
         self._last_report = (now, phase)
-        self._event("phase", phase, **data)
+        self._record_event("phase", phase, **data)
 
-    def _event(self, kind: str, text: str, /, **data: Any) -> None:
+    def _record_event(self, kind: str, text: str, /, **data: Any) -> None:
         record = EventRecord(kind, text, time.time(), data=data)
-        self._quietly(lambda: self.writer.write_event(record))
+        self._write_safely(lambda: self.writer.write_event(record))
 
 
-def samples_of(job: Job) -> list[Sample]:
+def load_samples(job: Job) -> list[Sample]:
     """Return the samples that a job asks for, with their paraphrases. Raises `DatasetError`."""
     if job.prompts:
         found = [datasets.from_prompts(job.prompts)]
@@ -373,10 +377,10 @@ def samples_of(job: Job) -> list[Sample]:
         found = datasets.load(job.dataset, max_samples=job.max_samples)
     if not found:
         raise DatasetError(f"The dataset {job.dataset} has no samples.")
-    return [datasets.choose_paraphrases(s, _how_many(job, s), job.indices) for s in found]
+    return [datasets.choose_paraphrases(s, _n_paraphrases(job, s), job.indices) for s in found]
 
 
-def _how_many(job: Job, sample: Sample) -> int | None:
+def _n_paraphrases(job: Job, sample: Sample) -> int | None:
     """Five paraphrases of a dataset's sample unless the user chose, all of a prompt's."""
     if job.num_paraphrases or job.indices or job.prompts:
         return job.num_paraphrases

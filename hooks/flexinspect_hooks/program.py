@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-_OURS = str(Path(__file__).parent) + os.sep
+_OWN_FOLDER = str(Path(__file__).parent) + os.sep
 
 
 def run_program(program: str, args: tuple[str, ...], *, is_module: bool) -> None:
@@ -47,13 +47,13 @@ def _put_first(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def without_us(error: BaseException) -> None:
+def strip_own_frames(error: BaseException) -> None:
     """Take our own frames out of an exception's traceback, and out of those it stands on."""
-    for one in chain_of(error):
-        one.__traceback__ = _trimmed(one.__traceback__)
+    for one in exception_chain(error):
+        one.__traceback__ = _without_own_frames(one.__traceback__)
 
 
-def chain_of(error: BaseException) -> list[BaseException]:
+def exception_chain(error: BaseException) -> list[BaseException]:
     """Return an exception and all that it stands on: causes, and those it was raised in."""
     found: dict[int, BaseException] = {}
     waiting: list[BaseException | None] = [error]
@@ -65,10 +65,10 @@ def chain_of(error: BaseException) -> list[BaseException]:
     return list(found.values())
 
 
-def _trimmed(trace: TracebackType | None) -> TracebackType | None:
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
     first = last = None
     while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
             if last is not None:
                 last.tb_next = trace
             first, last = first or trace, trace
@@ -78,21 +78,21 @@ def _trimmed(trace: TracebackType | None) -> TracebackType | None:
     return first
 
 
-def show_without_us(error: BaseException) -> None:
+def hide_own_frames_at_exit(error: BaseException) -> None:
     """Let Python print this exception, whose end this process is, as if we were not there."""
     hook: Callable[..., Any] = sys.excepthook
 
     def show(kind: type[BaseException], one: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook = hook
         if one is error:
-            without_us(one)
+            strip_own_frames(one)
             trace = one.__traceback__
         hook(kind, one, trace)
 
     sys.excepthook = show
 
 
-def exit_code_of(error: BaseException | None) -> int:
+def program_exit_code(error: BaseException | None) -> int:
     """Return the exit code that a program's last exception gives it."""
     if error is None:
         return 0
@@ -102,7 +102,7 @@ def exit_code_of(error: BaseException | None) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def state_of(error: BaseException | None) -> str:
+def end_state(error: BaseException | None) -> str:
     """Return how a trace ends that this exception leaves."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return "finished"

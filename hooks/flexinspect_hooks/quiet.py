@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-Report = Callable[[str, Mapping[str, Any]], None]
+OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 
 @contextlib.contextmanager
-def quiet_libraries(report: Report) -> Iterator[None]:
+def quiet_libraries(report: OnLoadProgress) -> Iterator[None]:
     """Silence transformers and huggingface_hub; report the fraction of weights that is read.
 
     Everything is put back at the end, also after an exception.
@@ -27,7 +27,9 @@ def quiet_libraries(report: Report) -> Iterator[None]:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         hub.logging.set_verbosity_error()
-        hook = logging.set_tqdm_hook(lambda _factory, args, kw: _Reading(report, *args, **kw))
+        hook = logging.set_tqdm_hook(
+            lambda _factory, args, kw: _ProgressReporter(report, *args, **kw)
+        )
         try:
             yield
         finally:
@@ -39,25 +41,27 @@ def quiet_libraries(report: Report) -> Iterator[None]:
             (hub.enable_progress_bars if hub_bars else hub.disable_progress_bars)()
 
 
-class _Reading:
+class _ProgressReporter:
     """What transformers takes for a tqdm bar; every method it does not know does nothing."""
 
-    def __init__(self, report: Report, iterable: Any = None, *_args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, report: OnLoadProgress, iterable: Any = None, *_args: Any, **kwargs: Any
+    ) -> None:
         self._report = report
         self._iterable = iterable
         size = len(iterable) if hasattr(iterable, "__len__") else None
         self._total = kwargs.get("total") or size
-        self._said = 0.0
+        self._reported = 0.0
 
     def __iter__(self) -> Iterator[Any]:
         for done, item in enumerate(self._iterable or (), start=1):
             yield item
             fraction = done / self._total if self._total else None
-            if fraction is not None and (fraction - self._said >= 0.02 or done == self._total):
-                self._said = fraction
+            if fraction is not None and (fraction - self._reported >= 0.02 or done == self._total):
+                self._reported = fraction
                 self._report("reading weights", {"fraction": fraction})
 
-    def __enter__(self) -> _Reading:
+    def __enter__(self) -> _ProgressReporter:
         return self
 
     def __exit__(self, *_exc: object) -> None:

@@ -13,11 +13,11 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-BLOCK = 4_194_301  # the largest prime below 2**22
+NOISE_BLOCK_SIZE = 4_194_301  # the largest prime below 2**22
 # Filling larger modules (experts) the library's own way would take long; they are matrices anyway.
 _LARGE = 16_000_000
 
-Report = Callable[[str, Mapping[str, Any]], None]
+OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
 
 
 def count_on_meta(config: Any, *, trust_remote_code: bool = False) -> int:
@@ -32,7 +32,7 @@ def build_random(
     device: str,
     dtype: str,
     seed: int,
-    report: Report,
+    report: OnLoadProgress,
     trust_remote_code: bool = False,
 ) -> Any:
     """Return the causal LM of a transformers configuration with seeded random weights.
@@ -45,13 +45,13 @@ def build_random(
 
     model = _on_meta(config, dtype, trust_remote_code)
     _allocate(model, device)
-    with torch.random.fork_rng(devices=_forked(device)), torch.no_grad():
+    with torch.random.fork_rng(devices=_cuda_devices(device)), torch.no_grad():
         torch.manual_seed(seed)
-        block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed))
+        block = torch.randn(NOISE_BLOCK_SIZE, generator=torch.Generator().manual_seed(seed))
         std = getattr(config.get_text_config(), "initializer_range", None) or 0.02
         block = (block * std).to(device=device, dtype=getattr(torch, dtype))
         _fill_parameters(model, block, seed, report)
-        _let_the_library_finish(model)
+        _init_special_modules(model)
     model.tie_weights()
     return model
 
@@ -86,7 +86,7 @@ def _allocate(model: Any, device: str) -> None:
                 module._buffers[name] = torch.zeros_like(old, device=device)
 
 
-def _fill_parameters(model: Any, block: Any, seed: int, report: Report) -> None:
+def _fill_parameters(model: Any, block: Any, seed: int, report: OnLoadProgress) -> None:
     parameters = list(model.named_parameters())
     total = sum(parameter.numel() for _, parameter in parameters)
     done, said = 0, 0.0
@@ -112,10 +112,10 @@ def _tile(parameter: Any, block: Any, offset: int) -> None:
 
 def _offset(seed: int, name: str) -> int:
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % BLOCK
+    return int.from_bytes(digest, "little") % NOISE_BLOCK_SIZE
 
 
-def _let_the_library_finish(model: Any) -> None:
+def _init_special_modules(model: Any) -> None:
     """Let transformers set everything that is no plain matrix: norms, rotary tables, scales."""
     for owner, module in _with_owner(model):
         size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -140,7 +140,7 @@ def _is_plain(module: Any) -> bool:
     return isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
 
 
-def _forked(device: str) -> list[int]:
+def _cuda_devices(device: str) -> list[int]:
     import torch
 
     if not device.startswith("cuda"):

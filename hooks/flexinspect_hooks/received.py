@@ -19,31 +19,31 @@ from torch.nn.attention.flex_attention import BlockMask
 from flexinspect import masks as algebra
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.debugging.unseen import unseen
+from flexinspect_hooks.debugging.unseen import breakpoints_disabled
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.maskmods import head_groups
 from flexinspect_hooks.maskrecords import (
-    Executed,
-    Tables,
+    BlockGrids,
+    ExecutedMask,
+    averaged_rows,
     block_grid,
-    fingerprint_of,
+    mask_fingerprint,
     mask_record,
-    shared,
-    told,
+    merge_equal_heads,
 )
-from flexinspect_hooks.ruleidentity import rule_parameters
+from flexinspect_hooks.ruleidentity import mask_mod_identity
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.callrefs import CallRef
+    from flexinspect_hooks.callrefs import AttentionCall
 
 MAX_CELLS = 1 << 26
 """Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
 
-_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_TABLE_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 @dataclass(slots=True)
-class ReceivedMask:
+class CapturedMask:
     """One distinct mask of a step. `rule` is the mask_mod itself.
 
     `heads` is what the mask was made for. `cells` is what the path that ran executed for each query
@@ -63,9 +63,9 @@ class ReceivedMask:
     kind: str = "none"
     batch: int = 1
     heads: int = 1
-    parameters: str = ""
+    identity: str = ""
     block: tuple[int, int] | None = None
-    rule: Any = None
+    mask_mod: Any = None
     cells: Tensor | None = None
     averaged: Tensor | None = None
     bias: Tensor | None = None
@@ -76,20 +76,20 @@ class ReceivedMask:
         self.cells = self.averaged = self.bias = self.ruled = None
 
 
-class MaskBook:
+class MaskStore:
     """Knows which masks the trace already holds."""
 
     def __init__(self, device: torch.device) -> None:
-        self._indices = _Indices(device)
+        self._indices = _IndexTensors(device)
         self._stored: set[str] = set()
         self._last_key: tuple[Any, ...] = (None, None, None, None)
-        self._last_tables = Tables()
+        self._last_grids = BlockGrids()
 
-    def collect(
-        self, refs: Sequence[CallRef], step: StepContext, buffer: StepBuffer
-    ) -> tuple[list[ReceivedMask], list[int]]:
+    def capture_masks(
+        self, refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer
+    ) -> tuple[list[CapturedMask], list[int]]:
         """Return the step's distinct masks and, per call, the number of its mask."""
-        found: dict[tuple[Any, ...], ReceivedMask] = {}
+        found: dict[tuple[Any, ...], CapturedMask] = {}
         by_head: set[tuple[Any, ...]] = set()
         numbers = []
         key: tuple[Any, ...]
@@ -104,7 +104,7 @@ class MaskBook:
             if by_head and shared in by_head:
                 key = (*shared, ref.query.shape[1])
             if key not in found:
-                seen = self._look_at(ref, len(found), step, buffer)
+                seen = self._capture_mask(ref, len(found), step, buffer)
                 if seen.cells is not None and len(seen.cells) > 1:
                     # Layers with another number of heads do not share it.
                     by_head.add(shared)
@@ -113,14 +113,14 @@ class MaskBook:
             numbers.append(found[key].number)
         return list(found.values()), numbers
 
-    def _look_at(
-        self, ref: CallRef, number: int, step: StepContext, buffer: StepBuffer
-    ) -> ReceivedMask:
-        mask = _describe(ref, number, step)
+    def _capture_mask(
+        self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
+    ) -> CapturedMask:
+        mask = _describe_mask(ref, number, step)
         # A decode row at level basic is known by its rule and lengths; its tables are small change
         # in meaning and half the cost of the step's record.
         if isinstance(ref.mask, BlockMask) and (step.level != "basic" or mask.q_len > 1):
-            for name in _TABLES:
+            for name in _TABLE_NAMES:
                 table = getattr(ref.mask, name)
                 if table is not None:
                     buffer.put(f"mask.{number}.{name}", table)
@@ -134,19 +134,21 @@ class MaskBook:
                 buffer.put(f"mask.{number}.{name}", about)
         return mask
 
-    def record(self, mask: ReceivedMask, values: Values, draft: StepDraft) -> str:
+    def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> str:
         """Store the mask if it is new; return its fingerprint (writer thread)."""
         prefix = f"mask.{mask.number}."
-        tables = self._tables_of([values.get(prefix + name) for name in _TABLES])
+        tables = self._block_grids([values.get(prefix + name) for name in _TABLE_NAMES])
         cells, averaged = (values.get(prefix + name) for name in ("cells", "averaged"))
-        executed = Executed(shared(cells), told(averaged), values.get(prefix + "ruled"))
-        fingerprint = fingerprint_of(mask, tables, executed)
+        executed = ExecutedMask(
+            merge_equal_heads(cells), averaged_rows(averaged), values.get(prefix + "ruled")
+        )
+        fingerprint = mask_fingerprint(mask, tables, executed)
         if fingerprint not in self._stored:
             self._stored.add(fingerprint)
             draft.masks.append(mask_record(mask, fingerprint, tables, executed))
         return fingerprint
 
-    def _tables_of(self, raw: Sequence[npt.NDArray[Any] | None]) -> Tables:
+    def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> BlockGrids:
         """Return the block lists as grids; the same as last time while they are the same."""
         key = tuple(None if table is None else (table.shape, table.tobytes()) for table in raw)
         if key != self._last_key:
@@ -154,29 +156,29 @@ class MaskBook:
             full = block_grid(raw[2], raw[3])
             if full is not None and not full.any():
                 full = None
-            self._last_tables = Tables(block_grid(raw[0], raw[1]), full)
-        return self._last_tables
+            self._last_grids = BlockGrids(block_grid(raw[0], raw[1]), full)
+        return self._last_grids
 
 
-def executed(ref: CallRef, step: StepContext) -> ReceivedMask:
+def capture_call_mask(ref: AttentionCall, step: StepContext) -> CapturedMask:
     """Return the mask of one call with its cells, as they are recorded and drawn."""
-    mask = _describe(ref, 0, step)
+    mask = _describe_mask(ref, 0, step)
     if mask.q_len * mask.kv_len <= MAX_CELLS:
-        mask.cells = _executed(ref, mask, _Indices(ref.query.device))
+        mask.cells = _executed(ref, mask, _IndexTensors(ref.query.device))
     return mask
 
 
-def opened(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor | None:
+def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor | None:
     """Return what a block mask opens, bool (1 or heads, rows, keys); see `_executed` for None."""
     q_len, kv_len = (int(n) for n in block_mask.seq_lengths)
-    indices = _Indices(block_mask.kv_num_blocks.device)
-    cells = _rule_cells(block_mask, heads, q_len, kv_len, indices)
+    indices = _IndexTensors(block_mask.kv_num_blocks.device)
+    cells = _mask_mod_cells(block_mask, heads, q_len, kv_len, indices)
     if cells is None or not compiled:
         return cells
-    return _as_compiled(cells, block_mask, heads)
+    return _compiled_cells(cells, block_mask, heads)
 
 
-def dense_bias(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
+def dense_bias(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
     """Return what a dense mask adds to the scores of its open cells, (1 or heads, rows, keys).
 
     None where nothing is added. `mask` comes with its cells.
@@ -184,32 +186,34 @@ def dense_bias(ref: CallRef, mask: ReceivedMask) -> Tensor | None:
     if mask.bias is None or mask.cells is None:
         return None
     heads = 1 if ref.path.startswith("flex") else None
-    added = _dense(ref.mask, mask.q_len, mask.kv_len)[0, :heads, : mask.q_len, : mask.kv_len]
+    added = _expand_dense_mask(ref.mask, mask.q_len, mask.kv_len)[
+        0, :heads, : mask.q_len, : mask.kv_len
+    ]
     return added.float().masked_fill(~mask.cells, 0.0)
 
 
-def _describe(ref: CallRef, number: int, step: StepContext) -> ReceivedMask:
+def _describe_mask(ref: AttentionCall, number: int, step: StepContext) -> CapturedMask:
     compiled = ref.path == "flex compiled"
     q_len, kv_len = ref.query.shape[2], ref.key.shape[2]
     offsets = (step.kv_before, max(step.kv_after - kv_len, 0))
-    mask = ReceivedMask(number, q_len, kv_len, *offsets, compiled)
+    mask = CapturedMask(number, q_len, kv_len, *offsets, compiled)
     received = ref.mask
     if isinstance(received, BlockMask):
         size_q, size_kv = received.BLOCK_SIZE
         mask.kind, mask.block = "block", (int(size_q), int(size_kv))
         mask.batch, mask.heads = received.kv_num_blocks.shape[:2]
-        mask.rule, mask.parameters = received.mask_mod, rule_parameters(received.mask_mod)
+        mask.mask_mod, mask.identity = received.mask_mod, mask_mod_identity(received.mask_mod)
     elif isinstance(received, Tensor) and received.dim() >= 2:
-        received = _dense(received, q_len, kv_len)
+        received = _expand_dense_mask(received, q_len, kv_len)
         mask.kind = "bool" if received.dtype is torch.bool else "float"
         mask.batch, mask.heads = received.shape[:2]
-        mask.parameters = f"{tuple(received.shape)}{received.dtype}"
+        mask.identity = f"{tuple(received.shape)}{received.dtype}"
     elif _implied_causal(ref):
         mask.kind = "none, causal"
     return mask
 
 
-def _implied_causal(ref: CallRef) -> bool:
+def _implied_causal(ref: AttentionCall) -> bool:
     """SDPA without a mask is causal over a prompt; every other call without a mask is open.
 
     Told so itself, SDPA is causal from the upper left for any number of rows, so that a single row
@@ -220,7 +224,7 @@ def _implied_causal(ref: CallRef) -> bool:
     return ref.path == "sdpa" and ref.is_causal and ref.query.shape[2] > 1
 
 
-def _dense(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
+def _expand_dense_mask(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
     """Return a view (batch, heads, rows, keys) of a dense mask that may leave out any of them."""
     while mask.dim() < 4:
         mask = mask[None]
@@ -229,7 +233,7 @@ def _dense(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
     return mask.expand(-1, -1, rows, keys)
 
 
-def _executed(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | None:
+def _executed(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
     """Return what a call's mask opens on its path, bool (1 or heads, q_len, kv_len), batch 0.
 
     None when heads differ and are too many to store, or when what ran is not known.
@@ -237,29 +241,29 @@ def _executed(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | N
     received = ref.mask
     if isinstance(received, BlockMask):
         heads = ref.query.shape[1]
-        cells = _rule_cells(received, heads, mask.q_len, mask.kv_len, indices)
+        cells = _mask_mod_cells(received, heads, mask.q_len, mask.kv_len, indices)
         if cells is None or not mask.compiled:
             return cells
-        mask.ruled = _ruled(cells, received)
-        return _as_compiled(cells, received, heads)
+        mask.ruled = _mask_mod_blocks(cells, received)
+        return _compiled_cells(cells, received, heads)
     if isinstance(received, Tensor) and received.dim() >= 2:
-        return _tensor_cells(ref, mask, indices)
+        return _dense_cells(ref, mask, indices)
     everything = _all_open(mask, indices)
     return everything.tril() if mask.kind == "none, causal" else everything
 
 
-def _all_open(mask: ReceivedMask, indices: _Indices) -> Tensor:
+def _all_open(mask: CapturedMask, indices: _IndexTensors) -> Tensor:
     """Return cells that are all one and the same in memory, as making them is dear."""
     return indices.true.expand(1, mask.q_len, mask.kv_len)
 
 
-def _tensor_cells(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor | None:
+def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
     """Return what a dense mask opens, and note in `mask` what it adds to the newest row's scores.
 
     Eager attention and transformers' flex add every mask, so one of bools closes nothing there: it
     adds 1 to the scores of its open cells. Transformers' flex reads it at head 0 for all heads.
     """
-    tensor = _dense(ref.mask, mask.q_len, mask.kv_len)[0, :, :, : mask.kv_len]
+    tensor = _expand_dense_mask(ref.mask, mask.q_len, mask.kv_len)[0, :, :, : mask.kv_len]
     flex = ref.path.startswith("flex")
     if flex:
         tensor = tensor[:1, : mask.q_len]
@@ -275,7 +279,7 @@ def _tensor_cells(ref: CallRef, mask: ReceivedMask, indices: _Indices) -> Tensor
     return cells
 
 
-def _float_cells(tensor: Tensor, mask: ReceivedMask) -> Tensor:
+def _float_cells(tensor: Tensor, mask: CapturedMask) -> Tensor:
     """Return the cells that a mask leaves open which is added to the scores; note averaged rows.
 
     transformers closes a cell with the lowest float. Where a whole row is closed like that, adding
@@ -289,7 +293,7 @@ def _float_cells(tensor: Tensor, mask: ReceivedMask) -> Tensor:
     return (tensor > closed) | (lowest & (tensor == top))
 
 
-class _Indices:
+class _IndexTensors:
     """Index tensors that are made once and sliced, as every operation counts once per step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -304,8 +308,8 @@ class _Indices:
         return self._range[:n]
 
 
-def _rule_cells(
-    block_mask: BlockMask, heads: int, q_len: int, kv_len: int, indices: _Indices
+def _mask_mod_cells(
+    block_mask: BlockMask, heads: int, q_len: int, kv_len: int, indices: _IndexTensors
 ) -> Tensor | None:
     """Return the rule's cells, bool (1 or heads, q_len, kv_len), 1 where it ignores the head.
 
@@ -317,7 +321,7 @@ def _rule_cells(
     if getattr(mask_mod, "flexinspect_broadcasts", False):
         return mask_mod(zero, zero, q_idx[:, None], kv_idx[None]).expand(1, q_len, kv_len)
     h_idx, rows = indices.upto(heads), []
-    with unseen():
+    with breakpoints_disabled():
         for start, stop in algebra.row_chunks(q_len):
             groups = []
             for group in head_groups(mask_mod, zero, h_idx, q_idx[start:stop], kv_idx):
@@ -328,7 +332,7 @@ def _rule_cells(
     return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
 
 
-def _as_compiled(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor | None:
+def _compiled_cells(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor | None:
     """Apply the compiled kernel's formula, (partial and rule) or full, on the device.
 
     The tables are for one head or for every head; which of them a head reads otherwise differs
@@ -338,14 +342,16 @@ def _as_compiled(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor | N
     tables = block_mask.kv_num_blocks.shape[1]
     if tables > 1 and (tables != heads or tables * q_len * kv_len > MAX_CELLS):
         return None
-    partial = _spread(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask, q_len, kv_len)
+    partial = _expand_blocks(
+        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask, q_len, kv_len
+    )
     full_num, full_idx = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
     if full_num is None or full_idx is None:
         return cells & partial
-    return (cells & partial) | _spread(full_num, full_idx, block_mask, q_len, kv_len)
+    return (cells & partial) | _expand_blocks(full_num, full_idx, block_mask, q_len, kv_len)
 
 
-def _ruled(cells: Tensor, block_mask: BlockMask) -> Tensor:
+def _mask_mod_blocks(cells: Tensor, block_mask: BlockMask) -> Tensor:
     """Return what a rule's cells open of each block, uint8: 0 nothing, 1 some, 2 all.
 
     A block that sticks out of the mask is never full, as in `create_block_mask`.
@@ -358,7 +364,7 @@ def _ruled(cells: Tensor, block_mask: BlockMask) -> Tensor:
     return ((counts > 0).to(torch.uint8) + (counts == size_q * size_kv)).to(torch.uint8)
 
 
-def _spread(
+def _expand_blocks(
     counts: Tensor, indices: Tensor, block_mask: BlockMask, q_len: int, kv_len: int
 ) -> Tensor:
     """Return a block list of batch 0 as a token mask (heads, q_len, kv_len), without a sync."""

@@ -16,7 +16,7 @@ from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding, Repeat
 from flexinspect.gradientrecords import GradientRecord
 from flexinspect.prompts import Segment
-from flexinspect.recall import recall
+from flexinspect.recall import replay_parents_from_path
 from flexinspect.records import (
     BranchRecord,
     EventRecord,
@@ -25,11 +25,11 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.rules.base import RuleBook
+from flexinspect.rules.base import RuleRunner
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.debugging.threads import run_on
-from flexinspect_hooks.drafting import Drafted
+from flexinspect_hooks.debugging.threads import keep_running_when_stopped
+from flexinspect_hooks.drafting import StepAssembler
 from flexinspect_hooks.hook import Hook
 
 LINGER_S = 0.2
@@ -53,7 +53,7 @@ level advanced 10 % of a step of 24 ms, where it loses 3 % so (one torch thread 
 QUEUE_LIMIT = 256
 """Steps that may wait for the disk; past it the model waits, and the wait counts as capture."""
 
-PROMPT_STEPS = 2
+N_IMMEDIATE_STEPS = 2
 """Steps of a generation that are written without lingering: a first sign of life."""
 
 
@@ -106,30 +106,30 @@ Item = GenerationRecord | GenerationEnd | EventRecord | GradientRecord
 class Judge(Protocol):
     """Who looks at what was written, in the writer thread."""
 
-    def judge(self, record: StepRecord) -> None: ...
-    def judge_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
+    def evaluate(self, record: StepRecord) -> None: ...
+    def evaluate_findings(self, findings: Sequence[Finding], generation: int) -> None: ...
 
 
-class _Begun(NamedTuple):
+class _GenerationStarted(NamedTuple):
     """A generation that begins, and the rules that are to look at its steps."""
 
     record: GenerationRecord
-    rules: RuleBook
+    rule_runner: RuleRunner
 
 
-class _Branched(NamedTuple):
+class _BranchStarted(NamedTuple):
     """A branch that begins, the generation as it is there, and rules that have seen nothing yet."""
 
     record: BranchRecord
-    beginning: GenerationRecord
-    rules: RuleBook
+    generation: GenerationRecord
+    rule_runner: RuleRunner
 
 
-class _Told(NamedTuple):
+class _EventQueued(NamedTuple):
     """An event outside of every generation, and the rules of the session that tells it."""
 
     event: EventRecord
-    rules: RuleBook
+    rule_runner: RuleRunner
 
 
 class Recorder:
@@ -141,17 +141,17 @@ class Recorder:
 
     def __init__(self, sink: Sink, *, linger_s: float = LINGER_S) -> None:
         self._sink, self._linger_s = sink, linger_s
-        self._rules: dict[tuple[int, int], RuleBook] = {}
+        self._rule_runners: dict[tuple[int, int], RuleRunner] = {}
         self._rule_names: set[str] = set()
-        self._shared: dict[str, Any] = {}
+        self._rule_memory: dict[str, Any] = {}
         self._waiting: deque[Any] = deque()
         self._wake = threading.Event()
         self._written = threading.Condition()
-        self._putting = threading.Lock()
+        self._put_lock = threading.Lock()
         self._n_put = self._n_done = 0
         self._stopping = False
         writer = threading.Thread(target=self._run, name="flexinspect-writer", daemon=True)
-        self._thread = run_on(writer)
+        self._thread = keep_running_when_stopped(writer)
         self.has_core = False
         """Whether the writer runs on a core that the model does not use."""
         self.failure: TraceWriteError | None = None
@@ -172,22 +172,28 @@ class Recorder:
         """Start the thread."""
         self._thread.start()
 
-    def begin(self, record: GenerationRecord, rules: RuleBook) -> None:
+    def begin_generation(self, record: GenerationRecord, rules: RuleRunner) -> None:
         """Queue a generation; `rules` look at each of its steps before that is written."""
-        self.put(_Begun(record, rules))
+        self.put(_GenerationStarted(record, rules))
 
     def begin_branch(
-        self, record: BranchRecord, beginning: GenerationRecord, rules: RuleBook
+        self, record: BranchRecord, generation: GenerationRecord, rules: RuleRunner
     ) -> None:
         """Queue a branch; `rules` are new ones, which are shown what its parents did before it."""
-        self.put(_Branched(record, beginning, rules))
+        self.put(_BranchStarted(record, generation, rules))
 
-    def tell(self, event: EventRecord, rules: RuleBook) -> None:
+    def put_event(self, event: EventRecord, rules: RuleRunner) -> None:
         """Queue an event; `rules` hear it if no generation is open that it belongs to."""
-        self.put(_Told(event, rules))
+        self.put(_EventQueued(event, rules))
 
     def put(
-        self, item: FinishedStep | Item | _Begun | _Branched | _Told | Callable[[], Item | None]
+        self,
+        item: FinishedStep
+        | Item
+        | _GenerationStarted
+        | _BranchStarted
+        | _EventQueued
+        | Callable[[], Item | None],
     ) -> None:
         """Queue something to be written, in order. Called from the model's thread.
 
@@ -198,10 +204,10 @@ class Recorder:
         """
         if not self._thread.is_alive():
             return
-        with self._putting:
+        with self._put_lock:
             self._waiting.append(item)
             self._n_put += 1
-        if not isinstance(item, FinishedStep) or item.context.step < PROMPT_STEPS:
+        if not isinstance(item, FinishedStep) or item.context.step < N_IMMEDIATE_STEPS:
             self._wake.set()
         elif len(self._waiting) > QUEUE_LIMIT:
             self.drain()
@@ -230,7 +236,7 @@ class Recorder:
             self._wake.clear()
             stopping = self._stopping
             if self._waiting:
-                with _quick_to_yield() if self.has_core else nullcontext():
+                with _short_switch_interval() if self.has_core else nullcontext():
                     self._write_waiting()
             self.writer_s = time.thread_time()
             with self._written:
@@ -269,64 +275,64 @@ class Recorder:
             return
         if callable(item) and (item := item()) is None:
             return
-        if isinstance(item, _Begun):
-            self._rules[item.record.generation, 0] = item.rules
-            item.rules.share(self._shared)
-            self._name_rules(item.rules.names)
+        if isinstance(item, _GenerationStarted):
+            self._rule_runners[item.record.generation, 0] = item.rule_runner
+            item.rule_runner.share_memory(self._rule_memory)
+            self._record_rule_names(item.rule_runner.names)
             self._sink.begin_generation(item.record)
-            for event in item.rules.begin(item.record):
+            for event in item.rule_runner.on_generation_start(item.record):
                 self._sink.write_event(event)
-        elif isinstance(item, _Branched):
-            self._branch(item)
+        elif isinstance(item, _BranchStarted):
+            self._write_branch(item)
         elif isinstance(item, GenerationEnd):
             key = (item.generation, item.branch)
-            if (rules := self._rules.pop(key, None)) is not None:
-                self._say(*rules.end())
+            if (rules := self._rule_runners.pop(key, None)) is not None:
+                self._write_findings(*rules.on_generation_end())
             self._sink.end_generation(item)
         elif isinstance(item, GradientRecord):
             self._sink.write_gradients(item)
-            if (rules := self._rules.get((item.generation, item.branch))) is not None:
-                found, repeats, events = rules.differentiate(item)
-                self._say(found, events)
+            if (rules := self._rule_runners.get((item.generation, item.branch))) is not None:
+                found, repeats, events = rules.on_gradients(item)
+                self._write_findings(found, events)
                 if repeats:
                     self._sink.write_repeats((item.generation, item.branch, item.step), repeats)
-        elif isinstance(item, _Told):
-            self._hear(item.event, item.rules)
+        elif isinstance(item, _EventQueued):
+            self._write_event(item.event, item.rule_runner)
         else:
-            self._hear(item, None)
+            self._write_event(item, None)
 
-    def _branch(self, item: _Branched) -> None:
-        record, rules = item.record, item.rules
+    def _write_branch(self, item: _BranchStarted) -> None:
+        record, rules = item.record, item.rule_runner
         place = (record.generation, record.branch, record.parent, record.fork_step)
         self._sink.begin_branch(*place, record.change, record.segments)
-        events = [*rules.begin(item.beginning)]
+        events = [*rules.on_generation_start(item.generation)]
         if self.path is not None and not record.recomputed:
-            events += recall(self.path, record.generation, record.branch, rules)
-        self._rules[record.generation, record.branch] = rules
+            events += replay_parents_from_path(self.path, record.generation, record.branch, rules)
+        self._rule_runners[record.generation, record.branch] = rules
         for event in events:
             self._sink.write_event(event)
 
-    def _hear(self, event: EventRecord, rules: RuleBook | None) -> None:
+    def _write_event(self, event: EventRecord, rules: RuleRunner | None) -> None:
         self._sink.write_event(event)
         if event.generation is not None:
-            newest = (n for n in reversed(self._rules) if n[0] == event.generation)
+            newest = (n for n in reversed(self._rule_runners) if n[0] == event.generation)
             key = next(newest, None)
-            rules = rules if key is None else self._rules[key]
+            rules = rules if key is None else self._rule_runners[key]
         if rules is not None:
-            self._say(*rules.hear(event))
+            self._write_findings(*rules.on_event(event))
 
-    def _name_rules(self, names: Sequence[str]) -> None:
+    def _record_rule_names(self, names: Sequence[str]) -> None:
         """Say in the manifest which rules look, so that nobody asks them a second time."""
         if not self._rule_names.issuperset(names):
             self._rule_names.update(names)
             self._sink.update_run(rules=sorted(self._rule_names))
 
-    def _say(self, findings: Sequence[Finding], events: Sequence[EventRecord]) -> None:
+    def _write_findings(self, findings: Sequence[Finding], events: Sequence[EventRecord]) -> None:
         """Write what rules found outside of the steps, and which of them failed at it."""
         if findings:
             self._sink.write_findings(findings)
             if self.judge is not None:
-                self.judge.judge_findings(findings, findings[0].generation)
+                self.judge.evaluate_findings(findings, findings[0].generation)
         for event in events:
             self._sink.write_event(event)
 
@@ -346,7 +352,7 @@ class Recorder:
         self.n_steps += len(records)
         if self.judge is not None:
             for record in records:
-                self.judge.judge(record)
+                self.judge.evaluate(record)
 
     def _records(self, items: Sequence[FinishedStep]) -> list[StepRecord]:
         """Turn steps into records, one kind of work after the other.
@@ -354,25 +360,25 @@ class Recorder:
         What is done for one step alone finds its code and tables gone from the caches: the rules
         cost four times as much between the products of two steps as in a row.
         """
-        drafts = [Drafted(item) for item in items]
+        drafts = [StepAssembler(item) for item in items]
         for draft in drafts:
-            draft.make_values(self._failed)
+            draft.collect_values(self._report_hook_error)
         for number in range(max(draft.n_hooks for draft in drafts)):
             for draft in drafts:
-                draft.ask_hook(number, self._failed)
-        return [self._looked_at(draft.record()) for draft in drafts]
+                draft.run_hook(number, self._report_hook_error)
+        return [self._run_rules(draft.assemble()) for draft in drafts]
 
-    def _failed(self, hook: Hook, error: Exception, step: StepContext) -> None:
+    def _report_hook_error(self, hook: Hook, error: Exception, step: StepContext) -> None:
         for tell in tuple(self.hook_errors):
             tell(hook, error, step)
 
-    def _looked_at(self, record: StepRecord) -> StepRecord:
-        rules = self._rules.get((record.generation, record.branch))
-        return rules.look(record) if rules is not None else record
+    def _run_rules(self, record: StepRecord) -> StepRecord:
+        rules = self._rule_runners.get((record.generation, record.branch))
+        return rules.on_step(record) if rules is not None else record
 
 
 @contextmanager
-def _quick_to_yield() -> Iterator[None]:
+def _short_switch_interval() -> Iterator[None]:
     """Let every thread have the interpreter back at once, while this one writes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)

@@ -23,7 +23,7 @@ def additive_mask(cells: BoolArray, dtype: torch.dtype, device: torch.device) ->
 
 
 @contextmanager
-def eager(model: nn.Module) -> Iterator[None]:
+def eager_attention(model: nn.Module) -> Iterator[None]:
     """Run a model's eager attention for a while, then put its implementation back."""
     from flexinspect_hooks.patching import model_configs
 
@@ -52,7 +52,7 @@ def dense_forward(
     sliding window, for models whose layers differ: the mask becomes one per type.
     """
     dtype = next(model.parameters()).dtype
-    with eager(model):
+    with eager_attention(model):
         mask: Any = additive_mask(cells, dtype, ids.device)
         if windows:
             mask = {
@@ -76,7 +76,7 @@ def _band(n: int, size: int) -> BoolArray:
     return band
 
 
-def attend(
+def dense_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

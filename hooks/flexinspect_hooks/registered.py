@@ -29,7 +29,7 @@ def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
     for name, make in classes.items():
         try:
             rule = make()
-            if not rule.dear:
+            if not rule.offline_only:
                 rules.append(rule)
         except Exception as error:
             failed[name] = f"It could not be made: {type(error).__name__}: {error}"

@@ -18,23 +18,23 @@ from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.callrefs import CallRef, CallShape
+    from flexinspect_hooks.callrefs import AttentionCall, CallShape
 
 KEYS_TILED = "keys-tiled"
-_PREFIX = "repeats/"
+_REPEATS_PREFIX = "repeats/"
 
 
-def put_repeats(refs: Sequence[CallRef], step: StepContext, buffer: StepBuffer) -> None:
+def put_repeats(refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer) -> None:
     """Put for each call of a prompt whether its keys are repeated head by head, and otherwise."""
     if step.phase != "prefill":
         return
     for index, ref in enumerate(refs):
         groups = _groups(ref)
         if groups > 1:
-            buffer.put(f"{_PREFIX}{index}", _compared(ref.key[0, :, -1], groups))
+            buffer.put(f"{_REPEATS_PREFIX}{index}", _compare_orders(ref.key[0, :, -1], groups))
 
 
-def _groups(ref: CallRef) -> int:
+def _groups(ref: AttentionCall) -> int:
     """Return by how much the keys were repeated before the call, 1 when they were not.
 
     With a single head of keys there is one order alone.
@@ -46,7 +46,7 @@ def _groups(ref: CallRef) -> int:
     return groups if heads % groups == 0 and heads // groups > 1 else 1
 
 
-def _compared(newest: Tensor, groups: int) -> Tensor:
+def _compare_orders(newest: Tensor, groups: int) -> Tensor:
     """Return whether the newest key (heads, D) repeats as neighbours, and as a whole."""
     n_heads, width = newest.shape
     neighbours = newest.reshape(n_heads // groups, groups, width)
@@ -58,7 +58,11 @@ def record_repeats(
     values: Values, calls: Sequence[CallShape], step: StepContext, draft: StepDraft
 ) -> None:
     """Tell of the layers whose keys are repeated as a whole (writer thread)."""
-    found = {int(k.removeprefix(_PREFIX)): v for k, v in values.items() if k.startswith(_PREFIX)}
+    found = {
+        int(k.removeprefix(_REPEATS_PREFIX)): v
+        for k, v in values.items()
+        if k.startswith(_REPEATS_PREFIX)
+    }
     tiled = sorted({calls[i].layer for i, (near, whole) in found.items() if whole and not near})
     if not tiled:
         return

@@ -12,7 +12,7 @@ _MAX_HASHED = 1 << 20
 """Captured tensors of more bytes than this are known by shape, type and address only."""
 
 
-def rule_name(mask_mod: Any) -> str:
+def mask_mod_name(mask_mod: Any) -> str:
     """Return module and qualified name of a rule, `or` of its type.
 
     A rule that only shifts the indices of another (`flexinspect_rule`) goes by that one's name. Our
@@ -29,13 +29,13 @@ def rule_name(mask_mod: Any) -> str:
     return f"{type(mask_mod).__module__}.{type(mask_mod).__qualname__}"
 
 
-def rule_source(mask_mod: Any) -> str | None:
+def mask_mod_source(mask_mod: Any) -> str | None:
     """Return "file:line" where the rule is written, if it is a Python function."""
     code = getattr(getattr(mask_mod, "flexinspect_rule", mask_mod), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None
 
 
-def rule_parameters(mask_mod: Any) -> str:
+def mask_mod_identity(mask_mod: Any) -> str:
     """Return what tells two rules of the same name apart: code and captured values.
 
     Our own rules say it themselves; for others the byte code, constants and closure are read.

@@ -16,47 +16,49 @@ from flexinspect.records import EventRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
-from flexinspect_hooks.scorescales import is_scored, slopes
+from flexinspect_hooks.scorescales import has_score_mod, score_mod_slopes
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.callrefs import CallRef, CallShape
+    from flexinspect_hooks.callrefs import AttentionCall, CallShape
 
 RESCALED = "scores-rescaled"
-_NAME = "scales"
-_ALIKE = 0.02
+_SCALES_PREFIX = "scales"
+_SCALE_TOLERANCE = 0.02
 """By how much a vector may be off a multiple of another, or a scale off the one asked for."""
 
 
-class _Member(NamedTuple):
+class _ScaledCall(NamedTuple):
     """A call, the kernel's scale over the one asked for, and what its `score_mod` multiplies by."""
 
     number: int
     ratio: float
-    ref: CallRef
+    ref: AttentionCall
     slope: Tensor
 
 
-def put_scales(refs: Sequence[CallRef], step: StepContext, buffer: StepBuffer) -> None:
+def put_scales(refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer) -> None:
     """Put for each call of a prompt that can be compared: its number, and by what it was scaled."""
     if step.phase != "prefill" or step.step:
         return
     known = [(number, _ratio(ref), ref) for number, ref in enumerate(refs)]
     pairs = [(number, ratio, ref) for number, ratio, ref in known if ratio is not None]
-    found: dict[tuple[int, torch.dtype], list[_Member]] = {}
-    for (number, ratio, ref), slope in zip(pairs, slopes([ref for *_, ref in pairs]), strict=True):
+    found: dict[tuple[int, torch.dtype], list[_ScaledCall]] = {}
+    for (number, ratio, ref), slope in zip(
+        pairs, score_mod_slopes([ref for *_, ref in pairs]), strict=True
+    ):
         if slope is not None:
             kind = ref.query.shape[-1], ref.query.dtype
-            found.setdefault(kind, []).append(_Member(number, ratio, ref, slope))
+            found.setdefault(kind, []).append(_ScaledCall(number, ratio, ref, slope))
     for members in found.values():
-        buffer.put(f"{_NAME}/{members[0].number}", _factors(members))
+        buffer.put(f"{_SCALES_PREFIX}/{members[0].number}", _factors(members))
 
 
-def _ratio(ref: CallRef) -> float | None:
+def _ratio(ref: AttentionCall) -> float | None:
     """Return the kernel's scale over the one asked for; None where that cannot be compared."""
-    asked = ref.asked
+    asked = ref.layer_inputs
     if asked is None or ref.query.shape != asked.query.shape:
         return None
-    if ref.unknown_scores and not is_scored(ref):
+    if ref.unknown_scores and not has_score_mod(ref):
         return None
     if ref.key.shape[2:] != asked.key.shape[2:] or not asked.scale:
         return None
@@ -64,12 +66,18 @@ def _ratio(ref: CallRef) -> float | None:
     return float(ref.query.shape[-1] ** -0.5 if used is None else used) / asked.scale
 
 
-def _factors(members: Sequence[_Member]) -> Tensor:
+def _factors(members: Sequence[_ScaledCall]) -> Tensor:
     """Return float32 (calls, 4): number, scale over the one asked for, of that what a `score_mod`
     multiplied, and how far all that is off."""
-    pairs = [(ref.query, ref.asked.query) for _, _, ref, _ in members if ref.asked is not None]
+    pairs = [
+        (ref.query, ref.layer_inputs.query)
+        for _, _, ref, _ in members
+        if ref.layer_inputs is not None
+    ]
     query, query_off = _multiple(pairs)
-    pairs = [(ref.key, ref.asked.key) for _, _, ref, _ in members if ref.asked is not None]
+    pairs = [
+        (ref.key, ref.layer_inputs.key) for _, _, ref, _ in members if ref.layer_inputs is not None
+    ]
     key, key_off = _multiple(pairs)
     known = query.new_tensor([[number, ratio] for number, ratio, _, _ in members])
     rule = torch.stack([slope.mean() for _, _, _, slope in members])
@@ -94,9 +102,9 @@ def record_scales(
     """Tell of the layers whose scores are not scaled as they asked for (writer thread)."""
     odd: dict[int, tuple[float, float]] = {}
     for name, rows in values.items():
-        if name.startswith(f"{_NAME}/"):
+        if name.startswith(f"{_SCALES_PREFIX}/"):
             for number, factor, rule, off in rows.tolist():
-                if off < _ALIKE and abs(factor - 1) > _ALIKE:
+                if off < _SCALE_TOLERANCE and abs(factor - 1) > _SCALE_TOLERANCE:
                     odd[int(number)] = factor, rule
     if not odd:
         return
@@ -105,7 +113,7 @@ def record_scales(
     layers = sorted({calls[number].layer for number in odd})
     text = f"The scores of layers {layers} are scaled by {factor:.4g} times what they asked for."
     data = {"layers": layers, "factor": factor, "scale": calls[first].scale}
-    if abs(rule - 1) > _ALIKE:
+    if abs(rule - 1) > _SCALE_TOLERANCE:
         data["score_mod"] = rule
     place = (step.started_at, step.generation, step.step, data)
     draft.events.append(EventRecord(RESCALED, text, *place))

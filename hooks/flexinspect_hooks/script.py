@@ -19,30 +19,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexinspect import __version__, protocol
-from flexinspect.control.addresses import Serving
+from flexinspect.control.addresses import ServeOptions
 from flexinspect.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.job import ScriptJob
 from flexinspect.records import EventRecord, OutputRecord
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import crumbs
-from flexinspect_hooks.arrivals import Arrivals
-from flexinspect_hooks.children import ChildCount
+from flexinspect_hooks.arrivals import PostImportHooks
+from flexinspect_hooks.children import ChildProcessCounter
 from flexinspect_hooks.control.levels import SessionLevels
-from flexinspect_hooks.control.running import Running
-from flexinspect_hooks.control.verbs import About
-from flexinspect_hooks.debugging.session import Debugging
-from flexinspect_hooks.debugging.threads import run_on
-from flexinspect_hooks.lost import trouble
-from flexinspect_hooks.madetokenizers import MadeTokenizers
+from flexinspect_hooks.control.running import CaptureControl
+from flexinspect_hooks.control.verbs import CaptureInfo
+from flexinspect_hooks.debugging.session import DebuggerSession
+from flexinspect_hooks.debugging.threads import keep_running_when_stopped
+from flexinspect_hooks.lost import recording_error
+from flexinspect_hooks.madetokenizers import TokenizerTracker
 from flexinspect_hooks.program import (
-    exit_code_of,
+    end_state,
+    hide_own_frames_at_exit,
+    program_exit_code,
     run_program,
-    show_without_us,
-    state_of,
-    without_us,
+    strip_own_frames,
 )
-from flexinspect_hooks.runbreaks import RunBreaks, StoppedError
-from flexinspect_hooks.scriptcontrol import Control
+from flexinspect_hooks.runbreaks import RunBreakpoints, StoppedAtBreakpointError
+from flexinspect_hooks.scriptcontrol import LauncherConnection
 
 if TYPE_CHECKING:
     from flexinspect_hooks.findmodels import ModelFinder
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 DRAIN_S = 5.0
 """How long the end waits for the last of what was printed."""
 
-_LOOSE, _MODELS, _GENERATE = "watch_loose_calls", "watch_models", "watch_generate"
+_WATCH_STANDALONE, _MODELS, _GENERATE = "watch_standalone_calls", "watch_models", "watch_generate"
 _RUNNING = "running the program"
 _PHASES = {"torch": "importing torch", "transformers.modeling_utils": "importing transformers"}
 
 
-def on_torch(run: ScriptRun) -> None:
+def on_torch(run: ProgramCapture) -> None:
     """Called once, when the program has imported torch and before its own code goes on.
 
     The place for whatever has to be installed before anybody calls torch. What is raised here is
@@ -65,49 +65,53 @@ def on_torch(run: ScriptRun) -> None:
 
     if run.job.threads is not None:
         torch.set_num_threads(run.job.threads)
-    run.tell(versions={**_versions(), "torch": torch.__version__}, threads=torch.get_num_threads())
+    run.update_manifest(
+        versions={**_versions(), "torch": torch.__version__}, threads=torch.get_num_threads()
+    )
 
 
-class ScriptRun:
+class ProgramCapture:
     """One program from its first line to its closed trace."""
 
-    def __init__(self, job: ScriptJob, control: Control, debugging: Debugging) -> None:
+    def __init__(
+        self, job: ScriptJob, control: LauncherConnection, debugging: DebuggerSession
+    ) -> None:
         self._debugging = debugging
         self.job = job
         self._control = control
         self._pid = os.getpid()
         self._error: BaseException | None = None
-        self._stopped: StoppedError | None = None
+        self._stopped: StoppedAtBreakpointError | None = None
         self._drained = threading.Event()
         self._is_closing = False
         self._finder: ModelFinder | None = None
-        self._finding = threading.Lock()
-        self._wanted: deque[str] = deque()
-        self._is_making = False
-        self._tokenizers = MadeTokenizers()
+        self._finder_lock = threading.Lock()
+        self._pending_calls: deque[str] = deque()
+        self._is_calling_finder = False
+        self._tokenizers = TokenizerTracker()
         self.writer = _open_trace(job)
-        self._levels, self._running = self._controlled()
-        self._breaks = RunBreaks(job, self._running, self._tell_pause)
-        crumbs.leave_crumbs(self.writer.recording_path)
-        control.say(
+        self._levels, self._running = self._make_control()
+        self._breaks = RunBreakpoints(job, self._running, self._report_pause)
+        crumbs.start_recording_calls(self.writer.recording_path)
+        control.send(
             protocol.TRACE,
             path=str(self.writer.path),
             recording=str(self.writer.recording_path),
             note=self.writer.note,
         )
 
-    def _controlled(self) -> tuple[SessionLevels, Running]:
+    def _make_control(self) -> tuple[SessionLevels, CaptureControl]:
         """Return what commands reach. What is wrong with an address leaves no trace behind."""
         job, trace = self.job, str(self.writer.recording_path)
         levels = SessionLevels(job.level, job.layers)
-        serving = Serving(*job.serving) if job.serving is not None else None
+        serving = ServeOptions(*job.serving) if job.serving is not None else None
         try:
-            return levels, Running(
-                About("program", job.program, trace),
+            return levels, CaptureControl(
+                CaptureInfo("program", job.program, trace),
                 levels,
                 is_served=job.control,
                 serving=serving,
-                tell=lambda text: self.event("control", text),
+                report=lambda text: self.record_event("control", text),
             )
         except UsageError:
             self.writer.close("failed")
@@ -119,79 +123,81 @@ class ScriptRun:
 
         Not earlier: threads of the program and its own functions at exit may still use models.
         """
-        self._children = ChildCount(self._forked)
-        self._arrivals = Arrivals(
+        self._children = ChildProcessCounter(self._on_fork)
+        self._import_hooks = PostImportHooks(
             {
                 "torch": self._on_torch,
                 "torch.nn.attention.flex_attention": self._on_flex,
                 "transformers.modeling_utils": self._on_transformers,
-                "transformers.generation.utils": lambda: self._find(_GENERATE),
+                "transformers.generation.utils": lambda: self._call_finder(_GENERATE),
                 "transformers.tokenization_utils_base": self._tokenizers.watch,
                 "multiprocessing.process": self._children.watch_multiprocessing,
             },
-            coming=self._coming,
-            failed=self._not_installed,
+            on_import_begin=self._on_import_begin,
+            on_error=self._on_import_error,
         )
         atexit.register(self._close)
-        listener = threading.Thread(target=self._listen, name="flexinspect-control", daemon=True)
-        run_on(listener).start()
-        self._debugging.begin(self.writer.recording_path, self.event)
+        listener = threading.Thread(
+            target=self._read_messages, name="flexinspect-control", daemon=True
+        )
+        keep_running_when_stopped(listener).start()
+        self._debugging.begin(self.writer.recording_path, self.record_event)
         self._phase(_RUNNING)
-        self._arrivals.install()
+        self._import_hooks.install()
         _flush_lines()
         try:
             run_program(self.job.program, self.job.args, is_module=self.job.is_module)
         except BaseException as error:
-            self._ended_by(error)
+            self._on_program_error(error)
             if isinstance(error, KeyboardInterrupt):
-                self._end_if_met()
-            show_without_us(error)
+                self._exit_if_stopped()
+            hide_own_frames_at_exit(error)
             raise
-        self._end_if_met()
+        self._exit_if_stopped()
 
-    def _end_if_met(self) -> None:
+    def _exit_if_stopped(self) -> None:
         """Let the process have an exit code of its own where a breakpoint should have ended it."""
         if self._finder is not None:
             self._finder.recorder.drain()
-        stopped = self._stopped = self._breaks.stopped()
+        stopped = self._stopped = self._breaks.stop_error()
         if stopped is not None:
             facts = {"message": stopped.message, "hint": stopped.hint}
-            self._control.say(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+            self._control.send(protocol.ERROR, **facts, exit_code=stopped.exit_code)
             raise SystemExit(stopped.exit_code) from None
 
-    def _tell_pause(self, text: str) -> None:
-        self._control.say(protocol.STOPPED, text=text)
+    def _report_pause(self, text: str) -> None:
+        self._control.send(protocol.STOPPED, text=text)
 
-    def _find(self, what: str) -> None:
+    def _call_finder(self, what: str) -> None:
         """Let the finder do something, by the name of its method; torch is loaded.
 
         Loading the finder brings modules that are waited for, too: what is wanted meanwhile, in
         this thread or another, is done when it is there.
         """
-        with self._finding:
-            self._wanted.append(what)
-            if self._is_making:
+        with self._finder_lock:
+            self._pending_calls.append(what)
+            if self._is_calling_finder:
                 return
-            self._is_making = True
+            self._is_calling_finder = True
         try:
             while (wanted := self._next()) is not None:
-                getattr(self._made_finder(), wanted)()
+                getattr(self._get_finder(), wanted)()
         finally:
-            self._is_making = False
+            self._is_calling_finder = False
 
     def _next(self) -> str | None:
-        with self._finding:
-            self._is_making = bool(self._wanted)
-            return self._wanted.popleft() if self._wanted else None
+        with self._finder_lock:
+            self._is_calling_finder = bool(self._pending_calls)
+            return self._pending_calls.popleft() if self._pending_calls else None
 
-    def _made_finder(self) -> ModelFinder:
+    def _get_finder(self) -> ModelFinder:
         if self._finder is None:
             from flexinspect_hooks.findmodels import ModelFinder
 
             finder = ModelFinder(self.job, self.writer, self._tokenizers)
-            finder.obey(self._running.gate, self._levels)
-            self._running.gate.debug = self._debugging.stop_between
-            self._running.record_with(finder.recorder)
+            finder.attach_control(self._running.barrier, self._levels)
+            self._running.barrier.stop_debugger = self._debugging.stop_between_steps
+            self._running.attach_recorder(finder.recorder)
             finder.break_on(self._breaks.begin(finder.recorder))
             self._finder = finder
         return self._finder
@@ -202,79 +208,79 @@ class ScriptRun:
         on_torch(self)
 
     def _on_flex(self) -> None:
-        self._find(_LOOSE)
-        self._debugging.on_flex(self.event)
+        self._call_finder(_WATCH_STANDALONE)
+        self._debugging.on_flex_attention(self.record_event)
 
     def _on_transformers(self) -> None:
         import torch
         import transformers
 
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        self.tell(versions={**_versions(), **versions})
-        self._find(_MODELS)
+        self.update_manifest(versions={**_versions(), **versions})
+        self._call_finder(_MODELS)
         self._phase(_RUNNING)
 
-    def _coming(self, name: str) -> None:
+    def _on_import_begin(self, name: str) -> None:
         if name in _PHASES:
             self._phase(_PHASES[name])
 
-    def _not_installed(self, name: str, error: Exception) -> None:
+    def _on_import_error(self, name: str, error: Exception) -> None:
         what = f"{type(error).__name__}: {error}"
-        self.event("unseen", f"What the program does with {name} is not seen: {what}")
+        self.record_event("unseen", f"What the program does with {name} is not seen: {what}")
 
     # -- what is recorded ------------------------------------------------------------------------
 
-    def tell(self, **facts: Any) -> None:
+    def update_manifest(self, **facts: Any) -> None:
         """Set facts of the manifest."""
         with suppress(TraceWriteError):
             self.writer.update_run(**facts)
 
-    def event(self, kind: str, text: str, /, **data: Any) -> None:
+    def record_event(self, kind: str, text: str, /, **data: Any) -> None:
         """Record something that happened outside of a step."""
         with suppress(TraceWriteError):
             self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
 
     def _phase(self, name: str) -> None:
-        self.event("phase", name)
+        self.record_event("phase", name)
 
-    def _listen(self) -> None:
+    def _read_messages(self) -> None:
         """Take in what the program printed; when whoever started us is gone, end the program."""
-        for facts in self._control.heard():
+        for facts in self._control.messages():
             if facts["kind"] == protocol.OUTPUT:
-                self._keep(facts["items"])
+                self._record_output(facts["items"])
             elif facts["kind"] == protocol.DRAINED:
                 self._drained.set()
             elif facts["kind"] == protocol.TERMINAL:
-                self._debugging.granted()
+                self._debugging.on_terminal_granted()
         if not self._is_closing:
             # A shell that runs us in the background lets SIGINT be ignored.
             is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             os.kill(os.getpid(), signal.SIGTERM if is_deaf else signal.SIGINT)
         self._drained.set()
 
-    def _keep(self, items: list[tuple[float, str, str]]) -> None:
+    def _record_output(self, items: list[tuple[float, str, str]]) -> None:
         finder = self._finder
         records = []
         for at, stream, text in items:
-            place = finder.place_at(at) if finder is not None else (None, None)
+            place = finder.step_at(at) if finder is not None else (None, None)
             records.append(OutputRecord(stream, text, at, *place))
         with suppress(TraceWriteError):
             self.writer.write_output(records)
 
     # -- the end ---------------------------------------------------------------------------------
 
-    def _ended_by(self, error: BaseException) -> None:
+    def _on_program_error(self, error: BaseException) -> None:
         self._error = error
-        without_us(error)
+        strip_own_frames(error)
         if not isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._debugging.post_mortem(error)
         if self._finder is not None:
-            self._finder.failed(error)
+            self._finder.on_program_failed(error)
         elif not isinstance(error, SystemExit):
             import traceback
 
             text = "".join(traceback.format_exception(error))
-            self.event("error", f"{type(error).__name__}: {error}", traceback=text)
+            self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
 
     def _close(self) -> None:
         """Close the trace, at the very end of the process."""
@@ -282,53 +288,57 @@ class ScriptRun:
             return
         self._is_closing = True
         self._running.close()
-        crumbs.remove_crumbs()
+        crumbs.stop_recording_calls()
         self._debugging.end()
         cost = self._finder.close() if self._finder is not None else None
-        self._arrivals.remove()
+        self._import_hooks.remove()
         self._tokenizers.end()
         self._children.end()
-        self._take_last_words()
-        self._tell_unseen()
+        self._drain_output()
+        self._report_unrecorded()
         if cost is not None:
-            self.tell(cost=cost)
+            self.update_manifest(cost=cost)
         stopped = self._stopped
-        self.tell(exit_code=stopped.exit_code if stopped else exit_code_of(self._error))
+        self.update_manifest(
+            exit_code=stopped.exit_code if stopped else program_exit_code(self._error)
+        )
         with suppress(TraceWriteError):
-            self.writer.close(state_of(self._error))
-        self._control.say(protocol.KEPT, path=str(self.writer.path), note=self._note())
+            self.writer.close(end_state(self._error))
+        self._control.send(protocol.FINISHED, path=str(self.writer.path), note=self._note())
 
-    def _take_last_words(self) -> None:
+    def _drain_output(self) -> None:
         """Wait until all that was printed is in the trace."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(AttributeError, OSError, ValueError):
                 stream.flush()
-        self._control.say(protocol.DRAIN)
+        self._control.send(protocol.DRAIN)
         self._drained.wait(DRAIN_S)
 
-    def _tell_unseen(self) -> None:
+    def _report_unrecorded(self) -> None:
         if n := self._children.n:
             were = "child process was" if n == 1 else "child processes were"
-            self.event("unseen", f"{n} {were} started; what runs there is not recorded.", n=n)
-        if self._finder is None or not (self._finder.n_models or self._finder.has_loose_calls):
-            self.event("unseen", _nothing_seen())
+            self.record_event(
+                "unseen", f"{n} {were} started; what runs there is not recorded.", n=n
+            )
+        if self._finder is None or not (self._finder.n_models or self._finder.has_standalone_calls):
+            self.record_event("unseen", _no_model_text())
 
     def _note(self) -> str | None:
         finder = self._finder
-        failure = trouble(finder.recorder, self.writer) if finder is not None else None
+        failure = recording_error(finder.recorder, self.writer) if finder is not None else None
         return failure.sentence() if failure is not None else self.writer.note
 
-    def _forked(self) -> None:
+    def _on_fork(self) -> None:
         """Become invisible: this is a forked child, and the trace is its parent's."""
-        self._running.forget()
-        self._arrivals.remove()
+        self._running.close_in_child()
+        self._import_hooks.remove()
         self._tokenizers.end()
         self._children.end()
         if self._finder is not None:
-            self._finder.forget()
+            self._finder.discard()
 
 
-def _nothing_seen() -> str:
+def _no_model_text() -> str:
     """Say that no model was found, and what would help."""
     if "transformers.modeling_utils" not in sys.modules:
         why = "the program did not use transformers' models"
@@ -342,12 +352,12 @@ def _nothing_seen() -> str:
 
 def _open_trace(job: ScriptJob) -> TraceWriter:
     try:
-        return TraceWriter.create(job.out, _manifest(job), overwrite=job.overwrite)
+        return TraceWriter.create(job.out, _program_manifest(job), overwrite=job.overwrite)
     except TraceWriteError as error:
         raise UsageError(error.message, hint=error.hint) from error
 
 
-def _manifest(job: ScriptJob) -> dict[str, Any]:
+def _program_manifest(job: ScriptJob) -> dict[str, Any]:
     said = job.declaration
     return {
         "flexinspect": __version__,
@@ -381,13 +391,13 @@ def _flush_lines() -> None:
 
 def main(number: int) -> int:
     """Run the job that comes through the socket of this number; the program's end is ours."""
-    control = Control(number)
+    control = LauncherConnection(number)
     try:
         job = ScriptJob.from_json(control.first_line())
-        run = ScriptRun(job, control, Debugging(job.debugger, control.say))
+        run = ProgramCapture(job, control, DebuggerSession(job.debugger, control.send))
     except FlexInspectError as error:
         facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-        control.say(protocol.ERROR, **facts)
+        control.send(protocol.ERROR, **facts)
         return error.exit_code
     run.run()
     return 0

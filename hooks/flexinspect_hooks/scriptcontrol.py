@@ -12,23 +12,23 @@ from typing import Any
 from flexinspect import protocol
 
 
-class Control:
+class LauncherConnection:
     """The socket to whoever started us. Lines of the protocol, both ways."""
 
     def __init__(self, number: int) -> None:
         os.set_inheritable(number, False)
         self._socket = socket(fileno=number)
-        self._saying = threading.Lock()
+        self._send_lock = threading.Lock()
         self._lines = self._read()
 
     def first_line(self) -> str:
         """Return the first line, the job."""
         return next(self._lines, b"").decode()
 
-    def heard(self) -> Iterator[Mapping[str, Any]]:
+    def messages(self) -> Iterator[Mapping[str, Any]]:
         """Yield the facts of each line until the other side is gone."""
         for line in self._lines:
-            facts = protocol.parse(line.decode())
+            facts = protocol.parse_message(line.decode())
             if facts is not None:
                 yield facts
 
@@ -43,7 +43,7 @@ class Control:
                     parts.clear()
                 parts.append(piece)
 
-    def say(self, kind: str, **facts: Any) -> None:
+    def send(self, kind: str, **facts: Any) -> None:
         """Send a line."""
-        with suppress(OSError), self._saying:
-            self._socket.sendall((protocol.line(kind, **facts) + "\n").encode())
+        with suppress(OSError), self._send_lock:
+            self._socket.sendall((protocol.format_message(kind, **facts) + "\n").encode())

@@ -18,7 +18,7 @@ OTHER_CACHE = "other-cache"
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class ForwardInput:
     """What one forward was fed: `n_rows` rows, after `cached` keys that are in the cache already.
 
     `ids` gives the row's token ids, None when there were none (embeddings). It is asked for
@@ -33,7 +33,7 @@ class Fed:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StepPlace:
     """Where a forward belongs.
 
     It brings `n_new` tokens at the positions from `pos` on, the last rows that were fed. With
@@ -44,16 +44,16 @@ class Place:
 
     generation: int
     step: int
-    begins: bool
+    begins_generation: bool
     pos: int
     n_new: int
-    chosen: bool = False
+    is_chosen: bool = False
     note: str = ""
     owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _State:
+class _TrackerState:
     """`length` keys will be in the cache; `whole` is the row while every forward fed all of it."""
 
     generation: int = -1
@@ -64,35 +64,35 @@ class _State:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _GenerateCall:
     n_prompt: int
     followed: bool
 
 
-class Sequences:
+class StepTracker:
     """Follows one model's forwards, in order.
 
     `numbers` gives each generation its number; models that are recorded together share it.
     """
 
-    def __init__(self, numbers: Iterator[int] | None = None) -> None:
-        self._numbers = count() if numbers is None else numbers
-        self._state = self._before = _State()
-        self._call: _Call | None = None
+    def __init__(self, generation_numbers: Iterator[int] | None = None) -> None:
+        self._numbers = count() if generation_numbers is None else generation_numbers
+        self._state = self._before = _TrackerState()
+        self._call: _GenerateCall | None = None
 
     @property
     def length(self) -> int:
         """Tokens of the open generation that were fed so far."""
         return self._state.length
 
-    def begin_call(self, n_prompt: int, *, followed: bool = True) -> None:
+    def begin_generate(self, n_prompt: int, *, followed: bool = True) -> None:
         """Say that a call of `generate` begins: what it feeds is one generation.
 
         Rows below `n_prompt` are its prompt, however many forwards feed them. Without `followed`
         (beams, assistants) its forwards are counted and no token is taken for chosen.
         """
         self.end()
-        self._call = _Call(n_prompt, followed)
+        self._call = _GenerateCall(n_prompt, followed)
 
     def end(self) -> None:
         """End the open generation: the next forward begins one."""
@@ -103,53 +103,53 @@ class Sequences:
         """Forget the last forward, which never returned; it may be tried again."""
         self._state = self._before
 
-    def place(self, fed: Fed) -> Place:
+    def locate(self, forward: ForwardInput) -> StepPlace:
         """Return where a forward belongs; the next one is placed after it."""
         state = self._state
-        whole = None if fed.cached else _row(fed)
-        place = self._going_on(fed, whole) if state.is_open else None
+        whole = None if forward.cached else _row_ids(forward)
+        place = self._next_step(forward, whole) if state.is_open else None
         if place is None:
-            place = self._beginning(fed)
-        goes_whole = place.begins or state.whole is not None
+            place = self._first_step(forward)
+        goes_whole = place.begins_generation or state.whole is not None
         self._before = state
-        self._state = _State(
+        self._state = _TrackerState(
             place.generation,
             place.step,
-            fed.cached + fed.n_rows,
+            forward.cached + forward.n_rows,
             whole if goes_whole else None,
             True,
         )
         return place
 
-    def _beginning(self, fed: Fed) -> Place:
-        owner = fed.owner if fed.cached and self._is_anothers(fed) else None
-        note = "" if not fed.cached else UNKNOWN_CACHE if owner is None else OTHER_CACHE
+    def _first_step(self, forward: ForwardInput) -> StepPlace:
+        owner = forward.owner if forward.cached and self._has_other_owner(forward) else None
+        note = "" if not forward.cached else UNKNOWN_CACHE if owner is None else OTHER_CACHE
         number = next(self._numbers)
-        return Place(number, 0, True, fed.cached, fed.n_rows, note=note, owner=owner)
+        return StepPlace(number, 0, True, forward.cached, forward.n_rows, note=note, owner=owner)
 
-    def _is_anothers(self, fed: Fed) -> bool:
+    def _has_other_owner(self, forward: ForwardInput) -> bool:
         """Say whether the cache was filled by a generation before the last one."""
-        return fed.owner is not None and fed.owner != self._state.generation
+        return forward.owner is not None and forward.owner != self._state.generation
 
-    def _going_on(self, fed: Fed, whole: tuple[int, ...] | None) -> Place | None:
+    def _next_step(self, forward: ForwardInput, whole: tuple[int, ...] | None) -> StepPlace | None:
         """Return the place in the open generation, None for a forward that does not continue it."""
         state, call = self._state, self._call
         here = (state.generation, state.step + 1, False)
         if call is not None and not call.followed:
-            return Place(*here, fed.cached + fed.n_rows, 0)
-        if not fed.cached:
+            return StepPlace(*here, forward.cached + forward.n_rows, 0)
+        if not forward.cached:
             known = state.whole
             if whole is None or known is None or whole[:-1] != known:
                 return None
-            return Place(*here, len(known), 1, chosen=True)
-        if fed.cached != state.length or self._is_anothers(fed):
+            return StepPlace(*here, len(known), 1, is_chosen=True)
+        if forward.cached != state.length or self._has_other_owner(forward):
             return None
-        is_prompt = call is not None and fed.cached < call.n_prompt
-        if fed.n_rows == 1 and not is_prompt:
-            return Place(*here, fed.cached, 1, chosen=True)
-        return Place(*here, fed.cached, fed.n_rows, note=SEVERAL_ROWS)
+        is_prompt = call is not None and forward.cached < call.n_prompt
+        if forward.n_rows == 1 and not is_prompt:
+            return StepPlace(*here, forward.cached, 1, is_chosen=True)
+        return StepPlace(*here, forward.cached, forward.n_rows, note=SEVERAL_ROWS)
 
 
-def _row(fed: Fed) -> tuple[int, ...] | None:
-    ids = fed.ids()
+def _row_ids(forward: ForwardInput) -> tuple[int, ...] | None:
+    ids = forward.ids()
     return None if ids is None else tuple(ids)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from flexinspect.control.messages import Place
+from flexinspect.control.messages import StepRef
 from flexinspect.errors import UsageError
 from flexinspect.prompts import Segment
 from flexinspect.records import (
@@ -26,16 +26,16 @@ from flexinspect.records import (
     GenerationRecord,
     TokenRecord,
 )
-from flexinspect.rules.base import Rule, RuleBook
-from flexinspect_hooks.branching import Branching
-from flexinspect_hooks.breakhooks import ModelBreaks
-from flexinspect_hooks.breaking import Breaking
+from flexinspect.rules.base import Rule, RuleRunner
+from flexinspect_hooks.branching import BranchingSession
+from flexinspect_hooks.breakhooks import ModelBreakpoints
+from flexinspect_hooks.breaking import BreakpointEvaluator
 from flexinspect_hooks.buffer import StepBuffer, side_stream
-from flexinspect_hooks.clock import StepClock, StepContext, stood_s
-from flexinspect_hooks.control.gate import Gate
-from flexinspect_hooks.control.passing import Switch, changes_of, pass_gate
+from flexinspect_hooks.clock import StepClock, StepContext, off_cpu_s
+from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect_hooks.control.passing import PendingLevels, level_events, pass_barrier
 from flexinspect_hooks.cores import available_cores
-from flexinspect_hooks.costs import cost_of
+from flexinspect_hooks.costs import capture_cost
 from flexinspect_hooks.graphs import GraphCount
 from flexinspect_hooks.hook import CaptureContext, Hook, Remove
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
@@ -46,7 +46,7 @@ _entered: list[CaptureSession] = []
 """Sessions that have hooks somewhere, in the order in which they were entered."""
 
 
-class CaptureSession(Branching):
+class CaptureSession(BranchingSession):
     """While entered, records every root forward of `model` into `sink`.
 
     `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
@@ -72,14 +72,14 @@ class CaptureSession(Branching):
         rules: Sequence[Rule] | None = None,
         copy_logits: bool = True,
         recorder: Recorder | None = None,
-        are_loose: bool = False,
+        are_standalone: bool = False,
     ) -> None:
-        self._are_loose = are_loose
+        self._are_standalone = are_standalone
         self._copy_logits = copy_logits
         self.level = check_level(level)
         self.recorder = Recorder(sink) if recorder is None else recorder
-        self._shares = recorder is not None
-        self._rules, self._book = rules, RuleBook()
+        self._shares_recorder = recorder is not None
+        self._rules, self._rule_runner = rules, RuleRunner()
         self.recorder.hook_errors.append(self._hook_failed)
         self._model_ref = weakref.ref(model)
         self._is_over = False
@@ -100,14 +100,14 @@ class CaptureSession(Branching):
             blocks=decoder_blocks(model, layer_of),
             layers=tuple(sorted(set(layer_of.values()))) if layers is None else tuple(layers),
             text_of=text_of,
-            tell=lambda kind, text, facts: self._event(kind, text, self._step, facts),
+            record_event=lambda kind, text, facts: self._event(kind, text, self._step, facts),
         )
         self._segments: tuple[Segment, ...] = ()
-        self.gate: Gate | None = None
-        self.place = Place()
+        self.barrier: StepBarrier | None = None
+        self.place = StepRef()
         """The last step that is finished."""
-        self._switch = Switch()
-        self._breaks: ModelBreaks | None = None
+        self._switch = PendingLevels()
+        self._breaks: ModelBreakpoints | None = None
         self.capture_s = self.total_s = self.waited_s = 0.0
 
     @property
@@ -125,9 +125,9 @@ class CaptureSession(Branching):
             own_code = self.context.sees_kernels
             self._hooks = [h for h in found if own_code or not getattr(h, "own_code_only", False)]
         rules, off = built_in_rules() if self._rules is None else (self._rules, {})
-        self._book = RuleBook(rules, is_loose=self._are_loose)
+        self._rule_runner = RuleRunner(rules, is_standalone=self._are_standalone)
         self.recorder.has_core = not self.cores_are_taken()
-        if not self._shares:
+        if not self._shares_recorder:
             self.recorder.start()
         for name, sentence in failed.items():
             self._event("hook-off", f"{name}: {sentence}")
@@ -138,13 +138,16 @@ class CaptureSession(Branching):
         for hook in list(self._hooks):
             self._guard(hook, self._install, hook)
         self._removes += [
-            (None, model.register_forward_pre_hook(self._open, with_kwargs=True).remove),
-            (None, model.register_forward_hook(self._forward_done).remove),
+            (
+                None,
+                model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True).remove,
+            ),
+            (None, model.register_forward_hook(self._on_forward_end).remove),
         ]
-        self._let_go()
+        self._release_model()
         return self
 
-    def _let_go(self) -> None:
+    def _release_model(self) -> None:
         """Hold the model loosely from here on: what was installed may outlive it."""
         context, loose = self.context, weakref.proxy
         context.model = cast(nn.Module, loose(context.model))
@@ -165,7 +168,7 @@ class CaptureSession(Branching):
     ) -> None:
         self._abandon()
         # The writer thread first: what it still has to record may use what a hook holds open.
-        if self._shares:
+        if self._shares_recorder:
             self.recorder.drain()
         else:
             self.recorder.stop()
@@ -190,16 +193,16 @@ class CaptureSession(Branching):
             while last._removes:
                 last._removes.pop()[1]()
 
-    def break_on(self, breaking: Breaking) -> None:
+    def break_on(self, breaking: BreakpointEvaluator) -> None:
         """Judge these breakpoints: while a forward runs, and when its step is written."""
-        self._breaks = ModelBreaks(breaking, self.context, self.recorder.drain)
+        self._breaks = ModelBreakpoints(breaking, self.context, self.recorder.drain)
         self.recorder.judge = breaking
 
     def pass_breakpoints(self) -> None:
         """Let breakpoints stop that the last step met. Raises `KeyboardInterrupt` to end it."""
-        if self._breaks is not None and self._breaks.is_at_work:
-            self._breaks.pass_on()
-            pass_gate(self.gate, self.place)
+        if self._breaks is not None and self._breaks.is_active:
+            self._breaks.deliver_hits()
+            pass_barrier(self.barrier, self.place)
 
     # -- a generation ----------------------------------------------------------------------------
 
@@ -209,9 +212,9 @@ class CaptureSession(Branching):
         Returns once the prompt is in the trace, so that it is there whatever the prefill does.
         """
         self._clock.begin(record.generation)
-        self.place = Place(record.generation)
+        self.place = StepRef(record.generation)
         self.context.segments = self._segments = record.segments
-        self.recorder.begin(record, self._book)
+        self.recorder.begin_generation(record, self._rule_runner)
         for hook in list(self._hooks):
             self._guard(hook, hook.begin, self.context)
         self.recorder.drain()
@@ -223,10 +226,12 @@ class CaptureSession(Branching):
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_muted or torch.compiler.is_compiling():  # a graph as a whole is not seen
+    def _on_forward_start(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_paused or torch.compiler.is_compiling():  # a graph as a whole is not seen
             return
-        pass_gate(self.gate, self.place)
+        pass_barrier(self.barrier, self.place)
         started = time.perf_counter()
         self._abandon()
         self._remove_switched_off()
@@ -245,30 +250,32 @@ class CaptureSession(Branching):
 
         Raises `UsageError` for an unknown level.
         """
-        self._switch.ask(level=check_level(level) if level else None, layers=layers)
+        self._switch.request(level=check_level(level) if level else None, layers=layers)
 
     def _begin_step(self, step: StepContext) -> None:
-        self.level = self._switch.take(step, self.context)
+        self.level = self._switch.apply(step, self.context)
         for hook in list(self._hooks):
             self._guard(hook, hook.open, step)
         if self._breaks is not None:
-            self._breaks.open(step)
+            self._breaks.on_step_start(step)
         step.arguments = {}  # a forward that fails must not leave a cache alive
         self._step, self.context.is_open = step, True
-        step.stood_before = stood_s()
+        step.off_cpu_before = off_cpu_s()
 
-    def _forward_done(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         self.context.is_open = False
         if self._step is not None:
-            self.waited_s += stood_s() - self._step.stood_before
+            self.waited_s += off_cpu_s() - self._step.off_cpu_before
             logits = getattr(output, "logits", None)
             if isinstance(logits, Tensor) and logits.dim() == 3:
                 row = logits[0, -1].detach()
                 self._step.logits = row.clone() if self._copy_logits else row
 
-    def chose(self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None) -> None:
+    def on_token_chosen(
+        self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None
+    ) -> None:
         """Close the step: `chosen` (0-dim) is the token's id, `scores` (V,) what it was drawn from.
 
         Call it once the token is known to the host, so that the step's wall time is complete.
@@ -280,33 +287,33 @@ class CaptureSession(Branching):
         step.wall_ms = (started - step.started) * 1e3
         step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
         buffer = StepBuffer(self._device, self._stream)
-        kept = self._ship(step, buffer, self._reduce(step, buffer))
+        kept = self._start_copy(step, buffer, self._reduce(step, buffer))
         step.drop_references()
         self._step = None
         step.capture_s += time.perf_counter() - started
         reduced = time.perf_counter()
         # From here on the step belongs to the writer thread.
         self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
-        self.place = Place(step.generation, step.branch, step.step)
+        self.place = StepRef(step.generation, step.branch, step.step)
         ended = time.perf_counter()
         self.capture_s += step.capture_s + (ended - reduced)
         self.total_s += ended - step.started
 
     def _reduce(self, step: StepContext, buffer: StepBuffer) -> list[tuple[Hook, Any]]:
         kept = []
-        step.events += self._graphs.look(step.phase)
+        step.events += self._graphs.on_step(step.phase)
         with torch.no_grad():
             for hook in list(self._hooks):
                 buffer.owner = hook
                 kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
         return kept
 
-    def _ship(
+    def _start_copy(
         self, step: StepContext, buffer: StepBuffer, kept: list[tuple[Hook, Any]]
     ) -> list[tuple[Hook, Any]]:
         """Send the results on their way; returns what is worth recording with them."""
         try:
-            buffer.ship()
+            buffer.start_copy()
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             step.events.append(("step-unread", f"The step's values were lost: {what}"))
@@ -319,7 +326,7 @@ class CaptureSession(Branching):
         step, self._step = self._step, None
         if step is not None:
             step.drop_references()
-            for change in changes_of(step):
+            for change in level_events(step):
                 self.recorder.put(change)
 
     def cost(self) -> dict[str, float | int]:
@@ -330,7 +337,7 @@ class CaptureSession(Branching):
         Elsewhere `waited_s` does, for which the model's thread stood still in forwards: it shares
         Python's interpreter with the writer.
         """
-        return cost_of([self], self.recorder)
+        return capture_cost([self], self.recorder)
 
     def cores_are_taken(self) -> bool:
         """Say whether the model runs on every core, so that the writer takes its time."""
@@ -378,7 +385,7 @@ class CaptureSession(Branching):
         number = step.step if step is not None else None
         at = time.time()
         event = EventRecord(kind, text, at, generation, number, facts or {})
-        self.recorder.tell(event, self._book)
+        self.recorder.put_event(event, self._rule_runner)
 
 
 def check_level(level: str) -> str:

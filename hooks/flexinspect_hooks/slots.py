@@ -17,19 +17,19 @@ from flexinspect.records import ArrayRecord
 from flexinspect_hooks.buffer import StepBuffer, Values
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.mass import newest_weights
-from flexinspect_hooks.received import ReceivedMask
+from flexinspect_hooks.received import CapturedMask
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.callrefs import CallRef
+    from flexinspect_hooks.callrefs import AttentionCall
 
-STREAM = "attention.slots"
-_PREFIX = "slots/"
+SLOTS_STREAM = "attention.slots"
+_SLOTS_PREFIX = "slots/"
 
 
 def put_slots(
-    refs: Sequence[CallRef],
+    refs: Sequence[AttentionCall],
     numbers: Sequence[int],
-    masks: Sequence[ReceivedMask],
+    masks: Sequence[CapturedMask],
     filled: int | None,
     buffer: StepBuffer,
 ) -> None:
@@ -46,12 +46,12 @@ def put_slots(
             continue
         if filled is None and ref.query.shape[2] >= ref.key.shape[2]:
             continue  # as many keys as rows: no cache
-        buffer.put(f"{_PREFIX}{index}", _counted(ref, masks[number], filled))
+        buffer.put(f"{_SLOTS_PREFIX}{index}", _count_slots(ref, masks[number], filled))
         if ref.key.device.type != "cpu":
             suspects.discard(number)  # one layer of each mask: whether it is open is not known here
 
 
-def _is_open(mask: ReceivedMask, filled: int | None) -> bool:
+def _is_open(mask: CapturedMask, filled: int | None) -> bool:
     """Say whether the newest row may see such slots; on an accelerator nothing waits to know."""
     if mask.cells is None:
         return False
@@ -62,7 +62,7 @@ def _is_open(mask: ReceivedMask, filled: int | None) -> bool:
     return mask.cells.device.type != "cpu" or bool(mask.cells[:, -1, filled:].any())
 
 
-def _counted(ref: CallRef, mask: ReceivedMask, filled: int | None) -> Tensor:
+def _count_slots(ref: AttentionCall, mask: CapturedMask, filled: int | None) -> Tensor:
     """Return the five numbers; no element is looked at here, as on an accelerator that waits."""
     assert mask.cells is not None
     weights = newest_weights(ref, mask).mean(0)
@@ -80,10 +80,14 @@ def _counted(ref: CallRef, mask: ReceivedMask, filled: int | None) -> Tensor:
 
 def record_slots(values: Values, n_calls: int, draft: StepDraft) -> None:
     """Write the stream, where any call has such slots (writer thread)."""
-    found = {int(k.removeprefix(_PREFIX)): v for k, v in values.items() if k.startswith(_PREFIX)}
+    found = {
+        int(k.removeprefix(_SLOTS_PREFIX)): v
+        for k, v in values.items()
+        if k.startswith(_SLOTS_PREFIX)
+    }
     if not any(row[1] or row[3] for row in found.values()):
         return
     array = np.zeros((n_calls, 5), np.float32)
     for index, row in found.items():
         array[index] = row
-    draft.arrays.append(ArrayRecord(STREAM, array))
+    draft.arrays.append(ArrayRecord(SLOTS_STREAM, array))

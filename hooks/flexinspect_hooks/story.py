@@ -9,18 +9,18 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from flexinspect import masks
-from flexinspect.masks import MaskRule
-from flexinspect.pieces import WordFacts, to_declared
-from flexinspect.prompts import Segment, close_generated, segment_of
+from flexinspect.masks import MaskSpec
+from flexinspect.pieces import TokenizerFacts, declaration_entries
+from flexinspect.prompts import Segment, close_generated_segment, segment_index
 from flexinspect.records import GenerationEnd, GenerationRecord, TokenRecord
-from flexinspect_hooks.fedrows import FedRows
-from flexinspect_hooks.saidwords import facts_of_tokenizer, pieces_of, written_special
-from flexinspect_hooks.sequence import Place
-from flexinspect_hooks.spans import FedPrompt, Wanted, lay_out
+from flexinspect_hooks.fedrows import InputRows
+from flexinspect_hooks.saidwords import keep_written_special, to_declared_segments, tokenizer_facts
+from flexinspect_hooks.sequence import StepPlace
+from flexinspect_hooks.spans import PromptInput, SegmentSpec, build_segments
 from flexinspect_hooks.vocabulary import TextStream, Vocabulary
 
 
-class Words(Protocol):
+class TokenizerAdapter(Protocol):
     """What is asked of a vocabulary. Without `has_text`, only ids can be looked for."""
 
     @property
@@ -28,43 +28,43 @@ class Words(Protocol):
     @property
     def special(self) -> frozenset[int]: ...
     @property
-    def facts(self) -> WordFacts: ...
+    def facts(self) -> TokenizerFacts: ...
     def encode(self, text: str) -> Sequence[int]: ...
     def text_of(self, token_id: int) -> str: ...
     def token_of(self, token_id: int) -> str: ...
-    def adder(self) -> Callable[[int], str]:
+    def make_text_stream(self) -> Callable[[int], str]:
         """Return a function that tells what each next id adds to one text."""
         ...
 
-    def answer(self, token_ids: Sequence[int]) -> str: ...
+    def decode_generated(self, token_ids: Sequence[int]) -> str: ...
 
 
-class TokenizerWords:
+class TransformersAdapter:
     """The words of a transformers tokenizer."""
 
     has_text = True
 
     def __init__(self, tokenizer: Any) -> None:
-        words = self._words = Vocabulary(tokenizer)
+        words = self._vocabulary = Vocabulary(tokenizer)
         self.special = words.special
-        self.facts = facts_of_tokenizer(words)
+        self.facts = tokenizer_facts(words)
         self.encode, self.text_of, self.token_of = words.encode, words.text_of, words.token_of
 
-    def adder(self) -> Callable[[int], str]:
+    def make_text_stream(self) -> Callable[[int], str]:
         """Return a function that tells what each next id adds to one text."""
-        return TextStream(self._words).add
+        return TextStream(self._vocabulary).add
 
-    def answer(self, token_ids: Sequence[int]) -> str:
+    def decode_generated(self, token_ids: Sequence[int]) -> str:
         """Return the text of generated ids, without special tokens."""
-        return self._words.answer(token_ids, one_line=False)
+        return self._vocabulary.decode_generated(token_ids, one_line=False)
 
 
-class IdWords:
+class IdAdapter:
     """Numbers in place of words, for a model that was given without its tokenizer."""
 
     has_text = False
     special: frozenset[int] = frozenset()
-    facts = WordFacts()
+    facts = TokenizerFacts()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids that are written in a text, nothing for any other text."""
@@ -77,24 +77,24 @@ class IdWords:
 
     token_of = text_of
 
-    def adder(self) -> Callable[[int], str]:
+    def make_text_stream(self) -> Callable[[int], str]:
         """Return what writes an id, apart from the next one."""
         return "{} ".format
 
-    def answer(self, token_ids: Sequence[int]) -> str:
+    def decode_generated(self, token_ids: Sequence[int]) -> str:
         """Return the ids."""
         return " ".join(map(str, token_ids))
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class DeclaredPrompt:
     """What the user said of their own run: segments to find, and the mask that is meant."""
 
-    words: Words
-    segments: tuple[Wanted, ...] = ()
-    mask: str | MaskRule | None = None
+    tokenizer: TokenizerAdapter
+    segments: tuple[SegmentSpec, ...] = ()
+    mask: str | MaskSpec | None = None
     separators: str = "attached"
-    config: WordFacts = field(default_factory=WordFacts)
+    config: TokenizerFacts = field(default_factory=TokenizerFacts)
     """What the model's configuration says of special tokens, for words that know none."""
 
     @property
@@ -105,16 +105,18 @@ class Wishes:
         return self.mask if isinstance(self.mask, str) else self.mask.name
 
     @property
-    def facts(self) -> WordFacts:
+    def facts(self) -> TokenizerFacts:
         """What is known of special tokens."""
-        return self.words.facts if self.words.has_text else self.config
+        return self.tokenizer.facts if self.tokenizer.has_text else self.config
 
-    def said(self, ids: Sequence[int], texts: Sequence[str]) -> Mapping[str, Any]:
+    def declaration(self, ids: Sequence[int], texts: Sequence[str]) -> Mapping[str, Any]:
         """Return the declared pieces, and what matters of special tokens for this prompt."""
-        facts = written_special(self.facts, ids, texts)
-        return to_declared(pieces_of(self.segments, self.words.encode), facts)
+        facts = keep_written_special(self.facts, ids, texts)
+        return declaration_entries(
+            to_declared_segments(self.segments, self.tokenizer.encode), facts
+        )
 
-    def declared(self, segments: Sequence[Segment]) -> Mapping[str, Any]:
+    def declared_mask(self, segments: Sequence[Segment]) -> Mapping[str, Any]:
         """Return the declared mask of these segments, empty when none was declared."""
         if self.mask is None:
             return {}
@@ -122,91 +124,101 @@ class Wishes:
         if isinstance(rule, str):
             rule = masks.preset(rule, segments, separators=self.separators)
             said = {"separators": self.separators}
-        facts = {"starts": rule.starts, "head": rule.head, "low": rule.low}
+        facts = {"starts": rule.starts, "head": rule.prefix_stops, "low": rule.local_starts}
         return {"preset": rule.name, **said, **facts}
 
 
 @dataclass(slots=True)
-class Story:
+class GenerationBuilder:
     """A generation from its first forward on.
 
     The prompt is told in the model's thread, everything after it in the writer thread, in order.
     """
 
-    words: Words
+    tokenizer: TokenizerAdapter
     number: int
     record: GenerationRecord
-    troubles: list[str]
-    add: Callable[[int], str]
+    problems: list[str]
+    added_text: Callable[[int], str]
     n_tokens: int
     next_position: int
     generated: list[int] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, wishes: Wishes, place: Place, rows: FedRows) -> Story:
+    def begin(
+        cls, declared_prompt: DeclaredPrompt, place: StepPlace, rows: InputRows
+    ) -> GenerationBuilder:
         """Begin with the rows that the first forward was fed."""
-        words, add, ids = wishes.words, wishes.words.adder(), rows.token_ids()
+        words, add, ids = (
+            declared_prompt.tokenizer,
+            declared_prompt.tokenizer.make_text_stream(),
+            rows.token_ids(),
+        )
         known = ids if ids is not None else [-1] * place.n_new
         texts = [add(id_) for id_ in ids] if ids is not None else [""] * place.n_new
         n_pads = rows.n_pads()
         first = known[n_pads] if n_pads < len(known) else None
-        has_bos = first is not None and first == wishes.facts.bos
+        has_bos = first is not None and first == declared_prompt.facts.bos
         searched = texts if words.has_text else ()
-        prompt = FedPrompt(known, searched, place.pos, n_pads, has_bos)
-        segments, troubles = lay_out(wishes.segments, prompt, words.encode)
+        prompt = PromptInput(known, searched, place.pos, n_pads, has_bos)
+        segments, troubles = build_segments(declared_prompt.segments, prompt, words.encode)
         positions = rows.position_ids()
         told = positions or list(range(place.pos, prompt.stop))
         tokens = [
-            _token(words, place.pos + n, id_, texts[n], told[n], segments, None)
+            _token_record(words, place.pos + n, id_, texts[n], told[n], segments, None)
             for n, id_ in enumerate(ids or ())
         ]
         record = GenerationRecord(
             generation=place.generation,
             sample_id=f"forward {place.generation}",
-            mask=wishes.mask_name,
+            mask=declared_prompt.mask_name,
             positions="contiguous" if _is_contiguous(told[n_pads:]) else "as fed",
             segments=segments,
             tokens=tuple(tokens),
             declared={
-                **wishes.declared(segments),
-                **wishes.said(ids or (), texts if ids is not None else ()),
+                **declared_prompt.declared_mask(segments),
+                **declared_prompt.declaration(ids or (), texts if ids is not None else ()),
             },
             started_at=time.time(),
         )
         after = told[-1] + 1 if told else place.pos
         return cls(words, place.generation, record, troubles, add, prompt.stop, after)
 
-    def given(self, rows: FedRows, place: Place) -> tuple[TokenRecord, ...]:
+    def input_tokens(self, rows: InputRows, place: StepPlace) -> tuple[TokenRecord, ...]:
         """Return the tokens that a later forward was given without anybody choosing them."""
         ids, positions = rows.token_ids(), rows.position_ids()
         return tuple(
-            self._next(id_, positions[n] if positions else None, place.pos + n, None)
+            self._append_token(id_, positions[n] if positions else None, place.pos + n, None)
             for n, id_ in enumerate(ids or ())
         )
 
-    def chosen(self, rows: FedRows, pos: int, step: int) -> tuple[TokenRecord, ...]:
+    def chosen_tokens(self, rows: InputRows, pos: int, step: int) -> tuple[TokenRecord, ...]:
         """Return the token that `step` chose: the last one of `rows`, at `pos`."""
         ids, positions = rows.token_ids(), rows.position_ids()
         if not ids:
             return ()
         self.generated.append(ids[-1])
-        return (self._next(ids[-1], positions[-1] if positions else None, pos, step),)
+        return (self._append_token(ids[-1], positions[-1] if positions else None, pos, step),)
 
-    def _next(self, id_: int, position: int | None, pos: int, step: int | None) -> TokenRecord:
+    def _append_token(
+        self, id_: int, position: int | None, pos: int, step: int | None
+    ) -> TokenRecord:
         position = self.next_position if position is None else position
         self.next_position = position + 1
         self.n_tokens = pos + 1
-        return _token(self.words, pos, id_, self.add(id_), position, self.record.segments, step)
+        return _token_record(
+            self.tokenizer, pos, id_, self.added_text(id_), position, self.record.segments, step
+        )
 
     def end(self, state: str, reason: str, ended_at: float) -> GenerationEnd:
         """Return the end, with the segments as they came out."""
-        segments = close_generated(self.record.segments, self.n_tokens)
-        answer = self.words.answer(self.generated)
+        segments = close_generated_segment(self.record.segments, self.n_tokens)
+        answer = self.tokenizer.decode_generated(self.generated)
         return GenerationEnd(self.number, state, answer, segments, reason, ended_at)
 
 
-def _token(
-    words: Words,
+def _token_record(
+    tokenizer: TokenizerAdapter,
     pos: int,
     id_: int,
     text: str,
@@ -214,8 +226,8 @@ def _token(
     segments: Sequence[Segment],
     step: int | None,
 ) -> TokenRecord:
-    name, special = words.token_of(id_), id_ in words.special
-    return TokenRecord(pos, id_, name, text, position, segment_of(segments, pos), special, step)
+    name, special = tokenizer.token_of(id_), id_ in tokenizer.special
+    return TokenRecord(pos, id_, name, text, position, segment_index(segments, pos), special, step)
 
 
 def _is_contiguous(positions: Sequence[int]) -> bool:

@@ -32,7 +32,9 @@ class IdTokenizer:
     def from_config(cls, config: Mapping[str, Any]) -> IdTokenizer:
         """Return the stand-in for a model configuration (`config.to_dict()` or config.json)."""
         text = config.get("text_config") or config
-        special = {name: _ids(text.get(f"{name}_token_id")) for name in ("bos", "eos", "pad")}
+        special = {
+            name: _special_ids(text.get(f"{name}_token_id")) for name in ("bos", "eos", "pad")
+        }
         return cls(
             vocab_size=int(text["vocab_size"]),
             bos_token_id=next(iter(special["bos"]), None),
@@ -81,7 +83,7 @@ class IdTokenizer:
         return byte % self.vocab_size
 
 
-def _ids(value: object) -> tuple[int, ...]:
+def _special_ids(value: object) -> tuple[int, ...]:
     if isinstance(value, int):
         return (value,)
     return tuple(int(id_) for id_ in value) if isinstance(value, (list, tuple)) else ()

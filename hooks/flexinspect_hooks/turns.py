@@ -10,30 +10,32 @@ from threading import RLock, get_ident
 
 from flexinspect_hooks.hook import CaptureContext
 
-OVERLAP = (
+THREAD_OVERLAP = (
     "A forward of another thread came while one of this generation was under way: one thread is "
     "followed at a time, and the other's forwards were not recorded."
 )
 
 
-class Turns:
+class ThreadOwnership:
     """Knows which thread is followed. Hold `lock` between asking and beginning."""
 
     def __init__(self, context: CaptureContext) -> None:
         self.lock = RLock()
         self._context = context
-        self._caller = 0
+        self._generate_thread = 0
 
-    def is_anothers(self) -> bool:
+    def is_other_thread_active(self) -> bool:
         """Say whether a thread that is still there has the turn, and it is not this one."""
         me = get_ident()
-        others = [one for one in (self._caller, self._context.thread) if one not in (0, me)]
+        others = [
+            one for one in (self._generate_thread, self._context.thread) if one not in (0, me)
+        ]
         return bool(others) and any(one in sys._current_frames() for one in others)
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """This thread calls `generate`."""
-        self._caller = get_ident()
+        self._generate_thread = get_ident()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The call is over."""
-        self._caller = 0
+        self._generate_thread = 0

@@ -37,12 +37,12 @@ class Vocabulary:
         """Return the vocabulary's own string of an id."""
         return str(self.tokenizer.convert_ids_to_tokens([token_id])[0])
 
-    def answer(self, token_ids: Sequence[int], *, one_line: bool) -> str:
+    def decode_generated(self, token_ids: Sequence[int], *, one_line: bool) -> str:
         """Return the generated text without special tokens; `one_line` ends it at a line break."""
         text = self.decode(i for i in token_ids if i not in self.special).strip()
         return text.split("\n")[0].strip() if one_line else text
 
-    def bos(self) -> tuple[int, ...]:
+    def default_bos(self) -> tuple[int, ...]:
         """Return the BOS id if this tokenizer puts one before a text by default."""
         bos = self.tokenizer.bos_token_id
         first = list(self.tokenizer.encode("a", add_special_tokens=True))[:1]
@@ -72,13 +72,13 @@ class TextStream:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._words = vocabulary
+        self._vocabulary = vocabulary
         self._known: list[int] = []
         self._new: list[int] = []
 
     def add(self, token_id: int) -> str:
         """Return the text that this id adds."""
-        words = self._words
+        words = self._vocabulary
         if token_id in words.special:
             self._known, self._new = [], []
             return words.text_of(token_id)

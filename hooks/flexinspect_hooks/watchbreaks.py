@@ -9,18 +9,18 @@ from typing import Literal
 
 from flexinspect.breaks.hits import BreakpointHit
 from flexinspect.errors import UsageError
-from flexinspect_hooks.debugging.frames import best_frame
+from flexinspect_hooks.debugging.frames import frame_to_stop_in
 
-OnBreak = Callable[[BreakpointHit], None] | Literal["pdb"] | None
-Call = Callable[[BreakpointHit, FrameType], None]
+OnBreakOption = Callable[[BreakpointHit], None] | Literal["pdb"] | None
+HitCallback = Callable[[BreakpointHit, FrameType], None]
 
 
-def who_stops(on_break: OnBreak) -> Call:
+def hit_callback(on_break: OnBreakOption) -> HitCallback:
     """Return what is called at a hit. Raises `UsageError` for what is neither of these."""
     if on_break is None:
-        return _pdb if _has_terminal() else _print
+        return _stop_in_pdb if _has_terminal() else _print_hit
     if on_break == "pdb":
-        return _pdb
+        return _stop_in_pdb
     if not callable(on_break):
         raise UsageError('on_break is a function that takes a BreakpointHit, or "pdb".')
     return lambda hit, frame: on_break(hit)
@@ -30,24 +30,24 @@ def _has_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def say_on_stderr(sentence: str) -> None:
+def print_notice(sentence: str) -> None:
     """Say something to the user."""
     print(f"flexinspect: {sentence}", file=sys.stderr)
 
 
-def _print(hit: BreakpointHit, frame: FrameType) -> None:
-    say_on_stderr(hit.sentence())
+def _print_hit(hit: BreakpointHit, frame: FrameType) -> None:
+    print_notice(hit.sentence())
 
 
-def _pdb(hit: BreakpointHit, frame: FrameType) -> None:
+def _stop_in_pdb(hit: BreakpointHit, frame: FrameType) -> None:
     """Open Python's debugger in the user's own frame, at once; `quit` is like Ctrl-C.
 
     `Pdb.set_trace` would stop at whatever runs next, which is ours.
     """
     import pdb  # here: it takes `code` and others by names that a user's own file may have
 
-    _print(hit, frame)
-    where, debugger = best_frame(frame), pdb.Pdb()
+    _print_hit(hit, frame)
+    where, debugger = frame_to_stop_in(frame), pdb.Pdb()
     debugger.reset()
     above: FrameType | None = where
     while above is not None:

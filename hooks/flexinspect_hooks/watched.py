@@ -78,7 +78,7 @@ def new_writer(path: Path, manifest: dict[str, Any]) -> TraceWriter:
         raise UsageError(error.message, hint=error.hint) from error
 
 
-def manifest_of(model: nn.Module, level: str, **more: Any) -> dict[str, Any]:
+def build_manifest(model: nn.Module, level: str, **facts: Any) -> dict[str, Any]:
     """Return what would be needed to run a program again, and what else is told."""
     return {
         "flexinspect": __version__,
@@ -96,20 +96,20 @@ def manifest_of(model: nn.Module, level: str, **more: Any) -> dict[str, Any]:
         },
         "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
         "git": git_state(Path.cwd()),
-        **more,
+        **facts,
     }
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Tell the user something, aside of what the program prints."""
     print(f"flexinspect: {text}", file=sys.stderr)
 
 
-def quietly(*calls: Callable[[], object]) -> None:
+def run_all_safely(*calls: Callable[[], object]) -> None:
     """Do one after the other: what fails must not take the place of the user's own exception."""
     for call in calls:
         try:
             call()
         except Exception as error:
             what = error.sentence() if isinstance(error, FlexInspectError) else f"{error!r}"
-            say(f"the trace could not be ended properly: {what}")
+            print_message(f"the trace could not be ended properly: {what}")

@@ -12,26 +12,33 @@ from typing import Any
 from torch import nn
 
 from flexinspect import masks
-from flexinspect.breaks import BreakpointBook
+from flexinspect.breaks import BreakpointStore
 from flexinspect.errors import TraceWriteError, UsageError
-from flexinspect.glance import Glance, glance
-from flexinspect.masks import MaskRule
-from flexinspect.text import visible
+from flexinspect.glance import TraceSummary, summarize_trace
+from flexinspect.masks import MaskSpec
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.breaking import Breaking, Stopper
+from flexinspect_hooks.breaking import BreakpointEvaluator, StopAction
 from flexinspect_hooks.control.levels import SessionLevels
-from flexinspect_hooks.control.running import Running
-from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.control.running import CaptureControl
+from flexinspect_hooks.control.verbs import CaptureInfo
 from flexinspect_hooks.layers import attention_layers
-from flexinspect_hooks.lost import trouble
-from flexinspect_hooks.program import state_of
+from flexinspect_hooks.lost import recording_error
+from flexinspect_hooks.program import end_state
 from flexinspect_hooks.recorder import Recorder
 from flexinspect_hooks.session import check_level
-from flexinspect_hooks.spans import Wish, read_wishes
-from flexinspect_hooks.stoppers import CallingStopper, GateStopper
-from flexinspect_hooks.story import IdWords, TokenizerWords, Wishes, Words
-from flexinspect_hooks.watchbreaks import Call, OnBreak, say_on_stderr, who_stops
-from flexinspect_hooks.watched import WatchedTrace, free_path, manifest_of, new_writer, quietly, say
+from flexinspect_hooks.spans import SegmentArgument, parse_segments
+from flexinspect_hooks.stoppers import CallbackAction, PauseAction
+from flexinspect_hooks.story import DeclaredPrompt, IdAdapter, TokenizerAdapter, TransformersAdapter
+from flexinspect_hooks.watchbreaks import HitCallback, OnBreakOption, hit_callback, print_notice
+from flexinspect_hooks.watched import (
+    WatchedTrace,
+    build_manifest,
+    free_path,
+    new_writer,
+    print_message,
+    run_all_safely,
+)
 from flexinspect_hooks.watchsession import WatchSession
 
 _watched: set[int] = set()
@@ -44,18 +51,18 @@ def watch(
     *,
     out: str | Path | None = None,
     level: str = "advanced",
-    segments: Iterable[Wish] | None = None,
-    mask: str | MaskRule | None = None,
+    segments: Iterable[SegmentArgument] | None = None,
+    mask: str | MaskSpec | None = None,
     layers: Sequence[int] | None = None,
     breakpoints: Iterable[str] = (),
-    on_break: OnBreak = None,
+    on_break: OnBreakOption = None,
     control: bool = False,
 ) -> Watch:
     """Record what `model` does while the `with` block runs, whatever code calls it.
 
     `out` is the trace, which must not exist (default: watch-DATE-TIME.flextrace in the current
     folder). `segments` are spans (start, stop, label) of the ids fed, or texts, or (text, label),
-    to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskRule`, to
+    to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskSpec`, to
     compare with what ran. `layers` are those whose activations level extreme stores (default: all).
 
     With `control` the `flexinspect ctl` command and others can pause the model meanwhile, and
@@ -74,13 +81,13 @@ def watch(
     check_level(level)
     if isinstance(mask, str):
         masks.check_preset(mask)
-    elif mask is not None and not isinstance(mask, MaskRule):
+    elif mask is not None and not isinstance(mask, MaskSpec):
         raise UsageError("mask must be the name of a preset or a flexinspect.masks.MaskRule.")
     path = free_path(out, "watch")
-    wishes = Wishes(_words(tokenizer), read_wishes(segments), mask)
-    stops = None if control and on_break is None else who_stops(on_break)
-    chosen = _checked(layers, model)
-    watched = Watch(model, path, wishes, level=level, layers=chosen, control=control, stops=stops)
+    wishes = DeclaredPrompt(_tokenizer_adapter(tokenizer), parse_segments(segments), mask)
+    stops = None if control and on_break is None else hit_callback(on_break)
+    chosen = _check_layers(layers, model)
+    watched = Watch(model, path, wishes, level=level, layers=chosen, control=control, on_hit=stops)
     for text in breakpoints:
         watched.breakpoints.add(text, source="watch")
     return watched
@@ -93,20 +100,20 @@ class Watch(WatchedTrace):
         self,
         model: nn.Module,
         path: Path,
-        wishes: Wishes,
+        declared_prompt: DeclaredPrompt,
         *,
         level: str,
         layers: Sequence[int] | None,
         control: bool,
-        stops: Call | None,
+        on_hit: HitCallback | None,
     ) -> None:
         super().__init__(path)
         self._is_controlled = control
-        self._running: Running | None = None
-        self.breakpoints = BreakpointBook()
+        self._running: CaptureControl | None = None
+        self.breakpoints = BreakpointStore()
         """Those that are set; more may be added at any time."""
-        self._stops = stops
-        self._model, self._wishes = model, wishes
+        self._on_hit = on_hit
+        self._model, self._declared_prompt = model, declared_prompt
         self._level, self._layers = level, layers
         self._session: WatchSession | None = None
 
@@ -117,16 +124,16 @@ class Watch(WatchedTrace):
             raise UsageError("This watch is over.", hint="Call flexinspect.watch again.")
         if id(self._model) in _watched:
             raise UsageError("This model is being watched already: one watch at a time.")
-        writer = new_writer(self.path, _manifest(self._model, self._level))
+        writer = new_writer(self.path, _watch_manifest(self._model, self._level))
         try:
             session = WatchSession(
-                self._model, writer, self._wishes, level=self._level, layers=self._layers
+                self._model, writer, self._declared_prompt, level=self._level, layers=self._layers
             )
             session.__enter__()
             session.watch_generate()
             if self._is_controlled:
-                self._running = _controlled(session, writer)
-            self._break(session)
+                self._running = _start_control(session, writer)
+            self._set_breakpoints(session)
         except BaseException:
             writer.close("failed")
             writer.discard()
@@ -134,7 +141,7 @@ class Watch(WatchedTrace):
         self._writer, self._session = writer, session
         _watched.add(id(self._model))
         if writer.note:
-            say(writer.note)
+            print_message(writer.note)
         return self
 
     def __exit__(
@@ -147,34 +154,34 @@ class Watch(WatchedTrace):
         assert session is not None
         assert writer is not None
         _watched.discard(id(self._model))
-        self._session, state = None, state_of(error)
+        self._session, state = None, end_state(error)
         if self._running is not None:
             self._running.close()
-        quietly(
+        run_all_safely(
             lambda: session.close(state, error),
             lambda: session.__exit__(kind, error, trace),
-            lambda: self._conclude(session, writer),
+            lambda: self._record_cost(session, writer),
             lambda: writer.close(state),
         )
         if error is None:
             session.pass_breakpoints()
 
-    def _break(self, session: WatchSession) -> None:
+    def _set_breakpoints(self, session: WatchSession) -> None:
         """Judge breakpoints, and pause, or call who is to be called."""
-        stopper: Stopper
-        if self._stops is not None:
-            stopper = CallingStopper(self._stops)
+        stopper: StopAction
+        if self._on_hit is not None:
+            stopper = CallbackAction(self._on_hit)
         else:
             assert self._running is not None
-            stopper = GateStopper(self._running.gate, say_on_stderr, session.recorder.put)
-        session.break_on(Breaking(self.breakpoints, stopper, session.recorder.put))
+            stopper = PauseAction(self._running.barrier, print_notice, session.recorder.put)
+        session.break_on(BreakpointEvaluator(self.breakpoints, stopper, session.recorder.put))
         if self._running is not None:
-            self._running.parts.breakpoints = self.breakpoints
+            self._running.targets.breakpoints = self.breakpoints
 
-    def _conclude(self, session: WatchSession, writer: TraceWriter) -> None:
-        failure = trouble(session.recorder, writer)
+    def _record_cost(self, session: WatchSession, writer: TraceWriter) -> None:
+        failure = recording_error(session.recorder, writer)
         if failure is not None:
-            say(failure.sentence())
+            print_message(failure.sentence())
         with suppress(TraceWriteError):
             writer.update_run(cost=session.cost())
 
@@ -196,46 +203,46 @@ class Watch(WatchedTrace):
         return None if self._session is None else self._session.recorder
 
     def __str__(self) -> str:
-        seen = self._glance()
-        return self._nothing_yet() if seen is None else seen.text()
+        seen = self._summary()
+        return self._empty_text() if seen is None else seen.text()
 
     def _repr_html_(self) -> str:
-        seen = self._glance()
-        return escape(self._nothing_yet()) if seen is None else seen.html()
+        seen = self._summary()
+        return escape(self._empty_text()) if seen is None else seen.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the summary in IPython, too; `repr` opens no file, because debuggers call it."""
         printer.text("..." if cycle else str(self))
 
-    def _glance(self) -> Glance | None:
+    def _summary(self) -> TraceSummary | None:
         if self._writer is None:
             return None
         with self.reader() as reader:
-            return glance(reader, self.path)
+            return summarize_trace(reader, self.path)
 
-    def _nothing_yet(self) -> str:
-        return f"Nothing is recorded yet; the trace will be {visible(str(self.path))}."
+    def _empty_text(self) -> str:
+        return f"Nothing is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
 
 
-def _controlled(session: WatchSession, writer: TraceWriter) -> Running:
+def _start_control(session: WatchSession, writer: TraceWriter) -> CaptureControl:
     """Take commands for a session from now on."""
     stored = ",".join(map(str, session.context.layers))
     levels = SessionLevels(session.level, stored)
     title = type(session.context.model).__name__
-    about = About("watch", title, str(writer.recording_path))
-    running = Running(about, levels, is_served=True, serving=None, tell=say)
+    about = CaptureInfo("watch", title, str(writer.recording_path))
+    running = CaptureControl(about, levels, is_served=True, serving=None, report=print_message)
     levels.attach(session)
-    session.gate = running.gate
-    running.record_with(session.recorder)
+    session.barrier = running.barrier
+    running.attach_recorder(session.recorder)
     running.start()
     return running
 
 
-def _words(tokenizer: Any) -> Words:
+def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
     if tokenizer is None:
-        return IdWords()
+        return IdAdapter()
     try:
-        return TokenizerWords(tokenizer)
+        return TransformersAdapter(tokenizer)
     except Exception as error:
         raise UsageError(
             f"The tokenizer ({type(tokenizer).__name__}) cannot be used: "
@@ -244,7 +251,7 @@ def _words(tokenizer: Any) -> Words:
         ) from error
 
 
-def _checked(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, ...] | None:
+def _check_layers(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, ...] | None:
     if layers is None:
         return None
     known = set(attention_layers(model).values())
@@ -255,9 +262,9 @@ def _checked(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, ...] 
     return tuple(layers)
 
 
-def _manifest(model: nn.Module, level: str) -> dict[str, Any]:
+def _watch_manifest(model: nn.Module, level: str) -> dict[str, Any]:
     import transformers
 
-    found = manifest_of(model, level, watch=True, graphs_counted=True)
+    found = build_manifest(model, level, watch=True, graphs_counted=True)
     found["versions"]["transformers"] = transformers.__version__
     return found

@@ -16,21 +16,21 @@ from flexinspect_hooks.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class PendingStep:
     """A step whose forward is over and whose token is not known yet."""
 
     step: StepContext
     buffer: StepBuffer
     kept: list[tuple[Hook, Any]]
     row: Tensor | None
-    given: Callable[[], tuple[TokenRecord, ...]]
+    input_tokens: Callable[[], tuple[TokenRecord, ...]]
     ended: float
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class SharedRecording:
     """What models that are recorded into one trace share, and the `name` of one of them."""
 
     recorder: Recorder
-    numbers: Iterator[int]
+    generation_numbers: Iterator[int]
     name: str

@@ -54,7 +54,7 @@ class WeightsHook:
         """Return the shape of each layer's weights; put how far their rows are from 1."""
         weights, self._weights = self._weights, ()
         each = [one if isinstance(one, Tensor) else None for one in weights]
-        sums = [_off(one) for one in each if one is not None and one.dim() > 1]
+        sums = [_sum_error(one) for one in each if one is not None and one.dim() > 1]
         if sums:
             buffer.put("weights.off", torch.stack(sums))
         return [None if one is None else tuple(one.shape) for one in each]
@@ -66,7 +66,7 @@ class WeightsHook:
         for layer, shape in enumerate(kept):
             if shape is None:
                 continue
-            text = _trouble(shape, next(off) if len(shape) > 1 else 0.0, call_of.get(layer))
+            text = _weights_problem(shape, next(off) if len(shape) > 1 else 0.0, call_of.get(layer))
             if text:
                 facts = {"layer": layer, "shape": list(shape)}
                 what = f"Layer {layer} returned {text}"
@@ -74,13 +74,13 @@ class WeightsHook:
                 draft.events.append(EventRecord(NO_WEIGHTS, what, *place, facts))
 
 
-def _off(weights: Tensor) -> Tensor:
+def _sum_error(weights: Tensor) -> Tensor:
     """Return how far the last row of batch 0 is from a sum of 1, over the heads if it has any."""
     rows = weights[0, ..., -1, :] if weights.dim() > 2 else weights[-1]
     return (rows.float().sum(-1) - 1).abs().amax()
 
 
-def _trouble(shape: tuple[int, ...], off: float, call: CallRecord | None) -> str:
+def _weights_problem(shape: tuple[int, ...], off: float, call: CallRecord | None) -> str:
     expected = (call.batch, call.q_heads, call.q_len, call.kv_len) if call is not None else None
     if len(shape) != 4 or (expected is not None and shape != expected):
         meant = expected or "(sequences, heads, rows, keys)"

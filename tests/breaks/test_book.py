@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from flexinspect.breaks import Action, BreakpointBook, ExpressionError, complete
+from flexinspect.breaks import BreakpointStore, ExpressionError, HitAction, complete
 
 
-def hits(book: BreakpointBook, n: int) -> list[str]:
-    return [book.hit(1).value for _ in range(n)]
+def hits(book: BreakpointStore, n: int) -> list[str]:
+    return [book.record_hit(1).value for _ in range(n)]
 
 
 def test_a_breakpoint_stops_at_every_hit() -> None:
-    book = BreakpointBook()
+    book = BreakpointStore()
     info = book.add("entropy>3")
     assert (info.id, info.text, info.is_enabled) == (1, "entropy > 3", True)
     assert hits(book, 3) == ["stop", "stop", "stop"]
@@ -21,13 +21,13 @@ def test_a_breakpoint_stops_at_every_hit() -> None:
 
 def test_hits_counts_from_one_and_ignore_passes_over() -> None:
     for text in ("nan [hits=3]", "nan [ignore=2]"):
-        book = BreakpointBook()
+        book = BreakpointStore()
         book.add(text)
         assert hits(book, 4) == ["pass", "pass", "stop", "stop"]
 
 
 def test_once_stops_once_and_switches_itself_off() -> None:
-    book = BreakpointBook()
+    book = BreakpointStore()
     book.add("nan", hits=2, once=True)
     assert hits(book, 4) == ["pass", "stop", "pass", "pass"]
     assert not book.list()[0].is_enabled
@@ -35,19 +35,19 @@ def test_once_stops_once_and_switches_itself_off() -> None:
 
 
 def test_log_never_stops() -> None:
-    book = BreakpointBook()
+    book = BreakpointStore()
     book.add("nan [log]")
-    assert book.hit(1) is Action.LOG
+    assert book.record_hit(1) is HitAction.LOG
     assert book.list()[0].log_only
 
 
 def test_one_is_switched_off_and_on_and_taken_out() -> None:
-    book = BreakpointBook()
+    book = BreakpointStore()
     assert book.version == 0
     book.add("nan [off]")
     book.add("inf")
     assert [each.id for each in book.enabled()] == [2]
-    assert book.hit(1) is Action.PASS
+    assert book.record_hit(1) is HitAction.PASS
     before = book.version
     assert book.enable(1, True).is_enabled
     assert book.version != before
@@ -63,18 +63,18 @@ def test_one_is_switched_off_and_on_and_taken_out() -> None:
 
 def test_who_prepares_for_breakpoints_is_told_of_each_change() -> None:
     versions: list[int] = []
-    book = BreakpointBook(changed=lambda: versions.append(book.version))
+    book = BreakpointStore(on_change=lambda: versions.append(book.version))
     book.add("nan [once]")
     book.enable(1, False)
     book.enable(1, True)
-    book.hit(1)
+    book.record_hit(1)
     assert (versions, book.version) == ([1, 2, 3], 4)  # told by who stops, when he has
     book.remove(1)
     assert versions == [1, 2, 3, 5]
 
 
 def test_hits_alone_do_not_change_the_version() -> None:
-    book = BreakpointBook()
+    book = BreakpointStore()
     book.add("nan")
     before = book.version
     hits(book, 5)
@@ -82,7 +82,7 @@ def test_hits_alone_do_not_change_the_version() -> None:
 
 
 def test_what_cannot_be_read_is_not_added() -> None:
-    book = BreakpointBook(finding_ids=lambda: ("mask.leak",))
+    book = BreakpointStore(finding_ids=lambda: ("mask.leak",))
     for text in ("entropi > 3", "finding text.*", "nan [sometimes]"):
         with pytest.raises(ExpressionError):
             book.add(text)

@@ -22,8 +22,8 @@ from flexinspect.job import Job, ScriptJob
 from flexinspect.models import DEMO
 from flexinspect.records import StepRecord
 from flexinspect.trace.reader import open_trace
-from flexinspect_hooks.control.gate import Gate
-from flexinspect_hooks.runbreaks import RunBreaks
+from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect_hooks.runbreaks import RunBreakpoints
 
 PROGRAM = f"""
 import sys
@@ -155,12 +155,14 @@ def test_waiting_for_commands_that_are_not_taken_is_refused() -> None:
 
 
 def test_a_run_that_takes_no_commands_is_not_told_to_wait() -> None:
-    gate = Gate()
+    gate = StepBarrier()
     control: Any = SimpleNamespace(gate=gate, parts=SimpleNamespace(), note="")
-    breaks = RunBreaks(job_of("--no-control", "--break", "step == 1"), control, lambda text: None)
+    breaks = RunBreakpoints(
+        job_of("--no-control", "--break", "step == 1"), control, lambda text: None
+    )
     recorder: Any = SimpleNamespace(put=lambda item: None)
-    breaks.begin(recorder).judge(StepRecord(0, 1, "decode", 1, 9, 10, time.time(), 5.0, 0.1))
-    stopped = breaks.stopped()
+    breaks.begin(recorder).evaluate(StepRecord(0, 1, "decode", 1, 9, 10, time.time(), 5.0, 0.1))
+    stopped = breaks.stop_error()
     assert stopped is not None
     assert (stopped.exit_code, "--wait" in str(stopped.hint)) == (3, False)
     assert "--no-control" in str(stopped.hint)

@@ -24,7 +24,7 @@ from flexinspect.job import Job
 from flexinspect.models import DEMO
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect_hooks.models import LoadedModel
-from flexinspect_hooks.process import CaptureProcess
+from flexinspect_hooks.process import CaptureRun
 from flexinspect_hooks.vocabulary import Vocabulary
 
 QUESTION = "Which city is the seat of government of France?"
@@ -55,8 +55,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., End
         out = tmp_path / "run.flextrace"
         about: dict[str, Any] = {"prompts": (QUESTION,), "control": False, "overwrite": True}
         made = Job(str(out), breakpoints=breakpoints, on_break="stop", **{**about, **job})
-        code = CaptureProcess(made).run()
-        said = [protocol.parse(line) for line in capsys.readouterr().out.split("\n")]
+        code = CaptureRun(made).run()
+        said = [protocol.parse_message(line) for line in capsys.readouterr().out.split("\n")]
         errors = [one["message"] for one in said if one and one["kind"] == protocol.ERROR]
         with open_trace(out) as reader:
             steps = tuple(row.step for row in reader.steps(0))
@@ -67,14 +67,14 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., End
 
 def planted(monkeypatch: pytest.MonkeyPatch, plant: Callable[[LoadedModel], None]) -> None:
     """Let a fault be planted in the model as soon as it is loaded."""
-    load = CaptureProcess._load
+    load = CaptureRun._load
 
-    def spoilt(process: CaptureProcess, source: Any) -> Any:
+    def spoilt(process: CaptureRun, source: Any) -> Any:
         loaded = load(process, source)
         plant(loaded)
         return loaded
 
-    monkeypatch.setattr(CaptureProcess, "_load", spoilt)
+    monkeypatch.setattr(CaptureRun, "_load", spoilt)
 
 
 def answer(run: Callable[..., Ended]) -> list[tuple[str, float]]:
@@ -147,15 +147,17 @@ def test_a_planted_leak_is_a_finding(
     run: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from flexinspect_hooks import ensemble
-    from flexinspect_hooks.masksource import OwnMask
+    from flexinspect_hooks.masksource import UserMaskSource
 
     two = (QUESTION, "What is the capital of France?")
     assert run("finding mask.*", prompts=two).code == 0
 
-    def plain_causal(rule: Any, *, device: Any, **_: Any) -> OwnMask:
-        return OwnMask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, name="causal", device=device)
+    def plain_causal(rule: Any, *, device: Any, **_: Any) -> UserMaskSource:
+        return UserMaskSource(
+            lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, name="causal", device=device
+        )
 
-    monkeypatch.setattr(ensemble, "RuleMask", plain_causal)
+    monkeypatch.setattr(ensemble, "SpecMaskSource", plain_causal)
     ended = run("finding mask.*", prompts=two)
     assert (ended.code, ended.steps) == (3, (0,))
     assert "finding mask.*: step 0 (prefill): mask." in ended.error
@@ -220,7 +222,7 @@ def test_a_run_pauses_and_its_breakpoints_are_commanded(
     out = tmp_path / "run.flextrace"
     job = Job(str(out), prompts=(QUESTION,), breakpoints=("step == 0",), on_break="wait")
     codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(CaptureProcess(job).run()))
+    thread = threading.Thread(target=lambda: codes.append(CaptureRun(job).run()))
     thread.start()
     client = _client(out)
     _wait_until(lambda: client.status().state == "paused")

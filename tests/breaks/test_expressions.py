@@ -7,23 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexinspect.breaks import ExpressionError, parse, to_text
-from flexinspect.breaks.lexer import LONGEST
-from flexinspect.breaks.options import Options, split_options
+from flexinspect.breaks.lexer import MAX_EXPRESSION_LENGTH
+from flexinspect.breaks.options import BreakpointOptions, split_options
 from flexinspect.breaks.tree import (
     And,
     Compare,
     Contains,
     Expression,
-    Found,
+    FindingCondition,
     Member,
     Name,
     Not,
     Number,
+    ObservationCondition,
     Or,
-    Seen,
     Text,
 )
-from flexinspect.breaks.words import COMPARISONS, SEVERITIES, SIGHTS, UNITS, WORDS, Kind
+from flexinspect.breaks.words import (
+    COMPARISONS,
+    OBSERVATIONS,
+    SEVERITIES,
+    UNITS,
+    VALUE_NAMES,
+    ValueKind,
+)
 from flexinspect.errors import UsageError
 
 FORMS = {
@@ -31,17 +38,19 @@ FORMS = {
         (Compare(Name("entropy"), ">", Number(3)), Compare(Name("step"), ">", Number(2)))
     ),
     'token == "\\n"': Compare(Name("token"), "==", Text("\n")),
-    "nan @ layers.*.self_attn": Seen("nan", "layers.*.self_attn"),
-    "finding mask.*": Found("mask.*"),
-    "empty-row": Seen("empty-row"),
-    "fallback": Seen("fallback"),
+    "nan @ layers.*.self_attn": ObservationCondition("nan", "layers.*.self_attn"),
+    "finding mask.*": FindingCondition("mask.*"),
+    "empty-row": ObservationCondition("empty-row"),
+    "fallback": ObservationCondition("fallback"),
     "prob < 0.1": Compare(Name("prob"), "<", Number(0.1)),
     "step == 12": Compare(Name("step"), "==", Number(12)),
-    "finding * >= warning": Found("*", ">=", "warning"),
+    "finding * >= warning": FindingCondition("*", ">=", "warning"),
     "rss > 2 GiB": Compare(Name("rss"), ">", Number(2, "GiB")),
-    "layer in (0, 3) or inf": Or((Member(Name("layer"), (Number(0), Number(3))), Seen("inf"))),
+    "layer in (0, 3) or inf": Or(
+        (Member(Name("layer"), (Number(0), Number(3))), ObservationCondition("inf"))
+    ),
     '"un" in token': Contains(Text("un"), Name("token")),
-    "not (nan or inf)": Not(Or((Seen("nan"), Seen("inf")))),
+    "not (nan or inf)": Not(Or((ObservationCondition("nan"), ObservationCondition("inf")))),
 }
 
 
@@ -54,7 +63,10 @@ def test_each_form_is_read_and_written_as_it_stands(text: str) -> None:
 
 def test_and_binds_closer_than_or_and_not_closest() -> None:
     assert parse("nan or inf and not fallback") == Or(
-        (Seen("nan"), And((Seen("inf"), Not(Seen("fallback")))))
+        (
+            ObservationCondition("nan"),
+            And((ObservationCondition("inf"), Not(ObservationCondition("fallback")))),
+        )
     )
 
 
@@ -64,8 +76,8 @@ def test_a_chain_of_comparisons_is_both_of_them() -> None:
 
 def test_a_finding_is_compared_with_a_severity_by_every_sign_with_and_without_spaces() -> None:
     for sign in COMPARISONS:
-        assert parse(f"finding {sign} note") == Found("*", sign, "note")
-        assert parse(f"finding mask.*{sign}note") == Found("mask.*", sign, "note")
+        assert parse(f"finding {sign} note") == FindingCondition("*", sign, "note")
+        assert parse(f"finding mask.*{sign}note") == FindingCondition("mask.*", sign, "note")
 
 
 def test_escapes_are_those_of_python() -> None:
@@ -140,14 +152,14 @@ def test_the_mark_stands_right_under_wide_and_invisible_characters() -> None:
 
 def test_a_finding_that_no_rule_has_is_refused_where_the_ids_are_known() -> None:
     ids = ("mask.leak", "mask.future", "numbers.nan")
-    assert parse("finding mask.*", finding_ids=ids) == Found("mask.*")
+    assert parse("finding mask.*", finding_ids=ids) == FindingCondition("mask.*")
     with pytest.raises(ExpressionError) as caught:
         parse("nan and finding mask.leek", finding_ids=ids)
     assert caught.value.hint == "Did you mean mask.leak?"
 
 
 def test_nesting_and_length_have_an_end() -> None:
-    for text in ("(" * 10_000 + "nan", "not " * 450 + "nan", "nan or " * LONGEST):
+    for text in ("(" * 10_000 + "nan", "not " * 450 + "nan", "nan or " * MAX_EXPRESSION_LENGTH):
         with pytest.raises(ExpressionError):
             parse(text)
 
@@ -167,7 +179,7 @@ def test_any_text_is_read_or_refused_and_nothing_else(text: str) -> None:
 
 _OTHERS = ["finding", "mask.*", "and", "or", "not", "in", "layers.*", "1", "-2.5e3", "error"]
 _pieces = st.sampled_from(
-    [*WORDS, *SIGHTS, *COMPARISONS, *UNITS, *"()[],@", "'\\n'", '"a"', *_OTHERS]
+    [*VALUE_NAMES, *OBSERVATIONS, *COMPARISONS, *UNITS, *"()[],@", "'\\n'", '"a"', *_OTHERS]
 )
 
 
@@ -189,24 +201,26 @@ _texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=8).map(Text
 
 @st.composite
 def _relations(draw: st.DrawFn) -> Expression:
-    word = draw(st.sampled_from(list(WORDS.values())))
+    word = draw(st.sampled_from(list(VALUE_NAMES.values())))
     name = Name(word.name)
-    if word.kind is Kind.TEXT:
+    if word.kind is ValueKind.TEXT:
         texts = st.sampled_from(word.choices).map(Text) if word.choices else _texts
         if draw(st.booleans()):
             return Member(name, tuple(draw(st.lists(texts, min_size=1, max_size=3))))
         if draw(st.booleans()):
             return Contains(draw(_texts), name)
         return Compare(name, draw(st.sampled_from(COMPARISONS[:2])), draw(texts))
-    unit = draw(st.sampled_from(["", *UNITS])) if word.kind is Kind.BYTES else ""
+    unit = draw(st.sampled_from(["", *UNITS])) if word.kind is ValueKind.BYTES else ""
     return Compare(name, draw(st.sampled_from(COMPARISONS)), Number(draw(_numbers), unit))
 
 
 _seen = st.builds(
-    Seen, st.sampled_from(list(SIGHTS)), st.sampled_from([None, "layers.*.mlp", "lm_head", "**"])
+    ObservationCondition,
+    st.sampled_from(list(OBSERVATIONS)),
+    st.sampled_from([None, "layers.*.mlp", "lm_head", "**"]),
 )
-_found = st.builds(Found, st.sampled_from(["*", "mask.*", "numbers.nan"])) | st.builds(
-    Found, st.just("mask.*"), st.sampled_from(COMPARISONS), st.sampled_from(SEVERITIES)
+_found = st.builds(FindingCondition, st.sampled_from(["*", "mask.*", "numbers.nan"])) | st.builds(
+    FindingCondition, st.just("mask.*"), st.sampled_from(COMPARISONS), st.sampled_from(SEVERITIES)
 )
 
 
@@ -228,10 +242,16 @@ def test_every_tree_is_read_again_as_it_was_written(tree: Expression) -> None:
 
 
 def test_options_stand_in_brackets_at_the_end() -> None:
-    assert split_options("nan [hits=3 once, log]") == ("nan", Options(3, once=True, log=True))
-    assert split_options("nan [ignore=2 off]") == ("nan", Options(3, off=True))
-    assert split_options("nan @ layers.[0-3].mlp") == ("nan @ layers.[0-3].mlp", Options())
-    assert split_options('token == "[once]"') == ('token == "[once]"', Options())
+    assert split_options("nan [hits=3 once, log]") == (
+        "nan",
+        BreakpointOptions(3, once=True, log=True),
+    )
+    assert split_options("nan [ignore=2 off]") == ("nan", BreakpointOptions(3, off=True))
+    assert split_options("nan @ layers.[0-3].mlp") == (
+        "nan @ layers.[0-3].mlp",
+        BreakpointOptions(),
+    )
+    assert split_options('token == "[once]"') == ('token == "[once]"', BreakpointOptions())
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexinspect.breaks import (
-    Facts,
-    Sighting,
+    Observation,
+    StepObservations,
     Unknown,
     evaluate,
-    facts_of,
-    judge,
+    evaluate_with_layer,
+    observe_step,
     parse,
 )
 from flexinspect.breaks.book import Breakpoint
-from flexinspect.breaks.globs import is_module
-from flexinspect.breaks.hits import hit_of
-from flexinspect.breaks.options import Options
-from flexinspect.breaks.reasons import missing_words, reason
+from flexinspect.breaks.globs import matches_module
+from flexinspect.breaks.hits import make_hit
+from flexinspect.breaks.options import BreakpointOptions
+from flexinspect.breaks.reasons import describe_unknown, hit_reason
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import (
     CallRecord,
@@ -98,12 +98,12 @@ FAILS = (
 
 @pytest.mark.parametrize("text", HOLDS)
 def test_it_holds(text: str) -> None:
-    assert evaluate(parse(text), facts_of(STEP)) is True
+    assert evaluate(parse(text), observe_step(STEP)) is True
 
 
 @pytest.mark.parametrize("text", FAILS)
 def test_it_does_not_hold(text: str) -> None:
-    assert evaluate(parse(text), facts_of(STEP)) is False
+    assert evaluate(parse(text), observe_step(STEP)) is False
 
 
 def test_what_was_not_recorded_is_not_known() -> None:
@@ -119,11 +119,11 @@ def test_what_was_not_recorded_is_not_known() -> None:
         "not fallback": ("fallback",),
         "cuda_peak > 1": ("cuda_peak",),
     }.items():
-        assert evaluate(parse(text), facts_of(basic)) == Unknown(missing)
+        assert evaluate(parse(text), observe_step(basic)) == Unknown(missing)
 
 
 def test_what_is_not_known_matters_only_where_it_decides() -> None:
-    facts = Facts({"step": 5})
+    facts = StepObservations({"step": 5})
     assert evaluate(parse("entropy > 3 and step > 9"), facts) is False
     assert evaluate(parse("entropy > 3 or step == 5"), facts) is True
     assert evaluate(parse("entropy > 3 and step == 5"), facts) == Unknown(("entropy",))
@@ -132,17 +132,17 @@ def test_what_is_not_known_matters_only_where_it_decides() -> None:
 
 def test_a_choice_that_nobody_saw_is_not_known() -> None:
     unseen = replace(LOGITS, chosen_id=-1, chosen_rank=-1, chosen_logprob=math.nan)
-    facts = facts_of(replace(STEP, logits=unseen, tokens=()))
+    facts = observe_step(replace(STEP, logits=unseen, tokens=()))
     assert evaluate(parse("rank > 0"), facts) == Unknown(("rank",))
     assert evaluate(parse("prob < 0.1"), facts) == Unknown(("prob",))
     assert evaluate(parse("entropy > 3"), facts) is True
 
 
 def test_a_nan_in_a_layer_is_seen_in_its_record_and_told_with_its_place() -> None:
-    facts = facts_of(replace(STEP, layer_stats=(stats(0), stats(1, n_nan=3))))
-    verdict = judge(parse("nan"), facts)
+    facts = observe_step(replace(STEP, layer_stats=(stats(0), stats(1, n_nan=3))))
+    verdict = evaluate_with_layer(parse("nan"), facts)
     assert verdict.holds is True
-    said = reason(parse("nan"), facts, verdict)
+    said = hit_reason(parse("nan"), facts, verdict)
     assert said == (
         'nan: step 5 (decode) of generation 1: 3 NaN values in model.layers.1; it chose " Paris"'
     )
@@ -152,11 +152,11 @@ def test_a_nan_in_a_layer_is_seen_in_its_record_and_told_with_its_place() -> Non
 
 def test_modules_that_were_looked_at_without_a_sighting_have_none() -> None:
     text = "nan @ layers.*.self_attn"
-    facts = facts_of(STEP, looked=[text])
+    facts = observe_step(STEP, checked=[text])
     assert evaluate(parse(text), facts) is False
-    seen = Sighting("nan", "model.layers.2.self_attn", 2, "a NaN in model.layers.2.self_attn")
-    assert evaluate(parse(text), facts_of(STEP, sightings=[seen])) is True
-    assert evaluate(parse("nan @ layers.*.mlp"), facts_of(STEP, sightings=[seen])) == Unknown(
+    seen = Observation("nan", "model.layers.2.self_attn", 2, "a NaN in model.layers.2.self_attn")
+    assert evaluate(parse(text), observe_step(STEP, observed=[seen])) is True
+    assert evaluate(parse("nan @ layers.*.mlp"), observe_step(STEP, observed=[seen])) == Unknown(
         ("nan @ layers.*.mlp",)
     )
 
@@ -164,27 +164,29 @@ def test_modules_that_were_looked_at_without_a_sighting_have_none() -> None:
 def test_modules_are_meant_by_the_last_parts_of_their_names() -> None:
     name = "model.layers.11.self_attn"
     for pattern in ("layers.*.self_attn", "model.**", "self_attn", "layers.1?.*", "**.self_attn"):
-        assert is_module(pattern, name)
+        assert matches_module(pattern, name)
     for pattern in ("layers.*", "model.*", "layers.?.self_attn", "elf_attn", "layers.[2-9].*"):
-        assert not is_module(pattern, name)
+        assert not matches_module(pattern, name)
 
 
 def test_many_stars_are_as_two() -> None:
     name = "model.layers.11.self_attn"
     started = time.perf_counter()
-    assert is_module("*" * 400 + "attn", name)
-    assert not is_module("*" * 400 + "mlp", name * 3)
+    assert matches_module("*" * 400 + "attn", name)
+    assert not matches_module("*" * 400 + "mlp", name * 3)
     assert time.perf_counter() - started < 1.0
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_any_pattern_matches_or_does_not(pattern: str, name: str) -> None:
-    assert is_module(pattern, name) in (True, False)
+    assert matches_module(pattern, name) in (True, False)
 
 
 def test_the_reason_names_place_values_and_token() -> None:
     def said(text: str) -> str:
-        return reason(parse(text), facts_of(STEP), judge(parse(text), facts_of(STEP)))
+        return hit_reason(
+            parse(text), observe_step(STEP), evaluate_with_layer(parse(text), observe_step(STEP))
+        )
 
     where = "step 5 (decode) of generation 1"
     assert said("entropy > 3 and step > 2") == (
@@ -198,7 +200,7 @@ def test_the_reason_names_place_values_and_token() -> None:
 
 
 def test_what_cannot_be_judged_is_told_with_the_step() -> None:
-    sentence = missing_words("rss > 1", Unknown(("rss",)), facts_of(STEP))
+    sentence = describe_unknown("rss > 1", Unknown(("rss",)), observe_step(STEP))
     assert "rss > 1 could not be judged in step 5 (decode) of generation 1: rss is" in sentence
 
 
@@ -207,8 +209,13 @@ def test_what_cannot_be_judged_is_told_with_the_step() -> None:
     [("entropy > 3", None), ("entropy > 3 and nan @ *.mlp", 2), ("nan or empty-row", 0)],
 )
 def test_a_hit_names_the_layer_of_what_its_condition_asks_for(text: str, layer: int | None) -> None:
-    seen = (Sighting("empty-row", "", 0, "a row"), Sighting("nan", "a.mlp", 2, "a NaN"))
-    facts, expression = facts_of(STEP, sightings=seen), parse(text)
-    verdict = judge(expression, facts)
+    seen = (Observation("empty-row", "", 0, "a row"), Observation("nan", "a.mlp", 2, "a NaN"))
+    facts, expression = observe_step(STEP, observed=seen), parse(text)
+    verdict = evaluate_with_layer(expression, facts)
     assert verdict.holds is True
-    assert hit_of(Breakpoint(1, expression, Options()), facts, verdict, inside=False).layer == layer
+    assert (
+        make_hit(
+            Breakpoint(1, expression, BreakpointOptions()), facts, verdict, in_forward=False
+        ).layer
+        == layer
+    )

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from support.controlled import PATIENCE_S, wait_for
 
-from flexinspect.breaks import BreakpointBook
+from flexinspect.breaks import BreakpointStore
 from flexinspect.breaks.hits import BreakpointHit
-from flexinspect.control.messages import Place
+from flexinspect.control.messages import StepRef
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import EventRecord, StepRecord
-from flexinspect_hooks.breaking import Breaking
+from flexinspect_hooks.breaking import BreakpointEvaluator
 from flexinspect_hooks.clock import StepContext
-from flexinspect_hooks.control.gate import Gate
-from flexinspect_hooks.stoppers import EndingStopper, GateStopper
+from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect_hooks.stoppers import EndRunAction, PauseAction
 
 STOPPING = "flexinspect_hooks.debugging.stopping"
 
@@ -63,22 +63,22 @@ def record(step: int) -> StepRecord:
     return StepRecord(0, step, "decode", 1, 10 + step, 11 + step, time.time(), 1.0, 0.1)
 
 
-def begin_and_look(breaking: Breaking, step: int) -> None:
-    sights = breaking.begin(context(step))
-    breaking.look(sights, breaking.book.enabled(), sys._getframe())
+def begin_and_look(breaking: BreakpointEvaluator, step: int) -> None:
+    sights = breaking.begin_step(context(step))
+    breaking.evaluate_in_forward(sights, breaking.store.enabled(), sys._getframe())
 
 
 def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
     debugger: Debugger,
 ) -> None:
-    gate, events = Gate(), list[EventRecord]()
-    book = BreakpointBook()
+    gate, events = StepBarrier(), list[EventRecord]()
+    book = BreakpointStore()
     book.add("step == 2")
-    breaking = Breaking(book, GateStopper(gate, quietly, events.append), events.append)
-    assert breaking.stopper.can_stop_inside()
+    breaking = BreakpointEvaluator(book, PauseAction(gate, quietly, events.append), events.append)
+    assert breaking.stop_action.can_stop_in_forward()
     for step in range(4):
         begin_and_look(breaking, step)
-        breaking.judge(record(step))
+        breaking.evaluate(record(step))
     ((frame, reason, facts),) = debugger.stops
     assert frame == "begin_and_look"
     assert reason == "Breakpoint 1, step == 2: step 2 (decode)."
@@ -91,16 +91,16 @@ def test_a_step_stops_the_debugger_at_its_beginning_and_not_again_at_its_end(
 def test_what_is_known_after_the_step_stops_the_debugger_before_the_next(
     debugger: Debugger,
 ) -> None:
-    gate, events = Gate(), list[EventRecord]()
-    book = BreakpointBook()
+    gate, events = StepBarrier(), list[EventRecord]()
+    book = BreakpointStore()
     book.add("wall_ms > 0 and step == 1 [once]")
-    stopper = GateStopper(gate, quietly, events.append)
-    breaking = Breaking(book, stopper, events.append)
+    stopper = PauseAction(gate, quietly, events.append)
+    breaking = BreakpointEvaluator(book, stopper, events.append)
     for step in range(3):
-        stopper.pass_on(lambda: None, sys._getframe())
+        stopper.deliver_hits(lambda: None, sys._getframe())
         begin_and_look(breaking, step)
         assert len(debugger.stops) == (step == 2)
-        breaking.judge(record(step))
+        breaking.evaluate(record(step))
     ((_, reason, facts),) = debugger.stops
     assert reason.startswith("Breakpoint 1, wall_ms > 0 and step == 1: step 1 (decode): wall_ms")
     assert facts["step"] == 1
@@ -110,14 +110,14 @@ def test_what_is_known_after_the_step_stops_the_debugger_before_the_next(
 
 def test_without_a_client_the_gate_pauses_when_the_step_is_over(debugger: Debugger) -> None:
     debugger.attached = False
-    gate, said = Gate(), list[str]()
-    book = BreakpointBook()
+    gate, said = StepBarrier(), list[str]()
+    book = BreakpointStore()
     book.add("step == 0")
     book.add("q_len == 1")
-    breaking = Breaking(book, GateStopper(gate, said.append, quietly))
-    assert not breaking.stopper.can_stop_inside()
-    breaking.begin(context(0))
-    breaking.judge(record(0))
+    breaking = BreakpointEvaluator(book, PauseAction(gate, said.append, quietly))
+    assert not breaking.stop_action.can_stop_in_forward()
+    breaking.begin_step(context(0))
+    breaking.evaluate(record(0))
     assert gate.view().reason == (
         "breakpoint 1, step == 0: step 0 (decode); "
         "breakpoint 2, q_len == 1: step 0 (decode): q_len 1"
@@ -128,17 +128,17 @@ def test_without_a_client_the_gate_pauses_when_the_step_is_over(debugger: Debugg
 
 
 def test_a_client_that_leaves_just_then_lets_the_gate_pause(debugger: Debugger) -> None:
-    gate = Gate()
+    gate = StepBarrier()
     debugger.attached = False
     hit = BreakpointHit(1, "step == 0", "step == 0: step 0", step=0)
-    GateStopper(gate, quietly, quietly).stop_inside(hit, sys._getframe())
+    PauseAction(gate, quietly, quietly).stop_in_forward(hit, sys._getframe())
     assert gate.view().reason == "breakpoint 1, step == 0: step 0"
 
 
 def test_without_a_debugger_none_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pydevd", "flexinspect_hooks.debugging.terminal", STOPPING):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert not GateStopper(Gate(), quietly, quietly).can_stop_inside()
+    assert not PauseAction(StepBarrier(), quietly, quietly).can_stop_in_forward()
     assert STOPPING not in sys.modules
 
 
@@ -149,14 +149,14 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
         nonlocal n_settled
         n_settled += 1
 
-    gate = Gate(settle=settle)
-    book = BreakpointBook()
-    Breaking(book, GateStopper(gate, quietly, quietly))
+    gate = StepBarrier(drain=settle)
+    book = BreakpointStore()
+    BreakpointEvaluator(book, PauseAction(gate, quietly, quietly))
 
     def walk() -> int:
         before = n_settled
         for step in range(3):
-            gate.between_steps(Place(0, 0, step))
+            gate.between_steps(StepRef(0, 0, step))
         return n_settled - before
 
     assert walk() == 0
@@ -170,38 +170,38 @@ def test_the_gate_waits_for_judgement_only_while_a_breakpoint_is_on() -> None:
 
 
 def test_steps_that_were_over_before_a_breakpoint_was_set_are_not_judged() -> None:
-    gate, book = Gate(), BreakpointBook()
-    breaking = Breaking(book, GateStopper(gate, quietly, quietly))
+    gate, book = StepBarrier(), BreakpointStore()
+    breaking = BreakpointEvaluator(book, PauseAction(gate, quietly, quietly))
     old = record(3)
     time.sleep(0.01)
     book.add("q_len == 1")
-    breaking.judge(old)
+    breaking.evaluate(old)
     assert (gate.view().reason, book.list()[0].n_hits) == ("", 0)
-    breaking.judge(record(4))
+    breaking.evaluate(record(4))
     assert book.list()[0].n_hits == 1
 
 
 def test_a_run_that_nobody_can_continue_is_stopped_once() -> None:
-    gate, events = Gate(), list[EventRecord]()
-    book = BreakpointBook()
+    gate, events = StepBarrier(), list[EventRecord]()
+    book = BreakpointStore()
     book.add("q_len == 1")
-    stopper = EndingStopper(gate, GateStopper(gate, quietly, events.append), events.append)
-    breaking = Breaking(book, stopper)
-    breaking.judge(record(0))
-    breaking.judge(record(1))
+    stopper = EndRunAction(gate, PauseAction(gate, quietly, events.append), events.append)
+    breaking = BreakpointEvaluator(book, stopper)
+    breaking.evaluate(record(0))
+    breaking.evaluate(record(1))
     assert [hit.step for hit in stopper.hits] == [0]
     assert [(event.kind, event.step) for event in events] == [("breakpoint", 0)]
     with pytest.raises(KeyboardInterrupt):
-        gate.between_steps(Place(0, 0, 1))
+        gate.between_steps(StepRef(0, 0, 1))
 
 
 def test_a_run_that_somebody_has_commanded_pauses_instead() -> None:
-    gate, events = Gate(), list[EventRecord]()
-    gate.is_commanded = True
-    book = BreakpointBook()
+    gate, events = StepBarrier(), list[EventRecord]()
+    gate.has_received_command = True
+    book = BreakpointStore()
     book.add("q_len == 1")
-    stopper = EndingStopper(gate, GateStopper(gate, quietly, events.append), events.append)
-    Breaking(book, stopper).judge(record(0))
+    stopper = EndRunAction(gate, PauseAction(gate, quietly, events.append), events.append)
+    BreakpointEvaluator(book, stopper).evaluate(record(0))
     assert stopper.hits == ()
     assert gate.view().reason.startswith("breakpoint 1, q_len == 1: step 0")
 
@@ -210,17 +210,19 @@ def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses
     None
 ):
     said, events, told = list[str](), list[EventRecord](), list[str]()
-    gate = Gate(tell=lambda kind, text, place, facts: told.append(kind))
-    book = BreakpointBook()
+    gate = StepBarrier(record_event=lambda kind, text, place, facts: told.append(kind))
+    book = BreakpointStore()
     book.add("finding text.*")
     book.add("entropy > 3")
-    breaking = Breaking(book, GateStopper(gate, said.append, events.append), events.append)
+    breaking = BreakpointEvaluator(
+        book, PauseAction(gate, said.append, events.append), events.append
+    )
     found = Finding("text.stopped-at-once", Severity.WARNING, "It said nothing.", generation=2)
-    breaking.judge_findings([found], 2)
+    breaking.evaluate_findings([found], 2)
     assert [(event.generation, event.step) for event in events] == [(2, None)]
     assert "the end of generation 2: text.stopped-at-once: It said nothing" in events[0].text
     assert said == []
-    model = threading.Thread(target=gate.between_steps, args=(Place(2, 0, 0),))
+    model = threading.Thread(target=gate.between_steps, args=(StepRef(2, 0, 0),))
     model.start()
     wait_for(lambda: gate.view().state == "paused")
     assert [line.partition(", ")[0] for line in said] == ["Paused at breakpoint 1"]
@@ -230,10 +232,10 @@ def test_a_finding_of_a_generations_end_is_recorded_once_and_says_that_it_pauses
 
 
 def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_gate_waiting() -> None:
-    gate, book = Gate(), BreakpointBook()
+    gate, book = StepBarrier(), BreakpointStore()
     arming, going_on = threading.Event(), threading.Event()
 
-    class Slow(GateStopper):
+    class Slow(PauseAction):
         def arm(self, on: bool) -> None:
             if not on and book.version:
                 arming.set()
@@ -241,9 +243,9 @@ def test_a_breakpoint_that_is_set_while_another_is_spent_keeps_the_gate_waiting(
             armed.append(on)
 
     armed: list[bool] = []
-    breaking = Breaking(book, Slow(gate, quietly, quietly))
+    breaking = BreakpointEvaluator(book, Slow(gate, quietly, quietly))
     book.add("step == 0 [once]")
-    writer = threading.Thread(target=breaking.judge, args=(record(0),))
+    writer = threading.Thread(target=breaking.evaluate, args=(record(0),))
     writer.start()
     assert arming.wait(5)
     server = threading.Thread(target=book.add, args=("step == 5",))

@@ -146,7 +146,7 @@ def test_what_the_level_does_not_record_is_told_once(tmp_path: Path, model: Any)
 def test_a_nan_is_met_in_the_module_that_made_it(tmp_path: Path, model: Any) -> None:
     with spoilt(model.model.layers[1].self_attn, float("nan"), row=3):
         (hit,) = hits_of(tmp_path, model, "nan @ layers.*.self_attn [once]")
-    assert (hit.step, hit.layer, hit.is_inside) == (0, 1, True)
+    assert (hit.step, hit.layer, hit.is_in_forward) == (0, 1, True)
     assert hit.reason == (
         "nan @ layers.*.self_attn: step 0 (prefill): "
         "1 NaN value in row 3 of model.layers.1.self_attn"
@@ -225,7 +225,7 @@ def blind(offset: int) -> Callable[..., Any]:
 def test_an_empty_row_is_met_at_the_call(tmp_path: Path, model: Any) -> None:
     Own(model, rule=blind)
     (hit,) = hits_of(tmp_path, model, "empty-row [once]")
-    assert (hit.step, hit.layer, hit.is_inside) == (0, 0, True)
+    assert (hit.step, hit.layer, hit.is_in_forward) == (0, 0, True)
     assert "row 4 sees no key" in hit.reason
 
 
@@ -430,14 +430,14 @@ def test_what_stops_once_in_the_last_step_is_not_missed_when_it_is_judged_at_onc
     with flexinspect.watch(model, out=out, breakpoints=[condition], on_break=hits.append) as run:
         session = run._session
         assert session is not None
-        end, left = session._sequences.end, list[int]()
+        end, left = session._tracker.end, list[int]()
 
         def judged_first() -> None:
             session.recorder.drain()
             left.append(len(run.breakpoints.enabled()))
             end()
 
-        session._sequences.end = judged_first  # type: ignore[method-assign]
+        session._tracker.end = judged_first  # type: ignore[method-assign]
         generate(model)
         assert left[-1] == 0  # it was met, and switched off, before anybody passed
         assert steps(hits) == [N_NEW - 1]

@@ -13,7 +13,7 @@ import pytest
 from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step
 
 from flexinspect.commands import main
-from flexinspect.compare.steps import LayerDifference, jump_of
+from flexinspect.compare.steps import LayerDifference, find_jump
 from flexinspect.records import ArrayRecord, GenerationEnd, StepRecord
 from flexinspect.trace.writer import TraceWriter
 
@@ -189,8 +189,8 @@ def test_what_cannot_be_compared_is_refused_with_2(
 
 def test_even_growth_is_no_jump() -> None:
     even = [LayerDifference(n, 0.01 * (n + 1), 0.01) for n in range(8)]
-    assert jump_of(even, 0.001) is None
+    assert find_jump(even, 0.001) is None
     step = [LayerDifference(n, 0.5 if n >= 3 else 0.0, 0.5 if n == 3 else 0.0) for n in range(8)]
-    jump = jump_of(step, 0.001)
+    jump = find_jump(step, 0.001)
     assert jump is not None
     assert jump.layer == 3

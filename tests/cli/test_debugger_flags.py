@@ -10,7 +10,7 @@ from support.dap import DapClient
 from support.debugged import Debugged, configuration, eventually
 
 from flexinspect.commands import main
-from flexinspect.debugger import DebuggerOptions, is_loopback, read_address
+from flexinspect.debugger import DebuggerOptions, is_loopback, parse_address
 from flexinspect.job import Job, ScriptJob
 from flexinspect.trace.reader import open_trace
 
@@ -60,9 +60,9 @@ def test_an_address_that_is_none_is_refused_with_the_usage(text: str, capsys: Sa
 
 
 def test_addresses_are_read_as_they_are_written_elsewhere() -> None:
-    assert read_address("5678") == ("127.0.0.1", 5678)
-    assert read_address("localhost:0") == ("localhost", 0)
-    assert read_address("[::1]:80") == ("::1", 80)
+    assert parse_address("5678") == ("127.0.0.1", 5678)
+    assert parse_address("localhost:0") == ("localhost", 0)
+    assert parse_address("[::1]:80") == ("::1", 80)
     assert [is_loopback(host) for host in ("localhost", "::1", "127.9.9.9")] == [True] * 3
     assert not is_loopback("192.0.2.1")
 

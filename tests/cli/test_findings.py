@@ -21,7 +21,7 @@ from flexinspect import plugins
 from flexinspect.commands import findings, main
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import GenerationRecord
-from flexinspect.reports.collect import Wanted, collect
+from flexinspect.reports.collect import FindingFilter, collect_report
 from flexinspect.reports.text import print_report
 from flexinspect.rules.numbers import NumbersRule
 from flexinspect.trace.reader import open_trace
@@ -290,7 +290,7 @@ def test_many_findings_of_a_kind_are_one_group(tmp_path: Path) -> None:
         )
     out = io.StringIO()
     with open_trace(path) as reader:
-        report = collect(reader, Wanted(), [Late()])
+        report = collect_report(reader, FindingFilter(), [Late()])
         print_report(report, Console(file=out, width=80, highlight=False))
     lines = out.getvalue().splitlines()
     assert "error  mask.leak  layers 0-7, steps 1-9: 9 times" in lines

@@ -28,8 +28,8 @@ from flexinspect.rules.gradients import GradientsRule
 from flexinspect.trace.gradients import steps_with_gradients
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.control.gate import Gate
-from flexinspect_hooks.ensemble import Ensemble
+from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect_hooks.ensemble import EnsembleRunner
 from flexinspect_hooks.grads import after, backward
 from flexinspect_hooks.models import load
 from flexinspect_hooks.session import CaptureSession
@@ -43,7 +43,7 @@ def demo() -> Any:
 def run(loaded: Any, out: Path, **options: Any) -> TraceReader:
     """Run two samples as the capture process does."""
     job = Job(out=str(out), max_samples=2, max_new_tokens=12, **options)
-    ensemble = Ensemble(loaded, job, compiled=False)
+    ensemble = EnsembleRunner(loaded, job, compiled=False)
     with TraceWriter.create(out, {}) as writer:
         with CaptureSession(loaded.model, writer, level="basic", copy_logits=False) as session:
             for number, sample in enumerate(load_samples("demo", max_samples=2)):
@@ -84,7 +84,7 @@ def test_every_token_of_the_demo_has_gradients_and_no_finding(demo: Any, tmp_pat
                 logits = reader.logits(row.generation, step)
                 assert found is not None
                 assert logits is not None
-                assert found.agrees
+                assert found.matches_recorded
                 assert found.token_id == logits.chosen_id
                 assert found.value == pytest.approx(logits.chosen_logprob, abs=1e-5)
                 assert found.tokens is not None
@@ -95,10 +95,10 @@ def test_every_token_of_the_demo_has_gradients_and_no_finding(demo: Any, tmp_pat
                 assert found.anomaly is None
         assert review(reader).note == ""
         assert reader.findings() == []
-        (words, _) = said(reader, after.COST)
+        (words, _) = said(reader, after.COST_EVENT)
         assert words.startswith("Gradients of 3 of 3 tokens took ")
         phases = dict.fromkeys(row.event.text for row in reader.events())
-        assert list(phases)[:2] == [after.PHASE, words]
+        assert list(phases)[:2] == [after.GRADIENTS_PHASE, words]
         assert words.endswith("by the dense reference; 3 of 3 forwards gave the recorded logits.")
 
 
@@ -111,13 +111,13 @@ def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
         assert found.rival == reader.candidates(0, 1)[1].token_id
     with run(demo, tmp_path / "b.flextrace", grads="logprob", grads_steps="40-50") as reader:
         assert steps_with_gradients(reader, 0) == []
-        assert said(reader, after.COST)[0] == "--grads-steps 40-50 names none of the 3 steps."
+        assert said(reader, after.COST_EVENT)[0] == "--grads-steps 40-50 names none of the 3 steps."
 
 
 def test_without_the_flag_there_are_none(demo: Any, tmp_path: Path) -> None:
     with run(demo, tmp_path / "t.flextrace") as reader:
         assert steps_with_gradients(reader, 0) == []
-        assert said(reader, after.COST) == []
+        assert said(reader, after.COST_EVENT) == []
 
 
 def test_a_sick_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_failure_is_an_event_and_the_answer_stands(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for 12 GiB")
 
-    monkeypatch.setattr(after.Differentiator, "gradients", fail)
+    monkeypatch.setattr(after.Differentiator, "compute", fail)
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         assert [row.state for row in reader.generations()] == ["finished", "finished"]
         assert reader.generation(0).answer == "Paris"
@@ -162,7 +162,7 @@ def test_a_failure_is_an_event_and_the_answer_stands(
             "The gradients of step 0 and the steps after it were not taken: OutOfMemoryError: "
             "no room for 12 GiB"
         )
-        assert said(reader, after.COST)[0] == "Gradients of no token were taken."
+        assert said(reader, after.COST_EVENT)[0] == "Gradients of no token were taken."
 
 
 def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
@@ -172,7 +172,7 @@ def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         records = [reader.gradients(0, step) for step in range(3)]
         assert [record and record.path for record in records] == ["dense reference"] * 3
-        assert all(record and record.agrees for record in records)
+        assert all(record and record.matches_recorded for record in records)
         (text,) = said(reader, "gradients-by-reference")
         assert text.startswith(
             "FlexAttention's own backward failed, so the dense reference takes its place: "
@@ -194,7 +194,9 @@ class Changing:
 
 def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Path) -> None:
     out = tmp_path / "t.flextrace"
-    ensemble = Ensemble(demo, Job(out=str(out), max_new_tokens=3, grads="logprob"), compiled=False)
+    ensemble = EnsembleRunner(
+        demo, Job(out=str(out), max_new_tokens=3, grads="logprob"), compiled=False
+    )
     plan = ensemble.plan(load_samples("demo", max_samples=1)[0])
     plan = replace(plan, source=Changing(plan.prompt))
     with TraceWriter.create(out, {}) as writer:
@@ -204,11 +206,11 @@ def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Pa
         first, second = reader.gradients(0, 0), reader.gradients(0, 1)
         assert first is not None
         assert second is not None
-        assert (first.agrees, second.agrees) == (True, False)
+        assert (first.matches_recorded, second.matches_recorded) == (True, False)
         assert (second.stats, second.tokens, second.layers) == ((), None, None)
         (finding,) = (f for f in reader.findings() if f.id == "gradient.gate")
         assert finding.step == 1
-        assert said(reader, after.COST)[0].split("; ")[1].startswith("1 of ")
+        assert said(reader, after.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
 
 
 @pytest.mark.parametrize("options", [{"separators": "isolated"}, {"positions": "reset"}])
@@ -218,7 +220,7 @@ def test_rows_without_keys_and_restarting_positions_agree(
     with run(demo, tmp_path / "t.flextrace", grads="logprob", grads_steps="0", **options) as reader:
         found = reader.gradients(0, 0)
         assert found is not None
-        assert found.agrees
+        assert found.matches_recorded
         assert found.tokens is not None
         assert np.isfinite(found.tokens).all()
 
@@ -282,16 +284,16 @@ def test_a_run_that_is_told_to_stop_keeps_the_gradients_that_are_done(
     out, done = tmp_path / "t.flextrace", []
     with TraceWriter.create(out, {}) as writer:
         with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
-            session.gate = Gate()
-            ensemble = Ensemble(demo, Job(out=str(out), grads="logprob"), compiled=False)
-            one = ensemble._gradients._one  # type: ignore[union-attr]
+            session.barrier = StepBarrier()
+            ensemble = EnsembleRunner(demo, Job(out=str(out), grads="logprob"), compiled=False)
+            one = ensemble._gradients._compute_step  # type: ignore[union-attr]
 
             def then_stop(*words: Any) -> Any:
                 done.append(words)
-                session.gate.stop()  # type: ignore[union-attr]
+                session.barrier.stop()  # type: ignore[union-attr]
                 return one(*words)
 
-            ensemble._gradients._one = then_stop  # type: ignore[method-assign, union-attr]
+            ensemble._gradients._compute_step = then_stop  # type: ignore[method-assign, union-attr]
             with pytest.raises(KeyboardInterrupt):
                 ensemble.run(0, ensemble.plan(load_samples("demo", max_samples=1)[0]), session)
     with open_trace(out) as reader:
@@ -336,20 +338,20 @@ def test_a_branch_has_gradients_of_its_own_steps_under_its_own_mask(
 ) -> None:
     out = tmp_path / "t.flextrace"
     job = Job(out=str(out), grads="logprob", max_new_tokens=5, stop="eos")
-    ensemble = Ensemble(demo, job, compiled=False)
+    ensemble = EnsembleRunner(demo, job, compiled=False)
     plan = ensemble.plan(load_samples("demo", max_samples=1)[0])
     with TraceWriter.create(out, {}) as writer:
         with CaptureSession(demo.model, writer, level="basic", copy_logits=False) as session:
             begun = ensemble.record_of(0, plan)
             session.begin_generation(begun)
-            journey = ensemble._journey(plan, session, begun)
+            journey = ensemble._make_decoder(plan, session, begun)
             with journey.patch:
                 while not journey.is_over:
                     journey.advance()
                 if edit:
-                    journey.edit(0, 1, [maskedits.parse(edit)])
+                    journey.edit_mask(0, 1, [maskedits.parse_edit(edit)])
                 else:
-                    journey.fork(0, 1, [journey.lines[0].mark(0).token_id])
+                    journey.fork(0, 1, [journey.branches[0].checkpoint(0).token_id])
                 while not journey.is_over:
                     journey.advance()
             journey.close("finished", "")
@@ -361,7 +363,7 @@ def test_a_branch_has_gradients_of_its_own_steps_under_its_own_mask(
         for step in own:
             found, token = reader.gradients(0, step, 1), reader.step_tokens(0, step, 1)
             assert found is not None
-            assert found.agrees, found.gate
+            assert found.matches_recorded, found.gate
             assert found.token_id == token[0].token_id
         assert review(reader).note == ""
         assert [f for f in reader.findings(0, branch=1) if f.id.startswith("gradient.")] == []

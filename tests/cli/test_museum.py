@@ -13,39 +13,39 @@ from support.paths import DOCS
 
 from flexinspect import exhibits
 from flexinspect.commands import main
-from flexinspect.exhibits import Verdict, check
-from flexinspect.museum import EXHIBITS, Exhibit, cache_folder
+from flexinspect.exhibits import BrokenRunCheck, check_broken_runs
+from flexinspect.museum import BROKEN_RUNS, BrokenRun, cache_folder
 from flexinspect.panels.registry import panel_names
-from flexinspect.rules.catalogue import catalogue
+from flexinspect.rules.catalogue import load_rules
 from flexinspect.trace.reader import open_trace
 
 TABLE = DOCS / "findings" / "README.md"
-NAMES = [one.name for one in EXHIBITS]
+NAMES = [one.name for one in BROKEN_RUNS]
 SHORT = "ticked-picture"
 
 
 @pytest.fixture(scope="module")
-def verdicts() -> Mapping[str, Verdict]:
+def verdicts() -> Mapping[str, BrokenRunCheck]:
     """What --check says of all exhibits, built once."""
-    return {one.name: one for one in check()}
+    return {one.name: one for one in check_broken_runs()}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("about", EXHIBITS, ids=NAMES)
+@pytest.mark.parametrize("about", BROKEN_RUNS, ids=NAMES)
 def test_the_fault_is_found_and_the_twin_is_not_blamed(
-    about: Exhibit, verdicts: Mapping[str, Verdict]
+    about: BrokenRun, verdicts: Mapping[str, BrokenRunCheck]
 ) -> None:
     verdict = verdicts[about.name]
     assert verdict.error == ""
     assert verdict.false == ()
-    if not set(about.expected) & set(catalogue().kinds):
+    if not set(about.expected) & set(load_rules().finding_kinds):
         pytest.skip("no rule for it is installed")
-    assert verdict.is_good, verdict.words()
+    assert verdict.is_good, verdict.to_line()
 
 
-@pytest.mark.parametrize("about", EXHIBITS, ids=NAMES)
-def test_an_exhibit_is_a_tutorial(about: Exhibit) -> None:
+@pytest.mark.parametrize("about", BROKEN_RUNS, ids=NAMES)
+def test_an_exhibit_is_a_tutorial(about: BrokenRun) -> None:
     assert all((about.title, about.story, about.answer, about.expected))
     assert about.question.endswith("?")
     assert about.panel in panel_names()
@@ -73,7 +73,7 @@ def test_an_exhibit_tells_its_story_and_is_kept(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert main(["museum", SHORT, "--no-ui"]) == 0
-    (about,) = [one for one in EXHIBITS if one.name == SHORT]
+    (about,) = [one for one in BROKEN_RUNS if one.name == SHORT]
     told = " ".join(capsys.readouterr().out.split())
     assert all(text in told for text in (about.title, about.story, about.question))
     path = cache_folder() / f"{SHORT}.flextrace"
@@ -92,7 +92,7 @@ def test_an_exhibit_tells_its_story_and_is_kept(
     def refuse(*wanted: object) -> None:
         raise AssertionError("it was built before")
 
-    monkeypatch.setattr(exhibits, "built", refuse)
+    monkeypatch.setattr(exhibits, "build_broken_runs", refuse)
     assert main(["museum", SHORT, "--no-ui"]) == 0
     assert str(path) in capsys.readouterr().out
 
@@ -124,27 +124,27 @@ def test_a_trace_in_the_way_is_not_overwritten(
     assert "exists already" in capsys.readouterr().err
 
 
-GOOD = Verdict("a", ("x.y",), found=("x.y",))
+GOOD = BrokenRunCheck("a", ("x.y",), found=("x.y",))
 
 
 @pytest.mark.parametrize(
     ("verdict", "code", "words"),
     [
         (GOOD, 0, "a  found x.y"),
-        (Verdict("a", ("x.y", "x.z")), 1, "a  missed; expected x.y or x.z"),
-        (Verdict("a", ("x.y",), ("x.y",), (), ("p.q",)), 1, "a  found x.y; false alarm p.q"),
-        (Verdict("a", ("x.y",), error="no room"), 1, "a  not built: no room"),
-        (Verdict("a", ("x.y",), ("x.y",), ("p.q",)), 0, "a  found x.y; also p.q"),
+        (BrokenRunCheck("a", ("x.y", "x.z")), 1, "a  missed; expected x.y or x.z"),
+        (BrokenRunCheck("a", ("x.y",), ("x.y",), (), ("p.q",)), 1, "a  found x.y; false alarm p.q"),
+        (BrokenRunCheck("a", ("x.y",), error="no room"), 1, "a  not built: no room"),
+        (BrokenRunCheck("a", ("x.y",), ("x.y",), ("p.q",)), 0, "a  found x.y; also p.q"),
     ],
 )
 def test_a_miss_or_a_false_alarm_fails_the_check(
-    verdict: Verdict,
+    verdict: BrokenRunCheck,
     code: int,
     words: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(exhibits, "check", lambda told: [verdict])
+    monkeypatch.setattr(exhibits, "check_broken_runs", lambda told: [verdict])
     assert main(["museum", "--check"]) == code
     assert capsys.readouterr().out.splitlines()[0] == words
     assert main(["museum", "--check", "--json"]) == code

@@ -14,10 +14,15 @@ from support.traces import sample_trace
 
 from flexinspect.commands import main
 from flexinspect.errors import TraceError
-from flexinspect.feed import Feed
+from flexinspect.feed import TraceSession
 from flexinspect.trace import salvage, schema, schemapages
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.salvage import can_be_mended, forget, mended, what_is_left
+from flexinspect.trace.salvage import (
+    delete_repaired_copy,
+    describe_readable,
+    is_repairable,
+    repair_copy,
+)
 
 
 def flexinspect(*words: str) -> subprocess.CompletedProcess[str]:
@@ -77,13 +82,13 @@ def test_a_trace_that_is_cut_short_is_read_up_to_the_cut(tmp_path: Path) -> None
     path.write_bytes(whole[: len(whole) * 3 // 4])
     with pytest.raises(TraceError, match="cut short"):
         TraceReader(path)
-    copy = mended(path)
+    copy = repair_copy(path)
     assert copy is not None
     assert copy.stat().st_size == len(whole)
-    assert any("Readable in it:" in line for line in what_is_left(copy))
+    assert any("Readable in it:" in line for line in describe_readable(copy))
     with TraceReader(copy) as reader:
         assert reader.run()["level"] == "advanced"
-    forget(copy)
+    delete_repaired_copy(copy)
     assert not copy.exists()
     assert path.read_bytes() == whole[: len(whole) * 3 // 4]
 
@@ -96,18 +101,18 @@ def test_a_small_trace_that_lost_part_of_its_schema_is_walked_by_step(
     whole = path.read_bytes()
     assert len(whole) > 130_000
     path.write_bytes(whole[:kept])
-    left = what_is_left(path)
+    left = describe_readable(path)
     assert "38 tokens, 12 steps" in left[1]
-    copy = mended(path)
+    copy = repair_copy(path)
     assert copy is not None
-    assert what_is_left(copy)[1:] == left[1:]
+    assert describe_readable(copy)[1:] == left[1:]
     with TraceReader(copy) as reader:
         assert [row.step for row in reader.steps(0)] == list(range(6))
         assert reader.tokens(0)[1].text == "Who"
-    feed = Feed(copy)
-    status = feed.look(0)
+    feed = TraceSession(copy)
+    status = feed.poll(0)
     feed.close()
-    forget(copy)
+    delete_repaired_copy(copy)
     assert status is not None
     assert (status.state, status.last_step) == ("finished", 5)
     assert main(["dump", str(path)]) == 2
@@ -124,30 +129,30 @@ def test_a_trace_of_another_build_that_lost_part_of_its_schema_is_not_opened(
     whole = path.read_bytes()
     statements = schema.create_statements()
     monkeypatch.setattr(schema, "create_statements", lambda: statements[:-1])
-    schemapages._ours.cache_clear()
+    schemapages._empty_trace.cache_clear()
     try:
         path.write_bytes(whole[:60_000])
-        assert mended(path) is None
+        assert repair_copy(path) is None
         assert main(["show", str(path)]) == 2
         assert "It cannot be opened without the part that is missing." in capsys.readouterr().err
         path.write_bytes(whole[:120_000])  # its schema is there
-        assert can_be_mended(path)
+        assert is_repairable(path)
     finally:
-        schemapages._ours.cache_clear()
+        schemapages._empty_trace.cache_clear()
 
 
 def test_only_a_trace_that_is_cut_short_is_mended(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "a.flextrace")
-    assert mended(path) is None
+    assert repair_copy(path) is None
     other = tmp_path / "b.flextrace"
     other.write_bytes(b"something else " * 100)
-    assert mended(other) is None
-    assert what_is_left(tmp_path) == []  # a folder
-    assert what_is_left(other) == [
+    assert repair_copy(other) is None
+    assert describe_readable(tmp_path) == []  # a folder
+    assert describe_readable(other) == [
         "The file has 1500 bytes.",
         "Nothing in it can be read as a trace.",
     ]
-    assert mended(tmp_path / "none") is None
+    assert repair_copy(tmp_path / "none") is None
 
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i FROM n"
@@ -170,21 +175,21 @@ def test_a_view_named_like_a_table_is_not_followed(tmp_path: Path) -> None:
         "INSERT INTO tokens VALUES (1), (2)",
     )
     started = time.monotonic()
-    assert what_is_left(path)[1:] == ["Readable in it: 2 tokens."]
+    assert describe_readable(path)[1:] == ["Readable in it: 2 tokens."]
     assert time.monotonic() - started < 1.0
 
 
 def test_counting_ends_with_its_time_and_says_at_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(salvage, "LONGEST_S", 0)
+    monkeypatch.setattr(salvage, "MAX_COUNTING_S", 0)
     path = foreign(
         tmp_path / "a.flextrace",
         "CREATE TABLE steps (step INTEGER)",
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 50000) "
         "INSERT INTO steps SELECT i FROM n",
     )
-    _, counted, ended = what_is_left(path)
+    _, counted, ended = describe_readable(path)
     number = re.fullmatch(r"Readable in it: at least (\d+) steps\.", counted)
     assert number is not None
     assert 0 < int(number[1]) < 50_000
@@ -197,12 +202,12 @@ def test_what_a_cut_trace_still_holds_is_counted_without_a_copy(
     path = sample_trace(tmp_path / "a.flextrace")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 3 // 4])
-    copy = mended(path)
+    copy = repair_copy(path)
     assert copy is not None
-    counted = what_is_left(copy)[1]
-    forget(copy)
-    monkeypatch.setattr(salvage, "mended", None)
-    assert what_is_left(path)[1] == counted
+    counted = describe_readable(copy)[1]
+    delete_repaired_copy(copy)
+    monkeypatch.setattr(salvage, "repair_copy", None)
+    assert describe_readable(path)[1] == counted
     assert [file.name for file in tmp_path.iterdir()] == ["a.flextrace"]
 
 
@@ -214,7 +219,7 @@ def test_a_copy_that_is_not_wanted_any_more_leaves_nothing(
     monkeypatch.setattr("tempfile.tempdir", str(copies))
     path = sample_trace(tmp_path / "a.flextrace")
     path.write_bytes(path.read_bytes()[:-5000])
-    assert mended(path, lambda: True) is None
+    assert repair_copy(path, lambda: True) is None
     assert not list(copies.iterdir())
 
 

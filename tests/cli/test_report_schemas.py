@@ -19,7 +19,7 @@ from support.traces import sample_trace
 from flexinspect.commands import main
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import EventRecord
-from flexinspect.trace.append import Reviewed, append
+from flexinspect.trace.append import RuleReview, append_reviews
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
@@ -112,7 +112,7 @@ def trace(tmp_path: Path) -> Path:
         Finding("mask.leak", Severity.WARNING, "So.", step=0, layers=(0, 1), times=4, last_step=3),
     )
     off = (EventRecord("rule-off", "The rule 'own' failed.", 1.0, 0, 2),)
-    append(path, [Reviewed("own", 0, found, off, 1.0, 1.0)])
+    append_reviews(path, [RuleReview("own", 0, found, off, 1.0, 1.0)])
     return path
 
 

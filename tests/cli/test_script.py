@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flexinspect.processes import recorder_lives
+from flexinspect.processes import is_recorder_alive
 from flexinspect.trace.reader import TraceReader, open_trace
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
@@ -274,12 +274,12 @@ def test_a_program_that_ignores_ctrl_c_ends_with_its_starter_too(tmp_path: Path)
         process.stdout.readline()
         with trace(tmp_path) as reader:
             run = reader.run()
-        assert recorder_lives(run)
+        assert is_recorder_alive(run)
         process.kill()
     until = time.monotonic() + PATIENCE_S
-    while recorder_lives(run) and time.monotonic() < until:
+    while is_recorder_alive(run) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not recorder_lives(run)
+    assert not is_recorder_alive(run)
 
 
 def test_a_closed_stdout_reaches_the_program(tmp_path: Path) -> None:

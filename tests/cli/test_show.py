@@ -19,13 +19,22 @@ from flexinspect import plugins
 from flexinspect.commands import show
 from flexinspect.errors import FlexInspectError, TraceError, UsageError
 from flexinspect.panels import registry
-from flexinspect.panels.base import GROUP, Help, Missing, NoOptions, Panel, Picture, Place, Request
+from flexinspect.panels.base import (
+    GROUP,
+    Help,
+    Missing,
+    NoOptions,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+)
 from flexinspect.panels.source import Source
 from flexinspect.records import GenerationRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.widgets.lines import line
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,7 @@ class Echo(Panel[list[str], EchoOptions]):
     def describe(self, data: list[str]) -> list[str]:
         return [*data, "bad \x1b[31m character"]
 
-    def paint(self, data: list[str], request: Request[EchoOptions], look: Look) -> Picture:
+    def paint(self, data: list[str], request: Request[EchoOptions], look: Theme) -> Picture:
         strips = [line([(text, look.style("accent"))], request.width) for text in data]
         return Picture(strips[: request.height], note="a note")
 
@@ -141,7 +150,7 @@ def test_json_is_an_object_for_one_panel_and_a_list_for_several(said: Show, trac
     _, out, _ = said(trace, "--panel", "echo", "--step", "3", "--json")
     told = json.loads(out)
     assert told["trace"] == trace
-    assert Place(**told["place"]) == Place(step=3)
+    assert TracePlace(**told["place"]) == TracePlace(step=3)
     assert (told["panel"], told["title"], told["missing"]) == ("echo", "Echo", False)
     assert told["lines"][0].startswith("step 3 ")
     _, out, _ = said(trace, "--json")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from support.controlled import FakeModel, NotedBreakpoints, NotedLevels, NotedTraveller
 
-from flexinspect.control.addresses import Serving
+from flexinspect.control.addresses import ServeOptions
 from flexinspect.control.client import ControlClient
 from flexinspect.control.registry import Address
-from flexinspect_hooks.control.parts import Parts
+from flexinspect_hooks.control.parts import ControlTargets
 from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.control.verbs import CaptureInfo
 
 TOKEN = "a-token-of-the-tests"
 
@@ -48,9 +48,9 @@ class Served:
 def served() -> Iterator[Served]:
     model = FakeModel()
     model.settle()
-    parts = Parts(model.gate, NotedLevels(), NotedBreakpoints(), NotedTraveller())
-    about = About("generation", "no model", "/nowhere.flextrace")
-    server = ControlServer(parts, about, Serving("127.0.0.1", 0, TOKEN))
+    parts = ControlTargets(model.gate, NotedLevels(), NotedBreakpoints(), NotedTraveller())
+    about = CaptureInfo("generation", "no model", "/nowhere.flextrace")
+    server = ControlServer(parts, about, ServeOptions("127.0.0.1", 0, TOKEN))
     server.start()
     address = server.address
     yield Served(

@@ -27,8 +27,8 @@ from flexinspect.control.client import ControlClient
 from flexinspect.control.messages import STATES
 from flexinspect.control.waiting import wait_for_effect
 from flexinspect.errors import ControlError
-from flexinspect.feed import Feed
-from flexinspect.screens.remote import Remote
+from flexinspect.feed import TraceSession
+from flexinspect.screens.remote import CaptureClient
 from flexinspect.trace.reader import TraceReader
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
@@ -62,7 +62,7 @@ class Run:
     def client(self) -> ControlClient:
         """Return its client, as soon as it can be found."""
 
-        def found() -> list[registry.Entry]:
+        def found() -> list[registry.CaptureEntry]:
             assert self.process.poll() is None, self.process.communicate()
             return [one for one in registry.running() if Path(one.trace) == self.trace]
 
@@ -201,14 +201,14 @@ def test_a_run_is_listed_and_once_killed_is_gone_but_for_its_readable_trace(
     assert "needs a terminal" in capsys.readouterr().err
     assert main(["attach", "1"]) == 2
     assert "No capture of process 1 is running." in capsys.readouterr().err
-    remote = Remote(Feed(run.trace))
-    assert remote.ask(lambda known: known.status()).state == "paused"
+    remote = CaptureClient(TraceSession(run.trace))
+    assert remote.call(lambda known: known.status()).state == "paused"
     with TraceReader(run.trace) as viewer:  # it looks on while the run dies
         os.kill(client.status().pid, signal.SIGKILL)
         run.end()
         assert [step.step for step in viewer.steps(0)] == [0, 1, 2]
     with pytest.raises(ControlError, match="No capture runs behind this trace"):
-        remote.ask(lambda known: known.pause())  # it has known one
+        remote.call(lambda known: known.pause())  # it has known one
     hint = "flexinspect run begins one; flexinspect attach --list shows them."
     assert ctl(capsys, "status") == (2, f"flexinspect: No capture is running.\n{hint}\n")
     assert list(runtime_folder.iterdir()) == []

@@ -9,25 +9,25 @@ from typing import Any
 import pytest
 
 from flexinspect.commands import build_parser, main
-from flexinspect.commands.ctl import _waited
-from flexinspect.commands.ctlwords import lines
+from flexinspect.commands.ctl import _wait_and_print
+from flexinspect.commands.ctlwords import response_lines
 from flexinspect.commands.maskflags import edits_of
 from flexinspect.control import registry
-from flexinspect.control.choosing import address_of, choose
+from flexinspect.control.choosing import capture_address, find_capture
 from flexinspect.control.messages import (
-    Answer,
     BreakpointInfo,
+    CommandResponse,
     Cost,
     MaskEdit,
-    OrderState,
-    Place,
-    Status,
+    RewindState,
+    StatusResponse,
+    StepRef,
 )
-from flexinspect.control.registry import Address, Entry
+from flexinspect.control.registry import Address, CaptureEntry
 from flexinspect.control.waiting import wait_for_effect
 from flexinspect.errors import ControlError, UsageError
 
-STATUS = Status("paused", Place(0, 1, 7), "paused after step 7 (branch 1)", "entropy > 3")
+STATUS = StatusResponse("paused", StepRef(0, 1, 7), "paused after step 7 (branch 1)", "entropy > 3")
 
 
 def test_a_capture_is_found_by_any_way_to_its_trace(
@@ -38,12 +38,12 @@ def test_a_capture_is_found_by_any_way_to_its_trace(
     link.symlink_to(trace)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
-    entry = Entry(1, 0.0, Address("a.sock"), str(trace))
+    entry = CaptureEntry(1, 0.0, Address("a.sock"), str(trace))
     monkeypatch.setattr(registry, "running", lambda: [entry])
     for name in (trace, link, Path("../a.flextrace"), Path("../below/../link.flextrace")):
-        assert choose(trace=name) is entry
+        assert find_capture(trace=name) is entry
     with pytest.raises(UsageError, match="that records other is running"):
-        choose(trace=Path("other"))
+        find_capture(trace=Path("other"))
 
 
 def test_edits_are_read_in_the_order_they_are_given() -> None:
@@ -74,17 +74,22 @@ class Vanishing:
     def __init__(self, error: ControlError) -> None:
         self._error = error
 
-    def status(self) -> Status:
+    def status(self) -> StatusResponse:
         raise self._error
 
 
 def test_an_order_that_the_end_of_the_run_overtook_is_a_failure() -> None:
-    order = OrderState(2, "fork", "waiting")
-    going = Status("running", Place(0, 0, 7), "running", order=order)
+    order = RewindState(2, "fork", "waiting")
+    going = StatusResponse("running", StepRef(0, 0, 7), "running", last_rewind=order)
     gone: Any = Vanishing(ControlError("No capture answers."))
     with pytest.raises(ControlError, match="ended before it said what became of order 2"):
-        _waited(Answer("the fork waits", going, 2), gone, as_json=False)
-    assert _waited(Answer("pausing", replace(going, until="x"), None), gone, as_json=False) == 0
+        _wait_and_print(CommandResponse("the fork waits", going, 2), gone, as_json=False)
+    assert (
+        _wait_and_print(
+            CommandResponse("pausing", replace(going, until="x"), None), gone, as_json=False
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,13 +99,13 @@ def test_an_order_is_waited_for_until_the_pause_that_it_ends_in(kind: Any, state
     class Pausing:
         looks = 0
 
-        def status(self) -> Status:
+        def status(self) -> StatusResponse:
             self.looks += 1
             return STATUS if self.looks > 1 else going
 
-    going = replace(STATUS, state="pausing", order=OrderState(2, kind, state))
+    going = replace(STATUS, state="pausing", last_rewind=RewindState(2, kind, state))
     client: Any = Pausing()
-    status = wait_for_effect(client, Answer("the order waits", going, 2))
+    status = wait_for_effect(client, CommandResponse("the order waits", going, 2))
     assert status is not None
     assert (status.state, client.looks) == ("paused", 2)
 
@@ -109,32 +114,36 @@ def test_a_capture_that_is_there_and_silent_has_not_ended() -> None:
     silent = ControlError("It does not answer.")
     silent.__cause__ = TimeoutError()
     client: Any = Vanishing(silent)
-    going = Status("running", Place(0, 0, 7), "running", until="after step 9")
+    going = StatusResponse("running", StepRef(0, 0, 7), "running", until="after step 9")
     with pytest.raises(ControlError, match="does not answer"):
-        wait_for_effect(client, Answer("pausing", going))
+        wait_for_effect(client, CommandResponse("pausing", going))
 
 
 def test_answers_are_said_in_words() -> None:
-    assert lines(Answer("going on", STATUS)) == ["going on"]
+    assert response_lines(CommandResponse("going on", STATUS)) == ["going on"]
     cost = Cost("40 rows in one forward", 0.2, 4096, True)
-    assert lines(Answer("x", STATUS, None, cost)) == ["cost: 40 rows in one forward (dear)"]
-    assert lines(STATUS)[0] == "paused after step 7 (branch 1) (entropy > 3)"
-    order = OrderState(2, "fork", "failed", "No such step.", Place(0, 0, 7), 0.0123)
-    said = lines(Status("paused", Place(0, 0, 7), "paused after step 7", order=order))
+    assert response_lines(CommandResponse("x", STATUS, None, cost)) == [
+        "cost: 40 rows in one forward (dear)"
+    ]
+    assert response_lines(STATUS)[0] == "paused after step 7 (branch 1) (entropy > 3)"
+    order = RewindState(2, "fork", "failed", "No such step.", StepRef(0, 0, 7), 0.0123)
+    said = response_lines(
+        StatusResponse("paused", StepRef(0, 0, 7), "paused after step 7", last_rewind=order)
+    )
     assert "fork 2  failed in 12 ms: No such step." in said
-    assert lines(()) == ["no breakpoints"]
+    assert response_lines(()) == ["no breakpoints"]
     one = BreakpointInfo(3, "prob < 0.1", False, 2, True, True, 1, "after each step")
-    assert lines(one) == [
+    assert response_lines(one) == [
         "  3  prob < 0.1  [off; from hit 2 on; once; log only; 1 hit; after each step]"
     ]
 
 
 def test_a_capture_is_named_in_one_way() -> None:
     with pytest.raises(UsageError, match="--token goes with --url"):
-        address_of(None, "t", None, None)
+        capture_address(None, "t", None, None)
     with pytest.raises(UsageError, match="names the capture already"):
-        address_of("http://127.0.0.1:1", None, 7, None)
-    assert address_of("http://127.0.0.1:1", "t", None, None).token == "t"
+        capture_address("http://127.0.0.1:1", None, 7, None)
+    assert capture_address("http://127.0.0.1:1", "t", None, None).token == "t"
 
 
 @pytest.mark.parametrize(

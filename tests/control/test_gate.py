@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.controlled import PATIENCE_S, FakeModel, wait_for
 
-from flexinspect.control.messages import Fork, Place, Restore
+from flexinspect.control.messages import Fork, Restore, StepRef
 from flexinspect.errors import ControlError
-from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.gate import StepBarrier
 
 
 class GateMachine(RuleBasedStateMachine):
@@ -74,17 +74,17 @@ class GateMachine(RuleBasedStateMachine):
 
     @rule(step=st.integers(-1, 6), is_fork=st.booleans())
     def order(self, step: int, is_fork: bool) -> None:
-        place = Place(0, 0, step)
+        place = StepRef(0, 0, step)
         wish = Fork(place, token_id=1) if is_fork else Restore(place)
         if self.waiting is not None:
             with pytest.raises(ControlError, match="not done yet"):
-                self.gate.order(wish)
+                self.gate.queue_rewind(wish)
             return
-        self.gate.order(wish)
+        self.gate.queue_rewind(wish)
         self.waiting = wish
         if self.is_paused:
             self._obey()
-            wait_for(lambda: self.gate.view().order.state in ("done", "failed"))  # type: ignore[union-attr]
+            wait_for(lambda: self.gate.view().last_rewind.state in ("done", "failed"))  # type: ignore[union-attr]
 
     @rule(n=st.integers(1, 3))
     def forwards(self, n: int) -> None:
@@ -145,7 +145,7 @@ class GateMachine(RuleBasedStateMachine):
         wait_for(lambda: self.model.stands and self.gate.view().state == state())
         wait_for(lambda: (self.model.step, self.model.n_stops) == (self.step, self.n_stops))
         if self.is_paused:
-            assert self.gate.view().place == Place(0, 0, self.step)
+            assert self.gate.view().place == StepRef(0, 0, self.step)
 
 
 GateMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
@@ -153,33 +153,37 @@ TestCommands = pytest.mark.timeout(120)(GateMachine.TestCase)
 
 
 def test_a_gate_that_nothing_wants_only_looks_at_one_attribute() -> None:
-    gate = Gate()
-    assert gate.between_steps(Place(0, 0, -1)) is None
+    gate = StepBarrier()
+    assert gate.between_steps(StepRef(0, 0, -1)) is None
     gate._changed = None  # type: ignore[assignment] # whoever took the lock would fail
-    assert gate.between_steps(Place(0, 0, 0)) is None
-    assert gate.between_steps(Place(0, 0, 1)) is None
+    assert gate.between_steps(StepRef(0, 0, 0)) is None
+    assert gate.between_steps(StepRef(0, 0, 1)) is None
 
 
 def test_a_breakpoint_pauses_before_the_next_step_and_says_why() -> None:
     model = FakeModel()
     model.settle()
-    model.gate.stop_at("entropy > 3", {"entropy": 3.2})
+    model.gate.pause_at_breakpoint("entropy > 3", {"entropy": 3.2})
     assert model.gate.view().state == "pausing"
     model.forward()
     view = model.gate.view()
-    assert (view.state, view.says, view.reason) == ("paused", "paused after step 0", "entropy > 3")
+    assert (view.state, view.description, view.reason) == (
+        "paused",
+        "paused after step 0",
+        "entropy > 3",
+    )
     assert model.events == ["breakpoint"]
     model.end()
 
 
 def test_while_one_thread_is_paused_the_others_wait_and_take_no_orders() -> None:
-    gate = Gate()
-    gate.between_steps(Place(0, 0, -1))
+    gate = StepBarrier()
+    gate.between_steps(StepRef(0, 0, -1))
     gate.pause()
     answers: list[tuple[int, object]] = []
 
     def passes(step: int) -> threading.Thread:
-        place = Place(0, 0, step)
+        place = StepRef(0, 0, step)
         call = lambda: answers.append((step, gate.between_steps(place)))  # noqa: E731
         thread = threading.Thread(target=call, daemon=True)
         thread.start()
@@ -189,8 +193,8 @@ def test_while_one_thread_is_paused_the_others_wait_and_take_no_orders() -> None
     wait_for(lambda: gate.view().state == "paused")
     second = passes(7)
     second.join(0.1)
-    assert (answers, gate.view().place) == ([], Place(0, 0, 0))
-    order = gate.order(Restore(Place(0, 0, -1)))
+    assert (answers, gate.view().place) == ([], StepRef(0, 0, 0))
+    order = gate.queue_rewind(Restore(StepRef(0, 0, -1)))
     for thread in (first, second):
         thread.join(PATIENCE_S)
     assert sorted(answers, key=str) == [(0, order), (7, None)]
@@ -198,46 +202,46 @@ def test_while_one_thread_is_paused_the_others_wait_and_take_no_orders() -> None
 
 def test_judged_steps_are_written_before_the_next_one_starts() -> None:
     written = []
-    gate = Gate(settle=lambda: written.append("settled"))
-    gate.between_steps(Place(0, 0, -1))
-    gate.judge(True)
-    gate.between_steps(Place(0, 0, 0))
-    gate.between_steps(Place(0, 0, 0))
+    gate = StepBarrier(drain=lambda: written.append("settled"))
+    gate.between_steps(StepRef(0, 0, -1))
+    gate.wait_for_evaluation(True)
+    gate.between_steps(StepRef(0, 0, 0))
+    gate.between_steps(StepRef(0, 0, 0))
     assert written == ["settled"]
-    gate.judge(False)
-    gate.between_steps(Place(0, 0, 1))
+    gate.wait_for_evaluation(False)
+    gate.between_steps(StepRef(0, 0, 1))
     assert written == ["settled"]
 
 
 def test_a_place_that_the_model_was_put_to_counts_as_no_step() -> None:
-    gate = Gate()
-    gate.between_steps(Place(0, 0, 3))
+    gate = StepBarrier()
+    gate.between_steps(StepRef(0, 0, 3))
     gate.step(2)
-    gate.order(Fork(Place(0, 0, 1), token_id=7))
-    order = gate.between_steps(Place(0, 0, 4))
+    gate.queue_rewind(Fork(StepRef(0, 0, 1), token_id=7))
+    order = gate.between_steps(StepRef(0, 0, 4))
     assert order is not None
-    gate.done(order, Place(0, 0, 1))
-    assert gate.between_steps(Place(0, 0, 1)) is None
-    assert gate.view().says == "pausing after 1 more step"
+    gate.report_result(order, StepRef(0, 0, 1))
+    assert gate.between_steps(StepRef(0, 0, 1)) is None
+    assert gate.view().description == "pausing after 1 more step"
 
 
 def test_a_run_to_a_step_of_a_generation_that_ends_before_pauses_at_the_next_one() -> None:
-    gate = Gate()
-    gate.between_steps(Place(0, 0, -1))
+    gate = StepBarrier()
+    gate.between_steps(StepRef(0, 0, -1))
     gate.run_to(12)
-    gate.between_steps(Place(0, 0, 5))
+    gate.between_steps(StepRef(0, 0, 5))
     assert gate.view().state == "running"
     threading.Timer(0.05, gate.continue_).start()
-    gate.between_steps(Place(1, 0, 0))
+    gate.between_steps(StepRef(1, 0, 0))
     assert gate.view().state == "running"
 
 
 def test_a_held_model_ends_when_it_is_let_go_and_not_as_an_interrupt() -> None:
     for verb in ("continue_", "stop"):
-        gate = Gate()
-        gate.between_steps(Place(0, 0, -1))
+        gate = StepBarrier()
+        gate.between_steps(StepRef(0, 0, -1))
         ended: list[object] = []
-        thread = threading.Thread(target=lambda g=gate, e=ended: e.append(g.hold(Place(0, 0, 3))))
+        thread = threading.Thread(target=lambda g=gate, e=ended: e.append(g.hold(StepRef(0, 0, 3))))
         thread.start()
         wait_for(lambda g=gate: g.view().state == "holding")
         with pytest.raises(ControlError, match="no next step"):
@@ -245,18 +249,18 @@ def test_a_held_model_ends_when_it_is_let_go_and_not_as_an_interrupt() -> None:
         assert getattr(gate, verb)() == "the run ends"
         thread.join(PATIENCE_S)
         assert ended == [None]
-        gate.stop_at("a finding of the generation's end")
-        assert gate.between_steps(Place(0, 0, 3)) is None  # it pauses no more, at its end
+        gate.pause_at_breakpoint("a finding of the generation's end")
+        assert gate.between_steps(StepRef(0, 0, 3)) is None  # it pauses no more, at its end
 
 
 def test_nothing_is_commanded_once_the_run_is_over_and_a_waiting_order_fails() -> None:
-    gate = Gate()
-    gate.between_steps(Place(0, 0, -1))
-    gate.order(Restore(Place(0, 0, -1)))
+    gate = StepBarrier()
+    gate.between_steps(StepRef(0, 0, -1))
+    gate.queue_rewind(Restore(StepRef(0, 0, -1)))
     gate.finish()
-    order = gate.view().order
+    order = gate.view().last_rewind
     assert order is not None
-    assert (order.state, order.said) == ("failed", "The run ended before.")
+    assert (order.state, order.message) == ("failed", "The run ended before.")
     for command in (gate.pause, gate.continue_, gate.step, gate.stop):
         with pytest.raises(ControlError, match="over"):
             command()

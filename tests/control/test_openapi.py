@@ -20,16 +20,16 @@ from schemathesis.specs.openapi.checks import (
 from support.controlled import FakeModel, NotedBreakpoints, NotedLevels, NotedTraveller
 from support.paths import DOCS
 
-from flexinspect.control.addresses import Serving
-from flexinspect_hooks.control.openapi import document
-from flexinspect_hooks.control.parts import Parts
+from flexinspect.control.addresses import ServeOptions
+from flexinspect_hooks.control.openapi import openapi_document
+from flexinspect_hooks.control.parts import ControlTargets
 from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.control.verbs import CaptureInfo
 
 TOKEN = "a-token-of-the-tests"
 PAGE = DOCS / "openapi.json"
 
-schema: Any = schemathesis.openapi.from_dict(document())
+schema: Any = schemathesis.openapi.from_dict(openapi_document())
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +38,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         model = FakeModel()
         model.settle()
-        parts = Parts(model.gate, NotedLevels(), NotedBreakpoints(), NotedTraveller())
-        about = About("generation", "no model", "/nowhere.flextrace")
-        server = ControlServer(parts, about, Serving("127.0.0.1", 0, TOKEN))
+        parts = ControlTargets(model.gate, NotedLevels(), NotedBreakpoints(), NotedTraveller())
+        about = CaptureInfo("generation", "no model", "/nowhere.flextrace")
+        server = ControlServer(parts, about, ServeOptions("127.0.0.1", 0, TOKEN))
         server.start()
         yield server.address.url
         server.close()
@@ -70,12 +70,12 @@ def test_the_document_that_is_shown_is_the_one_that_is_served(url: str) -> None:
         f"{url}/openapi.json", headers={"Authorization": f"Bearer {TOKEN}"}
     )
     with urllib.request.urlopen(request, timeout=10) as answer:
-        assert json.load(answer) == document()
-    assert json.loads(PAGE.read_text()) == document(), f"write it again: {PAGE}"
+        assert json.load(answer) == openapi_document()
+    assert json.loads(PAGE.read_text()) == openapi_document(), f"write it again: {PAGE}"
 
 
 def test_the_check_would_notice_an_undocumented_answer(url: str) -> None:
-    untrue = document()
+    untrue = openapi_document()
     del untrue["paths"]["/breakpoints/{number}"]["delete"]["responses"]["404"]
     operation = schemathesis.openapi.from_dict(untrue)["/breakpoints/{number}"]["DELETE"]
     case: Any = operation.Case(path_parameters={"number": 99})

@@ -19,13 +19,13 @@ import pytest
 from support.controlled import wait_for
 
 from flexinspect.control import registry
-from flexinspect.control.addresses import Serving, read_serving
+from flexinspect.control.addresses import ServeOptions, parse_serve_address
 from flexinspect.control.client import ControlClient
-from flexinspect.control.messages import MaskEdit, Place
+from flexinspect.control.messages import MaskEdit, StepRef
 from flexinspect.control.registry import Address
 from flexinspect.errors import ControlError, UsageError
-from flexinspect_hooks.control.parts import Counts, provide, withdraw
-from flexinspect_hooks.control.running import Running
+from flexinspect_hooks.control.parts import AnomalyCounts, register_counter, unregister_counter
+from flexinspect_hooks.control.running import CaptureControl
 from flexinspect_hooks.control.server import ControlServer
 
 TOKEN = "a-token-of-the-tests"
@@ -135,7 +135,9 @@ def test_a_taken_port_is_a_sentence(served: Any) -> None:
     port = urlsplit(served.url).port
     assert port is not None
     with pytest.raises(UsageError, match=f"127.0.0.1:{port} cannot be had"):
-        ControlServer(served.server._parts, served.server._about, Serving("127.0.0.1", port, TOKEN))
+        ControlServer(
+            served.server._parts, served.server._info, ServeOptions("127.0.0.1", port, TOKEN)
+        )
 
 
 @pytest.mark.parametrize(
@@ -151,15 +153,15 @@ def test_a_taken_port_is_a_sentence(served: Any) -> None:
 )
 def test_an_address_that_others_reach_is_refused(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        read_serving(text, insecure=False)
+        parse_serve_address(text, insecure=False)
 
 
 def test_an_address_that_others_reach_can_be_insisted_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_serving("0.0.0.0:8421", insecure=True).host == "0.0.0.0"
-    assert read_serving("[::1]:0", insecure=False).host == "::1"
+    assert parse_serve_address("0.0.0.0:8421", insecure=True).host == "0.0.0.0"
+    assert parse_serve_address("[::1]:0", insecure=False).host == "::1"
     monkeypatch.setenv("FLEXINSPECT_TOKEN", "short")
     with pytest.raises(UsageError, match="at least 16"):
-        read_serving("127.0.0.1:0", insecure=False)
+        parse_serve_address("127.0.0.1:0", insecure=False)
 
 
 def test_where_no_socket_can_be_made_the_run_goes_on_and_says_so(
@@ -169,8 +171,8 @@ def test_where_no_socket_can_be_made_the_run_goes_on_and_says_so(
         "flexinspect_hooks.control.server.new_socket_path",
         lambda folder: folder / ("x" * 120 + ".sock"),
     )
-    about, levels = served.server._about, served.server._parts.levels
-    running = Running(about, levels, is_served=True, serving=None, tell=lambda _: None)
+    about, levels = served.server._info, served.server._parts.levels
+    running = CaptureControl(about, levels, is_served=True, serving=None, report=lambda _: None)
     assert "cannot be made: AF_UNIX path too long" in running.note
     assert running.url == ""
 
@@ -181,9 +183,9 @@ def test_a_temporary_folder_with_a_long_path_holds_no_sockets(
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 80)))
     monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
-    assert registry._temporary() == Path("/tmp/flexinspect-4000000000")
+    assert registry._temporary_folder() == Path("/tmp/flexinspect-4000000000")
     monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
-    assert registry._temporary() == Path("/var/tmp/flexinspect-4000000000")
+    assert registry._temporary_folder() == Path("/var/tmp/flexinspect-4000000000")
 
 
 # -- what is answered ------------------------------------------------------------------------------
@@ -256,17 +258,17 @@ def test_two_clients_at_once_are_both_obeyed(served: Any) -> None:
 
 def test_an_order_is_priced_accepted_and_its_result_told(served: Any) -> None:
     client = served.client
-    priced = client.restore(Place(0, 0, -1), dry_run=True)
+    priced = client.restore(StepRef(0, 0, -1), dry_run=True)
     assert (priced.order, priced.said, priced.cost.bytes) == (None, "one forward", 4096)
     assert client.status().order is None
-    assert not served.model.gate.is_commanded  # nothing was, so far
-    assert client.edit_mask(Place(0, 0, -1), [MaskEdit("drop", segments=(1,))]).order == 1
-    assert served.model.gate.is_commanded
+    assert not served.model.gate.has_received_command  # nothing was, so far
+    assert client.edit_mask(StepRef(0, 0, -1), [MaskEdit("drop", segments=(1,))]).order == 1
+    assert served.model.gate.has_received_command
     with pytest.raises(ControlError, match="not done yet"):
-        client.fork(Place(0, 0, -1), text="Lyon")
+        client.fork(StepRef(0, 0, -1), text="Lyon")
     served.model.forward()
     wait_for(lambda: client.status().order.state == "done")
-    assert client.fork(Place(0, 0, 900), token_id=3).order == 2
+    assert client.fork(StepRef(0, 0, 900), token_id=3).order == 2
     served.model.forward()
     wait_for(lambda: client.status().order.state == "failed")
     assert client.status().order.said == "That step is not recorded."
@@ -286,7 +288,7 @@ def test_breakpoints_are_set_listed_switched_and_removed(served: Any) -> None:
 class _Counted:
     """The example of the mission: 1000 steps of training with 5 anomalies."""
 
-    counts_now = Counts(
+    counts_now = AnomalyCounts(
         total_anomalies=5,
         debug_history_length=1000,
         total_steps=1000,
@@ -296,11 +298,11 @@ class _Counted:
         loss_anomalies=3,
     )
 
-    def counts(self) -> Counts:
+    def counts(self) -> AnomalyCounts:
         return self.counts_now
 
     def clear(self) -> None:
-        self.counts_now = Counts()
+        self.counts_now = AnomalyCounts()
 
 
 def test_the_routes_of_the_training_log_say_zero_until_somebody_counts(served: Any) -> None:
@@ -318,7 +320,7 @@ def test_the_routes_of_the_training_log_say_zero_until_somebody_counts(served: A
         "general_debugger": {"total_anomalies": 0, "debug_history_length": 0},
     }
     training = _Counted()
-    provide("training", training)
+    register_counter("training", training)
     try:
         assert served.client.ask("GET", f"{where}/training/summary") == {
             "total_steps": 1000,
@@ -335,7 +337,7 @@ def test_the_routes_of_the_training_log_say_zero_until_somebody_counts(served: A
         assert (found["total_anomalies"], found["anomaly_rate"]) == (5, 0.005)
         assert served.client.ask("POST", f"{where}/clear") == empty
     finally:
-        withdraw("training", training)
+        unregister_counter("training", training)
     assert served.client.ask("POST", f"{where}/level/extreme")["status"]["level"] == "extreme"
 
 
@@ -397,7 +399,7 @@ def test_a_server_that_cannot_load_is_told_and_the_capture_is_not_found(
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as where the user's own file shadows it
     monkeypatch.delitem(sys.modules, "flexinspect_hooks.control.silent", raising=False)
     told: list[Exception] = []
-    server = ControlServer(served.server._parts, served.server._about)
+    server = ControlServer(served.server._parts, served.server._info)
     server.start(told.append)
     wait_for(lambda: bool(told))
     assert isinstance(told[0], ImportError)

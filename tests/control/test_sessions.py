@@ -16,9 +16,9 @@ from support.tiny import ids, make_model
 from transformers import DynamicCache
 
 import flexinspect
-from flexinspect.control.choosing import choose
+from flexinspect.control.choosing import find_capture
 from flexinspect.control.client import ControlClient
-from flexinspect.control.messages import Place
+from flexinspect.control.messages import StepRef
 from flexinspect.errors import ControlError, UsageError
 from flexinspect.trace.reader import TraceReader
 from flexinspect_hooks.control.levels import SessionLevels
@@ -52,7 +52,7 @@ class Looping:
         """Start the loop, paused before its first step; returns its client."""
         self._thread.start()
         wait_for(lambda: self._is_found())
-        client = ControlClient(choose().address)
+        client = ControlClient(find_capture().address)
         client.pause()
         self.go.set()
         wait_for(lambda: client.status().state == "paused")
@@ -68,7 +68,7 @@ class Looping:
         assert not self._thread.is_alive()
 
 
-def after(client: ControlClient, command: Callable[[], Any]) -> Place:
+def after(client: ControlClient, command: Callable[[], Any]) -> StepRef:
     """Send a command and return where the model pauses."""
     command()
     wait_for(lambda: client.status().state == "paused")
@@ -78,12 +78,12 @@ def after(client: ControlClient, command: Callable[[], Any]) -> Place:
 def test_a_paused_loop_shows_every_step_up_to_the_pause_and_goes_on_as_told(tmp_path: Path) -> None:
     loop = Looping(tmp_path / "own.flextrace")
     client = loop.start()
-    assert client.status().place == Place(0, 0, -1)
-    assert after(client, lambda: client.step(3)) == Place(0, 0, 2)
+    assert client.status().place == StepRef(0, 0, -1)
+    assert after(client, lambda: client.step(3)) == StepRef(0, 0, 2)
     with TraceReader(tmp_path / "own.flextrace") as reader:
         assert [step.step for step in reader.steps(0)] == [0, 1, 2]
         assert reader.tokens(0)[-1].step == 2
-    assert after(client, lambda: client.run_to(5)) == Place(0, 0, 5)
+    assert after(client, lambda: client.run_to(5)) == StepRef(0, 0, 5)
     with pytest.raises(ControlError, match="Step 4 of generation 0 is behind"):
         client.run_to(4)
     client.continue_()
@@ -138,7 +138,7 @@ def test_a_stop_ends_a_loop_as_ctrl_c_does(tmp_path: Path) -> None:
     loop = Looping(tmp_path / "own.flextrace")
     client = loop.start()
     after(client, client.step)
-    assert client.stop().said == "the run ends"
+    assert client.stop().message == "the run ends"
     loop.end()
     assert isinstance(loop.error, KeyboardInterrupt)
     with TraceReader(tmp_path / "own.flextrace") as reader:
@@ -150,7 +150,7 @@ def test_a_loop_of_ones_own_is_not_put_back(tmp_path: Path) -> None:
     loop = Looping(tmp_path / "own.flextrace")
     client = loop.start()
     with pytest.raises(ControlError, match="the program's own"):
-        client.restore(Place(0, 0, 0))
+        client.restore(StepRef(0, 0, 0))
     with pytest.raises(ControlError, match="is no number"):
         client.layers("x")
     with pytest.raises(ControlError, match="does not exist"):

@@ -14,7 +14,7 @@ import pytest
 from support.dap import DapClient, DapError
 from support.debugged import Debugged, breakpoints, eventually, line_of, plain_output
 
-from flexinspect.heartbeat import held_now
+from flexinspect.heartbeat import read_stop
 from flexinspect.trace.reader import open_trace
 
 FORWARD, RULE = "# in the patched forward", "# in the mask rule"
@@ -107,15 +107,15 @@ def test_a_large_tensor_is_shown_in_a_second_and_ten_kilobytes(
 def test_viewers_are_told_where_the_debugger_holds_the_run(
     run: Debugged, client: DapClient
 ) -> None:
-    assert held_now(run.trace) is None
+    assert read_stop(run.trace) is None
     client.begin(run.attach(), breakpoints(run.program, FORWARD))
     thread, _ = client.stopped()
-    held = eventually(lambda: held_now(run.trace))
+    held = eventually(lambda: read_stop(run.trace))
     assert (held.by, held.function, held.line) == ("debugpy", "attend", line_of(FORWARD))
     assert held.sentence().startswith(f"held by debugpy in attend (program.py:{held.line}) for ")
     client.request("setBreakpoints", source={"path": str(run.program)}, breakpoints=[])
     client.request("continue", threadId=thread)
-    eventually(lambda: held_now(run.trace) is None)
+    eventually(lambda: read_stop(run.trace) is None)
 
 
 def test_a_model_event_stops_in_the_users_frame_and_says_why(
@@ -130,7 +130,7 @@ def test_a_model_event_stops_in_the_users_frame_and_says_why(
     assert "entropy > 3" in client.variables(stack[0])["flexinspect"]["value"]
     asked = "(flexinspect.step, flexinspect.layer, flexinspect.facts['module'])"
     assert client.evaluate(asked, stack[0]) == "(7, 1, 'o_proj')"
-    held = eventually(lambda: held_now(run.trace))
+    held = eventually(lambda: read_stop(run.trace))
     assert (held.reason, held.function) == ("entropy > 3", "attend")
 
     client.request("next", threadId=thread)
@@ -158,7 +158,7 @@ def test_a_client_that_is_killed_at_a_stop_leaves_the_run_going(run: Debugged) -
         client.begin(run.attach(), breakpoints(run.program, FORWARD))
         client.stopped()
     assert run.goes_on()
-    assert held_now(run.trace) is None
+    assert read_stop(run.trace) is None
 
 
 def test_without_a_client_a_model_event_does_not_stop(run: Debugged) -> None:

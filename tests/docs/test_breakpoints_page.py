@@ -7,15 +7,15 @@ import re
 import pytest
 from support.paths import DOCS
 
-from flexinspect.breaks import BreakpointBook, ExpressionError
-from flexinspect.breaks.words import OPTIONS, SIGHTS, UNITS, WORDS
+from flexinspect.breaks import BreakpointStore, ExpressionError
+from flexinspect.breaks.words import OBSERVATIONS, OPTION_HELP, UNITS, VALUE_NAMES
 
 PAGE = (DOCS / "breakpoints.md").read_text()
 
 
 def test_every_condition_of_the_page_is_read() -> None:
     (block,) = re.findall(r"## Conditions\n\n```text\n(.*?)```", PAGE, re.DOTALL)
-    book = BreakpointBook()
+    book = BreakpointStore()
     for line in block.splitlines():
         book.add(line)
     assert len(book.list()) > 10
@@ -24,15 +24,15 @@ def test_every_condition_of_the_page_is_read() -> None:
 
 
 def test_every_name_option_and_unit_is_on_the_page() -> None:
-    for name in (*WORDS, *SIGHTS):
+    for name in (*VALUE_NAMES, *OBSERVATIONS):
         assert f"`{name}`" in PAGE, name
-    for option in OPTIONS:
+    for option in OPTION_HELP:
         assert f"`[{option}" in PAGE, option
     assert ", ".join(unit for unit in UNITS if unit != "KB") in PAGE
 
 
 def test_the_error_of_the_page_is_the_one_that_is_said() -> None:
     with pytest.raises(ExpressionError) as caught:
-        BreakpointBook().add("step > 2 and entropi > 3")
-    said = caught.value.at("--break").sentence()
+        BreakpointStore().add("step > 2 and entropi > 3")
+    said = caught.value.with_location("--break").sentence()
     assert f"flexinspect: {said}\n```" in PAGE

@@ -16,7 +16,12 @@ PAGE = (DOCS / "control.md").read_text()
 def test_the_page_lists_every_route_with_its_body_and_answer() -> None:
     rows = re.findall(r"^\| `(\w+) (/\S+)` \| (?:`(\w+)`)? ?\| `(\w+)` \|$", PAGE, re.MULTILINE)
     there = {
-        (route.method, route.path, route.body.__name__ if route.body else "", route.answer.__name__)
+        (
+            route.method,
+            route.path,
+            route.body.__name__ if route.body else "",
+            route.response.__name__,
+        )
         for route in ROUTES
     }
     assert set(rows) == there

@@ -22,7 +22,7 @@ def test_every_block_of_the_page_prints_what_stands_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(switches, "_common", [])
+    monkeypatch.setattr(switches, "_common_boards", [])
     names: dict[str, Any] = {"__name__": "page"}
     blocks = BLOCK.findall(PAGE)
     assert len(blocks) == PAGE.count("```python") >= 8

@@ -7,11 +7,11 @@ import re
 import pytest
 from support.paths import DOCS
 
-from flexinspect.rules.catalogue import catalogue
+from flexinspect.rules.catalogue import load_rules
 
 FOLDER = DOCS / "findings"
 COLUMNS = ["id", "finding", "class", "public case", "found by", "cost"]
-KNOWN = catalogue()
+KNOWN = load_rules()
 
 
 def table() -> list[list[str]]:
@@ -46,7 +46,7 @@ def test_the_table_is_whole() -> None:
     assert all(len(row) == len(COLUMNS) - 1 for row in rows().values())
 
 
-@pytest.mark.parametrize("id_", KNOWN.kinds)
+@pytest.mark.parametrize("id_", KNOWN.finding_kinds)
 def test_a_finding_has_its_page_and_its_row(id_: str) -> None:
     page = FOLDER / f"{id_}.md"
     assert page.is_file()
@@ -58,7 +58,7 @@ def test_a_dear_rule_is_said_to_look_afterwards_and_no_other() -> None:
     cost = {id_: row[-1] for id_, row in rows().items()}
     for rule in KNOWN.rules:
         for id_ in rule.findings:
-            assert cost[id_].startswith("afterwards" if rule.dear else "live"), id_
+            assert cost[id_].startswith("afterwards" if rule.offline_only else "live"), id_
 
 
 def test_every_page_is_in_the_table() -> None:

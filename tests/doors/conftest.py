@@ -16,10 +16,10 @@ from flexinspect_hooks.doors import switches
 @pytest.fixture(autouse=True)
 def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
     """Give each test a common board and providers of its own, and leave autograd as it was."""
-    monkeypatch.setattr(switches, "_common", [switches.SwitchBoard()])
+    monkeypatch.setattr(switches, "_common_boards", [switches.SwitchBoard()])
     monkeypatch.setattr(parts, "_providers", {})
     yield
-    switches._common[0].disable_debugging()
+    switches._common_boards[0].disable_debugging()
     assert not torch.is_anomaly_enabled()
 
 

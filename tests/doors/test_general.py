@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from flexinspect import DebugLevel, PyTorchDebugger, debug_context
-from flexinspect_hooks.control.parts import Counts
+from flexinspect_hooks.control.parts import AnomalyCounts
 
 
 def with_gradients(model: nn.Module, scale: float = 1.0) -> nn.Module:
@@ -311,9 +311,9 @@ def test_a_clearing_by_another_thread_in_the_midst_of_an_analysis_breaks_nothing
 
     debugger = PyTorchDebugger(on_anomaly=clear)
     debugger.analyze_tensor(torch.tensor([math.nan]), "x")
-    assert debugger.counts() == Counts()
+    assert debugger.counts() == AnomalyCounts()
     debugger.analyze_tensor(torch.tensor([1.0]), "x")
-    assert debugger.counts() == Counts(debug_history_length=1, total_steps=1)
+    assert debugger.counts() == AnomalyCounts(debug_history_length=1, total_steps=1)
 
 
 def test_a_clearing_waits_until_an_analysis_is_counted() -> None:
@@ -326,11 +326,11 @@ def test_a_clearing_waits_until_an_analysis_is_counted() -> None:
         yield "waits" if server.is_alive() else "is cleared"
         seen.append(debugger.counts())
 
-    seen: list[Counts] = []
+    seen: list[AnomalyCounts] = []
     debugger._keep(entries(), [])
     server.join(5)
     assert [one.total_steps for one in seen] == [1]
-    assert debugger.counts() == Counts()
+    assert debugger.counts() == AnomalyCounts()
 
 
 def test_a_high_rate_of_anomalies_is_said_once(lines: pytest.LogCaptureFixture) -> None:

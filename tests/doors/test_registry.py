@@ -12,12 +12,12 @@ from torch import nn
 
 from flexinspect import DebugLevel, DiffusionModelDebugger, PyTorchDebugger, TrainingDebugger
 from flexinspect.errors import UsageError
-from flexinspect_hooks.control.parts import Counts, Debugger, provided
+from flexinspect_hooks.control.parts import AnomalyCounts, DebuggerKind, active_counter
 from flexinspect_hooks.doors import registry
 
 
-def counts(kind: Debugger) -> Counts:
-    found = provided(kind)
+def counts(kind: DebuggerKind) -> AnomalyCounts:
+    found = active_counter(kind)
     assert found is not None
     return found.counts()
 
@@ -29,7 +29,7 @@ def test_the_training_figures_are_those_of_the_newest_debugger() -> None:
     for step in range(4):
         newer.monitor_training_step(model, math.inf if step == 2 else 0.5, step)
     summary = newer.get_training_summary()
-    assert counts("training") == Counts(
+    assert counts("training") == AnomalyCounts(
         total_anomalies=1,
         debug_history_length=5,
         total_steps=summary.total_steps,
@@ -50,7 +50,7 @@ def test_an_older_debugger_answers_again_when_the_newer_is_gone_and_nobody_at_la
     assert counts("training").total_steps == 1
     del older
     gc.collect()
-    assert provided("training") is None
+    assert active_counter("training") is None
 
 
 def test_the_other_two_kinds_have_counts_of_their_own() -> None:
@@ -67,8 +67,8 @@ def test_clearing_and_levels_from_outside_go_to_all_that_live() -> None:
     both = (PyTorchDebugger(), PyTorchDebugger())
     for debugger in both:
         debugger.analyze_tensor(torch.tensor([math.nan]), "x")
-    found = provided("general")
-    assert isinstance(found, registry.NewestOf)
+    found = active_counter("general")
+    assert isinstance(found, registry.NewestDebugger)
     found.clear()
     assert [debugger.get_debug_summary().total_anomalies for debugger in both] == [0, 0]
     found.set_level("extreme")

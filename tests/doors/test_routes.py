@@ -17,7 +17,12 @@ from torch import nn
 import flexinspect
 from flexinspect import DebugLevel, PyTorchDebugger, TrainingDebugger
 from flexinspect_hooks.control import summaries
-from flexinspect_hooks.control.parts import Counts, provide, provided, withdraw
+from flexinspect_hooks.control.parts import (
+    AnomalyCounts,
+    active_counter,
+    register_counter,
+    unregister_counter,
+)
 
 
 def test_a_run_of_a_thousand_steps_is_answered_with_the_published_figures() -> None:
@@ -51,24 +56,24 @@ def test_a_level_from_outside_reaches_every_debugger() -> None:
 
 def test_who_counted_before_counts_again_when_a_debugger_is_gone() -> None:
     class Fixed:
-        def counts(self) -> Counts:
-            return Counts(total_anomalies=7)
+        def counts(self) -> AnomalyCounts:
+            return AnomalyCounts(total_anomalies=7)
 
         def clear(self) -> None:
             """Nothing is counted here."""
 
     gc.collect()
     before = Fixed()
-    provide("general", before)
+    register_counter("general", before)
     try:
         debugger = PyTorchDebugger()
         assert summaries.debug_summary().general_debugger.total_anomalies == 0
         del debugger
         gc.collect()
-        assert provided("general") is before
+        assert active_counter("general") is before
         assert summaries.debug_summary().general_debugger.total_anomalies == 7
     finally:
-        withdraw("general", before)
+        unregister_counter("general", before)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from torch import nn
 
 import flexinspect
 from flexinspect import DebugSwitches, EarlyStopping, SwitchBoard, TrainingDebugger, TrainingLoop
-from flexinspect.debugging import SWITCHES, WHAT_SWITCHES_DO, short_name
+from flexinspect.debugging import SWITCH_DESCRIPTIONS, SWITCHES, short_name
 from flexinspect.errors import UsageError
 
 NAMES = [
@@ -103,8 +103,8 @@ SAID = {
 
 def test_the_switches_have_the_names_of_the_mission_and_are_off() -> None:
     assert list(SWITCHES) == NAMES
-    assert list(WHAT_SWITCHES_DO) == NAMES
-    assert all(WHAT_SWITCHES_DO.values())
+    assert list(SWITCH_DESCRIPTIONS) == NAMES
+    assert all(SWITCH_DESCRIPTIONS.values())
     assert SwitchBoard().get_debugging_status() == dict.fromkeys(NAMES, False)
     assert list(SAID) == [short_name(name) for name in NAMES]
 
@@ -206,7 +206,7 @@ def test_the_section_of_the_settings_sets_the_common_board(
         "[debugging]\nvalidation = true\n[debugging.production]\nmemory_usage = true\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(switches, "_common", [])
+    monkeypatch.setattr(switches, "_common_boards", [])
     assert flexinspect.get_debugging_status() == {
         **dict.fromkeys(NAMES, False),
         "debug_validation": True,
@@ -397,7 +397,7 @@ def test_profiling_rests_for_five_times_what_reading_a_window_takes(
     windows = ProfilerWindows(board, steps=3, clock=lambda: next(seconds))
     said = []
     for step in range(12):
-        windows.boundary(step)
+        windows.on_step(step)
         said.append(len(lines.messages))
     # Ended at second 2, after a second; step 7 is looked at in second 7, and begins the next.
     assert said == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2]

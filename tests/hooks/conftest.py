@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.tiny import make_model, make_pieces
 
-from flexinspect.prompts import Prompt, compose
+from flexinspect.prompts import Prompt, compose_prompt
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def llama() -> Any:
 
 @pytest.fixture
 def prompt() -> Prompt:
-    return compose(make_pieces(), max_new_tokens=8)
+    return compose_prompt(make_pieces(), max_new_tokens=8)
 
 
 @pytest.fixture(autouse=True)

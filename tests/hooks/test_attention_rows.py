@@ -13,15 +13,15 @@ import torch
 from support.tiny import make_model, make_pieces
 
 from flexinspect import masks
-from flexinspect.panels.base import Place, Request
+from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.parts.attentiondata import AttentionData, AttentionOptions, load_attention
 from flexinspect.panels.source import Source
-from flexinspect.prompts import Prompt, compose
+from flexinspect.prompts import Prompt, compose_prompt
 from flexinspect.records import GenerationRecord, TokenRecord
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.masksource import RuleMask
+from flexinspect_hooks.masksource import SpecMaskSource
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.reference import attention_row
 from flexinspect_hooks.session import CaptureSession
@@ -33,14 +33,14 @@ NEW = 5
 def record(path: Path, model: Any, prompt: Prompt, *, patch: bool = True) -> Source:
     """Generate under segment isolation (or the model's own mask) and return the trace."""
     rule = masks.preset("segment-isolation", prompt.segments)
-    source = RuleMask(rule, length=128, device=CPU, compiled=False)
+    source = SpecMaskSource(rule, length=128, device=CPU, compiled=False)
     with TraceWriter.create(path, {"model": "tiny"}) as writer:
         session = CaptureSession(model, writer, level="extreme")
 
         def chose(choice: Choice) -> None:
             pos = len(prompt.ids) + choice.step
             token = TokenRecord(pos, choice.token_id, "x", "x", pos, 6, step=choice.step)
-            session.chose(token, choice.chosen, choice.scores)
+            session.on_token_chosen(token, choice.chosen, choice.scores)
 
         with session:
             session.begin_generation(
@@ -57,7 +57,7 @@ def record(path: Path, model: Any, prompt: Prompt, *, patch: bool = True) -> Sou
 def show(
     source: Source, *, row: int | None = None, measure: str = "", **place: int
 ) -> AttentionData:
-    return load_attention(source, Request(Place(**place), AttentionOptions(measure, row)))
+    return load_attention(source, Request(TracePlace(**place), AttentionOptions(measure, row)))
 
 
 def oracle(
@@ -81,7 +81,7 @@ def oracle(
 
 @pytest.fixture
 def wide_prompt() -> Prompt:
-    return compose(make_pieces(), max_new_tokens=NEW)
+    return compose_prompt(make_pieces(), max_new_tokens=NEW)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
@@ -97,14 +97,14 @@ def test_rows_of_every_step_layer_and_head_equal_the_oracles(
             expected = oracle(source, step, layer, q_idx, cells)
             for head in range(4):
                 data = show(source, step=step, layer=layer, head=head)
-                assert data.tokens is not None, data.why or data.refused
+                assert data.tokens is not None, data.missing_reason or data.mismatch
                 np.testing.assert_allclose(data.tokens.weights, expected[head], atol=2e-5)
-                assert data.gate.kind == "lse"
-                assert data.gate.value is not None
-                assert data.gate.value < 1e-4
-                assert data.mass is not None
+                assert data.lse_check.kind == "lse"
+                assert data.lse_check.value is not None
+                assert data.lse_check.value < 1e-4
+                assert data.segment_attention is not None
                 sums = [expected[head, s.start : s.stop].sum() for s in wide_prompt.segments]
-                np.testing.assert_allclose(data.mass, sums, atol=2e-5)
+                np.testing.assert_allclose(data.segment_attention, sums, atol=2e-5)
 
 
 def test_every_row_of_the_prefill_equals_the_oracles(tmp_path: Path, wide_prompt: Prompt) -> None:
@@ -118,9 +118,9 @@ def test_every_row_of_the_prefill_equals_the_oracles(tmp_path: Path, wide_prompt
         assert data.tokens is not None
         assert data.q_idx == q_idx
         np.testing.assert_allclose(data.tokens.weights, expected[3], atol=2e-5)
-        assert not data.gate.checked
-        assert data.newest_gate.value is not None
-        assert data.newest_gate.value < 1e-4
+        assert not data.lse_check.is_checked
+        assert data.newest_lse_check.value is not None
+        assert data.newest_lse_check.value < 1e-4
 
 
 def test_without_a_kernels_lse_the_output_gates_the_row(
@@ -132,9 +132,9 @@ def test_without_a_kernels_lse_the_output_gates_the_row(
     data = show(source, step=2, layer=0, head=1)
     assert data.tokens is not None
     np.testing.assert_allclose(data.tokens.weights, expected[1], atol=2e-5)
-    assert data.gate.kind == "output"
-    assert data.gate.value is not None
-    assert data.gate.value < 1e-4
+    assert data.lse_check.kind == "output"
+    assert data.lse_check.value is not None
+    assert data.lse_check.value < 1e-4
 
 
 def test_keys_of_a_sliding_cache_are_those_that_the_layer_still_had(
@@ -143,12 +143,12 @@ def test_keys_of_a_sliding_cache_are_those_that_the_layer_still_had(
     source = record(tmp_path / "a.flextrace", make_model("mistral"), wide_prompt, patch=False)
     for step in range(NEW):
         data = show(source, step=step, layer=1, head=2)
-        assert data.tokens is not None, data.why or data.refused
+        assert data.tokens is not None, data.missing_reason or data.mismatch
         call = source.reader.calls(0, step)[1]
         assert len(data.tokens.weights) == call.kv_len
         assert int(data.tokens.open_keys.sum()) <= 9
-        assert data.gate.value is not None
-        assert data.gate.value < 1e-4
+        assert data.lse_check.value is not None
+        assert data.lse_check.value < 1e-4
     assert data.tokens is not None
     assert data.tokens.first_pos > 0
 
@@ -173,11 +173,11 @@ def test_rows_of_a_capped_model_equal_the_oracles(
             expected = oracle(source, step, layer, q_idx, cells)
             for head in range(4):
                 data = show(source, step=step, layer=layer, head=head)
-                assert data.tokens is not None, data.why or data.refused
+                assert data.tokens is not None, data.missing_reason or data.mismatch
                 shown = expected[head, q_idx + 1 - call.kv_len :]
                 np.testing.assert_allclose(data.tokens.weights, shown, atol=2e-5)
-                assert data.gate.value is not None
-                assert data.gate.value < 1e-4
+                assert data.lse_check.value is not None
+                assert data.lse_check.value < 1e-4
 
 
 def test_without_its_cap_a_row_is_not_what_ran_and_is_not_drawn(
@@ -189,7 +189,7 @@ def test_without_its_cap_a_row_is_not_what_ran_and_is_not_drawn(
     with contextlib.closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE calls SET softcap = NULL")
     data = show(Source(TraceReader(path)), step=1, layer=1, head=2)
-    assert data.refused.startswith("This is not what ran")
+    assert data.mismatch.startswith("This is not what ran")
     assert data.tokens is None
 
 
@@ -199,6 +199,6 @@ def test_half_precision_passes_the_gate(tmp_path: Path, wide_prompt: Prompt) -> 
     for step in range(NEW):
         for head in range(4):
             data = show(source, step=step, layer=2, head=head)
-            assert data.tokens is not None, data.why or data.refused
-            assert data.gate.value is not None
-            assert data.gate.value < 1e-2
+            assert data.tokens is not None, data.missing_reason or data.mismatch
+            assert data.lse_check.value is not None
+            assert data.lse_check.value < 1e-2

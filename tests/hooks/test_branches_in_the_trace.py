@@ -15,21 +15,21 @@ import torch
 from support.paths import DOCS
 
 from flexinspect import branches, datasets, models
-from flexinspect.breaks import BreakpointBook
+from flexinspect.breaks import BreakpointStore
 from flexinspect.config import load_config
-from flexinspect.control.messages import EditMask, Fork, MaskEdit, Order, Place, Restore
+from flexinspect.control.messages import EditMask, Fork, MaskEdit, QueuedRewind, Restore, StepRef
 from flexinspect.errors import FlexInspectError, MaskError, UsageError
 from flexinspect.job import Job, SamplingOptions
 from flexinspect.records import EventRecord
 from flexinspect.review import review
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.breaking import Breaking
-from flexinspect_hooks.control.gate import Gate
-from flexinspect_hooks.ensemble import Ensemble
+from flexinspect_hooks.breaking import BreakpointEvaluator
+from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect_hooks.ensemble import EnsembleRunner
 from flexinspect_hooks.models import LoadedModel, load
 from flexinspect_hooks.session import CaptureSession
-from flexinspect_hooks.stoppers import GateStopper
+from flexinspect_hooks.stoppers import PauseAction
 
 NEW = 8
 
@@ -52,18 +52,20 @@ class Script:
 
     def __init__(self, *wishes: Any, then: Callable[[], object] = lambda: None) -> None:
         self._wishes, self._then = list(wishes), then
-        self.results: list[tuple[str, Place | FlexInspectError, str]] = []
-        self.places: list[Place] = []
+        self.results: list[tuple[str, StepRef | FlexInspectError, str]] = []
+        self.places: list[StepRef] = []
 
-    def between_steps(self, place: Place) -> Order | None:
+    def between_steps(self, place: StepRef) -> QueuedRewind | None:
         self.places.append(place)
         return None
 
-    def hold(self, place: Place) -> Order | None:
+    def hold(self, place: StepRef) -> QueuedRewind | None:
         self._then()
-        return Order(1, self._wishes.pop(0)) if self._wishes else None
+        return QueuedRewind(1, self._wishes.pop(0)) if self._wishes else None
 
-    def done(self, order: Order, result: Place | FlexInspectError, said: str = "") -> None:
+    def report_result(
+        self, order: QueuedRewind, result: StepRef | FlexInspectError, said: str = ""
+    ) -> None:
         self.results.append((order.kind, result, said))
 
 
@@ -74,7 +76,7 @@ class Run:
         sampling = SamplingOptions(do_sample=True, temperature=1.5, top_k=50)
         job = Job(out=str(path), sampling=sampling, max_new_tokens=NEW, stop="length", seed=3)
         self.path = path
-        self.ensemble = Ensemble(loaded, job, compiled=False)
+        self.ensemble = EnsembleRunner(loaded, job, compiled=False)
         self.ensemble._eos = ()
         self.writer = TraceWriter.create(path, {"model": {"name": "demo"}})
         words = self.ensemble.vocabulary
@@ -85,7 +87,7 @@ class Run:
         self.plan = self.ensemble.plan(datasets.choose_paraphrases(sample, 3, None))
 
     def go(self, gate: Script) -> TraceReader:
-        self.session.gate = gate  # type: ignore[assignment]
+        self.session.barrier = gate  # type: ignore[assignment]
         state = "failed"
         try:
             with self.session:
@@ -108,8 +110,8 @@ def new_run(demo: LoadedModel, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     torch.set_num_threads(threads)
 
 
-def at(step: int, branch: int = 0) -> Place:
-    return Place(0, branch, step)
+def at(step: int, branch: int = 0) -> StepRef:
+    return StepRef(0, branch, step)
 
 
 def hash_of_base(path: Path) -> str:
@@ -148,7 +150,7 @@ def test_the_base_is_never_touched(new_run: Callable[..., Run]) -> None:
     assert [kind for kind, _, _ in gate.results] == [
         *("fork", "edit", "edit", "edit", "restore", "fork")
     ]
-    assert all(isinstance(result, Place) for _, result, _ in gate.results), gate.results
+    assert all(isinstance(result, StepRef) for _, result, _ in gate.results), gate.results
     assert [row.parent for row in reader.branches(0)] == [None, 0, 0, 0, 0, 1]
     assert len(hashes) == 7
     assert len(set(hashes)) == 1
@@ -247,7 +249,7 @@ def test_ctrl_c_in_a_branch_leaves_a_valid_trace(new_run: Callable[..., Run]) ->
     run = new_run()
 
     class Interrupting(Script):
-        def between_steps(self, place: Place) -> Order | None:
+        def between_steps(self, place: StepRef) -> QueuedRewind | None:
             if place.branch == 1 and place.step == 4:
                 raise KeyboardInterrupt
             return None
@@ -266,7 +268,7 @@ def test_orders_that_cannot_be_obeyed_are_answered_and_change_nothing(
     new_run: Callable[..., Run],
 ) -> None:
     gate = Script(
-        Restore(Place(3, 0, 1)),
+        Restore(StepRef(3, 0, 1)),
         Restore(at(99)),
         Fork(at(2), text=""),
         EditMask(at(2), (MaskEdit("drop", segments=(77,)),)),
@@ -296,10 +298,10 @@ def test_an_order_that_the_model_fails_on_is_answered_and_the_run_goes_on(
 ) -> None:
     run = new_run()
 
-    def fail(order: Order) -> None:
+    def fail(order: QueuedRewind) -> None:
         raise error
 
-    monkeypatch.setattr(run.ensemble.orders, "obey", fail)
+    monkeypatch.setattr(run.ensemble.rewind_handler, "execute", fail)
     gate = Script(Fork(at(2), token_id=300))
     reader = run.go(gate)
     ((_, result, _),) = gate.results
@@ -313,28 +315,30 @@ def test_the_cost_is_said_before(new_run: Callable[..., Run]) -> None:
     run, said = new_run(), []
 
     def ask() -> None:
-        orders = run.ensemble.orders
+        orders = run.ensemble.rewind_handler
         for wish in (
             Restore(at(2)),
             Fork(at(2), token_id=300),
             EditMask(at(2), (MaskEdit("preset", name="causal"),)),
             EditMask(at(2), (MaskEdit("row", row=45, is_open=False),)),
         ):
-            said.append(orders.check(Order(0, wish)))
+            said.append(orders.estimate_cost(QueuedRewind(0, wish)))
         with pytest.raises(MaskError, match="changes nothing"):
-            orders.check(Order(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),))))
+            orders.estimate_cost(
+                QueuedRewind(0, EditMask(at(2), (MaskEdit("preset", name="segment-isolation"),)))
+            )
         with pytest.raises(UsageError, match="no step 50"):
-            orders.check(Order(0, Restore(at(50))))
+            orders.estimate_cost(QueuedRewind(0, Restore(at(50))))
 
     reader = run.go(Script(then=ask))
     assert said[0].sentence.startswith("the cache is cropped; the caches hold ")
     assert said[1].sentence.startswith("1 row in 1 forward, about 0.")
     assert "rows computed already changed: " in said[2].sentence
     assert said[3].sentence.startswith("No row computed already is touched: 1 row in 1 forward")
-    assert all(not cost.is_dear and cost.bytes for cost in said)
+    assert all(not cost.is_expensive and cost.bytes for cost in said)
     assert len(reader.branches(0)) == 1  # asking changes nothing
     with pytest.raises(UsageError, match="No generation runs"):
-        run.ensemble.orders.check(Order(0, Restore(at(2))))
+        run.ensemble.rewind_handler.estimate_cost(QueuedRewind(0, Restore(at(2))))
 
 
 def test_a_review_afterwards_finds_nothing_new_in_branches(new_run: Callable[..., Run]) -> None:
@@ -355,7 +359,9 @@ def test_branches_of_level_extreme_are_compared_by_all_logits(
     edit = EditMask(at(3), (MaskEdit("preset", name="causal"),))
     with new_run(level="extreme").go(Script(edit)) as reader:
         change = branches.step_change(reader, 0, 4, 0, 1)
-        listed = branches._of_candidates(4, reader.candidates(0, 4), reader.candidates(0, 4, 1))
+        listed = branches._change_from_candidates(
+            4, reader.candidates(0, 4), reader.candidates(0, 4, 1)
+        )
         assert change is not None
         assert change.basis == "all logits"
         assert change.kl >= listed.kl > 0
@@ -389,10 +395,12 @@ def test_a_replayed_step_that_differs_is_judged_with_what_was_seen_of_it(
     new_run: Callable[..., Run], demo: LoadedModel
 ) -> None:
     run, told = new_run(), list[EventRecord]()
-    book, head = BreakpointBook(), demo.model.get_output_embeddings()
+    book, head = BreakpointStore(), demo.model.get_output_embeddings()
     before = head.weight.detach().clone()
     book.add("inf @ *self_attn and step == 4")
-    breaking = Breaking(book, GateStopper(Gate(), lambda _: None, told.append), told.append)
+    breaking = BreakpointEvaluator(
+        book, PauseAction(StepBarrier(), lambda _: None, told.append), told.append
+    )
     run.session.break_on(breaking)
 
     def spoil() -> None:

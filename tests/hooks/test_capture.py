@@ -32,7 +32,7 @@ from flexinspect.records import (
 )
 from flexinspect_hooks import mass
 from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.masksource import RuleMask
+from flexinspect_hooks.masksource import SpecMaskSource
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.reference import attention_row
 from flexinspect_hooks.registered import built_in_hooks
@@ -79,7 +79,7 @@ def chooser(session: CaptureSession, prompt: Prompt, seen: list[torch.Tensor] | 
             seen.append(choice.logits.clone())
         pos = len(prompt.ids) + choice.step
         token = TokenRecord(pos, choice.token_id, "", "", pos, 6, step=choice.step)
-        session.chose(token, choice.chosen, choice.scores)
+        session.on_token_chosen(token, choice.chosen, choice.scores)
 
     return chose
 
@@ -89,7 +89,7 @@ def capture(
     prompt: Prompt,
     *,
     level: str = "advanced",
-    rule: masks.MaskRule | None = None,
+    rule: masks.MaskSpec | None = None,
     hooks: Sequence[Any] | None = None,
     layers: Sequence[int] | None = None,
     sampling: SamplingOptions | None = None,
@@ -98,7 +98,7 @@ def capture(
 ) -> tuple[MemorySink, list[torch.Tensor]]:
     sink, logits = MemorySink(), []
     rule = rule or masks.preset("segment-isolation", prompt.segments)
-    source = RuleMask(rule, length=128, device=CPU, compiled=compiled)
+    source = SpecMaskSource(rule, length=128, device=CPU, compiled=compiled)
     session = CaptureSession(model, sink, level=level, hooks=hooks, layers=layers)
     options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": sampling}
     with session:
@@ -118,7 +118,7 @@ def test_outputs_are_bit_equal_with_and_without_capture(
 ) -> None:
     rule = masks.preset("segment-isolation", prompt.segments)
     plain: list[torch.Tensor] = []
-    with FlexPatch(llama, RuleMask(rule, length=128, device=CPU, compiled=False)):
+    with FlexPatch(llama, SpecMaskSource(rule, length=128, device=CPU, compiled=False)):
         generate(
             llama, prompt, max_new_tokens=NEW, on_choice=lambda c: plain.append(c.logits.clone())
         )
@@ -197,14 +197,14 @@ def test_the_gate_closes_when_the_mask_shown_is_not_the_one_that_ran(
     assert worst < 1e-4
     from flexinspect_hooks import received
 
-    original = received._rule_cells
+    original = received._mask_mod_cells
 
     def lying(*args: Any) -> torch.Tensor:
         cells = original(*args).clone()
         cells[..., 1:4] = False
         return cells
 
-    monkeypatch.setattr(received, "_rule_cells", lying)
+    monkeypatch.setattr(received, "_mask_mod_cells", lying)
     bad, _ = capture(llama, prompt)
     assert min(max(c.gate or 0.0 for c in s.calls) for s in bad.steps) > 1e-3
 
@@ -247,13 +247,13 @@ def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> lis
     sizes: list[int] = []
     n_cores = torch.get_num_threads() + (request.param == "a core free")
     monkeypatch.setattr(mass, "available_cores", lambda: n_cores)
-    original = mass._Held.__init__
+    original = mass._DeferredTensors.__init__
 
     def init(self: Any, tensors: Any, n_bytes: int) -> None:
         sizes.append(n_bytes)
         original(self, tensors, n_bytes)
 
-    monkeypatch.setattr(mass._Held, "__init__", init)
+    monkeypatch.setattr(mass._DeferredTensors, "__init__", init)
     return sizes
 
 
@@ -285,7 +285,7 @@ def test_keys_that_are_written_to_meanwhile_give_no_row_and_the_step_says_so(
     lost: list[int],
 ) -> None:
     """As by a cache that is reset; in a model of two masks only the calls under one are lost."""
-    model, waiting = make_model(family), mass._hold
+    model, waiting = make_model(family), mass._defer_tensors
 
     def spoiled(refs: Any) -> Any:
         found = waiting(refs)
@@ -293,7 +293,7 @@ def test_keys_that_are_written_to_meanwhile_give_no_row_and_the_step_says_so(
             refs[0].key.zero_()
         return found
 
-    monkeypatch.setattr(mass, "_hold", spoiled)
+    monkeypatch.setattr(mass, "_defer_tensors", spoiled)
     sink, _ = capture(model, prompt)
     lost = lost if is_held(request) else []
     for step in sink.steps:
@@ -310,14 +310,14 @@ def test_keys_that_are_written_to_meanwhile_give_no_row_and_the_step_says_so(
 def test_no_more_keys_wait_than_there_is_room_for(
     prompt: Prompt, held: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mass, "HOLD_BYTES", 0)
+    monkeypatch.setattr(mass, "MAX_DEFERRED_BYTES", 0)
     sink, _ = capture(make_model("llama"), prompt)
     assert held == []
     assert all(call.gate is not None for step in sink.steps for call in step.calls)
 
 
 def test_keys_of_another_model_may_come_to_wait_while_the_room_is_measured() -> None:
-    class Measured(mass._Held):
+    class Measured(mass._DeferredTensors):
         @property
         def n_bytes(self) -> int:
             comes.start()
@@ -327,12 +327,12 @@ def test_keys_of_another_model_may_come_to_wait_while_the_room_is_measured() -> 
         @n_bytes.setter
         def n_bytes(self, value: int) -> None: ...
 
-    late: list[mass._Held] = []
-    comes = threading.Thread(target=lambda: late.append(mass._Held((), 2)))
+    late: list[mass._DeferredTensors] = []
+    comes = threading.Thread(target=lambda: late.append(mass._DeferredTensors((), 2)))
     here = Measured((), 1)
-    assert mass._Held.has_room(0)
+    assert mass._DeferredTensors.has_room(0)
     comes.join()
-    assert {here, *late} <= set(mass._Held._all)
+    assert {here, *late} <= set(mass._DeferredTensors._all)
     assert len(late) == 1
 
 
@@ -551,7 +551,7 @@ def test_a_forward_that_cannot_be_read_goes_on_unrecorded(llama: Any, prompt: Pr
     session = CaptureSession(llama, sink)
     with session:
         begin(session, prompt)
-        session._open(llama, (), {"past_key_values": OddCache()})
+        session._on_forward_start(llama, (), {"past_key_values": OddCache()})
         session.recorder.drain()
         assert llama(torch.tensor([prompt.ids])).logits.shape[1] == len(prompt.ids)
     assert "no length" in sink.events[0].text

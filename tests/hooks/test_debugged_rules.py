@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexinspect_hooks.debugging import rules
-from flexinspect_hooks.debugging.unseen import unseen
+from flexinspect_hooks.debugging.unseen import breakpoints_disabled
 from flexinspect_hooks.kernels import KernelCall, observe_kernels
 
 
 class Anybody:
     """Somebody who observes, so that calls are seen."""
 
-    def wants(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         return False
 
     def before(self, call: KernelCall) -> None:
@@ -36,9 +36,9 @@ class Anybody:
 def told() -> Iterator[list[str]]:
     texts: list[str] = []
     remove = observe_kernels(Anybody())
-    rules.run_rules(texts.append)
+    rules.run_mods_as_python(texts.append)
     yield texts
-    rules.run_rules_no_more()
+    rules.stop_running_mods()
     remove()
     assert flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG is False
 
@@ -64,7 +64,7 @@ def test_the_rule_runs_as_python_and_gives_the_same_output(told: list[str]) -> N
     with torch.no_grad():
         debugged = called()
         assert ran == ["causal"]
-        rules.run_rules_no_more()
+        rules.stop_running_mods()
         plain = called()
     assert torch.equal(debugged, plain)
     assert told == []
@@ -87,14 +87,14 @@ def test_where_a_score_rule_may_need_gradients_torch_does_as_always_and_it_is_sa
 
 
 def test_a_compiled_call_is_told_of_once(told: list[str]) -> None:
-    rules.saw_compiled()
-    rules.saw_compiled()
+    rules.on_compiled_call()
+    rules.on_compiled_call()
     assert told == [rules.COMPILED]
 
 
 def test_nothing_changes_while_nobody_debugs() -> None:
-    assert rules.plainly(flex_attention, None) is flex_attention
-    rules.saw_compiled()
+    assert rules.with_python_mods(flex_attention, None) is flex_attention
+    rules.on_compiled_call()
 
 
 def test_no_debugger_stops_in_a_rule_that_is_evaluated_to_be_read() -> None:
@@ -111,8 +111,8 @@ def test_no_debugger_stops_in_a_rule_that_is_evaluated_to_be_read() -> None:
     sys.breakpointhook = lambda: seen.append("stopped")
     sys.settrace(trace)
     try:
-        with unseen():
-            with unseen():
+        with breakpoints_disabled():
+            with breakpoints_disabled():
                 rule()
             rule()
         within = "rule" in seen or "stopped" in seen

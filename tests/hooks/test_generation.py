@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flexinspect import masks
 from flexinspect.job import SamplingOptions
-from flexinspect.prompts import Prompt, compose
+from flexinspect.prompts import Prompt, compose_prompt
 from flexinspect_hooks import patching
 from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.masksource import RuleMask
+from flexinspect_hooks.masksource import SpecMaskSource
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.reference import dense_forward
 
@@ -27,12 +27,12 @@ CPU = torch.device("cpu")
 NEW = 8
 
 
-def source(rule: masks.MaskRule) -> RuleMask:
-    return RuleMask(rule, length=256, device=CPU, compiled=False)
+def source(rule: masks.MaskSpec) -> SpecMaskSource:
+    return SpecMaskSource(rule, length=256, device=CPU, compiled=False)
 
 
 def run(
-    model: Any, prompt: Prompt, rule: masks.MaskRule, **options: Any
+    model: Any, prompt: Prompt, rule: masks.MaskSpec, **options: Any
 ) -> tuple[list[int], list[torch.Tensor]]:
     logits: list[torch.Tensor] = []
 
@@ -81,7 +81,7 @@ def test_every_preset_equals_a_dense_run_at_prefill_and_each_decode_step(
     name: str, positions: str, family: str, family_model: Callable[[str], Any]
 ) -> None:
     model = family_model(family)
-    prompt = compose(make_pieces(), max_new_tokens=NEW, positions=positions)
+    prompt = compose_prompt(make_pieces(), max_new_tokens=NEW, positions=positions)
     rule = masks.preset(name, prompt.segments)
     tokens, logits = run(model, prompt, rule)
     whole = torch.tensor([[*prompt.ids, *tokens[:-1]]])
@@ -119,7 +119,7 @@ def test_isolated_separators_leave_empty_rows_that_stay_finite(llama: Any, promp
     assert all(torch.isfinite(row).all() for row in logits)
 
 
-def hidden_states(model: Any, prompt: Prompt, rule: masks.MaskRule) -> list[torch.Tensor]:
+def hidden_states(model: Any, prompt: Prompt, rule: masks.MaskSpec) -> list[torch.Tensor]:
     with FlexPatch(model, source(rule)), torch.no_grad():
         out = model(
             input_ids=torch.tensor([prompt.ids]),
@@ -131,9 +131,9 @@ def hidden_states(model: Any, prompt: Prompt, rule: masks.MaskRule) -> list[torc
 
 @pytest.mark.parametrize("name", ["segment-isolation", "shared-prefix", "anchor-first", "document"])
 def test_changing_one_paraphrase_leaves_the_others_bit_equal(llama: Any, name: str) -> None:
-    before = compose(make_pieces(), max_new_tokens=1)
+    before = compose_prompt(make_pieces(), max_new_tokens=1)
     changed = (ids(7, 1), ids(5, 77), ids(8, 3))
-    after = compose(make_pieces(paraphrases=changed), max_new_tokens=1)
+    after = compose_prompt(make_pieces(paraphrases=changed), max_new_tokens=1)
     rule = masks.preset(name, before.segments)
     a, b = hidden_states(llama, before, rule), hidden_states(llama, after, rule)
     second = [s for s in before.segments if s.label in ("paraphrase 2", "separator 2")]
@@ -158,12 +158,12 @@ def test_compiled_generation_equals_uncompiled_and_is_told(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(patching, "_compiled_calls", {})
-    prompt = compose(make_pieces(paraphrases=(ids(90, 1), ids(120, 2))), max_new_tokens=NEW)
+    prompt = compose_prompt(make_pieces(paraphrases=(ids(90, 1), ids(120, 2))), max_new_tokens=NEW)
     rule = masks.preset("segment-isolation", prompt.segments)
     _, expected = run(llama, prompt, rule)
     logits: list[torch.Tensor] = []
     told: list[str] = []
-    made = RuleMask(rule, length=256, device=CPU, compiled=True)
+    made = SpecMaskSource(rule, length=256, device=CPU, compiled=True)
     with FlexPatch(llama, made, compiled=True, on_compile=told.append):
         generate(
             llama, prompt, max_new_tokens=NEW, on_choice=lambda c: logits.append(c.logits.clone())
@@ -176,7 +176,7 @@ def test_compiled_generation_equals_uncompiled_and_is_told(
 @needs_compiler
 @pytest.mark.timeout(600)
 def test_the_executed_formula_is_that_of_the_compiled_kernel() -> None:
-    length, size = 300, masks.BLOCK
+    length, size = 300, masks.BLOCK_SIZE
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, 16) for _ in range(3))
     segment = torch.arange(length) // 100
@@ -191,7 +191,7 @@ def test_the_executed_formula_is_that_of_the_compiled_kernel() -> None:
     tables = masks.stack_block_rows(cells()[a:b] for a, b in masks.row_chunks(length))
     segment.copy_(torch.arange(length) // 280)  # the tables are stale from here on
     for compiled, call in ((False, flex_attention), (True, torch.compile(flex_attention))):
-        shown = masks.executed(cells(), tables, (size, size), compiled=compiled)
+        shown = masks.executed_mask(cells(), tables, (size, size), compiled=compiled)
         expected = scaled_dot_product_attention(q, k, v, attn_mask=torch.from_numpy(shown))
         got = call(q, k, v, block_mask=block_mask)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)

@@ -12,16 +12,16 @@ from support.differentiated import Run, by_name, generated, rule_source
 from support.tiny import FAMILIES, make_model
 from torch import Tensor, nn
 
-from flexinspect.panels.parts.gradientsdata import norms_of
+from flexinspect.panels.parts.gradientsdata import gradient_norms
 from flexinspect.rules.gradients import GradientsRule
 from flexinspect_hooks.grads import patch as patching
-from flexinspect_hooks.grads.backward import Wish
-from flexinspect_hooks.grads.observe import Observer
+from flexinspect_hooks.grads.backward import GradientSpec
+from flexinspect_hooks.grads.observe import GradientObserver
 from flexinspect_hooks.grads.patch import GradientPatch, flex_has_backward
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
-from flexinspect_hooks.masksource import OwnMask
-from flexinspect_hooks.received import opened
-from flexinspect_hooks.reference import additive_mask, attend, eager
+from flexinspect_hooks.masksource import UserMaskSource
+from flexinspect_hooks.received import open_cells
+from flexinspect_hooks.reference import additive_mask, dense_attention, eager_attention
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def plain(run: Run, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     model.requires_grad_(True)
     try:
         embeddings = model.get_input_embeddings()(torch.tensor([before.ids]))
-        with eager(model):
+        with eager_attention(model):
             out = model(
                 inputs_embeds=embeddings,
                 position_ids=torch.tensor([before.positions]),
@@ -65,7 +65,7 @@ def plain(run: Run, step: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 def test_they_are_those_of_a_plain_pass_through_eager_attention(run: Run, step: int) -> None:
     record = run.gradients(step)
     embeddings, at_input, parameters = plain(run, step)
-    assert record.agrees
+    assert record.matches_recorded
     assert record.path == "dense reference"
     found = by_name(record)
     assert found.keys() == parameters.keys()
@@ -92,7 +92,7 @@ def test_they_are_the_slopes_that_finite_differences_give() -> None:
 
         handle = model.get_input_embeddings().register_forward_hook(stretch)
         try:
-            with GradientPatch(model, run.source, compiled=False, by_flex=False), torch.no_grad():
+            with GradientPatch(model, run.source, compiled=False, use_flex=False), torch.no_grad():
                 out = model(
                     input_ids=torch.tensor([before.ids]),
                     position_ids=torch.tensor([before.positions]),
@@ -113,26 +113,26 @@ def test_the_gate_is_green_for_what_ran_and_red_for_another_mask(
 ) -> None:
     run = generated(make_model(family).to(dtype))
     record = run.gradients(2)
-    assert record.agrees, record.gate
+    assert record.matches_recorded, record.gate
     assert record.n_unreached == 0
     assert record.tokens is not None
     assert np.isfinite(record.tokens).all()
     other = run.gradients(2, source=rule_source(run.prompt, "causal"))
     assert other.gate > 4 * other.tolerance
     assert (other.stats, other.tokens, other.layers) == ((), None, None)
-    assert [finding.id for finding in GradientsRule().differentiate(other)] == ["gradient.gate"]
+    assert [finding.id for finding in GradientsRule().on_gradients(other)] == ["gradient.gate"]
 
 
 def test_restarting_positions_are_not_taken_for_a_packed_batch() -> None:
     run = generated(make_model("llama"), positions="reset")
-    assert run.gradients(2).agrees
+    assert run.gradients(2).matches_recorded
 
 
 def test_only_words_that_the_mask_opens_to_the_newest_row_have_gradients() -> None:
     def last_six(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (kv_idx <= q_idx) & (kv_idx > q_idx - 6)
 
-    source = OwnMask(last_six, name="last six", device=torch.device("cpu"))
+    source = UserMaskSource(last_six, name="last six", device=torch.device("cpu"))
     run = generated(make_model("llama", num_hidden_layers=1), source=source)
     tokens = run.gradients(1).tokens
     assert tokens is not None
@@ -146,13 +146,13 @@ def test_a_group_of_heads_shares_keys_as_flex_does() -> None:
     visible = torch.ones(1, 6, 6, dtype=torch.bool).tril()
     wide = [t.repeat_interleave(3, 1) for t in (key, value)]
     expected = nn.functional.scaled_dot_product_attention(query, *wide, attn_mask=visible)
-    torch.testing.assert_close(attend(query, key, value, visible=visible), expected)
+    torch.testing.assert_close(dense_attention(query, key, value, visible=visible), expected)
 
 
 def test_a_row_without_keys_is_zero_and_its_gradient_too() -> None:
     query, key, value = (torch.randn(1, 1, 3, 4, requires_grad=True) for _ in range(3))
     visible = torch.tensor([[[True, False, False], [False, False, False], [True, True, True]]])
-    out = attend(query, key, value, visible=visible, softcap=5.0)
+    out = dense_attention(query, key, value, visible=visible, softcap=5.0)
     assert out[0, 0, 1].tolist() == [0.0] * 4
     (at_query,) = torch.autograd.grad(out.sum(), query)
     assert at_query[0, 0, 1].tolist() == [0.0] * 4
@@ -160,7 +160,7 @@ def test_a_row_without_keys_is_zero_and_its_gradient_too() -> None:
 
 
 def test_a_margin_is_to_the_next_best_token(run: Run) -> None:
-    record = run.gradients(1, Wish("margin"))
+    record = run.gradients(1, GradientSpec("margin"))
     logits = run.kept[1].values[:-2]
     assert record.value == pytest.approx(float(logits.topk(2).values @ torch.tensor([1.0, -1.0])))
     assert record.rival == int(logits.topk(2).indices[1])
@@ -199,13 +199,13 @@ def test_nothing_of_the_model_is_changed(run: Run) -> None:
 def test_no_parameters_gradient_stays_in_memory(run: Run) -> None:
     blocks = decoder_blocks(run.model, attention_layers(run.model))
     before = run.before(0)
-    patch = GradientPatch(run.model, run.source, compiled=False, by_flex=False)
-    with patch, Observer(run.model, blocks) as observer:
+    patch = GradientPatch(run.model, run.source, compiled=False, use_flex=False)
+    with patch, GradientObserver(run.model, blocks) as observer:
         out = run.model(
             input_ids=torch.tensor([before.ids]), position_ids=torch.tensor([before.positions])
         )
         held = torch.autograd.grad(out.logits[0, -1].sum(), observer.parameters)
-        seen = observer.seen
+        seen = observer.reduced
     assert len(seen.stats) == len(held)
     assert {gradient.untyped_storage().nbytes() for gradient in held} == {8}
     assert all(stat.norm > 0 for stat in seen.stats.values())
@@ -222,7 +222,7 @@ def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
         run.gradients(0)
     handle.remove()
     assert not any(p.requires_grad or p._backward_hooks for p in run.model.parameters())
-    assert run.gradients(0).agrees
+    assert run.gradients(0).matches_recorded
 
 
 def test_parameters_are_named_by_layer_and_part() -> None:
@@ -239,7 +239,7 @@ def test_parameters_are_named_by_layer_and_part() -> None:
 
 def ids_of(run: Run, step: int = 1, **wish: Any) -> dict[str, Any]:
     """Return what the rule says of a step, by id."""
-    found = GradientsRule().differentiate(run.gradients(step, Wish(**wish)))
+    found = GradientsRule().on_gradients(run.gradients(step, GradientSpec(**wish)))
     return {finding.id: finding for finding in found}
 
 
@@ -309,7 +309,7 @@ def test_a_layer_that_lets_no_gradient_through_is_named_with_what_it_cuts_off(
     if n_dead:
         assert found["gradient.dead"].evidence["n_parameters"] == 7 * n_dead
     assert record.n_unreached == 9 * n_dead + 1, "and the embeddings"
-    rows = norms_of(record)[1]
+    rows = gradient_norms(record)[1]
     assert [row.norms[-1] == 0 for row in rows] == [number < at for number in range(n_layers)]
 
 
@@ -389,7 +389,7 @@ def test_anomaly_mode_names_the_line_of_the_forward(rooted: Run) -> None:
 
 
 def test_anomaly_mode_says_nothing_of_a_clean_model(run: Run) -> None:
-    assert run.gradients(1, Wish(detect_anomaly=True)).anomaly is None
+    assert run.gradients(1, GradientSpec(detect_anomaly=True)).anomaly is None
 
 
 # -- FlexAttention's own backward ------------------------------------------------------------------
@@ -408,22 +408,22 @@ def test_the_path_by_flex_gives_the_same_gradients(
     import torch.nn.attention.flex_attention as flex_module
 
     monkeypatch.setattr(flex_module, "_validate_device", lambda *_: None)
-    dense, flex = run.gradients(1), run.gradients(1, Wish(by_flex=True))
+    dense, flex = run.gradients(1), run.gradients(1, GradientSpec(use_flex=True))
     assert (dense.path, flex.path) == ("dense reference", "flex")
-    assert flex.agrees
+    assert flex.matches_recorded
     for name, stat in by_name(flex).items():
         assert stat.norm == pytest.approx(by_name(dense)[name].norm, rel=1e-4), name
     assert not flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
 
 
 def test_query_blocks_hold_the_same_cells(run: Run) -> None:
-    from flexinspect_hooks.maskmods import Window
+    from flexinspect_hooks.maskmods import ForwardWindow
 
-    block_mask = run.source.block_mask(Window(20, 20, 0, 0, 4), None)
+    block_mask = run.source.block_mask(ForwardWindow(20, 20, 0, 0, 4), None)
     turned = patching.with_query_blocks(block_mask)
     assert block_mask.q_indices is None
     assert turned.q_indices is not None
-    before, after = (opened(one, 4, compiled=True) for one in (block_mask, turned))
+    before, after = (open_cells(one, 4, compiled=True) for one in (block_mask, turned))
     assert before is not None
     assert after is not None
     assert torch.equal(before, after)

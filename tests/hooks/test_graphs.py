@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flexinspect_hooks.graphs import LIMIT, GraphCount
+from flexinspect_hooks.graphs import RECOMPILE_LIMIT, GraphCount
 
 
 def brief(events: list[Any]) -> list[tuple[str, str]]:
@@ -17,13 +17,13 @@ def test_building_in_a_later_step_is_recompiling() -> None:
     torch._dynamo.reset()
     double = torch.compile(lambda x: x * 2 if x.dim() == 1 else x * 3, backend="eager")
     count = GraphCount()
-    assert count.look("prefill") == []
+    assert count.on_step("prefill") == []
     double(torch.ones(3))
-    assert brief(count.look("decode")) == [("compiled", "torch.compile built 1 graph")]
+    assert brief(count.on_step("decode")) == [("compiled", "torch.compile built 1 graph")]
     double(torch.ones(3))
-    assert count.look("decode") == []
+    assert count.on_step("decode") == []
     double(torch.ones(3, 3))
-    (built,) = count.look("decode")
+    (built,) = count.on_step("decode")
     assert brief([built]) == [("recompiled", "torch.compile built 1 graph")]
     facts = built[2]
     assert facts["of"] == ["<lambda>"]
@@ -37,9 +37,9 @@ def test_a_function_that_is_other_code_is_named_as_the_guard() -> None:
     call = torch.compile(lambda x, mask_mod: mask_mod(x), backend="eager")
     count = GraphCount()
     call(torch.ones(3), lambda x: x + 1)
-    count.look("decode")
+    count.on_step("decode")
     call(torch.ones(3), lambda x: x + 2)
-    (built,) = count.look("decode")
+    (built,) = count.on_step("decode")
     assert built[2]["guard"] == "mask_mod code object"
     torch._dynamo.reset()
 
@@ -52,7 +52,11 @@ def test_reaching_the_recompile_limit_is_told_with_the_function_it_was_reached_i
     with torch._dynamo.config.patch(recompile_limit=2):
         for made in (lambda x: x + 1, lambda x: x + 2, lambda x: x + 3, lambda x: x + 4):
             call(torch.ones(3), made)
-            told += [(kind, facts) for kind, _, facts in count.look("decode") if kind == LIMIT]
+            told += [
+                (kind, facts)
+                for kind, _, facts in count.on_step("decode")
+                if kind == RECOMPILE_LIMIT
+            ]
     (only,) = told
     assert only[1]["of"] == ["<lambda>"]
     torch._dynamo.reset()

@@ -27,7 +27,7 @@ from flexinspect.records import (
 )
 from flexinspect_hooks.generate import Choice, generate
 from flexinspect_hooks.inputs import InputsHook
-from flexinspect_hooks.masksource import RuleMask
+from flexinspect_hooks.masksource import SpecMaskSource
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.session import CaptureSession
 from flexinspect_hooks.watching import Watch
@@ -233,7 +233,7 @@ def test_no_model_is_kept_alive() -> None:
 
 def test_a_generation_of_ours_is_recorded_too(llama: Any, prompt: Prompt) -> None:
     rule, n = masks.preset("segment-isolation", prompt.segments), len(prompt.ids)
-    source = RuleMask(rule, length=128, device=torch.device("cpu"), compiled=False)
+    source = SpecMaskSource(rule, length=128, device=torch.device("cpu"), compiled=False)
     sink = Steps()
     with CaptureSession(llama, sink, hooks=[InputsHook()]) as session:
         record = GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ())
@@ -242,7 +242,7 @@ def test_a_generation_of_ours_is_recorded_too(llama: Any, prompt: Prompt) -> Non
         def chose(choice: Choice) -> None:
             place = n + choice.step
             token = TokenRecord(place, choice.token_id, "", "", place, 6, step=choice.step)
-            session.chose(token, choice.chosen, choice.scores)
+            session.on_token_chosen(token, choice.chosen, choice.scores)
 
         with FlexPatch(llama, source):
             generate(llama, prompt, max_new_tokens=2, on_choice=chose)

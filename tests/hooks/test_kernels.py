@@ -39,7 +39,7 @@ class Listener:
         self.unwanted: set[str] = set()
         self._wants = wants
 
-    def wants(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         return name not in self.unwanted
 
     def before(self, call: KernelCall) -> KernelCall | None:
@@ -89,7 +89,7 @@ def test_a_kernel_is_seen_under_every_name_that_holds_it(heard: Listener) -> Non
     sdpa(Q, Q, Q, is_causal=True)
     names = [call.name for call in heard.calls]
     assert names == ["flex_attention"] * 2 + ["scaled_dot_product_attention"] * 2
-    assert heard.calls[3].given["is_causal"] is True
+    assert heard.calls[3].arguments["is_causal"] is True
     assert len(heard.outputs) == 4
 
 
@@ -97,9 +97,13 @@ def test_arguments_are_told_by_name_and_results_are_the_callers(heard: Listener)
     mask = block_mask(8)
     out, aux = flex_attention(Q, Q, Q, None, mask, 0.5, return_aux=AuxRequest(lse=True))
     built, call = heard.calls
-    assert (built.name, built.given["Q_LEN"], built.given["KV_LEN"]) == ("create_block_mask", 8, 8)
-    assert call.given["block_mask"] is mask
-    assert call.given["scale"] == 0.5
+    assert (built.name, built.arguments["Q_LEN"], built.arguments["KV_LEN"]) == (
+        "create_block_mask",
+        8,
+        8,
+    )
+    assert call.arguments["block_mask"] is mask
+    assert call.arguments["scale"] == 0.5
     assert heard.outputs[1][0] is out
     assert aux.lse.shape == (1, 2, 8)
 

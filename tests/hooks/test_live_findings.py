@@ -24,9 +24,9 @@ from flexinspect.records import GenerationEnd, GenerationRecord, StepRecord, Tok
 from flexinspect.rules.base import FindingKind, Rule
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.ensemble import Ensemble
+from flexinspect_hooks.ensemble import EnsembleRunner
 from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
+from flexinspect_hooks.masksource import MaskSource, SpecMaskSource, UserMaskSource
 from flexinspect_hooks.models import load
 from flexinspect_hooks.patching import FlexPatch
 from flexinspect_hooks.registered import built_in_rules
@@ -54,7 +54,7 @@ def record_run(
 ) -> list[str]:
     """Generate into a trace; returns the texts of events "rule-off"."""
     rule = masks.preset("segment-isolation", prompt.segments)
-    source = source or RuleMask(rule, length=128, device=CPU, compiled=False)
+    source = source or SpecMaskSource(rule, length=128, device=CPU, compiled=False)
     record = GenerationRecord(
         0, "s", source.name, "contiguous", prompt.segments, _tokens(prompt), (), declared or {}
     )
@@ -62,7 +62,7 @@ def record_run(
     def chose(choice: Choice) -> None:
         pos = len(prompt.ids) + choice.step
         text = f"w{choice.step}"
-        session.chose(
+        session.on_token_chosen(
             TokenRecord(pos, choice.token_id, text, text, pos, 8, step=choice.step),
             choice.chosen,
             choice.scores,
@@ -107,7 +107,7 @@ def run_demo(out: Path, **options: Any) -> list[Finding]:
     """Run the demo model over two samples as the capture process does."""
     job = Job(out=str(out), max_samples=2, max_new_tokens=8, **options)
     loaded = load(models.resolve("demo", load_config()), device="cpu", dtype="auto")
-    ensemble = Ensemble(loaded, job, compiled=False)
+    ensemble = EnsembleRunner(loaded, job, compiled=False)
     with TraceWriter.create(out, {}) as writer:
         session = CaptureSession(loaded.model, writer, level=job.level, copy_logits=False)
         with session:
@@ -249,7 +249,7 @@ def test_an_own_mask_that_closes_rows_is_a_warning_with_their_words(
         return (kv_idx <= q_idx) & ~((q_idx >= first) & (q_idx < stop))
 
     declared = {"preset": "causal", "starts": [0], "head": [0], "low": [0]}
-    own = OwnMask(hole, name="hole", device=CPU)
+    own = UserMaskSource(hole, name="hole", device=CPU)
     record_run(llama, prompt, out, source=own, declared=declared)
     (finding,) = findings_of(out)
     n_readers = len(prompt.ids) - stop
@@ -273,7 +273,10 @@ def test_the_attention_of_an_empty_row_is_zero_as_the_finding_says(
     handle = llama.model.layers[1].self_attn.o_proj.register_forward_pre_hook(
         lambda module, args: rows.append(args[0][0].abs().amax(-1))
     )
-    with torch.no_grad(), FlexPatch(llama, OwnMask(hole, name="h", device=CPU), compiled=False):
+    with (
+        torch.no_grad(),
+        FlexPatch(llama, UserMaskSource(hole, name="h", device=CPU), compiled=False),
+    ):
         llama(torch.tensor([prompt.ids]))
     handle.remove()
     assert (rows[0] == 0).nonzero().flatten().tolist() == [9]

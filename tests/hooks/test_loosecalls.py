@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flexinspect
-from flexinspect.records import LOOSE_CALLS, LOOSE_MASKS, LOOSE_RAISED
+from flexinspect.records import STANDALONE_CALLS, STANDALONE_MASKS, STANDALONE_RAISED
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
 from flexinspect_hooks import loosecalls
-from flexinspect_hooks.loosecalls import LooseCalls
+from flexinspect_hooks.loosecalls import StandaloneCalls
 from flexinspect_hooks.recorder import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -32,7 +32,7 @@ class Bench:
         self.writer = TraceWriter.create(path, {"bench": True})
         self.recorder = Recorder(self.writer)
         self.recorder.start()
-        self.session = LooseCalls(self.writer, self.recorder, count(), level="advanced")
+        self.session = StandaloneCalls(self.writer, self.recorder, count(), level="advanced")
         self.session.__enter__()
 
     def close(self, state: str = "finished") -> TraceReader:
@@ -73,7 +73,7 @@ def test_a_decode_row_without_its_offset_shows_one_key_of_nine(bench: Bench) -> 
         flex_attention(*qkv(1, 9), block_mask=made, enable_gqa=True)
     reader = bench.close()
     found = [(g.sample_id, g.state) for g in reader.generations()]
-    assert found == [(f"{LOOSE_CALLS}, {n}", "finished") for n in (1, 2)]
+    assert found == [(f"{STANDALONE_CALLS}, {n}", "finished") for n in (1, 2)]
     steps = [reader.step(number, 0) for number in range(2)]
     lengths = [(s.phase, s.q_len, s.kv_before, s.kv_after) for s in steps if s is not None]
     assert lengths == [("decode", 1, 8, 9)] * 2
@@ -124,7 +124,7 @@ def test_a_call_that_fails_is_told_with_its_lengths(bench: Bench) -> None:
     (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
     assert (event.data["kv_len"], event.data["mask_kv"]) == (33, 32)
     (generation,) = reader.generations()
-    assert (generation.sample_id, generation.state) == (LOOSE_RAISED, "failed")
+    assert (generation.sample_id, generation.state) == (STANDALONE_RAISED, "failed")
     assert (reader.n_steps(0), event.generation, event.step) == (0, 0, None)
     finding, note = reader.findings()
     assert (note.id, note.severity) == ("path.kernel-failed", "note")
@@ -146,7 +146,7 @@ def test_masks_that_no_call_came_after_are_recorded_at_the_end(bench: Bench) -> 
     create_block_mask(lambda b, h, i, j: j <= i, None, 8, 500, 600, device="cpu")
     reader = bench.close()
     samples = [row.sample_id for row in reader.generations()]
-    assert samples == [f"{LOOSE_CALLS}, 1", LOOSE_MASKS]
+    assert samples == [f"{STANDALONE_CALLS}, 1", STANDALONE_MASKS]
     assert [build.q_len for build in reader.builds(0, 0)] == [2]
     built = reader.builds(1, 0)
     assert [(b.layer, b.heads, b.q_len, b.kv_len) for b in built] == [
@@ -218,13 +218,13 @@ def test_a_call_after_a_models_forward_failed_is_loose(bench: Bench, tmp_path: P
         with pytest.raises(ValueError, match="not today"):
             model(torch.tensor([ids(5, 1)]))
         flex_attention(*qkv(2, 2), enable_gqa=True)
-    assert [row.sample_id for row in bench.close().generations()] == [f"{LOOSE_CALLS}, 1"]
+    assert [row.sample_id for row in bench.close().generations()] == [f"{STANDALONE_CALLS}, 1"]
 
 
 def test_past_the_limit_nothing_is_recorded_and_that_is_said(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loosecalls, "LIMIT", 2)
+    monkeypatch.setattr(loosecalls, "MAX_STANDALONE_CALLS", 2)
     outputs = [flex_attention(*qkv(2, 2), enable_gqa=True) for _ in range(3)]
     mask(lambda b, h, i, j: j <= i, 2, 2)  # for a call that is not recorded
     outputs.append(flex_attention(*qkv(2, 2), enable_gqa=True))

@@ -21,7 +21,7 @@ from flexinspect.job import Job
 from flexinspect.records import ArrayRecord, StepRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.lost import trouble
+from flexinspect_hooks.lost import recording_error
 from flexinspect_hooks.recorder import Recorder
 
 CHILD = """
@@ -45,10 +45,10 @@ class Seen:
     def __init__(self) -> None:
         self.steps: list[int] = []
 
-    def judge(self, record: StepRecord) -> None:
+    def evaluate(self, record: StepRecord) -> None:
         self.steps.append(record.step)
 
-    def judge_findings(self, findings: object, generation: int) -> None: ...
+    def evaluate_findings(self, findings: object, generation: int) -> None: ...
 
 
 @pytest.mark.parametrize("spoiled", ["an array of objects", "a step written before"])
@@ -82,7 +82,7 @@ def test_of_several_records_that_cannot_be_stored_the_first_is_named_and_all_are
         recorder.put(lambda: writer.write_steps([sample_step(0), *spoiled]))
         recorder.stop()
         assert recorder.failure is None
-        failure = trouble(recorder, writer)
+        failure = recording_error(recorder, writer)
         assert failure is not None
         assert failure.message.startswith(
             "The trace is not whole: 2 records could not be stored, and of the first it is said: "
@@ -126,7 +126,7 @@ def test_a_run_whose_records_are_lost_fails_with_the_reason(
     with closing(process.stdin), closing(process.stdout):
         process.stdin.write(job.to_json() + "\n")
         process.stdin.flush()
-        told = [facts for line in process.stdout if (facts := protocol.parse(line))]
+        told = [facts for line in process.stdout if (facts := protocol.parse_message(line))]
         assert process.wait(30) == 1
     (message,) = [str(one["message"]) for one in told if one["kind"] == protocol.ERROR]
     assert said in message

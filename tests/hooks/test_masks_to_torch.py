@@ -16,43 +16,43 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexinspect import datasets, masks
 from flexinspect.errors import DatasetError, MaskError
-from flexinspect.masks import BLOCK, MaskRule, block_tables, causal
+from flexinspect.masks import BLOCK_SIZE, MaskSpec, block_tables, causal
 from flexinspect_hooks.ensemble import load_mask_mod
 from flexinspect_hooks.maskmods import (
-    RuleTables,
-    Window,
+    ForwardWindow,
+    SpecTables,
     arithmetic_mask_mod,
     head_groups,
-    window_tables,
+    window_block_tables,
 )
-from flexinspect_hooks.masksource import OwnMask, RuleMask, check_mask_mod
+from flexinspect_hooks.masksource import SpecMaskSource, UserMaskSource, check_mask_mod
 
 CPU = torch.device("cpu")
 
 
 @st.composite
-def rules(draw: st.DrawFn) -> MaskRule:
+def rules(draw: st.DrawFn) -> MaskSpec:
     """Any rule in normal form over a few dozen positions."""
     starts = sorted(draw(st.sets(st.integers(1, 40), max_size=6)) | {0})
-    low = [draw(st.one_of(st.integers(0, 40), st.just(masks.NOTHING))) for _ in starts]
+    low = [draw(st.one_of(st.integers(0, 40), st.just(masks.UNREACHABLE))) for _ in starts]
     head = [draw(st.integers(0, 40)) for _ in starts]
-    return MaskRule("any", tuple(starts), tuple(head), tuple(low))
+    return MaskSpec("any", tuple(starts), tuple(head), tuple(low))
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Window:
+def windows(draw: st.DrawFn) -> ForwardWindow:
     """A prefill, a decode row, or a chunk, perhaps with the oldest keys dropped."""
     q_offset, q_len = draw(st.integers(0, 30)), draw(st.integers(1, 12))
     kv_offset = draw(st.integers(0, q_offset))
-    return Window(q_len, q_offset + q_len - kv_offset, q_offset, kv_offset)
+    return ForwardWindow(q_len, q_offset + q_len - kv_offset, q_offset, kv_offset)
 
 
-def dense(rule: MaskRule, window: Window) -> np.ndarray[Any, Any]:
+def dense(rule: MaskSpec, window: ForwardWindow) -> np.ndarray[Any, Any]:
     whole = rule.dense(window.q_len, window.kv_offset + window.kv_len, q_offset=window.q_offset)
     return whole[:, window.kv_offset :]
 
 
-def evaluate(mask_mod: Any, window: Window, heads: int = 1) -> torch.Tensor:
+def evaluate(mask_mod: Any, window: ForwardWindow, heads: int = 1) -> torch.Tensor:
     """A rule's cells under vmap, one group of heads after the other."""
     indices = [torch.arange(n) for n in (heads, window.q_len, window.kv_len)]
     return torch.cat(list(head_groups(mask_mod, torch.tensor(0), *indices)))
@@ -60,16 +60,16 @@ def evaluate(mask_mod: Any, window: Window, heads: int = 1) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(rules(), windows())
-def test_both_forms_of_a_rule_equal_numpy_under_vmap(rule: MaskRule, window: Window) -> None:
+def test_both_forms_of_a_rule_equal_numpy_under_vmap(rule: MaskSpec, window: ForwardWindow) -> None:
     expected = dense(rule, window)
-    tables = RuleTables(rule, 64, CPU)
+    tables = SpecTables(rule, 64, CPU)
     for mask_mod in (arithmetic_mask_mod(rule, window), tables.mask_mod(window)):
         assert (evaluate(mask_mod, window).numpy() == expected).all()
 
 
 @settings(max_examples=60, deadline=None)
 @given(rules(), windows())
-def test_our_rules_may_be_called_with_index_grids(rule: MaskRule, window: Window) -> None:
+def test_our_rules_may_be_called_with_index_grids(rule: MaskSpec, window: ForwardWindow) -> None:
     mask_mod = arithmetic_mask_mod(rule, window)
     zero = torch.zeros((), dtype=torch.int64)
     q, kv = torch.arange(window.q_len)[:, None], torch.arange(window.kv_len)[None]
@@ -79,13 +79,13 @@ def test_our_rules_may_be_called_with_index_grids(rule: MaskRule, window: Window
 
 @pytest.mark.parametrize(("n_q", "n_kv", "offset"), [(300, 300, 0), (256, 256, 0), (1, 301, 300)])
 def test_block_tables_equal_those_of_create_block_mask(n_q: int, n_kv: int, offset: int) -> None:
-    rule = MaskRule("two", (0, 140), (0, 3), (0, 140))
-    window = Window(n_q, n_kv, offset)
-    mine = window_tables(rule, window)
+    rule = MaskSpec("two", (0, 140), (0, 3), (0, 140))
+    window = ForwardWindow(n_q, n_kv, offset)
+    mine = window_block_tables(rule, window)
     theirs = create_block_mask(
         arithmetic_mask_mod(rule, window), None, None, n_q, n_kv, device="cpu"
     )
-    source = RuleMask(rule, length=400, device=CPU, compiled=False)
+    source = SpecMaskSource(rule, length=400, device=CPU, compiled=False)
     made = source.block_mask(window, None)
     assert made.to_dense().equal(theirs.to_dense())
     for ours, name in ((mine.partial, "kv"), (mine.full, "full_kv")):
@@ -95,15 +95,15 @@ def test_block_tables_equal_those_of_create_block_mask(n_q: int, n_kv: int, offs
 
 @settings(max_examples=200, deadline=None)
 @given(rules(), st.integers(0, 45))
-def test_the_tables_of_one_row_equal_those_made_from_its_cells(rule: MaskRule, q_idx: int) -> None:
-    wide = MaskRule(
+def test_the_tables_of_one_row_equal_those_made_from_its_cells(rule: MaskSpec, q_idx: int) -> None:
+    wide = MaskSpec(
         "wide",
         tuple(8 * s for s in rule.starts),
-        tuple(8 * h for h in rule.head),
-        tuple(min(8 * low, masks.NOTHING) for low in rule.low),
+        tuple(8 * h for h in rule.prefix_stops),
+        tuple(min(8 * low, masks.UNREACHABLE) for low in rule.local_starts),
     )
     q_idx *= 8
-    mine = masks.row_tables(wide, q_idx, q_idx + 1)
+    mine = masks.row_block_tables(wide, q_idx, q_idx + 1)
     cells = block_tables(wide, 1, q_idx + 1, q_offset=q_idx)
     assert (mine.partial == cells.partial | cells.full).all()
     assert not mine.full.any()
@@ -113,24 +113,24 @@ def test_a_decode_step_computes_its_one_row_and_never_a_grid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
-    original = MaskRule.dense
+    original = MaskSpec.dense
 
-    def spy(self: MaskRule, n_q: int, *args: Any, **kwargs: Any) -> Any:
+    def spy(self: MaskSpec, n_q: int, *args: Any, **kwargs: Any) -> Any:
         asked.append(n_q)
         return original(self, n_q, *args, **kwargs)
 
-    monkeypatch.setattr(MaskRule, "dense", spy)
-    source = RuleMask(causal(), length=5000, device=CPU, compiled=False)
-    source.block_mask(Window(1, 4001, 4000), None)
+    monkeypatch.setattr(MaskSpec, "dense", spy)
+    source = SpecMaskSource(causal(), length=5000, device=CPU, compiled=False)
+    source.block_mask(ForwardWindow(1, 4001, 4000), None)
     assert all(n_rows <= 1 for n_rows in asked)
     asked.clear()
     block_tables(causal(), 1000, 1000)
-    assert max(asked) <= BLOCK
+    assert max(asked) <= BLOCK_SIZE
 
 
 def test_an_own_rule_gets_the_row_offset_of_a_decode_step() -> None:
-    own = OwnMask(lambda b, h, q, kv: kv <= q, name="mine", device=CPU)
-    block_mask = own.block_mask(Window(1, 9, 8), None)
+    own = UserMaskSource(lambda b, h, q, kv: kv <= q, name="mine", device=CPU)
+    block_mask = own.block_mask(ForwardWindow(1, 9, 8), None)
     k = torch.randn(1, 1, 9, 16)
     out = flex_attention(torch.zeros(1, 1, 1, 16), k, k, block_mask=block_mask)
     torch.testing.assert_close(out[0, 0, 0], k[0, 0].mean(0))

@@ -16,14 +16,14 @@ from flexinspect.errors import AttentionCallError, MaskError, ModelError
 from flexinspect.prompts import Prompt
 from flexinspect_hooks import patching
 from flexinspect_hooks.generate import generate
-from flexinspect_hooks.masksource import RuleMask
-from flexinspect_hooks.patching import FlexPatch, patched
+from flexinspect_hooks.masksource import SpecMaskSource
+from flexinspect_hooks.patching import FlexPatch, patch_model
 
 CPU = torch.device("cpu")
 
 
-def source(rule: masks.MaskRule | None = None) -> RuleMask:
-    return RuleMask(rule or masks.causal(), length=128, device=CPU, compiled=False)
+def source(rule: masks.MaskSpec | None = None) -> SpecMaskSource:
+    return SpecMaskSource(rule or masks.causal(), length=128, device=CPU, compiled=False)
 
 
 def state(model: Any) -> tuple[Any, ...]:
@@ -40,7 +40,7 @@ def state(model: Any) -> tuple[Any, ...]:
 
 def test_a_patch_restores_the_model_exactly(llama: Any, prompt: Prompt) -> None:
     before = state(llama)
-    with patched(llama, source()):
+    with patch_model(llama, source()):
         generate(llama, prompt, max_new_tokens=2)
         assert state(llama) != before
     assert state(llama) == before
@@ -48,7 +48,7 @@ def test_a_patch_restores_the_model_exactly(llama: Any, prompt: Prompt) -> None:
 
 def test_a_patch_restores_the_model_after_an_exception(llama: Any, prompt: Prompt) -> None:
     before = state(llama)
-    with pytest.raises(KeyError), patched(llama, source()):
+    with pytest.raises(KeyError), patch_model(llama, source()):
         generate(llama, prompt, max_new_tokens=1)
         raise KeyError
     assert state(llama) == before
@@ -58,9 +58,9 @@ def test_nested_patches_restore_in_order(llama: Any, prompt: Prompt) -> None:
     fed = torch.tensor([prompt.ids])
     rule = masks.preset("segment-isolation", prompt.segments)
     before = state(llama)
-    with torch.no_grad(), patched(llama, source(rule)):
+    with torch.no_grad(), patch_model(llama, source(rule)):
         isolated = llama(fed).logits
-        with patched(llama, source()):
+        with patch_model(llama, source()):
             causal = llama(fed).logits
         again = llama(fed).logits
     assert torch.equal(isolated, again)
@@ -105,7 +105,7 @@ def test_a_flex_call_that_fails_fails_and_names_layer_and_step(
 def test_a_padded_batch_is_refused_in_a_sentence(llama: Any) -> None:
     fed = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]])
     padded = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    with pytest.raises(MaskError, match="padded"), patched(llama, source()):
+    with pytest.raises(MaskError, match="padded"), patch_model(llama, source()):
         llama(fed, attention_mask=padded)
 
 
@@ -113,12 +113,15 @@ def test_a_model_outside_the_attention_interface_is_refused() -> None:
     class Other(nn.Module):
         pass
 
-    with pytest.raises(ModelError, match="Other does not go through"), patched(Other(), source()):
+    with (
+        pytest.raises(ModelError, match="Other does not go through"),
+        patch_model(Other(), source()),
+    ):
         pass
     model = make_model("llama")
     type(model)._can_set_attn_implementation_cached_value = False
     try:
-        with pytest.raises(ModelError, match="attention interface"), patched(model, source()):
+        with pytest.raises(ModelError, match="attention interface"), patch_model(model, source()):
             pass
     finally:
         del type(model)._can_set_attn_implementation_cached_value
@@ -126,5 +129,5 @@ def test_a_model_outside_the_attention_interface_is_refused() -> None:
 
 def test_dropout_is_refused_rather_than_ignored(prompt: Prompt) -> None:
     model = make_model("llama", attention_dropout=0.5).train()
-    with pytest.raises(AttentionCallError, match="dropout"), patched(model, source()):
+    with pytest.raises(AttentionCallError, match="dropout"), patch_model(model, source()):
         model(torch.tensor([prompt.ids]))

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 from flexinspect import masks
 from flexinspect.errors import AttentionCallError, MaskError
-from flexinspect.prompts import Prompt, compose
+from flexinspect.prompts import Prompt, compose_prompt
 from flexinspect.records import (
     CallRecord,
     EventRecord,
@@ -29,16 +29,16 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect_hooks import maskmods, masksource, received
-from flexinspect_hooks.attention import CallRef
+from flexinspect_hooks.attention import AttentionCall
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.clock import StepClock
 from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.maskmods import MaskMod, Window
-from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask, shifted
+from flexinspect_hooks.maskmods import ForwardWindow, MaskMod
+from flexinspect_hooks.masksource import MaskSource, SpecMaskSource, UserMaskSource, shift_mask_mod
 from flexinspect_hooks.mass import newest_weights
 from flexinspect_hooks.patching import FlexPatch
-from flexinspect_hooks.received import MaskBook
-from flexinspect_hooks.reference import attention_row, eager
+from flexinspect_hooks.received import MaskStore
+from flexinspect_hooks.reference import attention_row, eager_attention
 from flexinspect_hooks.session import CaptureSession
 
 CPU = torch.device("cpu")
@@ -115,7 +115,7 @@ def capture(
         logits.append(choice.logits.clone())
         pos = len(prompt.ids) + choice.step
         token = TokenRecord(pos, choice.token_id, "", "", pos, 6, step=choice.step)
-        session.chose(token, choice.chosen, choice.scores)
+        session.on_token_chosen(token, choice.chosen, choice.scores)
 
     with session:
         session.begin_generation(GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ()))
@@ -125,8 +125,8 @@ def capture(
     return sink, logits
 
 
-def own(rule: MaskMod) -> OwnMask:
-    return OwnMask(rule, name="mine", device=CPU)
+def own(rule: MaskMod) -> UserMaskSource:
+    return UserMaskSource(rule, name="mine", device=CPU)
 
 
 def worst_gate(sink: MemorySink) -> float:
@@ -144,7 +144,7 @@ def array_of(step: StepRecord, stream: str, layer: int | None = None) -> np.ndar
 def long_prompt() -> Prompt:
     """A prompt of three blocks."""
     paraphrases = (ids(120, 1), ids(90, 2), ids(60, 3))
-    return compose(make_pieces(paraphrases=paraphrases), max_new_tokens=8)
+    return compose_prompt(make_pieces(paraphrases=paraphrases), max_new_tokens=8)
 
 
 # -- rules that tell heads apart -------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_a_rule_by_head_runs_as_dense_attention_under_it(llama: Any, prompt: Pro
     n = len(prompt.ids)
     closed = torch.from_numpy(~by_heads(third_forgets, n, n))
     dense = torch.zeros(1, HEADS, n, n).masked_fill(closed, torch.finfo(torch.float32).min)
-    with torch.no_grad(), eager(llama):
+    with torch.no_grad(), eager_attention(llama):
         expected = llama(torch.tensor([prompt.ids]), attention_mask=dense).logits[0, -1]
     torch.testing.assert_close(logits[0].view(-1), expected, atol=1e-4, rtol=1e-4)
 
@@ -237,7 +237,7 @@ def test_a_rule_that_ignores_the_head_costs_one_head() -> None:
 def test_a_rule_by_head_is_the_same_however_it_is_cut(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(maskmods, "AT_ONCE", at_once)
+    monkeypatch.setattr(maskmods, "MAX_EVALUATED_CELLS", at_once)
     for n_heads in (1, 3, 4):
         indices = [torch.arange(n) for n in (n_heads, 7, 9)]
         groups = list(maskmods.head_groups(third_forgets, torch.tensor(0), *indices))
@@ -251,7 +251,7 @@ def test_our_own_presets_are_not_evaluated_by_head(
     monkeypatch.setattr(received, "head_groups", None)
     monkeypatch.setattr(masksource, "head_groups", None)
     rule = masks.preset("segment-isolation", prompt.segments)
-    sink, _ = capture(llama, prompt, RuleMask(rule, length=128, device=CPU, compiled=False))
+    sink, _ = capture(llama, prompt, SpecMaskSource(rule, length=128, device=CPU, compiled=False))
     assert worst_gate(sink) < 1e-4
 
 
@@ -279,12 +279,12 @@ def test_a_sliding_window_over_a_rule_by_head_keeps_both(prompt: Prompt) -> None
 
 
 def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> None:
-    block_mask = own(unlike_blocks).block_mask(Window(9, 9, 0), None)
+    block_mask = own(unlike_blocks).block_mask(ForwardWindow(9, 9, 0), None)
 
-    def call(layer: int, heads: int) -> CallRef:
+    def call(layer: int, heads: int) -> AttentionCall:
         q = torch.zeros(1, heads, 9, 8)
         module = torch.nn.Identity()
-        return CallRef(
+        return AttentionCall(
             *(layer, "b", "flex uncompiled", module, q, q, q, (block_mask,), {}, q, "", None, None)
         )
 
@@ -292,7 +292,7 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
     clock.begin(0)
     step = clock.open((torch.zeros(1, 9, dtype=torch.int64),), {}, "advanced")
     refs = [call(0, 4), call(1, 2), call(2, 4), call(3, 2)]
-    found, numbers = MaskBook(CPU).collect(refs, step, StepBuffer(CPU))
+    found, numbers = MaskStore(CPU).capture_masks(refs, step, StepBuffer(CPU))
     assert numbers == [0, 1, 0, 1]
     assert [mask.cells.shape for mask in found if mask.cells is not None] == [(4, 9, 9), (2, 9, 9)]
 
@@ -303,9 +303,11 @@ def test_layers_with_another_number_of_heads_do_not_share_a_mask_by_head() -> No
 @pytest.mark.parametrize(("n_q", "offset"), [(300, 0), (256, 0), (1, 299), (5, 250)])
 def test_a_rule_by_head_gets_the_tables_of_create_block_mask(n_q: int, offset: int) -> None:
     n_kv = offset + n_q
-    window = Window(n_q, n_kv, offset, heads=HEADS)
+    window = ForwardWindow(n_q, n_kv, offset, heads=HEADS)
     made = own(unlike_blocks).block_mask(window, None)
-    theirs = create_block_mask(shifted(unlike_blocks, window), 1, HEADS, n_q, n_kv, device="cpu")
+    theirs = create_block_mask(
+        shift_mask_mod(unlike_blocks, window), 1, HEADS, n_q, n_kv, device="cpu"
+    )
     assert made.shape == theirs.shape == (1, HEADS, n_q, n_kv)
     for name in ("kv", "full_kv"):
         counts = getattr(theirs, f"{name}_num_blocks")
@@ -317,7 +319,12 @@ def test_a_rule_by_head_gets_the_tables_of_create_block_mask(n_q: int, offset: i
 
 def test_a_rule_that_ignores_the_head_keeps_tables_of_one_head() -> None:
     causal = own(lambda b, h, q, kv: kv <= q)
-    assert causal.block_mask(Window(300, 300, 0, heads=HEADS), None).shape == (1, 1, 300, 300)
+    assert causal.block_mask(ForwardWindow(300, 300, 0, heads=HEADS), None).shape == (
+        1,
+        1,
+        300,
+        300,
+    )
 
 
 def test_the_mask_of_a_patched_model_is_for_its_query_heads(llama: Any, prompt: Prompt) -> None:
@@ -330,8 +337,11 @@ def test_the_mask_of_a_patched_model_is_for_its_query_heads(llama: Any, prompt: 
 
 def test_a_rule_by_head_needs_a_model_that_says_its_heads() -> None:
     with pytest.raises(MaskError, match="depends on the head"):
-        own(third_forgets).block_mask(Window(9, 9, 0, heads=0), None)
-    assert own(lambda b, h, q, kv: kv <= q).block_mask(Window(9, 9, 0, heads=0), None) is not None
+        own(third_forgets).block_mask(ForwardWindow(9, 9, 0, heads=0), None)
+    assert (
+        own(lambda b, h, q, kv: kv <= q).block_mask(ForwardWindow(9, 9, 0, heads=0), None)
+        is not None
+    )
 
 
 def test_a_compiled_call_with_tables_for_other_heads_fails_in_a_sentence(
@@ -340,9 +350,14 @@ def test_a_compiled_call_with_tables_for_other_heads_fails_in_a_sentence(
     class Wrong:
         name = "wrong"
 
-        def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
+        def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
             return create_block_mask(
-                shifted(third_forgets, window), 1, 2, window.q_len, window.kv_len, device="cpu"
+                shift_mask_mod(third_forgets, window),
+                1,
+                2,
+                window.q_len,
+                window.kv_len,
+                device="cpu",
             )
 
     with pytest.raises(AttentionCallError, match="for 2 heads, the layer has 4"):
@@ -382,8 +397,8 @@ class SharedTables:
 
     name = "shared"
 
-    def block_mask(self, window: Window, overlay: MaskMod | None) -> BlockMask:
-        rule = shifted(unlike_blocks, window)
+    def block_mask(self, window: ForwardWindow, overlay: MaskMod | None) -> BlockMask:
+        rule = shift_mask_mod(unlike_blocks, window)
         return create_block_mask(rule, None, None, window.q_len, window.kv_len, device="cpu")
 
 
@@ -391,8 +406,8 @@ def as_tables_say(step: StepRecord) -> np.ndarray[Any, Any]:
     """What runs of `SharedTables` when it is compiled."""
     rule = by_heads(unlike_blocks, step.q_len, step.kv_after, step.kv_before)
     chunks = (rule[0, a:b] for a, b in masks.row_chunks(step.q_len))
-    tables, size = masks.stack_block_rows(chunks), (masks.BLOCK, masks.BLOCK)
-    return np.stack([masks.executed(head, tables, size, compiled=True) for head in rule])
+    tables, size = masks.stack_block_rows(chunks), (masks.BLOCK_SIZE, masks.BLOCK_SIZE)
+    return np.stack([masks.executed_mask(head, tables, size, compiled=True) for head in rule])
 
 
 @NEEDS_A_COMPILER
@@ -413,18 +428,18 @@ def test_a_compiled_rule_by_head_with_tables_of_one_is_recorded_as_it_ran(
 
 
 def test_the_formula_of_a_compiled_call_is_applied_to_every_head() -> None:
-    window = Window(300, 300, 0)
+    window = ForwardWindow(300, 300, 0)
     rule = torch.from_numpy(by_heads(unlike_blocks, 300, 300))
     step: Any = SimpleNamespace(q_len=300, kv_after=300, kv_before=0)
-    shared = received._as_compiled(rule, SharedTables().block_mask(window, None), HEADS)
+    shared = received._compiled_cells(rule, SharedTables().block_mask(window, None), HEADS)
     assert shared is not None
     assert (shared.numpy() == as_tables_say(step)).all()
     per_head = create_block_mask(unlike_blocks, 1, HEADS, 300, 300, device="cpu")
-    own_tables = received._as_compiled(rule, per_head, HEADS)
+    own_tables = received._compiled_cells(rule, per_head, HEADS)
     assert own_tables is not None
     assert own_tables.equal(create_mask(unlike_blocks, 1, HEADS, 300, 300, device="cpu")[0])
     two = create_block_mask(unlike_blocks, 1, 2, 300, 300, device="cpu")
-    assert received._as_compiled(rule, two, HEADS) is None
+    assert received._compiled_cells(rule, two, HEADS) is None
 
 
 # -- dense masks -----------------------------------------------------------------------------------
@@ -439,7 +454,7 @@ def forward(model: Any, prompt: Prompt, mask: Tensor, backend: str) -> tuple[Mem
         session.begin_generation(GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ()))
         logits = model(torch.tensor([prompt.ids]), attention_mask=mask).logits[0, -1]
         token = TokenRecord(len(prompt.ids), 5, "", "", len(prompt.ids), 6, step=0)
-        session.chose(token, torch.tensor(5))
+        session.on_token_chosen(token, torch.tensor(5))
     assert sink.events == []
     return sink, logits
 
@@ -571,9 +586,9 @@ def test_transformers_flex_adds_the_first_head_of_a_dense_mask(prompt: Prompt) -
         (torch.zeros(closed.shape).masked_fill(closed, -torch.inf), ~closed[0, :1].numpy()),
     ):
         kind = "bool" if mask.dtype is torch.bool else "float"
-        seen = received.ReceivedMask(0, n, n, 0, 0, True, kind)
+        seen = received.CapturedMask(0, n, n, 0, 0, True, kind)
         ref: Any = SimpleNamespace(mask=mask, path="flex compiled")
-        cells = received._tensor_cells(ref, seen, received._Indices(torch.device("cpu")))
+        cells = received._dense_cells(ref, seen, received._IndexTensors(torch.device("cpu")))
         assert cells is not None
         assert (cells.numpy() == expected).all()
         assert seen.bias is not None
@@ -588,13 +603,13 @@ def test_a_call_says_its_cap(prompt: Prompt, patch: bool) -> None:
     sink = MemorySink()
     model = make_model("gemma2", attn_logit_softcapping=7.0)
     session = CaptureSession(model, sink, level="basic")
-    source = RuleMask(masks.causal(), length=128, device=CPU, compiled=False)
+    source = SpecMaskSource(masks.causal(), length=128, device=CPU, compiled=False)
     with torch.no_grad(), session:
         session.begin_generation(GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ()))
         with FlexPatch(model, source) if patch else nullcontext():
             model(torch.tensor([prompt.ids]))
         token = TokenRecord(len(prompt.ids), 5, "", "", len(prompt.ids), 6, step=0)
-        session.chose(token, torch.tensor(5))
+        session.on_token_chosen(token, torch.tensor(5))
     assert [call.softcap for call in sink.steps[0].calls] == [7.0] * LAYERS
 
 
@@ -609,10 +624,10 @@ def test_layers_under_one_mask_keep_their_own_caps(prompt: Prompt) -> None:
 def test_weights_of_one_call_are_made_under_its_cap() -> None:
     q, k = 8 * torch.randn(1, HEADS, 1, 8), torch.randn(1, 2, 9, 8)
     about = (0, "sdpa", "sdpa", torch.nn.Identity(), q, k, k, (None,), {}, q.mT, "", None)
-    seen = received.ReceivedMask(0, 1, 9, 8, 0, False, "none")
+    seen = received.CapturedMask(0, 1, 9, 8, 0, False, "none")
     seen.cells = torch.ones(1, 1, 9, dtype=torch.bool)
     for cap in (None, 0.5):
-        weights = newest_weights(CallRef(*about, cap), seen)
+        weights = newest_weights(AttentionCall(*about, cap), seen)
         visible = torch.ones(1, 1, 9, dtype=torch.bool)
         expected = attention_row(q[0], k[0], scale=8**-0.5, visible=visible, softcap=cap)
         torch.testing.assert_close(weights, expected[:, 0].float())

@@ -6,16 +6,16 @@ import os
 import socket
 
 from flexinspect import protocol
-from flexinspect_hooks.scriptcontrol import Control
+from flexinspect_hooks.scriptcontrol import LauncherConnection
 
 
 def test_what_comes_in_one_piece_with_the_job_is_heard() -> None:
     starter, ours = socket.socketpair()
-    control = Control(os.dup(ours.fileno()))
+    control = LauncherConnection(os.dup(ours.fileno()))
     ours.close()
-    lines = [protocol.line(protocol.OUTPUT, items=[number]) for number in range(3)]
+    lines = [protocol.format_message(protocol.OUTPUT, items=[number]) for number in range(3)]
     starter.sendall("\n".join(["the job", *lines]).encode())
     assert control.first_line() == "the job"
     starter.sendall(b"\n")
     starter.close()
-    assert [facts["items"] for facts in control.heard()] == [[0], [1], [2]]
+    assert [facts["items"] for facts in control.messages()] == [[0], [1], [2]]

@@ -24,7 +24,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from flexinspect.errors import UsageError
 from flexinspect.job import SamplingOptions
-from flexinspect_hooks.travel.caches import KEPT, held_bytes, n_rows_of, row_bytes
+from flexinspect_hooks.travel.caches import MAX_STORED_CACHES, cache_bytes, n_rows_of, row_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +58,13 @@ def test_sampling_goes_on_with_equal_bits_from_20_restored_steps(llama: Any) -> 
         for _ in range(20):
             step = pick.randrange(31)
             done = trip.journey.restore(0, step)
-            assert done.price.n_rows == 0
-            assert done.why == ()
+            assert done.cost.n_rows == 0
+            assert done.reasons == ()
             trip.seen.clear()
             assert trip.go(3) == tokens[: min(step + 4, 32)]
             for number, logits in trip.seen.items():
                 assert torch.equal(logits, trip.notes.logits[0, number])
-        assert len(trip.journey.lines) == 1
+        assert len(trip.journey.branches) == 1
         assert len(trip.notes.logits) == 32
 
 
@@ -77,10 +77,8 @@ def test_every_family_is_restored_with_equal_bits(
         done = trip.journey.restore(0, 1)
         slides = "sliding_window" in FAMILIES[family]
         # What a sliding window has forgotten is computed again, as it was computed then.
-        assert (done.price.n_forwards, done.price.n_rows) == (
-            (2, N_PROMPT + 1) if slides else (0, 0)
-        )
-        assert done.why == ()
+        assert (done.cost.n_forwards, done.cost.n_rows) == ((2, N_PROMPT + 1) if slides else (0, 0))
+        assert done.reasons == ()
         trip.seen.clear()
         assert trip.go() == tokens
         assert sorted(trip.seen) == [2, 3, 4, 5]
@@ -92,8 +90,8 @@ def test_layers_that_write_in_place_are_computed_again() -> None:
     with travelling(make_model("lfm2", **hybrid), prompt_of(6)) as trip:
         tokens, end = trip.go(), trip.decoder.cache
         assert type(end.layers[0]) is LinearAttentionLayer
-        assert trip.journey.restore(0, 5).price.n_forwards == 6
-        assert held_bytes([end]) > row_bytes(end) * n_rows_of(end)  # its states count
+        assert trip.journey.restore(0, 5).cost.n_forwards == 6
+        assert cache_bytes([end]) > row_bytes(end) * n_rows_of(end)  # its states count
         trip.journey.restore(0, 2)
         trip.seen.clear()
         assert trip.go() == tokens
@@ -102,14 +100,14 @@ def test_layers_that_write_in_place_are_computed_again() -> None:
         forked = trip.go()
         trip.journey.restore(1, 4)
         assert trip.go() == forked
-        assert len(trip.journey.lines) == 2
+        assert len(trip.journey.branches) == 2
 
 
 def test_a_sliding_window_that_has_forgotten_nothing_is_cropped() -> None:
     model = make_model("mistral", sliding_window=64)
     with travelling(model, prompt_of(4)) as trip:
         tokens = trip.go()
-        assert trip.journey.restore(0, 1).price.n_forwards == 0
+        assert trip.journey.restore(0, 1).cost.n_forwards == 0
         assert trip.go() == tokens
         assert trip.notes.n_dropped == 2
 
@@ -159,12 +157,12 @@ def test_what_comes_out_differently_is_a_branch_that_says_why(
         if why.startswith("The model is in"):
             with torch.no_grad():
                 model.lm_head.weight.data = model.lm_head.weight.data * 1.01
-        kept = trip.journey._shelf.items()[0][1]
-        while len(trip.journey.lines) == 1:
+        kept = trip.journey._cache_store.items()[0][1]
+        while len(trip.journey.branches) == 1:
             trip.journey.advance()
-        assert [cache for _, cache in trip.journey._shelf.items()] == [kept]  # as recorded
+        assert [cache for _, cache in trip.journey._cache_store.items()] == [kept]  # as recorded
         trip.go()
-        assert [line.fork_step for line in trip.journey.lines] == [0, 2]
+        assert [line.fork_step for line in trip.journey.branches] == [0, 2]
         (change,) = trip.notes.begun
         assert change["kind"] == "replay"
         assert why in change["why"]
@@ -182,7 +180,7 @@ def test_a_replayed_prefix_says_that_the_threads_are_others() -> None:
         torch.set_num_threads(1)
         with torch.no_grad():
             model.lm_head.weight.mul_(1.5)
-        why = trip.journey.restore(0, 2).why
+        why = trip.journey.restore(0, 2).reasons
         assert why[0] == "Step 0 did not come out as it was recorded."
         assert "torch ran on 2 threads, and now runs on 1." in why
         assert "The weights of the model have changed." in why
@@ -215,7 +213,7 @@ def test_a_fork_equals_a_fresh_run_made_with_its_token(trip: Trip, small: Any, s
     assert tokens == fresh
     assert tokens[step] == token
     for number in range(step, 10):
-        assert torch.equal(trip.notes.logits[line.branch, number], logits[number])
+        assert torch.equal(trip.notes.logits[line.number, number], logits[number])
 
 
 def test_a_fork_may_take_several_tokens(trip: Trip, small: Any) -> None:
@@ -237,34 +235,34 @@ def test_branches_of_branches_are_restored_with_equal_bits(trip: Trip) -> None:
         trip.journey.restore(branch, 1)
         trip.seen.clear()
         assert tokens is None or trip.go() == tokens
-        line = trip.journey.lines[branch]
+        line = trip.journey.branches[branch]
         for step, row in trip.seen.items():
-            assert torch.equal(row, trip.notes.logits[line.owner(step).branch, step])
-    assert len(trip.journey.lines) == 3
+            assert torch.equal(row, trip.notes.logits[line.owner(step).number, step])
+    assert len(trip.journey.branches) == 3
 
 
 def test_a_fork_before_the_fork_belongs_to_the_parent(trip: Trip) -> None:
     trip.journey.fork(0, 5, [other_token(trip, 5)])
     trip.go()
     line = trip.journey.fork(1, 2, [other_token(trip, 2)])
-    assert line.parent is trip.journey.lines[0]
+    assert line.parent is trip.journey.branches[0]
 
 
 def test_the_tokens_of_a_branch_are_its_parents_before_the_fork(trip: Trip) -> None:
-    base = trip.journey.lines[0].token_ids(10)
+    base = trip.journey.branches[0].token_ids(10)
     one = trip.journey.fork(0, 6, [other_token(trip, 6)])
     trip.go()
-    two = trip.journey.fork(one.branch, 8, [(one.mark(8).token_id + 7) % 290 + 3])
+    two = trip.journey.fork(one.number, 8, [(one.checkpoint(8).token_id + 7) % 290 + 3])
     trip.go()
     for n_steps in (0, 3, 6, 8, 10):
-        assert two.token_ids(n_steps) == [two.mark(step).token_id for step in range(n_steps)]
+        assert two.token_ids(n_steps) == [two.checkpoint(step).token_id for step in range(n_steps)]
     assert two.token_ids(6) == base[:6]
     with pytest.raises(IndexError):
         two.token_ids(11)
 
 
 def test_the_token_that_was_chosen_is_no_fork(trip: Trip) -> None:
-    chosen = trip.journey.lines[0].mark(2).token_id
+    chosen = trip.journey.branches[0].checkpoint(2).token_id
     with pytest.raises(UsageError, match="Step 2 chose that token already"):
         trip.journey.fork(0, 2, [chosen])
 
@@ -280,7 +278,7 @@ def test_a_token_that_the_model_has_not_is_refused_before_anything_is_done(
     said = f"Token {token_id} does not exist; this model has tokens 0 to {n_tokens - 1}."
     with pytest.raises(UsageError, match=re.escape(said)):
         trip.journey.fork(0, 2, [5, token_id])
-    assert (len(trip.journey.lines), trip.journey.step) == (1, stood)
+    assert (len(trip.journey.branches), trip.journey.step) == (1, stood)
     assert trip.notes.begun == []
 
 
@@ -303,21 +301,21 @@ def test_a_branch_that_is_left_is_interrupted_at_the_end_and_can_be_gone_on_with
 def test_memory_stays_bounded_over_50_forks(small: Any) -> None:
     with travelling(small, prompt_of(8)) as trip:
         trip.go()
-        one = trip.journey.held_bytes()
+        one = trip.journey.cache_bytes()
         for number in range(50):
             trip.journey.fork(0, 1 + number % 6, [3 + number])
             trip.go(2)
-            assert trip.journey.held_bytes() <= (KEPT + 1) * one
-        assert len(trip.journey.lines) == 51
-        assert trip.journey.price(0, 5).n_rows == 0  # the base's is never let go of
+            assert trip.journey.cache_bytes() <= (MAX_STORED_CACHES + 1) * one
+        assert len(trip.journey.branches) == 51
+        assert trip.journey.restore_cost(0, 5).n_rows == 0  # the base's is never let go of
 
 
 def test_the_price_of_a_step_is_known_before(family_model: Callable[[str], Any]) -> None:
     with travelling(family_model("mistral"), prompt_of(5)) as trip:
         trip.go()
-        price = trip.journey.price(0, 3)
+        price = trip.journey.restore_cost(0, 3)
         assert (price.n_forwards, price.n_rows) == (4, N_PROMPT + 3)
-        marks = trip.journey.lines[0].marks[:4]
+        marks = trip.journey.branches[0].checkpoints[:4]
         assert price.ms == pytest.approx(sum(mark.wall_ms for mark in marks))
         assert price.n_bytes > 0
         assert trip.journey.step == 4  # asking costs nothing

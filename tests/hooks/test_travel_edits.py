@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexinspect import maskedits
 from flexinspect.errors import MaskError
-from flexinspect_hooks.travel.words import branch_words
+from flexinspect_hooks.travel.words import describe_branch
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +68,13 @@ def test_an_edit_equals_a_fresh_run_under_its_mask(
     trip: Trip, small: Any, text: str, recomputes: bool
 ) -> None:
     step, before = 4, list(trip.decoder.token_ids[:4])
-    line = trip.journey.edit(0, step, [maskedits.parse(text)])
+    line = trip.journey.edit_mask(0, step, [maskedits.parse_edit(text)])
     assert line.recomputed is recomputes
     tokens = trip.go()
     fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
     assert tokens == fresh
     for number in range(step, 10):
-        mine = trip.notes.logits[line.branch, number]
+        mine = trip.notes.logits[line.number, number]
         assert agree(mine, logits[number]) if recomputes else torch.equal(mine, logits[number])
     assert not torch.equal(logits[5 if "35" not in text else 6], trip.notes.logits[0, 6])
 
@@ -84,7 +84,7 @@ def test_what_an_edit_differs_by_is_the_rounding_of_a_row_that_is_fed_alone() ->
     model, prompt = make_model("llama").double(), prompt_of(8)
     with travelling(model, prompt) as trip:
         before = trip.go()[:4]
-        line = trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
+        line = trip.journey.edit_mask(0, 4, [maskedits.parse_edit("preset causal")])
         tokens = trip.go()
         fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
         assert tokens == fresh
@@ -96,7 +96,7 @@ def test_an_edit_of_an_own_rule_equals_a_fresh_run(small: Any, text: str) -> Non
     prompt = prompt_of(6)
     with travelling(small, prompt, own_source()) as trip:
         before = trip.go()[:3]
-        line = trip.journey.edit(0, 3, [maskedits.parse(text)])
+        line = trip.journey.edit_mask(0, 3, [maskedits.parse_edit(text)])
         assert line.recomputed is text.startswith("drop")
         tokens = trip.go()
         fresh, logits = fresh_run(small, prompt, line.source, dict(enumerate(before)))
@@ -110,16 +110,16 @@ def test_edits_of_a_sliding_model_equal_a_fresh_run(family_model: Callable[[str]
     with travelling(model, prompt) as trip:
         before = trip.go()[:3]
         for text in ("preset causal", "cell 32 31 close"):
-            line = trip.journey.edit(0, 3, [maskedits.parse(text)])
+            line = trip.journey.edit_mask(0, 3, [maskedits.parse_edit(text)])
             tokens = trip.go()
             fresh, logits = fresh_run(model, prompt, line.source, dict(enumerate(before)))
             assert tokens == fresh
-            mine = trip.notes.logits[line.branch, 5]
+            mine = trip.notes.logits[line.number, 5]
             assert agree(mine, logits[5])
 
 
 def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) -> None:
-    trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
+    trip.journey.edit_mask(0, 4, [maskedits.parse_edit("preset causal")])
     tokens = trip.go()
     trip.journey.restore(1, 2)  # before the edit, under the mask of the base
     assert trip.go() == tokens
@@ -132,7 +132,7 @@ def test_a_recomputed_branch_is_restored_and_forked_with_equal_bits(trip: Trip) 
     for branch in (0, 2):
         trip.journey.restore(branch, 4)
         trip.go()
-    assert len(trip.journey.lines) == 3
+    assert len(trip.journey.branches) == 3
     assert not [told for told in trip.notes.told if told[0] == "replay-differs"]
 
 
@@ -140,14 +140,14 @@ def test_an_edit_of_later_rows_at_a_recomputed_step_equals_a_fresh_run(
     trip: Trip, small: Any
 ) -> None:
     before = list(trip.decoder.token_ids[:4])
-    trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
+    trip.journey.edit_mask(0, 4, [maskedits.parse_edit("preset causal")])
     trip.go()
-    again = [maskedits.parse("cell 33 3 close")]
-    price, changed = trip.journey.edit_price(1, 4, again)
+    again = [maskedits.parse_edit("cell 33 3 close")]
+    price, changed = trip.journey.edit_cost(1, 4, again)
     assert (price.n_rows, price.n_forwards, changed) == (34, 1, 0)
-    line = trip.journey.edit(1, 4, again)
+    line = trip.journey.edit_mask(1, 4, again)
     assert (line.recomputed, line.change["recomputed"]) == (True, True)
-    assert "no row computed before is touched, but all keys" in branch_words(line)
+    assert "no row computed before is touched, but all keys" in describe_branch(line)
     tokens = trip.go()
     fresh, logits = fresh_run(small, prompt_of(10), line.source, dict(enumerate(before)))
     assert tokens == fresh
@@ -159,7 +159,7 @@ def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() 
     model, forced = make_model("llama", initializer_range=0.3), [7, 8, 9]
     with travelling(model, prompt_of(10)) as trip:
         trip.go()
-        trip.journey.edit(0, 4, [maskedits.parse("preset causal")])
+        trip.journey.edit_mask(0, 4, [maskedits.parse_edit("preset causal")])
         trip.go(2)
         trip.journey.fork(1, 4, forced)
         trip.go()
@@ -167,27 +167,27 @@ def test_a_recomputed_step_that_comes_out_differently_is_computed_whole_again() 
         with torch.no_grad():
             model.lm_head.weight.mul_(1.01)
         tokens = trip.go()
-        line = trip.journey.line
-        assert (line.branch, line.fork_step, line.recomputed) == (3, 4, True)
+        line = trip.journey.current_branch
+        assert (line.number, line.fork_step, line.recomputed) == (3, 4, True)
         assert line.change["recomputed"] is True
         assert tokens[4:7] == forced
         first = trip.seen[4]
         trip.journey.restore(3, 3)
         assert trip.go() == tokens
         assert torch.equal(trip.seen[4], first)
-        assert len(trip.journey.lines) == 4
+        assert len(trip.journey.branches) == 4
 
 
 def test_an_edit_at_the_prompt_runs_it_under_the_edited_mask(trip: Trip, small: Any) -> None:
-    line = trip.journey.edit(0, 0, [maskedits.parse("preset document")])
+    line = trip.journey.edit_mask(0, 0, [maskedits.parse_edit("preset document")])
     tokens = trip.go()
     fresh, logits = fresh_run(small, prompt_of(10), rule_source(prompt_of(10), "document"), {})
     assert tokens == fresh
-    assert torch.equal(trip.notes.logits[line.branch, 0], logits[0])
+    assert torch.equal(trip.notes.logits[line.number, 0], logits[0])
 
 
 def test_an_edit_that_cannot_be_leaves_everything_as_it_was(trip: Trip) -> None:
     with pytest.raises(MaskError, match="changes nothing"):
-        trip.journey.edit(0, 4, [maskedits.parse("preset segment-isolation")])
-    assert len(trip.journey.lines) == 1
+        trip.journey.edit_mask(0, 4, [maskedits.parse_edit("preset segment-isolation")])
+    assert len(trip.journey.branches) == 1
     assert trip.journey.is_over

@@ -687,7 +687,7 @@ def test_an_id_is_not_looked_for_in_the_digits_of_others(llama: Any, out: Path) 
 
 
 def test_a_rule_may_be_declared_instead_of_a_preset(llama: Any, out: Path) -> None:
-    rule = masks.MaskRule("mine", (0, 4), (0, 0), (0, 4))
+    rule = masks.MaskSpec("mine", (0, 4), (0, 0), (0, 4))
     with flexinspect.watch(llama, out=out, mask=rule) as trace:
         llama(prompt_of())
     with trace.reader() as reader:

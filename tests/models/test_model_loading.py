@@ -18,7 +18,7 @@ from flexinspect.models import ALIASES, ModelSource, resolve
 from flexinspect_hooks import models as loading
 from flexinspect_hooks import placement
 from flexinspect_hooks.models import LoadedModel, load
-from flexinspect_hooks.random_weights import BLOCK
+from flexinspect_hooks.random_weights import NOISE_BLOCK_SIZE
 from flexinspect_hooks.tokens import IdTokenizer
 
 TINY_SHAPES: dict[str, dict[str, Any]] = {
@@ -167,7 +167,7 @@ def test_tied_embeddings_stay_one_tensor(tmp_path: Path) -> None:
 
 
 def test_the_block_of_random_numbers_has_a_prime_length() -> None:
-    assert all(BLOCK % divisor for divisor in range(2, int(BLOCK**0.5) + 1))
+    assert all(NOISE_BLOCK_SIZE % divisor for divisor in range(2, int(NOISE_BLOCK_SIZE**0.5) + 1))
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import flexinspect
 from flexinspect.errors import UsageError
 from flexinspect.findings import Severity
-from flexinspect.masks import MaskRule
+from flexinspect.masks import MaskSpec
 
 LEAK, ISOLATED = "proof.leak", "proof.isolated"
 BACKENDS = ("eager", "sdpa")
@@ -246,7 +246,7 @@ def test_a_mask_that_sees_the_future_moves_what_comes_before() -> None:
 
 def test_a_decode_step_that_sees_too_much_is_found_in_its_row() -> None:
     model = model_of()
-    rule = MaskRule("own", (0, 18), (0, 0), (0, 9))  # rows from 18 on begin at position 9
+    rule = MaskSpec("own", (0, 18), (0, 0), (0, 9))  # rows from 18 on begin at position 9
     cells = rule.dense(ROWS)
 
     def run(fed: Tensor, *, offset: int) -> None:

@@ -20,7 +20,7 @@ from flexinspect.errors import UsageError
 from flexinspect.findings import Severity
 from flexinspect.proofs import Proof
 from flexinspect_hooks import received
-from flexinspect_hooks.callrefs import CallRef
+from flexinspect_hooks.callrefs import AttentionCall
 from flexinspect_hooks.kernels import SDPA, KernelCall
 from flexinspect_hooks.reference import attention_row
 
@@ -80,7 +80,7 @@ def test_the_weights_recovered_are_those_of_the_softmax_to_the_last_cell() -> No
     key, value = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
     given = {"query": query, "key": key, "value": value, "is_causal": True, "enable_gqa": True}
     call = KernelCall(SDPA, given, compiled=False)
-    ref = CallRef(
+    ref = AttentionCall(
         *(0, "direct", "sdpa", torch.nn.Identity(), query, key, value, (None,), {}),
         *(value, "", None, None),
         kernel=call,
@@ -244,7 +244,7 @@ def test_a_kernel_that_changes_its_queries_differs_in_weights_and_in_no_cell(own
         return (weights @ v.repeat_interleave(2, 1)).transpose(1, 2).contiguous(), None
 
     model = model_of()
-    sharpness = model.model.layers[0].self_attn.scaling
+    sharpness = model.model.layers[0].self_attn.before_scaler_step
     model.set_attn_implementation(own_name(attend))
     differs = only(kernel(model), DIFFERS)
     assert differs.evidence["cells_open_in_one"] == 0

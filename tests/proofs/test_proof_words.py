@@ -11,7 +11,7 @@ from support.traces import sample_trace
 
 from flexinspect.errors import UsageError
 from flexinspect.findings import Severity
-from flexinspect.proofs import FINDINGS, KINDS, Proof, amount, found
+from flexinspect.proofs import PROOF_FINDINGS, PROOF_KINDS, Proof, format_amount, proof_finding
 from flexinspect.trace.reader import open_trace
 
 PAGES = DOCS / "findings"
@@ -21,15 +21,15 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize("finding_id", FINDINGS)
+@pytest.mark.parametrize("finding_id", PROOF_FINDINGS)
 def test_an_id_has_all_its_words(finding_id: str) -> None:
-    kind = FINDINGS[finding_id]
+    kind = PROOF_FINDINGS[finding_id]
     assert finding_id.startswith("proof.")
     for text in (kind.meaning, kind.why, kind.confirm, kind.fix, kind.query):
         assert len(text) > 20
 
 
-@pytest.mark.parametrize("finding_id", FINDINGS)
+@pytest.mark.parametrize("finding_id", PROOF_FINDINGS)
 def test_an_id_has_a_page_with_an_example_and_every_part(finding_id: str) -> None:
     page = (PAGES / f"{finding_id}.md").read_text("utf-8")
     assert page.startswith(f"# {finding_id}: ")
@@ -37,15 +37,15 @@ def test_an_id_has_a_page_with_an_example_and_every_part(finding_id: str) -> Non
     assert [part for part in PARTS if part not in page] == []
 
 
-@pytest.mark.parametrize("finding_id", FINDINGS)
+@pytest.mark.parametrize("finding_id", PROOF_FINDINGS)
 def test_the_query_of_an_id_finds_rows_in_a_trace(finding_id: str, tmp_path: Path) -> None:
-    finding = found(finding_id, "A sentence.", step=1, layer=2)
+    finding = proof_finding(finding_id, "A sentence.", step=1, layer=2)
     with open_trace(sample_trace(tmp_path / "sample.flextrace")) as reader:
         assert list(reader._query(finding.query, ()))
 
 
 def test_a_proof_holds_unless_something_is_an_error() -> None:
-    note, leak = found("proof.isolated", "Fine."), found("proof.leak", "Leak.")
+    note, leak = proof_finding("proof.isolated", "Fine."), proof_finding("proof.leak", "Leak.")
     assert Proof("isolation", ("did",), (note,)).holds
     bad = Proof("isolation", ("did",), (note, leak))
     assert not bad.holds
@@ -57,7 +57,9 @@ def test_a_proof_holds_unless_something_is_an_error() -> None:
 
 def test_a_proof_is_stored_with_the_generation_of_its_sample(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "sample.flextrace")
-    made = Proof("isolation", (), (found("proof.isolated", "Fine."),), {"sample": "sample-1"})
+    made = Proof(
+        "isolation", (), (proof_finding("proof.isolated", "Fine."),), {"sample": "sample-1"}
+    )
     assert made.add_to(path) == 1
     with open_trace(path) as reader:
         (stored,) = [one for one in reader.findings() if one.id == "proof.isolated"]
@@ -70,7 +72,7 @@ def test_a_proof_is_stored_with_the_generation_of_its_sample(tmp_path: Path) -> 
 
 
 def test_words_of_a_model_cannot_move_the_cursor() -> None:
-    proof = Proof("isolation", ("a\x1b[31m",), (found("proof.leak", "b\nc"),))
+    proof = Proof("isolation", ("a\x1b[31m",), (proof_finding("proof.leak", "b\nc"),))
     assert "\x1b" not in str(proof)
     assert str(proof).count("\n") == 1
 
@@ -87,10 +89,12 @@ def test_words_of_a_model_cannot_move_the_cursor() -> None:
     ],
 )
 def test_sizes_are_short(value: float, said: str) -> None:
-    assert amount(value) == said
+    assert format_amount(value) == said
 
 
 def test_there_is_a_prover_for_every_kind() -> None:
     from flexinspect_hooks.proofs import prover_of
 
-    assert [prover_of(kind).__name__ for kind in KINDS] == [f"prove_{kind}" for kind in KINDS]
+    assert [prover_of(kind).__name__ for kind in PROOF_KINDS] == [
+        f"prove_{kind}" for kind in PROOF_KINDS
+    ]

@@ -14,7 +14,7 @@ from support.tiny import ids, make_model
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.masks import causal
-from flexinspect.prompts import PromptPieces, compose
+from flexinspect.prompts import PromptTokenIds, compose_prompt
 from flexinspect.records import (
     ArrayRecord,
     CallRecord,
@@ -24,7 +24,7 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.attentionshape import AttentionShapeRule
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 
 FED = torch.tensor([(1, *ids(13, 3))])
 SEGMENTS = [(0, 1, "bos"), (1, 14, "paraphrase 1")]
@@ -60,7 +60,7 @@ def test_scores_that_are_far_too_large_collapse_every_head(
 def test_a_scale_that_was_left_out_in_wide_heads_collapses_too(tmp_path: Path) -> None:
     model = scaled(make_model("qwen2"), "q_proj", 50.0)
     for layer in model.model.layers:
-        layer.self_attn.scaling = 50.0
+        layer.self_attn.before_scaler_step = 50.0
     assert of(run(tmp_path, model), "attention.collapsed") != []
 
 
@@ -97,7 +97,7 @@ def test_a_scale_of_zero_makes_attention_uniform_in_bfloat16_as_well(tmp_path: P
     model = make_model("qwen3").to(torch.bfloat16)
     model.set_attn_implementation("eager")  # SDPA makes NaN of it: 0 times -Inf
     for layer in model.model.layers:
-        layer.self_attn.scaling = 0.0
+        layer.self_attn.before_scaler_step = 0.0
     finding = one(run(tmp_path, model), "attention.uniform")
     assert finding.layers == (0, 1, 2)
     assert "Every head of all 3 layers" in finding.sentence
@@ -138,7 +138,9 @@ def pad(scores: torch.Tensor) -> torch.Tensor:
 
 # -- BOS, and what records alone can show ----------------------------------------------------------
 
-PROMPT = compose(PromptPieces((1,), (2, 3), ((5, 6, 7), (8, 9)), (4,), (11,)), max_new_tokens=40)
+PROMPT = compose_prompt(
+    PromptTokenIds((1,), (2, 3), ((5, 6, 7), (8, 9)), (4,), (11,)), max_new_tokens=40
+)
 N = len(PROMPT.ids)
 LAYERS, HEADS = 3, 2
 
@@ -178,13 +180,13 @@ def steps(
 
 def look(records: Sequence[StepRecord]) -> list[Finding]:
     tokens = tuple(TokenRecord(i, t, "p", "p", i, 0) for i, t in enumerate(PROMPT.ids))
-    scene, rule = Scene(), AttentionShapeRule()
-    scene.begin(GenerationRecord(0, "s", "m", "contiguous", PROMPT.segments, tokens))
-    rule.begin(scene)
+    scene, rule = RuleContext(), AttentionShapeRule()
+    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", PROMPT.segments, tokens))
+    rule.on_generation_start(scene)
     found: list[Finding] = []
     for record in records:
-        scene.learn(record)
-        found += rule.look(record)
+        scene.add_step(record)
+        found += rule.on_step(record)
     return found
 
 

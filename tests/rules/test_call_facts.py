@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import CallRecord, GenerationRecord, StepRecord
 from flexinspect.rules.callfacts import CallFactsRule
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 
 FED = torch.tensor([ids(14, 3)])
 ALL = ("attention.scale", "attention.softcap-differs", "attention.dtype-differs")
@@ -34,7 +34,7 @@ def test_one_layer_with_a_scale_of_its_own_is_named(
     family: str, layer: int, tmp_path: Path
 ) -> None:
     model = make_model(family)
-    model.model.layers[layer].self_attn.scaling *= 2
+    model.model.layers[layer].self_attn.before_scaler_step *= 2
     (finding,) = run(tmp_path, model)
     assert (finding.id, finding.severity) == ("attention.scale", Severity.WARNING)
     assert (finding.layer, finding.step, finding.times) == (layer, 0, 1)
@@ -104,7 +104,7 @@ def test_a_model_as_it_is_has_no_odd_layer(family: str, tmp_path: Path) -> None:
 def test_a_model_whose_scale_is_its_own_in_every_layer_is_not_judged(tmp_path: Path) -> None:
     model = make_model("llama")
     for number, layer in enumerate(model.model.layers):
-        layer.self_attn.scaling /= number + 1
+        layer.self_attn.before_scaler_step /= number + 1
     assert run(tmp_path, model) == []
 
 
@@ -121,14 +121,14 @@ def calls(*changed: dict[str, Any]) -> tuple[CallRecord, ...]:
 
 
 def look(*each: Sequence[CallRecord]) -> list[Finding]:
-    scene, rule = Scene(), CallFactsRule()
-    scene.begin(GenerationRecord(0, "s", "m", "contiguous", (), ()))
-    rule.begin(scene)
+    scene, rule = RuleContext(), CallFactsRule()
+    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", (), ()))
+    rule.on_generation_start(scene)
     made = (
         StepRecord(0, n, "decode", 1, 8, 9, 0.0, 1.0, 0.1, calls=tuple(one))
         for n, one in enumerate(each)
     )
-    return [finding for record in made for finding in rule.look(record)]
+    return [finding for record in made for finding in rule.on_step(record)]
 
 
 def test_layers_that_take_turns_are_kinds_of_their_own() -> None:

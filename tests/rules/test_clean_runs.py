@@ -22,7 +22,7 @@ from flexinspect.job import Job, SamplingOptions
 from flexinspect.review import review
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.ensemble import Ensemble
+from flexinspect_hooks.ensemble import EnsembleRunner
 from flexinspect_hooks.models import load
 from flexinspect_hooks.session import CaptureSession
 
@@ -37,7 +37,7 @@ def demo() -> Any:
 def run(loaded: Any, out: Path, **options: Any) -> list[Finding]:
     """Run two samples as the capture process does, and return what all rules say of them."""
     job = Job(out=str(out), max_samples=2, max_new_tokens=12, **options)
-    ensemble = Ensemble(loaded, job, compiled=False)
+    ensemble = EnsembleRunner(loaded, job, compiled=False)
     with TraceWriter.create(out, {}) as writer:
         with CaptureSession(loaded.model, writer, level=job.level, copy_logits=False) as session:
             for number, sample in enumerate(load_samples("demo", max_samples=2)):

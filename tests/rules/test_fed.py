@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.rules.fedkinds import KINDS
+from flexinspect.rules.fedkinds import PROMPT_KINDS
 
 QUESTIONS = [
     "What is the capital of Kenya?",
@@ -568,6 +568,6 @@ def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean() -> None:
 
 def test_each_finding_says_all_six_things_and_has_a_page() -> None:
     pages = DOCS / "findings"
-    for name, kind in KINDS.items():
+    for name, kind in PROMPT_KINDS.items():
         assert all((kind.meaning, kind.why, kind.confirm, kind.fix, kind.query)), name
         assert (pages / f"{name}.md").is_file(), name

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexinspect.findings import Severity
-from flexinspect.rules.heads import odd_heads
+from flexinspect.rules.heads import find_odd_heads
 
 Rule = Callable[[Any, Any, Any, Any], Any]
 DOCUMENTS = torch.tensor([[0] * 12, [0] * 4 + [1] * 8, [0] * 8 + [1] * 4])
@@ -149,6 +149,6 @@ def test_a_mask_that_all_heads_share_has_no_odd_head(tmp_path: Path) -> None:
 
 def test_the_odd_heads_are_those_unlike_most() -> None:
     cells = np.ones((4, 3, 3), np.bool_)
-    assert odd_heads(cells) == []
+    assert find_odd_heads(cells) == []
     cells[1, 2, 2] = False
-    assert odd_heads(cells) == [1]
+    assert find_odd_heads(cells) == [1]

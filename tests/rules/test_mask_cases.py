@@ -11,7 +11,7 @@ from support.planting import of, serious
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.rules.masks import MasksRule
-from flexinspect.rules.tables import TablesRule
+from flexinspect.rules.tables import BlockTablesRule
 from flexinspect.trace.reader import open_trace
 
 Spans = Sequence[tuple[int, int]]
@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-OWN = {**MasksRule.findings, **TablesRule.findings}
+OWN = {**MasksRule.findings, **BlockTablesRule.findings}
 
 
 def found_in(name: str, spans: Spans = (), mask: str = "") -> list[Finding]:
@@ -42,7 +42,9 @@ def found_in(name: str, spans: Spans = (), mask: str = "") -> list[Finding]:
 
 def told(found: Sequence[Finding]) -> list[tuple[int, str]]:
     return [
-        (f.generation, f.id) for f in found if f.id in {**MasksRule.findings, **TablesRule.findings}
+        (f.generation, f.id)
+        for f in found
+        if f.id in {**MasksRule.findings, **BlockTablesRule.findings}
     ]
 
 

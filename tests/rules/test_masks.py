@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.masks import MaskRule
+from flexinspect.masks import MaskSpec
 from flexinspect.rules.masks import MasksRule
 
 ISOLATED: dict[str, Any] = {"segments": SEGMENTS, "mask": "segment-isolation"}
@@ -94,7 +94,7 @@ def test_a_head_that_sees_another_segment_is_named(tmp_path: Path) -> None:
 
 def test_generated_rows_that_see_too_much_are_counted_over_the_steps(tmp_path: Path) -> None:
     rule = isolated(reader=22)  # the cue keeps to itself, what is generated sees everything
-    declared = MaskRule("own", (0, 1, 7, 12, 20), (0, 0, 0, 0, 0), (0, 1, 7, 12, 20))
+    declared = MaskSpec("own", (0, 1, 7, 12, 20), (0, 0, 0, 0, 0), (0, 1, 7, 12, 20))
     found = run_own(tmp_path, rule, n=6, segments=SEGMENTS, mask=declared)
     (finding,) = of_masks(found)
     assert finding.id in ("mask.merged", "mask.leak", "mask.not-applied")
@@ -141,7 +141,7 @@ def test_keys_cut_off_by_a_window_that_the_layer_does_not_have_are_lost(tmp_path
 def test_the_mask_of_the_prompt_before_is_recognised(tmp_path: Path) -> None:
     stale = isolated()
     second = [(1, 4, "a"), (4, 15, "b"), (15, 20, "c"), (20, 22, "cue")]
-    rule = MaskRule("second", (0, 1, 4, 15, 20), (0, 0, 0, 0, 0), (0, 1, 4, 15, 0))
+    rule = MaskSpec("second", (0, 1, 4, 15, 20), (0, 0, 0, 0, 0), (0, 1, 4, 15, 0))
     with own_attention(stale) as name:
         model = model_on(name)
         right = planted(tmp_path, model, lambda: model(fed()), **ISOLATED)

@@ -17,7 +17,7 @@ from support.planting import of, one, serious
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import ArrayRecord, BuildRecord, GenerationRecord, MemoryRecord, StepRecord
 from flexinspect.rules.memory import MIB, MemoryRule
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.scene import RuleContext
 from flexinspect.trace.reader import open_trace
 
 N = 60
@@ -32,14 +32,14 @@ def step(number: int, rss: int = 0, **changes: Any) -> StepRecord:
 
 
 def look(*steps: StepRecord, loose: bool = False) -> list[Finding]:
-    scene, rule = Scene(), MemoryRule()
-    scene.begin(GenerationRecord(0, "s", "m", "c", (), ()), is_loose=loose)
-    rule.begin(scene)
+    scene, rule = RuleContext(), MemoryRule()
+    scene.start_generation(GenerationRecord(0, "s", "m", "c", (), ()), is_standalone=loose)
+    rule.on_generation_start(scene)
     found: list[Finding] = []
     for record in steps:
-        scene.learn(record)
-        found += rule.look(record)
-    return [*found, *rule.end()]
+        scene.add_step(record)
+        found += rule.on_step(record)
+    return [*found, *rule.on_generation_end()]
 
 
 def build(growth: int, heads: int | None = None, n: int = 4096, rule: str = "rule") -> BuildRecord:

@@ -92,7 +92,7 @@ def test_a_batch_without_a_cache_is_judged_by_the_step_whose_rows_were_looked_at
 def test_other_rows_of_a_mask_that_the_capture_did_not_look_at_are_not_judged(
     plant: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.batchrows.MOST", 8)
+    monkeypatch.setattr("flexinspect_hooks.batchrows.MAX_SAMPLE_CELLS", 8)
     model, (batch, mask) = model_on("sdpa"), left_padded((9, 6, 4))
     assert serious(plant(model, lambda: model(batch, attention_mask=mask))) == []
 
@@ -202,13 +202,13 @@ def test_a_scale_in_a_score_mod(plant: Planted, name: str) -> None:
 
 
 def test_a_score_mod_is_not_called_where_a_debugger_would_stop_in_it(plant: Planted) -> None:
-    rules.run_rules(lambda text: None)
+    rules.run_mods_as_python(lambda text: None)
     try:
         with scoring(*SCORE_RULES["twice"][:2]) as own:
             model = model_on(own)
             assert of(plant(model, lambda: model(fed())), "attention.scale") == []
     finally:
-        rules.run_rules_no_more()
+        rules.stop_running_mods()
 
 
 def test_rows_that_do_not_see_themselves(plant: Planted) -> None:

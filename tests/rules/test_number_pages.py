@@ -11,8 +11,15 @@ from flexinspect.rules.base import FindingKind
 PAGES = DOCS / "findings"
 KINDS: dict[str, FindingKind] = {
     finding_id: kind
-    for module in (numbers, ranges, attentionshape, callfacts, text, choice)
-    for finding_id, kind in module.RULE.findings.items()
+    for rule in (
+        numbers.NumbersRule,
+        ranges.OutputRangeRule,
+        attentionshape.AttentionShapeRule,
+        callfacts.CallFactsRule,
+        text.TextRule,
+        choice.TokenChoiceRule,
+    )
+    for finding_id, kind in rule.findings.items()
 }
 
 

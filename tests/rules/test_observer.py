@@ -21,10 +21,10 @@ from transformers.models.llama import modeling_llama
 
 from flexinspect.findings import Finding, Severity
 from flexinspect.records import EventRecord, GenerationRecord
-from flexinspect.rules.failures import FailuresRule, kind_of_failure
+from flexinspect.rules.failures import FailuresRule, failure_finding_id
 from flexinspect.rules.observer import ObserverRule
-from flexinspect.rules.scene import Scene
-from flexinspect.trace.crumb import Crumb, crumb_path, take_crumb
+from flexinspect.rules.scene import RuleContext
+from flexinspect.trace.crumb import LastCallWriter, last_call_path, take_last_call
 from flexinspect.trace.reader import open_trace
 
 
@@ -41,7 +41,7 @@ def eager(
 ) -> Any:
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    scores = query @ key.mT * module.scaling / warm + bias
+    scores = query @ key.mT * module.before_scaler_step / warm + bias
     if mask is not None:
         scores = scores + mask[..., : key.shape[2]]
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
@@ -163,17 +163,17 @@ def test_a_layer_that_was_never_seen_is_a_note(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["hook-off", "step-unread", "rule-off"])
 def test_a_recording_that_broke_is_a_warning_wherever_it_is_heard_of(kind: str) -> None:
-    rule, scene = ObserverRule(), Scene()
-    rule.scene = scene
-    (found,) = rule.hear(EventRecord(kind, "The hook 'x' failed", 0.0))
+    rule, scene = ObserverRule(), RuleContext()
+    rule.context = scene
+    (found,) = rule.on_event(EventRecord(kind, "The hook 'x' failed", 0.0))
     assert (found.id, found.severity, found.generation) == (
         "observer.incomplete",
         Severity.WARNING,
         0,
     )
-    scene.begin(GenerationRecord(3, "s", "m", "c", (), ()))
-    assert rule.hear(EventRecord(kind, "again", 0.0))[0].generation == 3
-    assert rule.hear(EventRecord("phase", "loading", 0.0)) == ()
+    scene.start_generation(GenerationRecord(3, "s", "m", "c", (), ()))
+    assert rule.on_event(EventRecord(kind, "again", 0.0))[0].generation == 3
+    assert rule.on_event(EventRecord("phase", "loading", 0.0)) == ()
 
 
 def test_beams_are_told_of_in_a_note_alone(tmp_path: Path) -> None:
@@ -283,18 +283,18 @@ def test_a_logger_around_one_step_breaks_the_steps_after_it(tmp_path: Path) -> N
     ],
 )
 def test_a_failure_is_told_apart_by_its_own_words(error: str, finding: str) -> None:
-    assert kind_of_failure(error) == finding
+    assert failure_finding_id(error) == finding
 
 
 def failed(error: str, *after: str, step: int = 2) -> list[Finding]:
-    rule, scene = FailuresRule(), Scene()
-    scene.begin(GenerationRecord(0, "s", "m", "c", (), ()))
-    rule.begin(scene)
+    rule, scene = FailuresRule(), RuleContext()
+    scene.start_generation(GenerationRecord(0, "s", "m", "c", (), ()))
+    rule.on_generation_start(scene)
     data = {"layer": 1, "kernel": "flex_attention", "error": error, "q_len": 1, "kv_len": 9}
-    found = [*rule.hear(EventRecord("kernel-failed", "", 0.0, 0, step, data))]
+    found = [*rule.on_event(EventRecord("kernel-failed", "", 0.0, 0, step, data))]
     for kind in after:
-        found += rule.hear(EventRecord(kind, "", 0.0, 0, step))
-    return [*found, *rule.end()]
+        found += rule.on_event(EventRecord(kind, "", 0.0, 0, step))
+    return [*found, *rule.on_generation_end()]
 
 
 def test_a_build_that_fails_is_told_of_when_the_forward_ends() -> None:
@@ -338,7 +338,7 @@ def died(tmp_path: Path, when: str, number: int, monkeypatch: pytest.MonkeyPatch
     script.write_text(DEADLY.replace("{signal}", str(number)))
     monkeypatch.setenv("DIES", when)
     run_alone(["-m", "flexinspect", "run", "--no-ui", "--out", str(out), str(script)])
-    assert not crumb_path(out).exists()
+    assert not last_call_path(out).exists()
     with open_trace(out) as trace:
         return of(trace.findings(), "observer.crash")
 
@@ -376,25 +376,25 @@ def test_a_process_that_is_asked_to_end_or_ends_well_has_not_crashed(
 
 def test_a_crumb_says_where_a_call_was_made(tmp_path: Path) -> None:
     trace = tmp_path / "a.flextrace"
-    crumb = Crumb(trace)
-    assert take_crumb(trace) is None
+    crumb = LastCallWriter(trace)
+    assert take_last_call(trace) is None
     crumb.enter((2, 7, 3), 1, 40, "flex (compiled)")
     child = os.fork()
     if not child:
         crumb._pid = 0
         os._exit(0)
     os.waitpid(child, 0)
-    call = take_crumb(trace)
+    call = take_last_call(trace)
     assert call is not None
     assert (call.entered, call.generation, call.step, call.layer) == (True, 2, 7, 3)
     assert (call.q_len, call.kv_len, call.what) == (1, 40, "flex (compiled)")
-    assert not crumb_path(trace).exists()
+    assert not last_call_path(trace).exists()
     crumb.leave()
     crumb.remove()
 
 
 def test_a_crumb_in_a_folder_that_is_gone_is_none(tmp_path: Path) -> None:
-    crumb = Crumb(tmp_path / "gone" / "a.flextrace")
+    crumb = LastCallWriter(tmp_path / "gone" / "a.flextrace")
     crumb.enter((-1, -1, -1), 1, 1, "flex")
     crumb.leave()
     crumb.remove()

@@ -16,7 +16,7 @@ from support.tiny import ids, make_model
 from torch import Tensor
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.masks import PRESETS, MaskRule, preset
+from flexinspect.masks import PRESETS, MaskSpec, preset
 from flexinspect.masks import causal as causal_rule
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.rules import closure
@@ -225,10 +225,10 @@ def test_what_is_said_to_reach_is_what_moves_and_what_is_not_does_not(
 # -- a design of one's own -------------------------------------------------------------------------
 
 
-def rule_with_open_separators() -> MaskRule:
+def rule_with_open_separators() -> MaskSpec:
     """Return isolation in which separator 1, row 6, sees all and is seen by paraphrase 2."""
     starts, head, low = (0, 1, 6, 7, 13, 19), (0, 1, 0, 1, 1, 0), (0, 1, 0, 6, 13, 0)
-    return MaskRule("own", starts, head, low)
+    return MaskSpec("own", starts, head, low)
 
 
 def test_a_declared_mask_that_leaks_by_itself_is_a_warning_of_its_own(
@@ -265,7 +265,7 @@ def test_what_a_rule_joins_is_what_its_cells_join() -> None:
     kind = SegmentKind.PARAPHRASE
     spans = [Segment(*span, f"p{n}", kind, n) for n, span in enumerate(SPANS)]
     for rule in rules:
-        direct, over_layers = closure.rule_reach(rule, spans, spans)
+        direct, over_layers = closure.spec_reach(rule, spans, spans)
         cells = rule.dense(PROMPT)
         many = np.linalg.matrix_power((cells | np.eye(PROMPT, dtype=np.bool_)).astype(float), 9) > 0
         for t, target in enumerate(spans):
@@ -297,8 +297,8 @@ def test_no_preset_makes_a_finding(name: str, separators: str) -> None:
     spans = [Segment(4 * n, 4 * n + 4, f"{kind} {n}", kind, n) for n, kind in enumerate(kinds)]
     rule = preset(name, spans, separators=separators)
     targets = [s for s in spans if s.kind is SegmentKind.PARAPHRASE]
-    packed = dict.fromkeys(range(4), closure.pack(rule.dense(20)[None], 20))
-    assert closure.follow(packed, targets, [*targets, spans[1]]) == []
+    packed = dict.fromkeys(range(4), closure.pack_rows(rule.dense(20)[None], 20))
+    assert closure.find_transitive_leaks(packed, targets, [*targets, spans[1]]) == []
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

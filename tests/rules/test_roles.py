@@ -202,10 +202,10 @@ def test_a_declared_preset_that_ran_makes_no_finding(
 def preset_rule(name: str) -> Any:
     """Return the rule that watching makes of a preset for these segments."""
     from flexinspect.masks import preset
-    from flexinspect_hooks.spans import FedPrompt, lay_out, read_wishes
+    from flexinspect_hooks.spans import PromptInput, build_segments, parse_segments
 
-    prompt = FedPrompt([0] * PROMPT, ())
-    found, troubles = lay_out(read_wishes(LAST), prompt, lambda text: [])
+    prompt = PromptInput([0] * PROMPT, ())
+    found, troubles = build_segments(parse_segments(LAST), prompt, lambda text: [])
     assert troubles == []
     return preset(name, found)
 

@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flexinspect import masks
 from flexinspect.findings import Severity
-from flexinspect.masks import MaskRule
+from flexinspect.masks import MaskSpec
 from flexinspect.records import MaskRecord
-from flexinspect.rules.tables import find_stale
+from flexinspect.rules.tables import find_stale_blocks
 
 LONG = 300
 
@@ -93,7 +93,7 @@ def test_masks_for_one_or_for_every_head_and_sequence_are_silent(tmp_path: Path)
         assert serious(found) == []
 
 
-def record(rule: MaskRule, n: int, *, of: MaskRule | None = None, **changes: Any) -> MaskRecord:
+def record(rule: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any) -> MaskRecord:
     """Return a mask of n rows with a rule's cells, and the tables of a rule (or `of` another)."""
     cells = rule.dense(n)[None]
     tables = masks.block_tables(of or rule, n, n)
@@ -101,22 +101,22 @@ def record(rule: MaskRule, n: int, *, of: MaskRule | None = None, **changes: Any
     return MaskRecord("f", "block", 1, 1, n, n, 0, block_q=128, block_kv=128, **facts)
 
 
-ISOLATION = MaskRule("two", (0, 200), (0, 0), (0, 200))
+ISOLATION = MaskSpec("two", (0, 200), (0, 0), (0, 200))
 
 
 def test_tables_of_their_own_rule_agree_at_any_length() -> None:
     for n in (1, 5, 127, 128, 129, 256, 300, 512):
-        assert find_stale(record(masks.causal(), n)) is None
-        assert find_stale(record(ISOLATION, n)) is None
+        assert find_stale_blocks(record(masks.causal(), n)) is None
+        assert find_stale_blocks(record(ISOLATION, n)) is None
 
 
 def test_tables_that_visit_more_than_they_need_are_no_matter() -> None:
     wide = np.ones((1, 3, 3), np.bool_)
-    assert find_stale(record(ISOLATION, 300, partial=wide, full=None)) is None
+    assert find_stale_blocks(record(ISOLATION, 300, partial=wide, full=None)) is None
 
 
 def test_full_blocks_that_the_rule_closes_are_said() -> None:
-    stale = find_stale(record(ISOLATION, 384, of=masks.causal()))
+    stale = find_stale_blocks(record(ISOLATION, 384, of=masks.causal()))
     assert stale is not None
     assert not stale.missing.any()
     assert np.argwhere(stale.extra).tolist() == [[0, 1, 0], [0, 2, 0], [0, 2, 1]]
@@ -125,8 +125,8 @@ def test_full_blocks_that_the_rule_closes_are_said() -> None:
 def test_of_a_compiled_call_what_counts_is_its_rule_by_blocks() -> None:
     ruled = np.array([[[1, 0, 0], [2, 1, 0], [2, 2, 1]]], np.uint8)
     tables = masks.block_tables(ISOLATION, 384, 384)
-    cells = masks.executed(masks.causal().dense(384), tables, (128, 128), compiled=True)[None]
-    stale = find_stale(record(ISOLATION, 384, cells=cells, compiled=True, ruled=ruled))
+    cells = masks.executed_mask(masks.causal().dense(384), tables, (128, 128), compiled=True)[None]
+    stale = find_stale_blocks(record(ISOLATION, 384, cells=cells, compiled=True, ruled=ruled))
     assert stale is not None
     assert np.argwhere(stale.missing).tolist() == [[0, 2, 0]]
     assert not stale.extra.any()

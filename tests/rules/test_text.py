@@ -26,8 +26,8 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules.base import Rule
-from flexinspect.rules.choice import ChoiceRule
-from flexinspect.rules.scene import Scene
+from flexinspect.rules.choice import TokenChoiceRule
+from flexinspect.rules.scene import RuleContext
 from flexinspect.rules.text import TextRule
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO)
@@ -244,11 +244,11 @@ def test_a_branch_that_began_with_part_of_an_answer_is_not_empty(
         Segment(0, 5, "cue", SegmentKind.CUE, 0),
         Segment(5, 20, "generated", SegmentKind.GENERATED, 1),
     )
-    scene, rule = Scene(), TextRule()
-    scene.begin(GenerationRecord(0, "s", "m", "contiguous", segments, ()))
-    rule.begin(scene)
-    rule.look(ends)
-    assert [finding.id for finding in rule.end()] == found
+    scene, rule = RuleContext(), TextRule()
+    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", segments, ()))
+    rule.on_generation_start(scene)
+    rule.on_step(ends)
+    assert [finding.id for finding in rule.on_generation_end()] == found
 
 
 def test_an_answer_that_ends_later_is_no_finding(tmp_path: Path) -> None:
@@ -320,19 +320,19 @@ def step(n: int, rank: int = 0, margin: float = 1.0, score: float | None = None)
 
 
 def look(rule: Rule, steps: Sequence[StepRecord]) -> list[Finding]:
-    scene = Scene()
-    scene.begin(GenerationRecord(0, "s", "m", "contiguous", (), ()))
-    rule.begin(scene)
+    scene = RuleContext()
+    scene.start_generation(GenerationRecord(0, "s", "m", "contiguous", (), ()))
+    rule.on_generation_start(scene)
     found: list[Finding] = []
     for record in steps:
-        scene.learn(record)
-        found += rule.look(record)
-    return [*found, *rule.end()]
+        scene.add_step(record)
+        found += rule.on_step(record)
+    return [*found, *rule.on_generation_end()]
 
 
 def test_a_greedy_run_whose_scores_are_known_does_not_take_the_second(tmp_path: Path) -> None:
     steps = [step(n, rank=2 if n == 20 else 0) for n in range(40)]
-    (finding,) = look(ChoiceRule(), steps)
+    (finding,) = look(TokenChoiceRule(), steps)
     assert (finding.id, finding.severity, finding.step) == (
         "text.not-the-best",
         Severity.WARNING,
@@ -344,14 +344,14 @@ def test_a_greedy_run_whose_scores_are_known_does_not_take_the_second(tmp_path: 
 
 
 def test_a_few_steps_say_nothing_of_how_tokens_are_chosen() -> None:
-    assert look(ChoiceRule(), [step(n, rank=int(n == 5)) for n in range(7)]) == []
+    assert look(TokenChoiceRule(), [step(n, rank=int(n == 5)) for n in range(7)]) == []
 
 
 def test_ties_are_no_matter_where_tokens_are_drawn_at_a_temperature() -> None:
-    assert len(look(ChoiceRule(), [step(0, margin=0.0)])) == 1
-    assert look(ChoiceRule(), [step(0, margin=0.0, score=0.7)]) == []
+    assert len(look(TokenChoiceRule(), [step(0, margin=0.0)])) == 1
+    assert look(TokenChoiceRule(), [step(0, margin=0.0, score=0.7)]) == []
 
 
 def test_rules_of_text_say_nothing_of_steps_without_tokens_or_logits() -> None:
     bare = [replace(step(n), logits=None, tokens=(), calls=()) for n in range(30)]
-    assert look(TextRule(), bare) == look(ChoiceRule(), bare) == []
+    assert look(TextRule(), bare) == look(TokenChoiceRule(), bare) == []

@@ -36,9 +36,9 @@ def _answer(parent: socket.socket) -> None:
     """Hear what the capture process says, and say that all it printed was passed on."""
     with parent.makefile("r", encoding="utf-8") as lines:
         for line in lines:
-            facts = protocol.parse(line)
+            facts = protocol.parse_message(line)
             if facts is not None and facts["kind"] == protocol.DRAIN:
-                parent.sendall((protocol.line(protocol.DRAINED) + "\n").encode())
+                parent.sendall((protocol.format_message(protocol.DRAINED) + "\n").encode())
 
 
 def _main(file: str) -> None:

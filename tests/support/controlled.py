@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flexinspect.control.messages import BreakpointInfo, Cost, Order, Place
+from flexinspect.control.messages import BreakpointInfo, Cost, QueuedRewind, StepRef
 from flexinspect.errors import ControlError, FlexInspectError, UsageError
-from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.gate import StepBarrier
 
 PATIENCE_S = 10.0
 
@@ -25,7 +25,9 @@ class FakeModel:
     """A loop that passes the gate before each forward, whose forwards wait to be allowed."""
 
     def __init__(self) -> None:
-        self.gate = Gate(tell=lambda kind, text, place, facts: self.events.append(kind))
+        self.gate = StepBarrier(
+            record_event=lambda kind, text, place, facts: self.events.append(kind)
+        )
         self.events: list[str] = []
         self.step, self.n_stops = -1, 0
         self._allowed = threading.Semaphore(0)
@@ -37,9 +39,11 @@ class FakeModel:
     def _run(self) -> None:
         while not self._is_over:
             try:
-                order = self.gate.between_steps(Place(0, 0, self.step))
+                order = self.gate.between_steps(StepRef(0, 0, self.step))
                 # What the loop calls passes the gate too.
-                assert order is not None or self.gate.between_steps(Place(0, 0, self.step)) is None
+                assert (
+                    order is not None or self.gate.between_steps(StepRef(0, 0, self.step)) is None
+                )
             except KeyboardInterrupt:
                 self.n_stops += 1
                 continue
@@ -50,13 +54,13 @@ class FakeModel:
             self._allowed.acquire()
             self.step += 1
 
-    def _obey(self, order: Order) -> None:
-        place = order.wish.place
+    def _obey(self, order: QueuedRewind) -> None:
+        place = order.command.place
         if place.step > self.step:
-            self.gate.done(order, FlexInspectError("That step is not recorded."))
+            self.gate.report_result(order, FlexInspectError("That step is not recorded."))
             return
         self.step = place.step
-        self.gate.done(order, place, "there")
+        self.gate.report_result(order, place, "there")
 
     def forward(self) -> None:
         """Let one forward run, to the next boundary."""
@@ -123,7 +127,7 @@ class NotedBreakpoints:
 class NotedTraveller:
     """Says that everything up to step 1000 can be had, and at what cost."""
 
-    def check(self, order: Order) -> Cost:
-        if order.wish.place.step > 1000:
+    def estimate_cost(self, order: QueuedRewind) -> Cost:
+        if order.command.place.step > 1000:
             raise ControlError("That step is not recorded.")
         return Cost("one forward", 0.01, 4096, False)

@@ -9,12 +9,12 @@ import torch
 
 from flexinspect import masks
 from flexinspect.gradientrecords import GradientRecord, GradientStat
-from flexinspect.prompts import Prompt, compose
+from flexinspect.prompts import Prompt, compose_prompt
 from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.grads.backward import Before, Differentiator, Wish
-from flexinspect_hooks.grads.gate import KeptLogits, keep
+from flexinspect_hooks.grads.backward import Differentiator, GradientSpec, TokenContext
+from flexinspect_hooks.grads.gate import SampledLogits, sample_logits
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
-from flexinspect_hooks.masksource import MaskSource, RuleMask
+from flexinspect_hooks.masksource import MaskSource, SpecMaskSource
 from flexinspect_hooks.patching import FlexPatch
 from support.tiny import make_pieces
 
@@ -29,24 +29,26 @@ class Run:
     prompt: Prompt
     source: MaskSource
     token_ids: tuple[int, ...]
-    kept: dict[int, KeptLogits]
+    kept: dict[int, SampledLogits]
 
-    def before(self, step: int) -> Before:
+    def before(self, step: int) -> TokenContext:
         own = [self.prompt.next_position(number) for number in range(step)]
         ids = (*self.prompt.ids, *self.token_ids[:step])
-        return Before(0, 0, step, ids, (*self.prompt.position_ids, *own))
+        return TokenContext(0, 0, step, ids, (*self.prompt.position_ids, *own))
 
-    def gradients(self, step: int, wish: Wish | None = None, **changes: Any) -> GradientRecord:
+    def gradients(
+        self, step: int, wish: GradientSpec | None = None, **changes: Any
+    ) -> GradientRecord:
         blocks = decoder_blocks(self.model, attention_layers(self.model))
         taker = Differentiator(self.model, blocks, compiled=False)
         source = changes.get("source", self.source)
-        return taker.gradients(self.before(step), self.kept[step], source, wish or Wish())
+        return taker.compute(self.before(step), self.kept[step], source, wish or GradientSpec())
 
 
-def rule_source(prompt: Prompt, mask: str) -> RuleMask:
+def rule_source(prompt: Prompt, mask: str) -> SpecMaskSource:
     """Return the mask of a preset for a prompt."""
     rule = masks.preset(mask, prompt.segments)
-    return RuleMask(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
+    return SpecMaskSource(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 
 def generated(
@@ -57,12 +59,12 @@ def generated(
     positions: str = "contiguous",
 ) -> Run:
     """Generate greedily, with isolated segments by default, and keep what gradients need."""
-    prompt = compose(make_pieces(), max_new_tokens=n_tokens, positions=positions)
+    prompt = compose_prompt(make_pieces(), max_new_tokens=n_tokens, positions=positions)
     source = source or rule_source(prompt, "segment-isolation")
-    kept: dict[int, KeptLogits] = {}
+    kept: dict[int, SampledLogits] = {}
 
     def chose(choice: Choice) -> None:
-        kept[choice.step] = keep(choice.logits, choice.token_id)
+        kept[choice.step] = sample_logits(choice.logits, choice.token_id)
 
     with FlexPatch(model, source):
         out = generate(model, prompt, max_new_tokens=n_tokens, on_choice=chose)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from flexinspect import masks
 from flexinspect.job import SamplingOptions
-from flexinspect.prompts import Prompt, compose
+from flexinspect.prompts import Prompt, compose_prompt
 from flexinspect_hooks.generate import Choice, Decoder, generate
-from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask
+from flexinspect_hooks.masksource import MaskSource, SpecMaskSource, UserMaskSource
 from flexinspect_hooks.patching import FlexPatch
-from flexinspect_hooks.travel.journey import Journey
-from flexinspect_hooks.travel.lines import Line
-from flexinspect_hooks.travel.parts import Limits
+from flexinspect_hooks.travel.journey import BranchingDecoder
+from flexinspect_hooks.travel.lines import BranchState
+from flexinspect_hooks.travel.parts import StopCriteria
 from support.tiny import make_pieces
 
 CPU = torch.device("cpu")
@@ -36,32 +36,34 @@ class Notes:
         self.told: list[tuple[str, str]] = []
         self.n_dropped = 0
 
-    def stand(self, branch: int, step: int) -> None: ...
+    def set_next_step(self, branch: int, step: int) -> None: ...
 
-    def muted(self) -> Any:
+    def no_capture(self) -> Any:
         return nullcontext()
 
-    def drop(self, line: Line) -> None:
+    def drop_step(self, line: BranchState) -> None:
         self.n_dropped += 1
 
-    def chose(self, line: Line, choice: Choice) -> None:
-        assert (line.branch, choice.step) not in self.logits, "a step was recorded twice"
-        self.logits[line.branch, choice.step] = choice.logits.clone()
+    def on_token_chosen(self, line: BranchState, choice: Choice) -> None:
+        assert (line.number, choice.step) not in self.logits, "a step was recorded twice"
+        self.logits[line.number, choice.step] = choice.logits.clone()
 
-    def begin(self, line: Line) -> None:
+    def begin_branch(self, line: BranchState) -> None:
         self.begun.append(line.change)
 
-    def end(self, line: Line, state: str, reason: str) -> None:
-        self.ends.append((line.branch, state, reason))
+    def end_branch(self, line: BranchState, state: str, reason: str) -> None:
+        self.ends.append((line.number, state, reason))
 
-    def tell(self, kind: str, text: str, line: Line, step: int, facts: Mapping[str, Any]) -> None:
+    def record_event(
+        self, kind: str, text: str, line: BranchState, step: int, facts: Mapping[str, Any]
+    ) -> None:
         self.told.append((kind, text))
 
 
 class Trip:
     """A journey with the eyes on every logit: `seen` holds them by step of the last run."""
 
-    def __init__(self, journey: Journey, notes: Notes, decoder: Decoder) -> None:
+    def __init__(self, journey: BranchingDecoder, notes: Notes, decoder: Decoder) -> None:
         self.journey, self.notes, self.decoder = journey, notes, decoder
         self.seen: dict[int, Tensor] = {}
         inner = decoder.choose
@@ -81,13 +83,13 @@ class Trip:
         return list(self.decoder.token_ids)
 
 
-def rule_source(prompt: Prompt, name: str = "segment-isolation") -> RuleMask:
+def rule_source(prompt: Prompt, name: str = "segment-isolation") -> SpecMaskSource:
     rule = masks.preset(name, prompt.segments)
-    return RuleMask(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
+    return SpecMaskSource(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 
-def own_source() -> OwnMask:
-    return OwnMask(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, name="own", device=CPU)
+def own_source() -> UserMaskSource:
+    return UserMaskSource(lambda b, h, q_idx, kv_idx: kv_idx <= q_idx, name="own", device=CPU)
 
 
 @contextmanager
@@ -103,7 +105,9 @@ def travelling(
     decoder, notes = Decoder(model, prompt, sampling=sampling, seed=SEED), Notes()
     n_new = len(prompt.segments[-1])
     with patch:
-        yield Trip(Journey(model, decoder, patch, notes, Limits(n_new)), notes, decoder)
+        yield Trip(
+            BranchingDecoder(model, decoder, patch, notes, StopCriteria(n_new)), notes, decoder
+        )
 
 
 def fresh_run(
@@ -125,14 +129,14 @@ def fresh_run(
 
 def prompt_of(n_new: int) -> Prompt:
     """Return a prompt of `N_PROMPT` tokens, to be gone on with `n_new`."""
-    made = compose(make_pieces(), max_new_tokens=n_new)
+    made = compose_prompt(make_pieces(), max_new_tokens=n_new)
     assert len(made.ids) == N_PROMPT
     return made
 
 
 def other_token(trip: Trip, step: int) -> int:
     """Return a token that a step of the base did not choose."""
-    return (trip.journey.lines[0].mark(step).token_id + 7) % 290 + 3
+    return (trip.journey.branches[0].checkpoint(step).token_id + 7) % 290 + 3
 
 
 @contextmanager

@@ -22,10 +22,10 @@ class Slow(Rule):
         ),
         "slow.never": FindingKind(Severity.NOTE, "what is never found"),
     }
-    dear: ClassVar[bool] = True
+    offline_only: ClassVar[bool] = True
     streams: ClassVar[tuple[str, ...]] = ("attention.lse",)
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         assert [array.stream for array in step.arrays] == ["attention.lse"]
         long = [token for token in step.tokens if len(token.text) > 3]
         return [
@@ -48,22 +48,22 @@ class Late(Rule):
     name: ClassVar[str] = "late"
     findings: ClassVar = {"late.end": FindingKind(Severity.NOTE, "how much there was")}
 
-    def begin(self, scene: object) -> None:
-        super().begin(scene)  # type: ignore[arg-type]
+    def on_generation_start(self, scene: object) -> None:
+        super().on_generation_start(scene)  # type: ignore[arg-type]
         self.steps: list[int] = []
         self.heard: list[str] = []
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         self.steps.append(step.step)
         return ()
 
-    def hear(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
         self.heard.append(f"{event.text} after {self.steps[-1:]}")
         return ()
 
-    def end(self) -> Sequence[Finding]:
+    def on_generation_end(self) -> Sequence[Finding]:
         said = f"{len(self.steps)} steps, heard {self.heard}"
-        number = self.scene.generation.generation
+        number = self.context.generation.generation
         return [Finding("late.end", Severity.NOTE, said, generation=number)]
 
 
@@ -72,9 +72,9 @@ class Broken(Rule):
 
     name: ClassVar[str] = "broken"
     findings: ClassVar = {"broken.id": FindingKind(Severity.ERROR, "never said")}
-    dear: ClassVar[bool] = True
+    offline_only: ClassVar[bool] = True
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         if step.step == 2:
             raise ValueError("no such thing")
         return ()

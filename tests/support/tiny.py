@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexinspect.prompts import PromptPieces
+from flexinspect.prompts import PromptTokenIds
 
 VOCAB = 300
 COMMON: dict[str, Any] = {
@@ -51,7 +51,7 @@ def ids(n: int, seed: int) -> tuple[int, ...]:
     return tuple(torch.randint(3, VOCAB, (n,), generator=generator).tolist())
 
 
-def make_pieces(**overrides: Any) -> PromptPieces:
+def make_pieces(**overrides: Any) -> PromptTokenIds:
     """Return pieces with BOS, a shared text, three paraphrases of unlike length and a cue."""
     parts: dict[str, Any] = {
         "bos": (1,),
@@ -61,4 +61,4 @@ def make_pieces(**overrides: Any) -> PromptPieces:
         "cue": ids(2, 5),
         **overrides,
     }
-    return PromptPieces(**parts)
+    return PromptTokenIds(**parts)

@@ -115,8 +115,8 @@ def sample_generation(number: int) -> GenerationRecord:
         "preset": "segment-isolation",
         "separators": "attached",
         "starts": list(rule.starts),
-        "head": list(rule.head),
-        "low": list(rule.low),
+        "head": list(rule.prefix_stops),
+        "low": list(rule.local_starts),
     }
     return GenerationRecord(
         *(number, f"sample-{number}", "segment-isolation", "contiguous", SEGMENTS, tokens),

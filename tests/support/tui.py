@@ -6,7 +6,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from flexinspect.screens.facts import FactLines
+from flexinspect.screens.facts import TraceHeader
 from flexinspect.screens.panelview import PanelView
 from flexinspect.screens.strip import TokenStrip
 
@@ -19,9 +19,9 @@ async def settle(pilot: Pilot[Any]) -> None:
         loading = [
             *screen.query(PanelView).results(PanelView),
             *screen.query(TokenStrip).results(TokenStrip),
-            *screen.query(FactLines).results(FactLines),
+            *screen.query(TraceHeader).results(TraceHeader),
         ]
-        if not any(view.loader.busy for view in loading):
+        if not any(view.loader.is_busy for view in loading):
             await pilot.pause()
             return
         await pilot.pause(0.01)

@@ -13,12 +13,12 @@ import trace_samples as samples
 from flexinspect.errors import TraceError
 from flexinspect.records import CallRecord, MaskRecord
 from flexinspect.trace.bits import (
-    Cells,
-    find_cells,
-    mask_arrays,
-    most_heads,
-    packed_rows,
-    step_calls,
+    StoredCells,
+    find_mask_cells,
+    max_mask_heads,
+    read_mask_arrays,
+    read_packed_rows,
+    read_step_calls,
 )
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.writer import TraceWriter
@@ -36,13 +36,13 @@ def write(path: Path, *masks: MaskRecord) -> Path:
     return path
 
 
-def unpacked(reader: TraceReader, cells: Cells, head: int, start: int, stop: int) -> Any:
-    found = [rows for _, rows in packed_rows(reader, cells, head, start, stop)]
+def unpacked(reader: TraceReader, cells: StoredCells, head: int, start: int, stop: int) -> Any:
+    found = [rows for _, rows in read_packed_rows(reader, cells, head, start, stop)]
     return np.unpackbits(np.concatenate(found), axis=1, count=cells.n_keys).astype(bool)
 
 
-def known(reader: TraceReader, name: str = "m") -> Cells:
-    cells = find_cells(reader, name)
+def known(reader: TraceReader, name: str = "m") -> StoredCells:
+    cells = find_mask_cells(reader, name)
     assert cells is not None
     return cells
 
@@ -77,22 +77,22 @@ def test_rows_come_as_the_reader_has_them(
 
 def test_rows_come_in_pieces_that_are_no_larger_than_asked_for(tmp_path: Path) -> None:
     reader = open_trace(write(tmp_path / "t.flextrace", random_mask((1, 100, 30), 0.5)))
-    pieces = list(packed_rows(reader, known(reader), 0, 10, 90, at_most=32))
+    pieces = list(read_packed_rows(reader, known(reader), 0, 10, 90, at_most=32))
     assert [row for row, _ in pieces] == [10, 42, 74]
     assert [len(rows) for _, rows in pieces] == [32, 32, 16]
 
 
 def test_padding_bits_are_zero(tmp_path: Path) -> None:
     reader = open_trace(write(tmp_path / "t.flextrace", random_mask((1, 9, 13), 1.0)))
-    (_, rows), *_ = packed_rows(reader, known(reader), 0, 0, 9)
+    (_, rows), *_ = read_packed_rows(reader, known(reader), 0, 0, 9)
     assert rows.tolist() == [[0xFF, 0xF8]] * 9
 
 
 def test_a_mask_without_cells_or_an_unknown_one_has_none(tmp_path: Path) -> None:
     bare = MaskRecord("bare", "block", 1, 1, 4, 4, 0, partial=np.ones((1, 1, 1), np.bool_))
     reader = open_trace(write(tmp_path / "t.flextrace", bare))
-    assert find_cells(reader, "bare") is None
-    assert find_cells(reader, "nobody") is None
+    assert find_mask_cells(reader, "bare") is None
+    assert find_mask_cells(reader, "nobody") is None
 
 
 def damage(path: Path, sql: str, *params: Any) -> TraceReader:
@@ -128,7 +128,7 @@ def test_damage_is_refused_in_a_sentence(
     reader = damage(path, sql)
     with pytest.raises(TraceError, match=why):
         cells = known(reader)
-        list(packed_rows(reader, cells, 0, 0, cells.n_rows))
+        list(read_packed_rows(reader, cells, 0, 0, cells.n_rows))
 
 
 def test_bytes_that_do_not_unpack_are_refused(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_bytes_that_do_not_unpack_are_refused(tmp_path: Path) -> None:
     sql = "UPDATE arrays SET data = ?, checksum = ? WHERE owner = 'm'"
     reader = damage(path, sql, broken, zlib.crc32(broken))
     with pytest.raises(TraceError, match="m"):
-        list(packed_rows(reader, known(reader), 0, 0, 512))
+        list(read_packed_rows(reader, known(reader), 0, 0, 512))
 
 
 def test_many_masks_are_read_together(tmp_path: Path) -> None:
@@ -150,14 +150,14 @@ def test_many_masks_are_read_together(tmp_path: Path) -> None:
     bare = MaskRecord("bare", "block", 1, 7, 1, 9, 0)
     reader = open_trace(write(tmp_path / "t.flextrace", *masks, bare))
     names = [mask.fingerprint for mask in masks]
-    found = dict(mask_arrays(reader, [*names, "bare", "nobody", names[0]], "mask.cells"))
+    found = dict(read_mask_arrays(reader, [*names, "bare", "nobody", names[0]], "mask.cells"))
     assert found.keys() == set(names)
     for mask in masks:
         assert mask.cells is not None
         assert np.array_equal(found[mask.fingerprint], mask.cells)
-    assert most_heads(reader, names) == 2
-    assert most_heads(reader, [*names, "bare"]) == 7
-    assert most_heads(reader, []) == most_heads(reader, ["nobody"]) == 1
+    assert max_mask_heads(reader, names) == 2
+    assert max_mask_heads(reader, [*names, "bare"]) == 7
+    assert max_mask_heads(reader, []) == max_mask_heads(reader, ["nobody"]) == 1
 
 
 def test_damage_of_one_of_many_is_refused(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_damage_of_one_of_many_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "t.flextrace", *masks)
     reader = damage(path, "UPDATE arrays SET checksum = checksum + 1 WHERE owner = 'm2'")
     with pytest.raises(TraceError, match="m2"):
-        list(mask_arrays(reader, ["m1", "m2"], "mask.cells"))
-    assert len(list(mask_arrays(reader, ["m1", "m3"], "mask.cells"))) == 2
+        list(read_mask_arrays(reader, ["m1", "m2"], "mask.cells"))
+    assert len(list(read_mask_arrays(reader, ["m1", "m3"], "mask.cells"))) == 2
 
 
 def test_calls_come_by_step_and_layer_and_the_first_of_a_layer_counts(tmp_path: Path) -> None:
     path = samples.write(tmp_path / "t.flextrace", n_steps=3)
     reader = open_trace(path)
-    found = step_calls(reader, 0, 0, 0, 2)
+    found = read_step_calls(reader, 0, 0, 0, 2)
     assert [call.step for call in found] == [0, 1]
     assert found[1].by_layer == {0: ("f0000001", 5), 1: (None, 5), 2: (None, 5)}
     assert (found[1].q_len, found[1].kv_before, found[1].kv_after) == (1, 4, 5)
@@ -184,6 +184,6 @@ def test_a_step_without_calls_is_there_all_the_same(tmp_path: Path) -> None:
     with TraceWriter.create(path, {"model": "bits"}) as writer:
         writer.begin_generation(samples.generation())
         writer.write_step(samples.step(0, calls=calls))
-    (found,) = step_calls(open_trace(path), 0, 0, 0, 9)
+    (found,) = read_step_calls(open_trace(path), 0, 0, 0, 9)
     assert found.by_layer == {}
     assert found.q_len == 4

@@ -19,7 +19,7 @@ from trace_samples import generation, step
 import flexinspect.trace
 from flexinspect.errors import TraceError, TraceWriteError
 from flexinspect.records import ArrayRecord
-from flexinspect.trace.dump import Selection, dump_json
+from flexinspect.trace.dump import DumpSelection, dump_json
 from flexinspect.trace.dumptext import dump_text
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.schema import APPLICATION_ID
@@ -29,7 +29,7 @@ from flexinspect.trace.writer import TraceWriter
 def read_all(path: Path) -> str:
     """Read everything there is to read of a trace."""
     with open_trace(path) as reader:
-        text = "".join(dump_text(Selection(reader))) + "".join(dump_json(Selection(reader)))
+        text = "".join(dump_text(DumpSelection(reader))) + "".join(dump_json(DumpSelection(reader)))
         for row in reader.generations():
             for number in range(min(reader.n_steps(row.generation), 10)):
                 reader.record(row.generation, number)
@@ -180,7 +180,7 @@ def test_damage_of_one_array_leaves_the_others_readable(copy: Path) -> None:
 
 
 def test_a_locked_file(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexinspect.trace.connections.BUSY_S", 0.05)
+    monkeypatch.setattr("flexinspect.trace.connections.READ_BUSY_S", 0.05)
     with closing(sqlite3.connect(copy, isolation_level=None)) as db:
         db.execute("BEGIN EXCLUSIVE")
         with pytest.raises(TraceError, match="locked by another program"):

@@ -17,8 +17,8 @@ from trace_samples import NAN, end, generation, small_step, step
 from flexinspect.commands import dump
 from flexinspect.errors import UsageError
 from flexinspect.records import ArrayRecord
-from flexinspect.trace.dump import WINDOW
-from flexinspect.trace.dumptext import quoted, visible
+from flexinspect.trace.dump import PAGE_ROWS
+from flexinspect.trace.dumptext import escape_unprintable, quote_visible
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
 
@@ -169,16 +169,16 @@ def test_nothing_recorded_reaches_the_terminal_as_a_control(
 
 
 def test_visible_text_can_be_told_apart() -> None:
-    assert visible("a b é 東 🗼") == "a b é 東 🗼"
-    assert visible("\n\t\x1b\x9b\u202e\\n\ud800") == r"\n\t\x1b\x9b\u202e\\n\ud800"
-    assert quoted(' "x"') == r'" \"x\""'
+    assert escape_unprintable("a b é 東 🗼") == "a b é 東 🗼"
+    assert escape_unprintable("\n\t\x1b\x9b\u202e\\n\ud800") == r"\n\t\x1b\x9b\u202e\\n\ud800"
+    assert quote_visible(' "x"') == r'" \"x\""'
 
 
 def test_long_traces_are_dumped_in_windows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.flextrace"
-    n_steps = 2 * WINDOW + 1
+    n_steps = 2 * PAGE_ROWS + 1
     with TraceWriter.create(path, {}) as writer:
         writer.begin_generation(generation())
         for number in range(n_steps):

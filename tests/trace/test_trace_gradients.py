@@ -15,7 +15,7 @@ from trace_samples import INF, NAN, generation, step, write
 
 from flexinspect.errors import TraceError
 from flexinspect.gradientrecords import GradientRecord, GradientStat
-from flexinspect.trace.dump import Selection, dump_json
+from flexinspect.trace.dump import DumpSelection, dump_json
 from flexinspect.trace.dumptext import dump_text
 from flexinspect.trace.gradients import steps_with_gradients
 from flexinspect.trace.reader import open_trace
@@ -60,8 +60,8 @@ def test_gradients_come_back_as_they_were_written_after_their_step(tmp_path: Pat
         assert reader.array(1, 2, "q", 0) is not None
     assert found is not None
     assert red is not None
-    assert found.agrees
-    assert (red.agrees, red.stats, red.tokens) == (False, (), None)
+    assert found.matches_recorded
+    assert (red.matches_recorded, red.stats, red.tokens) == (False, (), None)
     wide = {"stats": (), "tokens": None, "layers": None}
     assert replace(found, **wide) == replace(gradients(), **wide)
     assert repr(found.stats) == repr(gradients().stats)
@@ -103,9 +103,9 @@ def test_a_replay_has_gradients_behind_all_steps(tmp_path: Path) -> None:
 
 def test_the_dump_has_them(tmp_path: Path) -> None:
     with open_trace(written(tmp_path / "t.flextrace")) as reader:
-        text = "".join(dump_text(Selection(reader, 1, 2)))
-        (found,) = json.loads("".join(dump_json(Selection(reader, 1, 2))))["steps"]
-        (without,) = json.loads("".join(dump_json(Selection(reader, 1, 1))))["steps"]
+        text = "".join(dump_text(DumpSelection(reader, 1, 2)))
+        (found,) = json.loads("".join(dump_json(DumpSelection(reader, 1, 2))))["steps"]
+        (without,) = json.loads("".join(dump_json(DumpSelection(reader, 1, 1))))["steps"]
     assert "gradients  of the margin of 5 to 6, 0.25  dense reference  gate 2e-07 of 0.001" in text
     assert "layers.1.k.weight" in text
     assert found["gradients"]["rival"] == 6

@@ -128,7 +128,7 @@ def test_a_polling_reader_lets_the_writer_fold_its_file(tmp_path: Path) -> None:
 def test_a_reader_that_never_lets_go_is_named_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect.trace.writer.LET_GO_S", 0.05)
+    monkeypatch.setattr("flexinspect.trace.writer.READER_WAIT_S", 0.05)
     path = tmp_path / "a.flextrace"
     writer = TraceWriter.create(path, {})
     writer.write_step(step(0))

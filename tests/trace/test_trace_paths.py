@@ -18,7 +18,7 @@ from trace_samples import generation, small_step, write
 from flexinspect.errors import TraceWriteError
 from flexinspect.trace import places
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.settle import settle
+from flexinspect.trace.settle import close_dead_trace
 from flexinspect.trace.writer import TraceWriter
 
 
@@ -277,9 +277,9 @@ def test_only_the_trace_of_the_dead_process_is_settled(tmp_path: Path) -> None:
     path = tmp_path / "a.flextrace"
     run = {"pid": 2**30, "started_at": 1.0}
     TraceWriter.create(path, run)._db.close()
-    assert not settle(path, "not mine", 2**30 + 1)
+    assert not close_dead_trace(path, "not mine", 2**30 + 1)
     assert open_trace(path).state == "recording"
-    assert settle(path, "it died", 2**30)
+    assert close_dead_trace(path, "it died", 2**30)
     with open_trace(path) as reader:
         assert (reader.state, reader.run()["reason"]) == ("failed", "it died")
-    assert not settle(path, "again", 2**30)
+    assert not close_dead_trace(path, "again", 2**30)

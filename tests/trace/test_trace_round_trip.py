@@ -421,4 +421,4 @@ def test_a_series_of_findings_is_one_row_that_counts(tmp_path: Path) -> None:
         (group,) = finding_groups(reader)
         assert (group.count, group.times) == (1, 3)
         assert group.steps is not None
-        assert (group.steps.words("step"), group.layers) == ("steps 0-2", None)
+        assert (group.steps.describe("step"), group.layers) == ("steps 0-2", None)

@@ -15,14 +15,14 @@ from flexinspect.records import StepRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.replay import replay
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.trainingfacts import GradientFacts, Producer, TrainingStepRecord
+from flexinspect.trainingfacts import AnomalyOrigin, ParameterGradient, TrainingStepRecord
 
 
 def trained(number: int) -> TrainingStepRecord:
     gradients = (
-        GradientFacts("0.bias", NAN, NAN, 2, 1, "0"),
-        GradientFacts("0.weight", 1.5, None, group="0"),
-        GradientFacts("1.weight", INF, INF, 0, 3, "1"),
+        ParameterGradient("0.bias", NAN, NAN, 2, 1, "0"),
+        ParameterGradient("0.weight", 1.5, None, group="0"),
+        ParameterGradient("1.weight", INF, INF, 0, 3, "1"),
     )
     return TrainingStepRecord(
         *(NAN, "told", (0.5, 1e-3), NAN, INF, 1.0),
@@ -34,7 +34,7 @@ def trained(number: int) -> TrainingStepRecord:
         group_norms=(1.5, NAN),
         group_ratios=(1e-3, INF),
         gradients=gradients,
-        producer=Producer("module", "1", 2, "float16"),
+        producer=AnomalyOrigin("module", "1", 2, "float16"),
         n_backward=4,
         forward_ms=1.5,
         backward_ms=2.5,

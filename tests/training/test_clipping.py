@@ -14,10 +14,10 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 
 from flexinspect.trainingfacts import TrainingStepRecord
 from flexinspect_hooks.training import clipping, seen
-from flexinspect_hooks.training.clipping import CHECKED_EVERY
+from flexinspect_hooks.training.clipping import CHECK_INTERVAL
 from flexinspect_hooks.training.watching import watch_training
 
-STEPS = CHECKED_EVERY + 2
+STEPS = CHECK_INTERVAL + 2
 Change = Callable[[nn.Module, int], None]
 
 
@@ -184,9 +184,9 @@ def test_a_torch_whose_clipping_has_other_parts_is_watched_without_it(
 def test_norms_that_clipping_told_of_a_large_gradient_are_trusted() -> None:
     torch.manual_seed(0)
     grad = torch.randn(30_000_000) * 1e-3  # where torch's norms in float32 are off by 0.2 %
-    before = clipping.measure([grad], 2.0, None)
+    before = clipping.measure_clipping([grad], 2.0, None)
     assert before is not None
-    clipped = clipping.Clipped(before, 1e9, [grad._version])
+    clipped = clipping.ClippedGradients(before, 1e9, [grad._version])
     source = clipping.NormSource()
     (checked,) = source.norms(0, clipped, [grad])
     grad.data.zero_()  # what torch does not count: the next step does not look

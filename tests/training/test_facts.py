@@ -12,13 +12,18 @@ import torch
 from torch import nn
 
 from flexinspect.trainingfacts import (
-    GradientFacts,
+    ParameterGradient,
     TrainingStepRecord,
+    gradient_groups,
     group_of,
-    groups_of,
     summarise,
 )
-from flexinspect_hooks.training.analysis import facts_of, model_bytes, parameter_facts, tensor_facts
+from flexinspect_hooks.training.analysis import (
+    facts_of_tensors,
+    model_bytes,
+    parameter_facts,
+    tensor_facts,
+)
 from flexinspect_hooks.training.gradstats import exploding, model_gradients, vanishing
 from flexinspect_hooks.training.parameters import ParameterList
 
@@ -52,9 +57,9 @@ def test_a_parameter_without_gradient_is_left_out() -> None:
 def test_nan_and_inf_are_counted_apart() -> None:
     bad = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     found = model_gradients(with_gradients(bad, torch.ones(1)))
-    assert (found[0].n_nan, found[0].n_inf, found[0].is_sick) == (1, 2, True)
+    assert (found[0].n_nan, found[0].n_inf, found[0].has_nonfinite) == (1, 2, True)
     assert math.isnan(found[0].norm)
-    assert (found[1].n_nan, found[1].n_inf, found[1].is_sick) == (0, 0, False)
+    assert (found[1].n_nan, found[1].n_inf, found[1].has_nonfinite) == (0, 0, False)
 
 
 def test_a_norm_that_overflows_float32_is_no_infinity() -> None:
@@ -66,7 +71,7 @@ def test_a_norm_that_overflows_float32_is_no_infinity() -> None:
 def test_a_float16_gradient_has_a_norm_beyond_float16() -> None:
     found = model_gradients(with_gradients(torch.full((100,), 60000.0, dtype=torch.float16)))
     assert found[0].norm == pytest.approx(600_000, rel=1e-3)
-    assert not found[0].is_sick
+    assert not found[0].has_nonfinite
 
 
 def test_sparse_gradients_are_read_by_what_they_hold() -> None:
@@ -78,10 +83,10 @@ def test_sparse_gradients_are_read_by_what_they_hold() -> None:
 def test_odd_gradients_are_the_sick_the_dead_and_those_beyond_a_threshold() -> None:
     values = [1.0, 0.0, 20.0, 1e-9, math.nan, math.inf]
     found = model_gradients(with_gradients(*(torch.full((1,), value) for value in values)))
-    assert [one.name for one in found.odd()] == ["p1", "p2", "p3", "p4", "p5"]
-    assert [one.name for one in found.odd(math.inf, 0.0)] == ["p1", "p4", "p5"]
-    assert found.odd(30.0, 1e-10) == [found[1], found[4], found[5]]
-    assert found.is_sick
+    assert [one.name for one in found.outliers()] == ["p1", "p2", "p3", "p4", "p5"]
+    assert [one.name for one in found.outliers(math.inf, 0.0)] == ["p1", "p4", "p5"]
+    assert found.outliers(30.0, 1e-10) == [found[1], found[4], found[5]]
+    assert found.has_nonfinite
 
 
 def test_a_parameter_list_sees_what_is_added_replaced_frozen_and_taken_away() -> None:
@@ -89,23 +94,23 @@ def test_a_parameter_list_sees_what_is_added_replaced_frozen_and_taken_away() ->
     known = ParameterList()
 
     def names() -> list[str]:
-        return [one.name for one in known.of(model)]
+        return [one.name for one in known.trainable_of(model)]
 
     assert names() == names() == ["0.weight", "0.bias", "1.weight"]
     model[0].weight = nn.Parameter(torch.ones(3, 2))
-    assert known.of(model)[0].parameter is model[0].weight
+    assert known.trainable_of(model)[0].parameter is model[0].weight
     model[1] = nn.PReLU()
     model.append(nn.Linear(2, 1))
     assert names() == ["0.weight", "0.bias", "1.weight", "2.weight", "2.bias"]
     model[0].requires_grad_(False)
     del model[2]
     assert names() == ["1.weight"]
-    assert [one.name for one in known.of(nn.Linear(1, 1))] == ["weight", "bias"]
+    assert [one.name for one in known.trainable_of(nn.Linear(1, 1))] == ["weight", "bias"]
 
 
 def test_a_parameter_list_keeps_no_model_alive() -> None:
     model, known = nn.Linear(2, 2), ParameterList()
-    weight = weakref.ref(known.of(model)[0].parameter)
+    weight = weakref.ref(known.trainable_of(model)[0].parameter)
     del model
     gc.collect()
     assert weight() is None
@@ -135,14 +140,14 @@ def test_a_parameter_belongs_to_its_layer_or_module(name: str, group: str) -> No
 
 def test_a_group_has_the_norm_of_its_parameters_together() -> None:
     gradients = [
-        GradientFacts("0.weight", 3.0),
-        GradientFacts("0.bias", 4.0),
-        GradientFacts("1.weight", math.nan, n_nan=1),
+        ParameterGradient("0.weight", 3.0),
+        ParameterGradient("0.bias", 4.0),
+        ParameterGradient("1.weight", math.nan, n_nan=1),
     ]
-    first, second = groups_of(gradients)
-    assert (first.group, first.norm, first.n_parameters, first.n_sick) == ("0", 5.0, 2, 0)
+    first, second = gradient_groups(gradients)
+    assert (first.group, first.norm, first.n_parameters, first.n_nonfinite) == ("0", 5.0, 2, 0)
     assert math.isnan(second.norm)
-    assert second.n_sick == 1
+    assert second.n_nonfinite == 1
 
 
 def test_facts_of_a_tensor_are_of_its_finite_values() -> None:
@@ -157,7 +162,7 @@ def test_the_deviation_is_right_at_any_size(size: float) -> None:
     facts = tensor_facts(torch.tensor([1.0, 3.0]).repeat(600_000).view(2, -1) * size)
     assert facts.mean_value == pytest.approx(2 * size, rel=1e-5)
     assert facts.std_value == pytest.approx(size, rel=1e-5)
-    assert not facts.is_sick
+    assert not facts.has_nonfinite
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(0), torch.full((2,), math.nan)])
@@ -173,11 +178,11 @@ def test_many_tensors_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         torch.Tensor, "tolist", lambda one: (taken.append(one.shape), as_list(one))[1]
     )
-    assert facts_of(tensors) == alone
+    assert facts_of_tensors(tensors) == alone
     assert taken == [(20, 4)]
     tensors["half"], tensors["sick"] = torch.ones(2).half(), torch.tensor([1.0, math.nan])
     tensors["none"], tensors["whole"] = torch.zeros(0), torch.tensor([1, 3])
-    found = facts_of(tensors)
+    found = facts_of_tensors(tensors)
     assert list(found) == list(tensors)
     assert [found[name].mean_value for name in ("half", "sick", "whole")] == [1, 1, 2]
 
@@ -192,7 +197,7 @@ def test_a_model_holds_parameters_gradients_and_buffers() -> None:
     model.weight.grad = torch.zeros(4)
     held = model_bytes(model)
     assert (held.parameters, held.gradients) == (32, 16)
-    assert held.total == held.parameters + held.gradients + held.buffers == held.on["cpu"]
+    assert held.total == held.parameters + held.gradients + held.buffers == held.by_device["cpu"]
     assert set(parameter_facts(model)) == {"weight", "bias"}
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Adafactor
 
-from flexinspect.panels.parts.curves import Span
-from flexinspect.panels.training import TrainingData, facts_of
+from flexinspect.panels.parts.curves import CurveSpan
+from flexinspect.panels.training import TrainingData, step_facts
 from flexinspect.records import StepRecord
 from flexinspect.rules.trainingsteps import TrainingRule
-from flexinspect.trainingfacts import Producer, TrainingStepRecord
+from flexinspect.trainingfacts import AnomalyOrigin, TrainingStepRecord
 from flexinspect_hooks.doors import saying
 from flexinspect_hooks.training import forwards, governor, stepdraft
-from flexinspect_hooks.training.optimizers import rates_of
+from flexinspect_hooks.training.optimizers import learning_rates
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -71,10 +71,10 @@ def test_a_learning_rate_that_the_optimizer_does_not_tell_is_unknown(path: Path)
         points = reader.training_curve(0, 0, 3, 3)
         assert reader.findings() == []
     assert [point.rates for point in points.values()] == [(None,)] * 3
-    data = TrainingData(step, {}, Span(0, 2, 2, 3, 1), points)
-    assert ("learning rate", "unknown") in facts_of(data)
-    assert rates_of(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0
-    assert saying._rates((math.nan, 0.1)) == "unknown, 0.1"
+    data = TrainingData(step, {}, CurveSpan(0, 2, 2, 3, 1), points)
+    assert ("learning rate", "unknown") in step_facts(data)
+    assert learning_rates(SimpleNamespace(param_groups=[{}, {"lr": 2}]))[1] == 2.0
+    assert saying._format_rates((math.nan, 0.1)) == "unknown, 0.1"
 
 
 def test_parameters_that_are_unfrozen_or_replaced_later_are_measured(path: Path) -> None:
@@ -116,17 +116,17 @@ def test_a_parameter_that_gets_another_memory_is_compared_with_itself(path: Path
 @pytest.mark.parametrize(
     ("producer", "words"),
     [
-        (Producer("loss", ""), "; the loss is not finite."),
-        (Producer("module", "head"), "; the output of head is not finite."),
-        (Producer("backward", "head.bias"), "; the gradient of head.bias is not finite."),
+        (AnomalyOrigin("loss", ""), "; the loss is not finite."),
+        (AnomalyOrigin("module", "head"), "; the output of head is not finite."),
+        (AnomalyOrigin("backward", "head.bias"), "; the gradient of head.bias is not finite."),
     ],
 )
 def test_steps_left_out_by_the_scaler_are_laid_to_what_is_not_finite(
-    producer: Producer, words: str
+    producer: AnomalyOrigin, words: str
 ) -> None:
     rule = TrainingRule()
     training = TrainingStepRecord(1.0, "told", (), is_skipped=True, producer=producer)
-    said = [finding for n in range(10) for finding in rule.look(step_of(n, training))]
+    said = [finding for n in range(10) for finding in rule.on_step(step_of(n, training))]
     assert said[-1].id == "training.scaler-skips"
     assert said[-1].sentence.endswith(words)
 
@@ -213,7 +213,7 @@ def test_time_outside_of_the_passes_is_a_wait_for_data_only_where_nothing_else_w
 ) -> None:
     rule = TrainingRule()
     training = TrainingStepRecord(1.0, "told", (), other_ms=90.0, device=device)
-    said = [finding for n in range(40) for finding in rule.look(step_of(n, training))]
+    said = [finding for n in range(40) for finding in rule.on_step(step_of(n, training))]
     assert bool(said) is is_found
 
 
@@ -235,13 +235,13 @@ def test_nothing_of_a_step_waits_for_a_gpu_but_where_gradients_are_measured(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_waits, read = 0, list[tuple[int, int]]()
-    original = stepdraft.Gathered.read
+    original = stepdraft.TrainingStepDraft.read
 
     def waits(device: torch.device) -> None:
         nonlocal n_waits
         n_waits += 1
 
-    def noted(self: stepdraft.Gathered, passes: forwards.Passes) -> None:
+    def noted(self: stepdraft.TrainingStepDraft, passes: forwards.StepPasses) -> None:
         if any(isinstance(one, Tensor) for one in passes.losses):
             read.append((self.number, n_waits))
         original(self, passes)
@@ -249,8 +249,10 @@ def test_nothing_of_a_step_waits_for_a_gpu_but_where_gradients_are_measured(
     monkeypatch.setattr(torch.cuda, "synchronize", waits)
     for module in (forwards, stepdraft):
         monkeypatch.setattr(module, "is_remote", lambda tensor: True)
-    monkeypatch.setattr(stepdraft.Gathered, "read", noted)
-    monkeypatch.setitem(governor._BY_LEVEL, "basic", governor.LADDER.index(governor.SPARSE))
+    monkeypatch.setattr(stepdraft.TrainingStepDraft, "read", noted)
+    monkeypatch.setitem(
+        governor._LEVEL_INDEX, "basic", governor.DETAIL_LEVELS.index(governor.SPARSE)
+    )
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
@@ -263,13 +265,13 @@ def test_nothing_of_a_step_waits_for_a_gpu_but_where_gradients_are_measured(
 
 
 def test_what_is_written_counts_once_as_cost(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = stepdraft.Gathered.record
+    record = stepdraft.TrainingStepDraft.record
 
-    def slow(self: stepdraft.Gathered) -> TrainingStepRecord:
+    def slow(self: stepdraft.TrainingStepDraft) -> TrainingStepRecord:
         time.sleep(0.05)
         return record(self)
 
-    monkeypatch.setattr(stepdraft.Gathered, "record", slow)
+    monkeypatch.setattr(stepdraft.TrainingStepDraft, "record", slow)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with watch_training(model, optimizer, out=path, quiet=True) as trace:

@@ -307,8 +307,8 @@ def test_only_modules_whose_outputs_a_level_keeps_have_hooks(path: Path) -> None
 def test_above_its_band_capture_thins_itself_and_says_what_it_dropped(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    judge = Governor.judge
-    monkeypatch.setattr(Governor, "judge", lambda self, own_s, wall_s: judge(self, 0.5, 1.0))
+    judge = Governor.on_step
+    monkeypatch.setattr(Governor, "on_step", lambda self, own_s, wall_s: judge(self, 0.5, 1.0))
     model = Net()
     optimizer = adam(model)
     with watch_training(model, optimizer, out=path, level="extreme", band=1.5) as trace:
@@ -365,7 +365,7 @@ def test_a_failure_of_ours_ends_capture_and_not_the_training(
     optimizer = adam(model)
     before = model.head.weight.detach().clone()
     with watch_training(model, optimizer, out=path, quiet=True) as trace:
-        monkeypatch.setattr(session.Meter, "measure", fail)
+        monkeypatch.setattr(session.GradientMeter, "measure", fail)
         loop(model, optimizer, 2, lambda: None)
     assert not torch.equal(before, model.head.weight)
     with trace.reader() as reader:
@@ -450,7 +450,7 @@ def test_everything_is_taken_out_when_the_last_step_cannot_be_written(
     with watch_training(model, optimizer, out=path, quiet=True):
         model(X, Y).loss.backward()
         optimizer.step()
-        monkeypatch.setattr(session.Gathered, "record", fails)
+        monkeypatch.setattr(session.TrainingStepDraft, "record", fails)
     assert not model._forward_hooks
     assert torch.amp.GradScaler.step is scaler_step
 
@@ -489,7 +489,7 @@ def test_a_forward_that_raises_is_let_go_of(path: Path) -> None:
         with pytest.raises(RuntimeError):
             model(X, torch.ones(3, 5))
         assert watch._session is not None
-        assert not watch._session._forwards._kept
+        assert not watch._session._forwards._outputs
         model(X, Y).loss.backward()
         optimizer.step()
     assert steps_of(watch)[0].n_backward == 1
@@ -521,8 +521,8 @@ def test_a_prediction_of_one_value_is_no_loss(path: Path) -> None:
 def test_the_sample_of_a_large_parameter_is_a_small_view_of_it(shape: tuple[int, ...]) -> None:
     values = torch.empty(shape)
     for one in (values, values.mT) if len(shape) > 1 else (values,):
-        sample = updates._rows(one)
-        assert updates.SAMPLE / 4 < sample.numel() <= updates.SAMPLE
+        sample = updates._sample_rows(one)
+        assert updates.MAX_SAMPLE / 4 < sample.numel() <= updates.MAX_SAMPLE
         assert sample.untyped_storage().data_ptr() == one.untyped_storage().data_ptr()
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from flexinspect.masks import preset
 from flexinspect.panels.attention import AttentionPanel
-from flexinspect.panels.base import Picture, Place, Request
+from flexinspect.panels.base import Picture, Request, TracePlace
 from flexinspect.panels.parts.attentiondata import AttentionData, AttentionOptions
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
@@ -27,10 +27,10 @@ from flexinspect.records import (
 )
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = AttentionPanel()
-PLAIN, COLOR = Look("none"), Look("truecolor")
+PLAIN, COLOR = Theme("none"), Theme("truecolor")
 N_PROMPT = 10
 SCALE = 0.5
 
@@ -171,7 +171,7 @@ Made = Callable[..., tuple[Scene, Source]]
 def request(
     width: int = 100, height: int = 30, *, measure: str = "", row: int | None = None, **place: int
 ) -> Request[AttentionOptions]:
-    return Request(Place(**place), AttentionOptions(measure, row), width, height)
+    return Request(TracePlace(**place), AttentionOptions(measure, row), width, height)
 
 
 def load(source: Source, **changes: Any) -> AttentionData:
@@ -179,7 +179,7 @@ def load(source: Source, **changes: Any) -> AttentionData:
 
 
 def paint(
-    source: Source, width: int, height: int, look: Look = PLAIN, **changes: Any
+    source: Source, width: int, height: int, look: Theme = PLAIN, **changes: Any
 ) -> tuple[list[str], Picture]:
     asked = request(width, height, **changes)
     picture = PANEL.paint(PANEL.load(source, asked), asked, look)

@@ -31,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
 def no_review(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no rule look at the traces of these tests, whatever rules there are by now."""
     if "with_review" not in request.fixturenames:
-        monkeypatch.setattr(reviewing, "needed", lambda reader: False)
+        monkeypatch.setattr(reviewing, "needs_review", lambda reader: False)
 
 
 @pytest.fixture

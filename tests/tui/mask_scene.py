@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexinspect import masks
-from flexinspect.panels.base import Picture, Place, Request
+from flexinspect.panels.base import Picture, Request, TracePlace
 from flexinspect.panels.mask import MaskPanel
 from flexinspect.panels.parts.maskdata import MaskData
 from flexinspect.panels.parts.maskframe import MaskOptions
-from flexinspect.panels.parts.maskwords import cell_words
+from flexinspect.panels.parts.maskwords import describe_cell
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
@@ -28,7 +28,7 @@ from flexinspect.records import (
 )
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 Bools = npt.NDArray[np.bool_]
 
@@ -61,13 +61,13 @@ def tokens(n: int = N_PROMPT) -> tuple[TokenRecord, ...]:
     return tuple(map(one, range(n)))
 
 
-def declared(rule: masks.MaskRule, separators: str = "attached") -> dict[str, Any]:
+def declared(rule: masks.MaskSpec, separators: str = "attached") -> dict[str, Any]:
     return {
         "preset": rule.name,
         "separators": separators,
         "starts": rule.starts,
-        "head": rule.head,
-        "low": rule.low,
+        "head": rule.prefix_stops,
+        "low": rule.local_starts,
     }
 
 
@@ -75,7 +75,7 @@ def declared(rule: masks.MaskRule, separators: str = "attached") -> dict[str, An
 class Book:
     """Writes masks and remembers, per layer, what was executed: the dense sheet."""
 
-    rule: masks.MaskRule
+    rule: masks.MaskSpec
     layers: Sequence[int] = tuple(range(7))
     gate: float | None = 3e-6
     compiled: bool = False
@@ -152,7 +152,7 @@ def write(
     path: Path,
     n_steps: int = 4,
     *,
-    rule: masks.MaskRule | None = None,
+    rule: masks.MaskSpec | None = None,
     about: dict[str, Any] | None = None,
     gate: float | None = 3e-6,
     compiled: bool = False,
@@ -208,19 +208,19 @@ class Shown:
         step: int = 0,
         size: tuple[int, int] = (120, 40),
         *,
-        at: Place | None = None,
+        at: TracePlace | None = None,
         **options: Any,
     ) -> Request[MaskOptions]:
-        place = at or Place(step=step, layer=layer)
+        place = at or TracePlace(step=step, layer=layer)
         return Request(place, MaskOptions(**options), *size)
 
     def load(self, *args: Any, **kwargs: Any) -> MaskData:
         return self.panel.load(self.source, self.request(*args, **kwargs))
 
-    def paint(self, *args: Any, look: Look | None = None, **kwargs: Any) -> Picture:
+    def paint(self, *args: Any, look: Theme | None = None, **kwargs: Any) -> Picture:
         request = self.request(*args, **kwargs)
         data = self.panel.load(self.source, request)
-        return self.panel.paint(data, request, look or Look())
+        return self.panel.paint(data, request, look or Theme())
 
     def text(self, *args: Any, **kwargs: Any) -> list[str]:
         return [strip.text for strip in self.paint(*args, **kwargs).strips]
@@ -231,6 +231,6 @@ class Shown:
 
 def sentence(shown: Shown, layer: int, q: int, kv: int, step: int = 3, **options: Any) -> str:
     """Return what the cursor at (q, kv) says."""
-    words = cell_words(shown.load(layer, step, q=q, kv=kv, **options))
+    words = describe_cell(shown.load(layer, step, q=q, kv=kv, **options))
     assert words is not None
     return words.sentence()

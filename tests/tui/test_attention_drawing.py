@@ -23,12 +23,12 @@ from attention_scene import (
     write,
 )
 
-from flexinspect.panels.base import Go, Missing
+from flexinspect.panels.base import Missing, Navigate
 from flexinspect.panels.parts.attentiondata import AttentionOptions
 from flexinspect.panels.source import Source
 from flexinspect.records import StepRecord
-from flexinspect.widgets.look import Look
-from flexinspect.widgets.tokencells import shown
+from flexinspect.widgets.look import Theme
+from flexinspect.widgets.tokencells import display_text
 
 
 @pytest.fixture
@@ -62,10 +62,10 @@ def test_a_step_that_is_not_there_is_missing(made: Made) -> None:
 def test_level_advanced_shows_mass_and_names_the_level_for_tokens(made: Made) -> None:
     _, source = made(level="advanced")
     data = load(source, step=1)
-    assert data.why == "Weights of single tokens are recorded at --level extreme."
-    assert data.mass is not None
+    assert data.missing_reason == "Weights of single tokens are recorded at --level extreme."
+    assert data.segment_attention is not None
     text = "\n".join(paint(source, 60, 30, step=1)[0])
-    assert data.why in text
+    assert data.missing_reason in text
     assert "paraphrase 2" in text
     assert "level extreme" in paint(source, 38, 14, step=1)[1].note
 
@@ -73,7 +73,7 @@ def test_level_advanced_shows_mass_and_names_the_level_for_tokens(made: Made) ->
 def test_a_layer_whose_keys_are_not_stored_names_those_that_are(made: Made) -> None:
     _, source = made(stored=(1,))
     assert load(source, step=1, layer=1).tokens is not None
-    why = load(source, step=1, layer=0).why
+    why = load(source, step=1, layer=0).missing_reason
     assert why == "The queries and keys of layer 0 are not stored; those of layers 1 are."
 
 
@@ -83,7 +83,7 @@ def test_a_level_that_was_raised_later_names_the_step_without_keys(made: Made) -
         return replace(step, arrays=tuple(kept))
 
     _, source = made(change=late)
-    assert load(source, step=2).why == "The keys of layer 0 in step 0 are not stored."
+    assert load(source, step=2).missing_reason == "The keys of layer 0 in step 0 are not stored."
 
 
 def test_a_mask_without_cells_says_so(made: Made) -> None:
@@ -91,13 +91,13 @@ def test_a_mask_without_cells_says_so(made: Made) -> None:
         return replace(step, masks=(replace(step.masks[0], cells=None),))
 
     _, source = made(change=bare)
-    assert load(source, step=1).why == "The executed mask of layer 0 was not recorded."
+    assert load(source, step=1).missing_reason == "The executed mask of layer 0 was not recorded."
 
 
 def test_keys_beyond_the_bound_are_not_read(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     _, source = made()
-    monkeypatch.setattr("flexinspect.panels.parts.attentionrows.MAX_BYTES", 100)
-    assert "a picture reads 0 MiB at most" in load(source, step=1).why
+    monkeypatch.setattr("flexinspect.panels.parts.attentionrows.MAX_READ_BYTES", 100)
+    assert "a picture reads 0 MiB at most" in load(source, step=1).missing_reason
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_arrays_of_a_foreign_shape_are_a_sentence_not_a_crash(
     _, source = made(change=odd)
     data = load(source, step=1)
     assert data.tokens is None
-    assert data.why.endswith(".")
+    assert data.missing_reason.endswith(".")
 
 
 def test_scores_that_are_not_finite_are_no_weights(made: Made) -> None:
@@ -127,7 +127,7 @@ def test_scores_that_are_not_finite_are_no_weights(made: Made) -> None:
 
     _, source = made(change=sick)
     data = load(source, step=1)
-    assert data.why == "The scores of this row are not finite, so it has no weights."
+    assert data.missing_reason == "The scores of this row are not finite, so it has no weights."
     assert "not finite" in "\n".join(paint(source, 100, 30, step=1)[0])
 
 
@@ -182,7 +182,7 @@ def test_a_wide_picture_has_the_row_beside_the_grid_and_every_token_in_order(mad
     weight = scene.weights(1, 2, N_PROMPT)[7]
     assert f"{weight:.4f}" in lines[9]
     assert "paraphrase 2" in lines[9]
-    assert lines[6][36:].split()[1] == shown("Ċ", "\n", special=False)[0]
+    assert lines[6][36:].split()[1] == display_text("Ċ", "\n", special=False)[0]
 
 
 def test_closed_keys_are_named_and_have_no_bar(made: Made) -> None:
@@ -194,8 +194,8 @@ def test_closed_keys_are_named_and_have_no_bar(made: Made) -> None:
     assert rows[9].rstrip().endswith("closed")
 
 
-@pytest.mark.parametrize("look", [PLAIN, COLOR, Look("256")])
-def test_no_size_and_no_look_makes_it_fall(made: Made, look: Look) -> None:
+@pytest.mark.parametrize("look", [PLAIN, COLOR, Theme("256")])
+def test_no_size_and_no_look_makes_it_fall(made: Made, look: Theme) -> None:
     scenes = [made()[1], made(level="advanced")[1], made(softcap=1.0)[1]]
     many = made(layers=20, heads=36, kv_heads=4, level="advanced", n_steps=2)[1]
     sizes = [(1, 1), (2, 3), (7, 2), (20, 6), (38, 14), (71, 9), (72, 6), (120, 40), (240, 70)]
@@ -239,7 +239,7 @@ def test_the_next_measure_goes_round(made: Made) -> None:
         asked = replace(request(step=1), options=options)
         data = PANEL.load(source, asked)
         seen.append(data.grid.measure)
-        answer = PANEL.act("view.measure", data, asked)
+        answer = PANEL.on_action("view.measure", data, asked)
         assert isinstance(answer, AttentionOptions)
         options = answer
     assert seen == [*data.grid.measures, "paraphrase 1"]
@@ -247,14 +247,14 @@ def test_the_next_measure_goes_round(made: Made) -> None:
 
 def act(source: Source, action: str, **changes: Any) -> Any:
     asked = request(**changes)
-    return PANEL.act(action, PANEL.load(source, asked), asked)
+    return PANEL.on_action(action, PANEL.load(source, asked), asked)
 
 
 def test_the_cursor_moves_layers_and_heads_and_stops_at_the_edge(made: Made) -> None:
     _, source = made()
-    assert act(source, "cursor.down", step=1) == Go(layer=1)
+    assert act(source, "cursor.down", step=1) == Navigate(layer=1)
     assert act(source, "cursor.up", step=1) is None
-    assert act(source, "cursor.right", step=1) == Go(head=1)
+    assert act(source, "cursor.right", step=1) == Navigate(head=1)
     assert act(source, "cursor.left", step=1) is None
     assert act(source, "cursor.right", step=1, head=3) is None
     assert act(source, "zoom.in", step=1) is None
@@ -267,7 +267,7 @@ def test_in_a_prefill_with_stored_queries_the_cursor_moves_the_row(made: Made) -
     assert act(source, "cursor.right", step=0, row=N_PROMPT - 2).row is None
     assert act(source, "cursor.left", step=0, row=0) is None
     _, advanced = made(level="advanced")
-    assert act(advanced, "cursor.right", step=0) == Go(head=1)
+    assert act(advanced, "cursor.right", step=0) == Navigate(head=1)
 
 
 @pytest.mark.parametrize(("width", "height"), [(38, 14), (120, 40)])
@@ -277,10 +277,10 @@ def test_a_click_in_the_grid_goes_to_that_layer_and_head(
     _, source = made()
     asked = request(width, height, step=1)
     data = PANEL.load(source, asked)
-    assert PANEL.point(2 + 3 * 2 + 1, 3, data, asked, click=True) == Go(layer=1, head=2)
-    assert PANEL.point(2 + 3 * 2 + 1, 3, data, asked, click=False) is None
+    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, asked, click=True) == Navigate(layer=1, head=2)
+    assert PANEL.on_mouse(2 + 3 * 2 + 1, 3, data, asked, click=False) is None
     for x, y in ((0, 3), (5, 0), (5, 12), (37, 3)):
-        assert PANEL.point(x, y, data, asked, click=True) is None
+        assert PANEL.on_mouse(x, y, data, asked, click=True) is None
 
 
 # -- what it says ---------------------------------------------------------------------------------

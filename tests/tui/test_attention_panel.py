@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attention_scene import N_PROMPT, Made, Scene, load, paint, segments, token, words, write
 
-from flexinspect.panels.base import Place
+from flexinspect.panels.base import TracePlace
 from flexinspect.panels.parts import attentionrows
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
@@ -41,17 +41,17 @@ def test_the_newest_row_is_recomputed_over_all_steps_and_passes_its_gate(made: M
             assert data.tokens is not None
             expected = scene.weights(layer, head, N_PROMPT + step - 1)
             np.testing.assert_allclose(data.tokens.weights, expected, atol=1e-5)
-            assert data.gate.kind == "lse"
-            assert data.gate.value is not None
-            assert data.gate.value < 1e-5
-            assert data.newest
+            assert data.lse_check.kind == "lse"
+            assert data.lse_check.value is not None
+            assert data.lse_check.value < 1e-5
+            assert data.is_newest
 
 
 def test_a_long_generation_reads_its_keys_in_pieces_and_keeps_them(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene, source = made(n_steps=28)
-    monkeypatch.setattr("flexinspect.panels.parts.attentionrows.TOGETHER", 4)
+    monkeypatch.setattr("flexinspect.panels.parts.attentionrows.KEY_CHUNK_STEPS", 4)
     asked: list[tuple[int, str]] = []
     original = TraceReader.array
 
@@ -76,20 +76,24 @@ def test_any_row_of_the_prefill_is_recomputed_but_not_called_checked(made: Made)
     assert data.tokens is not None
     expected = np.pad(scene.weights(1, 1, 6), (0, N_PROMPT - 7))
     np.testing.assert_allclose(data.tokens.weights, expected, atol=1e-5)
-    assert (data.gate.checked, data.newest_gate.checked, data.newest) == (False, True, False)
+    assert (data.lse_check.is_checked, data.newest_lse_check.is_checked, data.is_newest) == (
+        False,
+        True,
+        False,
+    )
     assert data.query is not None
     assert data.query.text == " w6"
     sums = [expected[s.start : s.stop].sum() for s in segments()]
-    np.testing.assert_allclose(data.mass, sums, atol=1e-5)
-    assert not data.mass_gate.checked
+    np.testing.assert_allclose(data.segment_attention, sums, atol=1e-5)
+    assert not data.segment_check.is_checked
     assert "not checked against the kernel; newest row: gate" in words(data)
 
 
 def test_a_row_that_is_not_of_this_step_falls_back_to_the_newest(made: Made) -> None:
     _, source = made()
     assert load(source, step=2, row=6).q_idx == N_PROMPT + 1
-    assert load(source, step=0, row=99).newest
-    assert load(source, step=0, row=-1).newest
+    assert load(source, step=0, row=99).is_newest
+    assert load(source, step=0, row=-1).is_newest
 
 
 def test_keys_that_a_sliding_cache_has_dropped_are_not_read_as_first_keys(made: Made) -> None:
@@ -99,7 +103,7 @@ def test_keys_that_a_sliding_cache_has_dropped_are_not_read_as_first_keys(made: 
     assert data.tokens.first_pos == N_PROMPT + 3 - 5
     expected = scene.weights(0, 3, N_PROMPT + 2)[data.tokens.first_pos :]
     np.testing.assert_allclose(data.tokens.weights, expected, atol=1e-5)
-    assert data.tokens.words[N_PROMPT + 2].text == f" w{N_PROMPT + 2}"
+    assert data.tokens.tokens[N_PROMPT + 2].text == f" w{N_PROMPT + 2}"
 
 
 def test_the_measures_are_masses_entropy_and_sink(made: Made) -> None:
@@ -154,7 +158,7 @@ def test_without_a_bos_the_sink_is_recomputed_at_extreme_and_not_offered_below(
     assert grid.measure == "sink"
     expected = [[scene.weights(i, h, N_PROMPT + 1)[0] for h in range(4)] for i in range(2)]
     np.testing.assert_allclose(grid.values, expected, atol=1e-5)
-    assert not any(gate.checked for gate in grid.gates)
+    assert not any(gate.is_checked for gate in grid.lse_checks)
     below = without_bos(Scene(level="advanced"), tmp_path / "b.flextrace")
     assert "sink" not in load(below, step=2).grid.measures
 
@@ -162,9 +166,9 @@ def test_without_a_bos_the_sink_is_recomputed_at_extreme_and_not_offered_below(
 def test_a_recomputed_sink_goes_down_with_the_row_that_fails_its_gate(tmp_path: Path) -> None:
     source = without_bos(Scene(softcap=1.0), tmp_path / "a.flextrace")
     data = load(source, step=2, measure="sink")
-    assert data.refused
-    assert all(gate.bad for gate in data.grid.gates)
-    assert np.isnan(data.grid.shown()).all()
+    assert data.mismatch
+    assert all(gate.is_failed for gate in data.grid.lse_checks)
+    assert np.isnan(data.grid.drawable_values()).all()
 
 
 # -- gates ----------------------------------------------------------------------------------------
@@ -174,21 +178,21 @@ def test_a_row_that_is_not_what_ran_is_refused_with_its_number(made: Made) -> No
     _, source = made(softcap=1.0)
     data = load(source, step=2, layer=1, head=1)
     assert data.tokens is None
-    assert data.refused.startswith("This is not what ran: ")
-    assert f"(gate {data.gate.value:.2g})" in data.refused
-    assert data.gate.bad
+    assert data.mismatch.startswith("This is not what ran: ")
+    assert f"(gate {data.lse_check.value:.2g})" in data.mismatch
+    assert data.lse_check.is_failed
     lines, picture = paint(source, 100, 30, step=2, layer=1, head=1)
     assert "This is not what ran" in " ".join(lines)
     assert "open" not in "\n".join(lines)
     assert picture.alarm
     assert "not what ran" in picture.note
-    assert data.refused in words(data)
+    assert data.mismatch in words(data)
 
 
 def test_an_older_row_is_refused_when_the_newest_of_its_head_fails(made: Made) -> None:
     _, source = made(softcap=1.0)
     data = load(source, step=0, layer=1, head=1, row=6)
-    assert data.refused
+    assert data.mismatch
     assert data.tokens is None
 
 
@@ -201,7 +205,7 @@ def test_a_mask_that_is_not_the_one_that_ran_is_refused(made: Made) -> None:
         return replace(step, masks=(replace(step.masks[0], cells=cells),))
 
     _, source = made(change=lie)
-    assert load(source, step=1).refused
+    assert load(source, step=1).mismatch
 
 
 @pytest.mark.parametrize("gate", [0.3, math.nan])
@@ -216,16 +220,16 @@ def test_layers_whose_gate_is_bad_are_marked_and_not_drawn(made: Made, gate: flo
     assert picture.alarm
     assert "Not what ran, so not shown: layers 1." in words(load(source, step=1))
     sick_row = load(source, step=1, layer=1)
-    assert sick_row.mass is None
+    assert sick_row.segment_attention is None
 
 
 def test_the_output_gate_counts_as_well_as_the_rows_own(made: Made) -> None:
     _, source = made(gate=0.4, gate_kind="output")
     data = load(source, step=1)
-    assert data.gate.words() == "gate 4e-01 (output)"
-    assert data.refused.startswith("This is not what ran: the row's output")
+    assert data.lse_check.describe() == "gate 4e-01 (output)"
+    assert data.mismatch.startswith("This is not what ran: the row's output")
     _, source = made(gate=1e-5, gate_kind="output")
-    assert load(source, step=1).gate.words() == "gate 1e-05 (output)"
+    assert load(source, step=1).lse_check.describe() == "gate 1e-05 (output)"
 
 
 def test_a_gate_that_was_never_computed_reads_not_checked(made: Made) -> None:
@@ -243,7 +247,7 @@ def test_stored_keys_without_a_log_sum_exp_are_shown_unchecked(made: Made) -> No
     _, source = made(change=drop)
     data = load(source, step=1)
     assert data.tokens is not None
-    assert not data.gate.checked
+    assert not data.lse_check.is_checked
     assert "not checked" in paint(source, 100, 30, step=1)[1].note
 
 
@@ -272,8 +276,8 @@ def test_a_forks_row_reads_the_keys_of_its_parent_before_the_fork(tmp_path: Path
     data = load(source, step=3, branch=1, layer=1, head=2)
     assert data.tokens is not None
     np.testing.assert_allclose(data.tokens.weights, fork.weights(1, 2, N_PROMPT + 2), atol=1e-5)
-    assert data.tokens.words[N_PROMPT + 1].text == f" w{N_PROMPT + 1}"
-    assert data.tokens.words[N_PROMPT + 2].text == " f2"
+    assert data.tokens.tokens[N_PROMPT + 1].text == f" w{N_PROMPT + 1}"
+    assert data.tokens.tokens[N_PROMPT + 2].text == " f2"
     before = load(source, step=1, branch=1)
     assert before.tokens is not None
     np.testing.assert_allclose(before.tokens.weights, scene.weights(0, 0, N_PROMPT), atol=1e-5)
@@ -287,31 +291,31 @@ def one_row(step: StepRecord) -> StepRecord:
     return replace(step, masks=(replace(step.masks[0], cells=row),))
 
 
-@pytest.mark.parametrize("limit", [attentionrows.WHOLE_MASK, 10], ids=["small", "large"])
+@pytest.mark.parametrize("limit", [attentionrows.MAX_CACHED_MASK_CELLS, 10], ids=["small", "large"])
 def test_a_mask_of_one_row_stands_for_all_rows(
     made: Made, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(attentionrows, "WHOLE_MASK", limit)
+    monkeypatch.setattr(attentionrows, "MAX_CACHED_MASK_CELLS", limit)
     _, source = made(change=one_row)
-    view = attentionrows.view_step(source, Place())
-    row = attentionrows.mask_row(view, view.calls[0], 4)
+    view = attentionrows.load_step_view(source, TracePlace())
+    row = attentionrows.load_mask_row(view, view.calls[0], 4)
     assert row.tolist() == [[True] * N_PROMPT]
 
 
 def test_of_a_large_mask_one_row_is_read_and_no_more(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attentionrows, "WHOLE_MASK", 10)
+    monkeypatch.setattr(attentionrows, "MAX_CACHED_MASK_CELLS", 10)
     scene, source = made()
 
     def whole(self: Any, fingerprint: str) -> Any:
         raise AssertionError("the whole mask was read")
 
     monkeypatch.setattr(TraceReader, "mask", whole)
-    view = attentionrows.view_step(source, Place())
+    view = attentionrows.load_step_view(source, TracePlace())
     for number in (0, 7):
-        row = attentionrows.mask_row(view, view.calls[0], number)
+        row = attentionrows.load_mask_row(view, view.calls[0], number)
         expected = np.pad(scene.cells(number), (0, N_PROMPT - 1 - number))
         np.testing.assert_array_equal(row, expected[None])
-    with pytest.raises(attentionrows.Unrecorded):
-        attentionrows.mask_row(view, view.calls[0], N_PROMPT)
+    with pytest.raises(attentionrows.RowNotRecordedError):
+        attentionrows.load_mask_row(view, view.calls[0], N_PROMPT)

@@ -10,13 +10,13 @@ from support.traces import N_PROMPT, SEGMENTS, sample_step, sample_trace
 from support.tui import screen_text, settle
 
 from flexinspect.app import InspectorApp
-from flexinspect.panels.base import Go, NoOptions, Place, Request
+from flexinspect.panels.base import Navigate, NoOptions, Request, TracePlace
 from flexinspect.panels.branches import BranchesData, BranchesPanel
 from flexinspect.panels.source import Source
 from flexinspect.records import GenerationEnd, StepRecord
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 TOKEN = {
     "kind": "token",
@@ -63,26 +63,26 @@ def forked(tmp_path: Path) -> Path:
     return path
 
 
-def loaded(path: Path, place: Place, height: int = 20) -> BranchesData:
+def loaded(path: Path, place: TracePlace, height: int = 20) -> BranchesData:
     request = Request(place, NoOptions(), 90, height)
     return BranchesPanel().load(Source(TraceReader(path)), request)
 
 
 def test_the_tree_names_each_fork_and_what_it_changed(forked: Path) -> None:
-    lines = BranchesPanel().describe(loaded(forked, Place(branch=1, step=2)))
+    lines = BranchesPanel().describe(loaded(forked, TracePlace(branch=1, step=2)))
     assert lines[0].startswith("  branch 0 · finished ·  Jane Austen".replace("·  ", "· "))
     assert "▸ └ branch 1 from step 2: ' Emily' instead of ' Aus'" in lines[1]
     assert "branch 2 from step 3: drop paraphrase 2, all keys computed again" in lines[2]
 
 
 def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
-    data = loaded(forked, Place(branch=1, step=3))
+    data = loaded(forked, TracePlace(branch=1, step=3))
     assert [pair.step for pair in data.pairs] == [2, 3, 4]
     first, second, third = data.pairs
-    assert first.is_parted
+    assert first.is_different
     assert first.own == " Emily"
-    assert data.parting == 2
-    assert not second.is_parted
+    assert data.diverged_at == 2
+    assert not second.is_different
     assert second.change is not None
     assert second.change.kl > 0
     assert second.change.largest == pytest.approx(0.5)
@@ -97,11 +97,11 @@ def test_a_branch_stands_beside_the_one_it_left(forked: Path) -> None:
 def test_the_step_at_which_texts_part_is_the_first_of_all_and_the_masks_are_said_whole(
     forked: Path,
 ) -> None:
-    request = Request(Place(branch=1, step=3), NoOptions(), 38, 16)
+    request = Request(TracePlace(branch=1, step=3), NoOptions(), 38, 16)
     panel = BranchesPanel()
     data = panel.load(Source(TraceReader(forked)), request)
     narrow = replace(data, pairs=data.pairs[1:])  # step 2 is above the window
-    picture = panel.paint(narrow, request, Look("none"))
+    picture = panel.paint(narrow, request, Theme("none"))
     assert picture.note == "parts at step 2"
     shown = " ".join(" ".join(strip.text for strip in picture.strips).split())
     assert "Masks: the same in all" in shown
@@ -119,7 +119,7 @@ def test_another_step_reads_only_the_masks_that_were_not_read_yet(
     source = Source(TraceReader(forked))
     for step, n_new in ((2, 4), (3, 2), (3, 0), (2, 0)):
         read.clear()
-        request = Request(Place(branch=1, step=step), NoOptions(), 90, 20)
+        request = Request(TracePlace(branch=1, step=step), NoOptions(), 90, 20)
         masks = BranchesPanel().load(source, request).masks
         assert masks is not None
         assert (masks.n_rows, masks.n_opened, masks.n_closed) == (N_PROMPT + step, 0, 0)
@@ -127,41 +127,41 @@ def test_another_step_reads_only_the_masks_that_were_not_read_yet(
 
 
 def test_the_base_shows_the_last_branch_that_left_it(forked: Path) -> None:
-    shown = loaded(forked, Place(branch=0, step=4)).shown
+    shown = loaded(forked, TracePlace(branch=0, step=4)).compared
     assert shown is not None
     assert shown.branch == 1
 
 
 def test_a_generation_without_forks_says_how_to_make_one(tmp_path: Path) -> None:
-    data = loaded(sample_trace(tmp_path / "one.flextrace"), Place())
-    assert data.shown is None
+    data = loaded(sample_trace(tmp_path / "one.flextrace"), TracePlace())
+    assert data.compared is None
     assert "F goes on" in BranchesPanel().describe(data)[-1]
-    picture = BranchesPanel().paint(data, Request(Place(), NoOptions(), 80, 6), Look("none"))
+    picture = BranchesPanel().paint(data, Request(TracePlace(), NoOptions(), 80, 6), Theme("none"))
     assert "Nothing was forked" in "\n".join(strip.text for strip in picture.strips)
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (40, 8), (20, 4), (200, 3)])
 def test_the_picture_is_as_large_as_it_may_be(forked: Path, width: int, height: int) -> None:
-    request = Request(Place(branch=1, step=3), NoOptions(), width, height)
+    request = Request(TracePlace(branch=1, step=3), NoOptions(), width, height)
     panel = BranchesPanel()
     data = panel.load(Source(TraceReader(forked)), request)
-    picture = panel.paint(data, request, Look("none"))
+    picture = panel.paint(data, request, Theme("none"))
     assert len(picture.strips) <= height
     assert all(strip.cell_length == width for strip in picture.strips)
 
 
 def test_a_click_goes_to_the_branch_or_the_step(forked: Path) -> None:
-    place = Place(branch=1, step=2)
+    place = TracePlace(branch=1, step=2)
     request, data = Request(place, NoOptions(), 90, 20), loaded(forked, place)
-    point = BranchesPanel().point
-    assert point(5, 2, data, request, click=True) == Go(branch=2)
+    point = BranchesPanel().on_mouse
+    assert point(5, 2, data, request, click=True) == Navigate(branch=2)
     assert point(5, 3, data, request, click=True) is None  # the heading
-    assert point(5, 5, data, request, click=True) == Go(step=3)
+    assert point(5, 5, data, request, click=True) == Navigate(step=3)
     assert point(5, 5, data, request, click=False) is None
 
 
 async def test_the_interface_walks_a_branch_with_its_parents_tokens(forked: Path) -> None:
-    app = InspectorApp(forked, place=Place(branch=1, step=3))
+    app = InspectorApp(forked, place=TracePlace(branch=1, step=3))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         app.screen.slots.show_panel("branches")  # type: ignore[attr-defined]
@@ -176,7 +176,7 @@ async def test_the_interface_walks_a_branch_with_its_parents_tokens(forked: Path
 
 
 async def test_a_branch_is_shown_at_its_first_step_as_at_any_other(forked: Path) -> None:
-    app = InspectorApp(forked, place=Place(branch=0, step=0))
+    app = InspectorApp(forked, place=TracePlace(branch=0, step=0))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         assert "Jane" in screen_text(app).splitlines()[1]

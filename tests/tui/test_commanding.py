@@ -22,22 +22,22 @@ from flexinspect.app import InspectorApp
 from flexinspect.breaks.parser import parse
 from flexinspect.capture import CaptureState
 from flexinspect.control.messages import (
-    ASKED,
-    Answer,
+    PAUSE_REQUESTED,
     BreakpointInfo,
+    CommandResponse,
     Cost,
     MaskEdit,
-    OrderState,
-    Place,
-    Status,
+    RewindState,
+    StatusResponse,
+    StepRef,
 )
 from flexinspect.errors import ControlError
-from flexinspect.feed import Feed
-from flexinspect.screens.ask import Ask, Choose
-from flexinspect.screens.breakpoints import BreakpointsScreen, breakpoint_words
-from flexinspect.screens.commanding import SLOW_S, refusal_words
-from flexinspect.screens.forking import Token, token_of
-from flexinspect.screens.remote import Remote, Standing
+from flexinspect.feed import TraceSession
+from flexinspect.screens.ask import ChoiceDialog, TextDialog
+from flexinspect.screens.breakpoints import BreakpointsScreen, format_breakpoint
+from flexinspect.screens.commanding import NOTIFY_AFTER_S, format_error
+from flexinspect.screens.forking import ForcedToken, parse_forced_token
+from flexinspect.screens.remote import CaptureClient, CaptureStatus
 
 SIZE = (100, 30)
 
@@ -52,10 +52,10 @@ class FakeCapture:
         self.asked: list[tuple[Any, ...]] = []
         self.book: list[BreakpointInfo] = []
         self.cost = Cost("nothing to speak of")
-        self.outcome = OrderState(1, "fork", "done", "branch 1 goes on", Place(0, 0, 1), 0.01)
+        self.outcome = RewindState(1, "fork", "done", "branch 1 goes on", StepRef(0, 0, 1), 0.01)
         self.is_silent = False
         self.held = ""
-        self._order: OrderState | None = None
+        self._order: RewindState | None = None
 
     def client(self) -> FakeCapture:
         return self
@@ -63,38 +63,38 @@ class FakeCapture:
     def ask(self, ask: Callable[[FakeCapture], Any]) -> Any:
         return ask(self)
 
-    def look(self) -> Standing:
+    def look(self) -> CaptureStatus:
         if self.is_silent:
-            return Standing(is_silent=True)
-        return Standing(self.status(), held=self.held)
+            return CaptureStatus(is_unresponsive=True)
+        return CaptureStatus(self.status(), debugger_stop=self.held)
 
-    def status(self) -> Status:
-        place = Place(0, 0, 2)
+    def status(self) -> StatusResponse:
+        place = StepRef(0, 0, 2)
         until = self.until if self.state == "paused" else ""
-        return Status(
+        return StatusResponse(
             *(self.state, place, f"{self.state} now", self.reason, until),
             level=self.level,
-            order=self._order,
+            last_rewind=self._order,
         )
 
-    def _answer(self, said: str, **more: Any) -> Answer:
-        return Answer(said, self.status(), **more)
+    def _answer(self, said: str, **more: Any) -> CommandResponse:
+        return CommandResponse(said, self.status(), **more)
 
-    def pause(self) -> Answer:
+    def pause(self) -> CommandResponse:
         self.asked.append(("pause",))
         self.state = "paused"
         return self._answer("pausing after this step")
 
-    def continue_(self) -> Answer:
+    def continue_(self) -> CommandResponse:
         self.asked.append(("continue",))
         self.state = "running"
         return self._answer("going on")
 
-    def stop(self) -> Answer:
+    def stop(self) -> CommandResponse:
         self.asked.append(("stop",))
         return self._answer("stopping after this step")
 
-    def step(self, n: int) -> Answer:
+    def step(self, n: int) -> CommandResponse:
         self.asked.append(("step", n))
         return self._answer("pausing after 1 more step")
 
@@ -115,22 +115,24 @@ class FakeCapture:
         self.book = [one for one in self.book if one.id != number]
         return self.book
 
-    def _travel(self, what: tuple[Any, ...], dry_run: bool) -> Answer:
+    def _travel(self, what: tuple[Any, ...], dry_run: bool) -> CommandResponse:
         if dry_run:
             return self._answer("it would", cost=self.cost)
         self.asked.append(what)
         self._order = self.outcome
         return self._answer("it will be done", order=1)
 
-    def restore(self, place: Place, *, dry_run: bool) -> Answer:
+    def restore(self, place: StepRef, *, dry_run: bool) -> CommandResponse:
         return self._travel(("restore", place), dry_run)
 
     def fork(
-        self, place: Place, *, token_id: int | None, text: str | None, dry_run: bool
-    ) -> Answer:
+        self, place: StepRef, *, token_id: int | None, text: str | None, dry_run: bool
+    ) -> CommandResponse:
         return self._travel(("fork", place, token_id, text), dry_run)
 
-    def edit_mask(self, place: Place, edits: tuple[MaskEdit, ...], *, dry_run: bool) -> Answer:
+    def edit_mask(
+        self, place: StepRef, edits: tuple[MaskEdit, ...], *, dry_run: bool
+    ) -> CommandResponse:
         return self._travel(("edit", place, *edits), dry_run)
 
 
@@ -182,14 +184,14 @@ async def test_pausing_as_asked_tells_the_keys_once_and_is_shown_by_the_header(p
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
-        here.capture.reason, here.capture.until = ASKED, "after this step"
+        here.capture.reason, here.capture.until = PAUSE_REQUESTED, "after this step"
         await pilot.press("space")
         await here.until(lambda: here.said("space goes on, . steps"))
         app.clear_notifications()
         await pilot.press("space", "space")
         await here.until(lambda: here.capture.asked == [("pause",), ("continue",), ("pause",)])
         await here.until(lambda: "paused" in screen_lines(app)[0])
-        await pilot.pause(SLOW_S)
+        await pilot.pause(NOTIFY_AFTER_S)
         assert not here.said("paus")
 
 
@@ -203,7 +205,7 @@ async def test_the_header_names_the_level_as_it_is_by_now(path: Path) -> None:
 
 def test_a_refusal_says_what_to_do_on_a_line_of_its_own() -> None:
     refused = ControlError("It is no[t].", hint="Do \x1b that.")
-    assert refusal_words(refused) == "It is no[t].\nDo \\x1b that."
+    assert format_error(refused) == "It is no[t].\nDo \\x1b that."
 
 
 async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:
@@ -266,12 +268,12 @@ async def test_a_trace_that_nobody_writes_refuses_commands_in_a_sentence(tmp_pat
 
 def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> None:
     asked: list[str] = []
-    state = CaptureState(over=True)
+    state = CaptureState(is_over=True)
     process: Any = SimpleNamespace(state=state, interrupt=lambda: asked.append("interrupt"))
-    feed = Feed(process=process)
+    feed = TraceSession(process=process)
     feed.interrupt()
     assert not asked
-    state.over = False
+    state.is_over = False
     feed.interrupt()
     assert asked
 
@@ -280,10 +282,10 @@ def test_a_run_that_loads_is_told_from_one_that_takes_no_commands() -> None:
     capture = SimpleNamespace(pid=-1)
     feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, waiting=True)
     with pytest.raises(ControlError, match="still loading"):
-        Remote(feed).client()
+        CaptureClient(feed).client()
     feed.waiting = False
     with pytest.raises(ControlError, match="--no-control"):
-        Remote(feed).client()
+        CaptureClient(feed).client()
 
 
 async def test_breakpoints_are_set_switched_and_removed(path: Path) -> None:
@@ -332,12 +334,12 @@ async def test_a_candidate_is_chosen_for_a_fork(path: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await pilot.press("home", "F")
-        await here.until(lambda: isinstance(app.screen, Choose))
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press("enter")
         await here.until(lambda: here.capture.asked)
         kind, place, token_id, text = here.capture.asked[0]
-        assert (kind, place, text) == ("fork", Place(0, 0, 0), None)
-        reader = app.feed.reader  # type: ignore[union-attr]
+        assert (kind, place, text) == ("fork", StepRef(0, 0, 0), None)
+        reader = app.session.reader  # type: ignore[union-attr]
         assert reader is not None
         chosen = reader.logits(0, 0).chosen_id  # type: ignore[union-attr]
         others = [one.token_id for one in reader.candidates(0, 0) if one.token_id != chosen]
@@ -352,11 +354,11 @@ async def test_a_fork_is_of_the_step_it_was_asked_on(path: Path) -> None:
         here = await driven(app, pilot)
         screen: Any = app.screen
         await pilot.press("home", "F")
-        await here.until(lambda: isinstance(app.screen, Choose))
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         screen.place = replace(screen.place, step=2)  # as following the model does
         await pilot.press("enter")
         await here.until(lambda: here.capture.asked)
-        assert here.capture.asked[0][:2] == ("fork", Place(0, 0, 0))
+        assert here.capture.asked[0][:2] == ("fork", StepRef(0, 0, 0))
 
 
 async def test_a_typed_text_is_forced(path: Path) -> None:
@@ -364,9 +366,9 @@ async def test_a_typed_text_is_forced(path: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await pilot.press("home", "F")
-        await here.until(lambda: isinstance(app.screen, Choose))
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press("end", "enter")
-        await here.until(lambda: isinstance(app.screen, Ask))
+        await here.until(lambda: isinstance(app.screen, TextDialog))
         await pilot.press("space", *"Rome", "enter")
         await here.until(lambda: here.capture.asked)
         assert here.capture.asked[0][2:] == (None, " Rome")
@@ -376,23 +378,23 @@ async def test_a_dear_restore_is_confirmed_first(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
-        here.capture.cost = Cost("900 tokens are recomputed, about 4 s", 4.0, is_dear=True)
+        here.capture.cost = Cost("900 tokens are recomputed, about 4 s", 4.0, is_expensive=True)
         await pilot.press("home", "R")
         await here.until(lambda: "about 4 s" in screen_text(app))
         await pilot.press("down", "enter")
-        await here.until(lambda: not isinstance(app.screen, Choose))
+        await here.until(lambda: not isinstance(app.screen, ChoiceDialog))
         assert not here.capture.asked
         await pilot.press("R")
-        await here.until(lambda: isinstance(app.screen, Choose))
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press("enter")
-        await here.until(lambda: here.capture.asked == [("restore", Place(0, 0, 0))])
+        await here.until(lambda: here.capture.asked == [("restore", StepRef(0, 0, 0))])
 
 
 async def test_a_failed_order_says_why_and_stays(path: Path) -> None:
     app = InspectorApp(path)
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
-        here.capture.outcome = OrderState(1, "restore", "failed", "The weights have changed.")
+        here.capture.outcome = RewindState(1, "restore", "failed", "The weights have changed.")
         await pilot.press("home", "R")
         await here.until(lambda: here.said("The weights have changed."))
         assert app.screen.place.step == 0  # type: ignore[attr-defined]
@@ -403,7 +405,7 @@ async def test_a_mask_is_edited_by_small_questions(path: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await pilot.press("home", "E")
-        await here.until(lambda: isinstance(app.screen, Choose))
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press("down", "enter")
         await here.until(lambda: "Which segment is dropped?" in screen_text(app))
         await pilot.press("down", "enter")
@@ -416,9 +418,9 @@ async def test_a_cell_is_named_by_row_and_key(path: Path) -> None:
     async with app.run_test(size=SIZE) as pilot:
         here = await driven(app, pilot)
         await pilot.press("home", "E")
-        await here.until(lambda: isinstance(app.screen, Choose))
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press(*["down"] * 6, "enter")
-        await here.until(lambda: isinstance(app.screen, Ask))
+        await here.until(lambda: isinstance(app.screen, TextDialog))
         await pilot.press(*"9 4", "enter")
         await here.until(lambda: here.capture.asked)
         assert here.capture.asked[0][2] == MaskEdit("cell", row=9, key=4, is_open=False)
@@ -433,14 +435,14 @@ async def test_one_branch_says_how_to_make_another(path: Path) -> None:
 
 
 def test_a_number_sign_names_a_token_by_its_id() -> None:
-    assert token_of("#42") == Token(token_id=42)
-    assert token_of("42") == Token(text="42")
-    assert token_of(" #a") == Token(text=" #a")
+    assert parse_forced_token("#42") == ForcedToken(token_id=42)
+    assert parse_forced_token("42") == ForcedToken(text="42")
+    assert parse_forced_token(" #a") == ForcedToken(text=" #a")
 
 
 def test_a_breakpoint_is_one_line() -> None:
     one = BreakpointInfo(3, "step == 2", False, 2, once=True, n_hits=4, note="judged late")
-    assert breakpoint_words(one) == "○ 3  step == 2 [hits=2 once] · met 4 times · judged late"
+    assert format_breakpoint(one) == "○ 3  step == 2 [hits=2 once] · met 4 times · judged late"
 
 
 def test_refusals_are_errors_with_a_hint() -> None:

@@ -26,10 +26,10 @@ from flexinspect.colormap import (
     ramp,
 )
 from flexinspect.widgets.heat import CellStrip, boxes, heat
-from flexinspect.widgets.look import Depth, Look
+from flexinspect.widgets.look import ColorDepth, Theme
 
 NONE = Style.null()
-COLOUR, LESSER, PLAIN = Look(), Look("256"), Look("none")
+COLOUR, LESSER, PLAIN = Theme(), Theme("256"), Theme("none")
 FOUR = Palette([(0, 0, 0), (80, 80, 80), (160, 160, 160), (255, 255, 255)], " ░▒█")
 NAN, INF = math.nan, math.inf
 
@@ -184,7 +184,7 @@ def test_a_pair_of_levels_is_a_half_block_and_an_equal_pair_a_blank() -> None:
 def test_the_remembered_runs_of_a_palette_do_not_grow_without_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("flexinspect.colormap._MOST_RUNS", 3)
+    monkeypatch.setattr("flexinspect.colormap._MAX_CACHED_RUNS", 3)
     palette = Palette(FOUR.rgb, FOUR.ramp)
     for length in range(1, 9):
         assert palette.run(1, length)[0].text == "▀" * length
@@ -192,8 +192,8 @@ def test_the_remembered_runs_of_a_palette_do_not_grow_without_end(
 
 
 def test_the_ink_on_a_colour_can_be_read() -> None:
-    assert FOUR.ink(0).get_truecolor() == (255, 255, 255)
-    assert FOUR.ink(3).get_truecolor() == (0, 0, 0)
+    assert FOUR.text_color(0).get_truecolor() == (255, 255, 255)
+    assert FOUR.text_color(3).get_truecolor() == (0, 0, 0)
 
 
 # --- half blocks ---
@@ -214,11 +214,11 @@ def test_an_odd_last_row_fills_its_line() -> None:
 @pytest.mark.parametrize("depth", ["truecolor", "256", "none"])
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (1, 0), (4, 0), (1, 1), (2, 1), (3, 7), (8, 40)])
 def test_a_picture_has_half_as_many_lines_and_as_many_cells(
-    shape: tuple[int, int], depth: Depth
+    shape: tuple[int, int], depth: ColorDepth
 ) -> None:
     rows, columns = shape
     picture = np.random.default_rng(0).integers(0, 32, shape, np.uint8)
-    strips = heat(picture, CIVIDIS, Look(depth))
+    strips = heat(picture, CIVIDIS, Theme(depth))
     assert [strip.cell_length for strip in strips] == [columns] * ((rows + 1) // 2)
     assert [cell_len(text) for text in texts(strips)] == [columns] * ((rows + 1) // 2)
 

@@ -14,12 +14,12 @@ from rich.style import Style
 from textual.strip import Strip
 
 from flexinspect.widgets.header import header
-from flexinspect.widgets.lines import beside, clipped, line, paragraph, right
-from flexinspect.widgets.look import BANDS, DARK, Look
-from flexinspect.widgets.plots import bar, number, sparkline, timeline
+from flexinspect.widgets.lines import align_right, clip_text, join_blocks, line, wrap_paragraph
+from flexinspect.widgets.look import DARK_COLORS, SEGMENT_COLORS, Theme
+from flexinspect.widgets.plots import bar, format_number, sparkline, timeline
 
 NONE = Style.null()
-COLOUR, PLAIN = Look(), Look("none")
+COLOUR, PLAIN = Theme(), Theme("none")
 NAN, INF = math.nan, math.inf
 
 
@@ -156,7 +156,7 @@ def test_a_timeline_fills_its_place(values: list[float | None], width: int, heig
     ],
 )
 def test_a_number_is_short(value: float | None, written: str) -> None:
-    assert number(value) == written
+    assert format_number(value) == written
 
 
 @pytest.mark.parametrize(
@@ -175,17 +175,17 @@ def test_a_number_is_short(value: float | None, written: str) -> None:
 def test_a_number_loses_digits_but_is_never_cut_to_another_one(
     value: float | None, width: int, written: str
 ) -> None:
-    assert number(value, width) == written
+    assert format_number(value, width) == written
 
 
 @given(st.none() | st.floats(), st.integers(1, 12))
 def test_a_number_is_as_wide_as_asked_for(value: float | None, width: int) -> None:
-    assert len(number(value, width)) == width
+    assert len(format_number(value, width)) == width
 
 
 @given(st.floats(-1e5, 1e5))
 def test_a_number_is_read_back_within_its_digits(value: float) -> None:
-    assert math.isclose(float(number(value)), value, rel_tol=0.06, abs_tol=1e-300)
+    assert math.isclose(float(format_number(value)), value, rel_tol=0.06, abs_tol=1e-300)
 
 
 # --- lines ---
@@ -239,7 +239,7 @@ def test_text_behind_blanks_that_are_cut_off_is_mentioned() -> None:
 def test_a_wide_character_that_does_not_fit_leaves_a_blank(width: int, shown: str) -> None:
     assert drawn(["日本"], width) == shown
     assert drawn(["日", "本"], width) == shown
-    assert clipped("日本", width) == shown
+    assert clip_text("日本", width) == shown
 
 
 def test_an_accent_in_its_own_part_stays_on_its_letter() -> None:
@@ -257,17 +257,17 @@ def test_a_line_has_exactly_its_width(parts: list[str], width: int) -> None:
 
 @given(st.text(st.sampled_from("ab 日🎉")), st.integers(-2, 12))
 def test_clipped_and_right_have_exactly_their_width(text: str, width: int) -> None:
-    assert cell_len(clipped(text, width)) == max(width, 0)
-    assert cell_len(right(text, width)) == max(width, 0)
+    assert cell_len(clip_text(text, width)) == max(width, 0)
+    assert cell_len(align_right(text, width)) == max(width, 0)
 
 
 def test_right_puts_text_at_the_right() -> None:
-    assert right("ab", 4) == "  ab"
-    assert right("abcdef", 4) == "abc…"
+    assert align_right("ab", 4) == "  ab"
+    assert align_right("abcdef", 4) == "abc…"
 
 
 def test_a_paragraph_is_wrapped_at_words_and_keeps_its_lines() -> None:
-    assert texts(paragraph("one two three\n\nfour", 9, NONE)) == [
+    assert texts(wrap_paragraph("one two three\n\nfour", 9, NONE)) == [
         "one two  ",
         "three    ",
         "         ",
@@ -276,25 +276,25 @@ def test_a_paragraph_is_wrapped_at_words_and_keeps_its_lines() -> None:
 
 
 def test_a_paragraph_of_wide_characters_loses_none() -> None:
-    strips = paragraph("日本語日本語日本語", 8, NONE)
+    strips = wrap_paragraph("日本語日本語日本語", 8, NONE)
     assert texts(strips) == ["日本語日", "本語日本", "語      "]
 
 
 def test_a_paragraph_shows_control_characters_and_markup_as_they_are() -> None:
-    assert texts(paragraph("\x1b[31m[red]\t", 20, NONE)) == ["\\x1b[31m[red]\\t" + " " * 5]
+    assert texts(wrap_paragraph("\x1b[31m[red]\t", 20, NONE)) == ["\\x1b[31m[red]\\t" + " " * 5]
 
 
 @pytest.mark.parametrize("width", [-1, 0, 1, 3, 8])
 def test_a_narrow_paragraph_keeps_its_width(width: int) -> None:
-    strips = paragraph("a considerable text 日本語", width, NONE)
+    strips = wrap_paragraph("a considerable text 日本語", width, NONE)
     assert {cell_len(strip.text) for strip in strips} == {max(width, 0)}
 
 
 def test_blocks_side_by_side_are_filled_up_to_the_longer_one() -> None:
     left, right_part = [line([("ab", NONE)], 3)], [line([(c, NONE)], 2) for c in "xyz"]
-    assert texts(beside(left, right_part, NONE)) == ["ab x ", "   y ", "   z "]
-    assert texts(beside([], right_part, NONE)) == ["x ", "y ", "z "]
-    assert beside([], [], NONE) == []
+    assert texts(join_blocks(left, right_part, NONE)) == ["ab x ", "   y ", "   z "]
+    assert texts(join_blocks([], right_part, NONE)) == ["x ", "y ", "z "]
+    assert join_blocks([], [], NONE) == []
 
 
 # --- looks ---
@@ -330,10 +330,10 @@ def test_an_unknown_style_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("look", [COLOUR, PLAIN])
-def test_neighbouring_bands_differ_and_bands_repeat(look: Look) -> None:
-    bands = [look.band(number) for number in range(len(BANDS) + 1)]
+def test_neighbouring_bands_differ_and_bands_repeat(look: Theme) -> None:
+    bands = [look.segment_style(number) for number in range(len(SEGMENT_COLORS) + 1)]
     assert all(one != other for one, other in pairwise(bands))
-    assert bands[0] == look.band(len(BANDS))
+    assert bands[0] == look.segment_style(len(SEGMENT_COLORS))
 
 
 def _contrast(one: str, other: str) -> float:
@@ -348,17 +348,19 @@ def _luminance(color: str) -> float:
     return 0.2126 * lin[0] + 0.7152 * lin[1] + 0.0722 * lin[2]
 
 
-@pytest.mark.parametrize("name", sorted(set(DARK) - {"background", "surface"}))
+@pytest.mark.parametrize("name", sorted(set(DARK_COLORS) - {"background", "surface"}))
 def test_the_dark_colours_can_be_read_on_their_background(name: str) -> None:
-    assert _contrast(DARK[name], DARK["background"]) >= 4  # 4.5 would exclude Textual's primary
+    assert (
+        _contrast(DARK_COLORS[name], DARK_COLORS["background"]) >= 4
+    )  # 4.5 would exclude Textual's primary
 
 
-@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("band", SEGMENT_COLORS)
 def test_white_text_can_be_read_on_every_band(band: str) -> None:
     assert _contrast("#ffffff", band) >= 3  # large text in WCAG; a heatmap's labels are short
 
 
 def test_the_header_counts_cells_not_characters() -> None:
     parts = [("日本語日本語", "title", 0), ("step 3", "text", 1)]
-    assert header(parts, 18, Look("none")).text.rstrip() == "日本語日本語"
-    assert header(parts, 21, Look("none")).text == "日本語日本語 · step 3"
+    assert header(parts, 18, Theme("none")).text.rstrip() == "日本語日本語"
+    assert header(parts, 21, Theme("none")).text == "日本語日本語 · step 3"

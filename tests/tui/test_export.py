@@ -18,9 +18,9 @@ from flexinspect.colormap import CIVIDIS
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.widgets.heat import heat
 from flexinspect.widgets.lines import line
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
-LOOK = Look()
+LOOK = Theme()
 RED, BLUE = "#ff0000", "#0000ff"
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -139,7 +139,7 @@ def test_title_and_note_frame_the_picture_and_an_empty_one_is_a_picture_too() ->
 
 
 def test_the_page_has_the_background_of_the_theme() -> None:
-    look = Look(colors={**LOOK.colors, "background": "#fafafa", "foreground": "#101010"})
+    look = Theme(colors={**LOOK.colors, "background": "#fafafa", "foreground": "#101010"})
     root = ET.fromstring(export.to_svg([row(("a", "none"))], title="t", look=look))
     page = root.find(f"{SVG}rect")
     assert page is not None
@@ -174,10 +174,10 @@ def test_without_the_extra_a_png_is_refused_with_the_way_out(
 ) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     with pytest.raises(FlexInspectError) as caught:
-        export.save(tmp_path / "a.png", [row(("a", "red"))], title="t", look=LOOK)
+        export.save(tmp_path / "a.png", [row(("a", "red"))], title="t", theme=LOOK)
     assert "flexinspect[png]" in (caught.value.hint or "")
     assert list(tmp_path.iterdir()) == []
-    assert export.save(tmp_path / "a.svg", [], title="t", look=LOOK).exists()
+    assert export.save(tmp_path / "a.svg", [], title="t", theme=LOOK).exists()
 
 
 def test_without_a_monospace_font_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_the_best_known_font_is_found_with_its_styles(
 def test_a_picture_takes_the_place_of_the_old_one_whole(tmp_path: Path) -> None:
     file = tmp_path / "a.svg"
     file.write_text("old")
-    assert export.save(str(file), [row(("new", "red"))], title="t", look=LOOK) == file
+    assert export.save(str(file), [row(("new", "red"))], title="t", theme=LOOK) == file
     assert ">new</text>" in file.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
@@ -227,20 +227,20 @@ def test_a_write_that_fails_leaves_the_old_picture_and_nothing_else(
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(FlexInspectError, match="No space left on device"):
-        export.save(file, [], title="t", look=LOOK)
+        export.save(file, [], title="t", theme=LOOK)
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
 def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(FlexInspectError, match="cannot be written to") as caught:
-        export.save(tmp_path / "none" / "a.svg", [], title="t", look=LOOK)
+        export.save(tmp_path / "none" / "a.svg", [], title="t", theme=LOOK)
     assert caught.value.hint is not None
 
 
 def test_another_ending_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="neither SVG nor PNG"):
-        export.save(tmp_path / "a.gif", [], title="t", look=LOOK)
+        export.save(tmp_path / "a.gif", [], title="t", theme=LOOK)
 
 
 def _needs_font() -> None:

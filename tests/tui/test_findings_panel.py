@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.panels.base import Go, Place, Request
+from flexinspect.panels.base import Navigate, Request, TracePlace
 from flexinspect.panels.findings import (
     FindingsOptions,
     FindingsPanel,
-    grouped,
+    load_groups,
+    load_summary,
+    navigate_to_finding,
     next_finding,
-    place_of,
-    summary_line,
 )
 from flexinspect.panels.parts.findingsdata import FindingsData
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, TokenRecord
-from flexinspect.trace.callranges import Extent
+from flexinspect.trace.callranges import NumberRange
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.rows import FindingRow
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = FindingsPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 SEGMENTS = (Segment(0, 9, "generated", SegmentKind.GENERATED, 0),)
 TOKENS = (
     TokenRecord(0, 1, "<s>", "", 0, 0, True),
@@ -71,14 +71,14 @@ MANY = [
 def request(
     options: FindingsOptions | None = None, width: int = 100, height: int = 30
 ) -> Request[FindingsOptions]:
-    return Request(Place(), options or PANEL.options(), width, height)
+    return Request(TracePlace(), options or PANEL.options(), width, height)
 
 
 def load(source: Source, options: FindingsOptions | None = None) -> FindingsData:
     return PANEL.load(source, request(options))
 
 
-def drawn(data: FindingsData, width: int = 100, height: int = 30, look: Look = PLAIN) -> list[str]:
+def drawn(data: FindingsData, width: int = 100, height: int = 30, look: Theme = PLAIN) -> list[str]:
     picture = PANEL.paint(data, request(None, width, height), look)
     assert len(picture.strips) <= height
     for strip in picture.strips:
@@ -111,9 +111,9 @@ def test_a_narrow_line_keeps_the_count(source: Callable[..., Source]) -> None:
 
 
 def test_gaps_are_not_hidden_by_a_span() -> None:
-    assert Extent(0, 9, 3).words("layer") == "3 layers of 0-9"
-    assert Extent(0, 9, 10).words("layer") == "layers 0-9"
-    assert Extent(4, 4, 1).words("layer") == "layer 4"
+    assert NumberRange(0, 9, 3).describe("layer") == "3 layers of 0-9"
+    assert NumberRange(0, 9, 10).describe("layer") == "layers 0-9"
+    assert NumberRange(4, 4, 1).describe("layer") == "layer 4"
 
 
 def test_the_selected_one_shows_its_place_words_and_numbers(source: Callable[..., Source]) -> None:
@@ -137,19 +137,19 @@ def test_a_finding_of_a_whole_generation_has_no_step(source: Callable[..., Sourc
 def test_moving_changes_the_selection_and_stops_at_the_ends(source: Callable[..., Source]) -> None:
     kept = source(MANY)
     data = load(kept)
-    assert PANEL.act("cursor.up", data, request()) is None
-    options = PANEL.act("cursor.down", data, request())
+    assert PANEL.on_action("cursor.up", data, request()) is None
+    options = PANEL.on_action("cursor.down", data, request())
     assert options == FindingsOptions(1, ("error", "mask.empty-row"))
     assert load(kept, options).chosen.finding.id == "mask.empty-row"  # type: ignore[union-attr]
     last = load(kept, FindingsOptions(99))
     assert last.selected == 3
-    assert PANEL.act("cursor.down", last, request()) is None
+    assert PANEL.on_action("cursor.down", last, request()) is None
 
 
 def test_sideways_goes_through_the_findings_of_a_class(source: Callable[..., Source]) -> None:
     kept = source(MANY)
-    assert PANEL.act("cursor.left", load(kept), request()) is None
-    options = PANEL.act("cursor.right", load(kept), request())
+    assert PANEL.on_action("cursor.left", load(kept), request()) is None
+    options = PANEL.on_action("cursor.right", load(kept), request())
     assert isinstance(options, FindingsOptions)
     data = load(kept, options)
     assert data.chosen is not None
@@ -163,7 +163,7 @@ def test_the_selection_stays_on_its_class_when_worse_ones_arrive(tmp_path: Path)
         writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, TOKENS))
         writer.write_findings([found("a", Severity.NOTE), found("b", Severity.NOTE, 1)])
         source = Source(open_trace(path))
-        options = PANEL.act("cursor.down", load(source), request())
+        options = PANEL.on_action("cursor.down", load(source), request())
         assert isinstance(options, FindingsOptions)
         writer.write_findings([found("worse")])
         data = load(source, options)
@@ -173,20 +173,20 @@ def test_the_selection_stays_on_its_class_when_worse_ones_arrive(tmp_path: Path)
 
 def test_enter_goes_to_the_step_layer_and_head(source: Callable[..., Source]) -> None:
     data = load(source(MANY), FindingsOptions(2))
-    assert PANEL.act("cursor.enter", data, request()) == Go(0, 0, 2, 1, 3)
+    assert PANEL.on_action("cursor.enter", data, request()) == Navigate(0, 0, 2, 1, 3)
 
 
 def test_a_finding_with_positions_shows_the_first_of_them() -> None:
-    assert place_of(MANY[-1]) == Go(0, 0, 5, pos=1)
+    assert navigate_to_finding(MANY[-1]) == Navigate(0, 0, 5, pos=1)
 
 
 def test_a_click_selects_and_a_second_one_goes_there(source: Callable[..., Source]) -> None:
     data = load(source(MANY))
-    selected = PANEL.point(9, 2, data, request(), click=True)
+    selected = PANEL.on_mouse(9, 2, data, request(), click=True)
     assert selected == FindingsOptions(2, ("warning", "numbers.nan"))
-    assert PANEL.point(9, 0, data, request(), click=True) == Go(0, 0, 3, 0)
-    assert PANEL.point(9, 8, data, request(), click=True) is None
-    assert PANEL.point(9, 2, data, request(), click=False) is None
+    assert PANEL.on_mouse(9, 0, data, request(), click=True) == Navigate(0, 0, 3, 0)
+    assert PANEL.on_mouse(9, 8, data, request(), click=True) is None
+    assert PANEL.on_mouse(9, 2, data, request(), click=False) is None
 
 
 def test_a_long_list_scrolls_to_the_selected_line(source: Callable[..., Source]) -> None:
@@ -200,7 +200,7 @@ def test_an_empty_list_says_only_what_is_known(source: Callable[..., Source]) ->
     data = load(source([]))
     assert PANEL.describe(data) == ["No findings are recorded in this trace."]
     assert drawn(data) == ["No findings are recorded in this trace."]
-    assert PANEL.act("cursor.enter", data, request()) is None
+    assert PANEL.on_action("cursor.enter", data, request()) is None
 
 
 def test_an_empty_list_names_the_rules_that_the_manifest_names(
@@ -228,9 +228,9 @@ def test_text_from_the_trace_cannot_move_the_cursor(source: Callable[..., Source
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (9, 4), (38, 14), (120, 40)])
-@pytest.mark.parametrize("look", [PLAIN, Look()])
+@pytest.mark.parametrize("look", [PLAIN, Theme()])
 def test_it_draws_at_any_size(
-    source: Callable[..., Source], size: tuple[int, int], look: Look
+    source: Callable[..., Source], size: tuple[int, int], look: Theme
 ) -> None:
     assert drawn(load(source(MANY)), *size, look)
 
@@ -239,18 +239,18 @@ def test_the_line_of_findings_prefers_this_generation(source: Callable[..., Sour
     worse = found("bad", sentence="All is lost.")
     here = found("mild", Severity.WARNING, generation=1, sentence="Look here.")
     kept = source([worse, here], n_generations=3)
-    assert summary_line(kept, Place(0)).text() == "1 error, 1 warning: All is lost."
-    assert summary_line(kept, Place(1)).text() == "1 error, 1 warning: Look here."
-    elsewhere = summary_line(kept, Place(2)).text()
+    assert load_summary(kept, TracePlace(0)).text() == "1 error, 1 warning: All is lost."
+    assert load_summary(kept, TracePlace(1)).text() == "1 error, 1 warning: Look here."
+    elsewhere = load_summary(kept, TracePlace(2)).text()
     assert elsewhere == "1 error, 1 warning: All is lost. (generation 0)"
 
 
 def test_the_line_of_findings_of_a_clean_trace(source: Callable[..., Source]) -> None:
-    assert summary_line(source([]), Place()).text() == "no findings"
+    assert load_summary(source([]), TracePlace()).text() == "no findings"
 
 
 def walk(source: Source, direction: int, n: int) -> list[tuple[int, int | None, int | None]]:
-    place, row, seen = Place(), None, []
+    place, row, seen = TracePlace(), None, []
     for _ in range(n):
         row = next_finding(source.reader, place, direction, row)
         assert row is not None
@@ -259,8 +259,8 @@ def walk(source: Source, direction: int, n: int) -> list[tuple[int, int | None, 
     return seen
 
 
-def moved(place: Place, row: FindingRow) -> Place:
-    go = place_of(row.finding)
+def moved(place: TracePlace, row: FindingRow) -> TracePlace:
+    go = navigate_to_finding(row.finding)
     named = {name: getattr(go, name) for name in ("generation", "branch", "step", "layer", "head")}
     return replace(place, **{name: value for name, value in named.items() if value is not None})
 
@@ -289,13 +289,13 @@ def test_previous_finding_is_the_same_walk_backwards(source: Callable[..., Sourc
 
 def test_next_finding_after_a_place_needs_no_last_one(source: Callable[..., Source]) -> None:
     reader = source(WALKED, n_generations=2).reader
-    row = next_finding(reader, Place(0, 0, 2, 1), 1)
+    row = next_finding(reader, TracePlace(0, 0, 2, 1), 1)
     assert row is not None
     assert row.finding.id == "b"
 
 
 def test_without_findings_there_is_no_next(source: Callable[..., Source]) -> None:
-    assert next_finding(source([]).reader, Place(), 1) is None
+    assert next_finding(source([]).reader, TracePlace(), 1) is None
 
 
 def test_walking_uses_the_index_and_never_reads_the_whole_table(
@@ -308,7 +308,7 @@ def test_walking_uses_the_index_and_never_reads_the_whole_table(
         reader, "_query", lambda sql, params: (asked.append((sql, params)), query(sql, params))[1]
     )
     for direction in (1, -1):
-        next_finding(reader, Place(step=20, layer=27), direction)
+        next_finding(reader, TracePlace(step=20, layer=27), direction)
     plans = [row[3] for sql, params in asked for row in query(f"EXPLAIN QUERY PLAN {sql}", params)]
     assert plans
     assert not [plan for plan in plans if plan.startswith("SCAN")]
@@ -318,11 +318,11 @@ def test_classes_are_counted_once_while_nothing_new_comes(
     source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = source(MANY)
-    first = grouped(kept)
+    first = load_groups(kept)
     asked: list[str] = []
     query = kept.reader._query
     monkeypatch.setattr(
         kept.reader, "_query", lambda sql, params: (asked.append(sql), query(sql, params))[1]
     )
-    assert grouped(kept) is first
+    assert load_groups(kept) is first
     assert asked == ["SELECT max(finding) + sum(times) FROM findings"]

@@ -32,7 +32,7 @@ async def test_the_screen_looks_as_it_did(
     size, panels, keys = CASES[name]
     if name.endswith("plain"):
         monkeypatch.setenv("NO_COLOR", "1")
-    state.remember(panels=panels)
+    state.save_state(panels=panels)
     app = InspectorApp(trace)
     async with app.run_test(size=size) as pilot:
         await settle(pilot)

@@ -18,17 +18,22 @@ from support.tui import screen_text, settle
 from flexinspect import state
 from flexinspect.app import InspectorApp
 from flexinspect.gradientrecords import GradientRecord
-from flexinspect.panels.base import Go, Missing, Place, Request
+from flexinspect.panels.base import Missing, Navigate, Request, TracePlace
 from flexinspect.panels.gradients import GradientsOptions, GradientsPanel
-from flexinspect.panels.parts.gradientsdata import GradientsData, Share, merged, percent
+from flexinspect.panels.parts.gradientsdata import (
+    GradientsData,
+    SegmentShare,
+    format_percent,
+    merge_separators,
+)
 from flexinspect.panels.source import Source
 from flexinspect.trace.reader import open_trace
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 GOLDENS = Path(__file__).parent / "goldens"
 MADE_WITH = "8.2.8"
 PANEL = GradientsPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 WHERE = GradientsOptions(side="where")
 SIZES = [(120, 40), (78, 20), (38, 14), (38, 6), (20, 3), (6, 30), (2, 2), (1, 1)]
 Make = Callable[..., Source]
@@ -45,7 +50,7 @@ def source(tmp_path: Path) -> Make:
 def request(
     width: int = 78, height: int = 20, options: GradientsOptions | None = None, **place: Any
 ) -> Request[GradientsOptions]:
-    return Request(Place(**place), options or GradientsOptions(), width, height)
+    return Request(TracePlace(**place), options or GradientsOptions(), width, height)
 
 
 def load(source: Source, **place: Any) -> GradientsData:
@@ -53,7 +58,7 @@ def load(source: Source, **place: Any) -> GradientsData:
 
 
 def drawn(
-    data: GradientsData, options: GradientsOptions | None = None, look: Look = PLAIN
+    data: GradientsData, options: GradientsOptions | None = None, look: Theme = PLAIN
 ) -> list[str]:
     picture = PANEL.paint(data, request(options=options, step=data.place.step), look)
     return [strip.text.rstrip() for strip in picture.strips]
@@ -83,7 +88,7 @@ def test_shares_are_of_all_absolute_values_and_of_all_norms(source: Make) -> Non
 
 
 def test_words_are_coloured_by_what_they_say_of_the_token(source: Make) -> None:
-    data, look = load(source(gradients())), Look()
+    data, look = load(source(gradients())), Theme()
     picture = PANEL.paint(data, request(), look)
     backs = {
         segment.text: segment.style.bgcolor.get_truecolor()
@@ -136,7 +141,7 @@ def test_sick_layers_are_marked_and_said(source: Make) -> None:
     marked = [line.split()[1] for line in lines if line[1:].startswith("layer") and "!" in line]
     assert marked == ["1"]
     assert "nan" in next(line for line in lines if line[1:].startswith("layer 1 "))
-    picture = PANEL.paint(data, request(options=WHERE, step=1), Look())
+    picture = PANEL.paint(data, request(options=WHERE, step=1), Theme())
     assert picture.alarm
     cells = [s for strip in picture.strips for s in strip if s.text.strip() in ("nan", "0")]
     assert {s.style.bgcolor.get_truecolor() for s in cells if s.style} == {(230, 40, 60)}
@@ -194,7 +199,7 @@ def test_values_that_are_not_finite_are_drawn_as_such(source: Make) -> None:
     tokens = np.full((2, N_PROMPT), np.nan, np.float32)
     data = load(source(gradients(tokens=tokens)))
     assert any("?" in line for line in drawn(data))
-    picture = PANEL.paint(data, request(), Look())
+    picture = PANEL.paint(data, request(), Theme())
     sick_words = [s for strip in picture.strips for s in strip if s.text == "Emma"]
     assert sick_words[0].style is not None
     assert sick_words[0].style.bgcolor is not None
@@ -210,7 +215,7 @@ def test_every_size_is_filled_exactly(
     made = source(sick(0), red(1), gradients(2))
     for step in range(3):
         asked = request(width, height, options, step=step)
-        for look in (PLAIN, Look()):
+        for look in (PLAIN, Theme()):
             picture = PANEL.paint(PANEL.load(made, asked), asked, look)
             assert len(picture.strips) <= height
             assert {strip.cell_length for strip in picture.strips} <= {width}
@@ -218,37 +223,39 @@ def test_every_size_is_filled_exactly(
 
 def test_keys_flip_the_side_and_the_measure(source: Make) -> None:
     data, asked = load(source(gradients())), request()
-    assert PANEL.act("view.flip", data, asked) == WHERE
-    assert PANEL.act("view.flip", data, request(options=WHERE)) == GradientsOptions()
-    assert PANEL.act("view.measure", data, asked) == GradientsOptions(by="norm")
-    assert PANEL.act("zoom.in", data, asked) is None
+    assert PANEL.on_action("view.flip", data, asked) == WHERE
+    assert PANEL.on_action("view.flip", data, request(options=WHERE)) == GradientsOptions()
+    assert PANEL.on_action("view.measure", data, asked) == GradientsOptions(by="norm")
+    assert PANEL.on_action("zoom.in", data, asked) is None
 
 
 def test_a_click_goes_to_the_layer_or_the_word(source: Make) -> None:
     data = load(source(gradients(2)), step=2)
     where = request(options=WHERE, step=2)
-    assert PANEL.point(3, 5, data, where, click=True) == Go(layer=2)
-    assert PANEL.point(3, 12, data, where, click=True) is None
+    assert PANEL.on_mouse(3, 5, data, where, click=True) == Navigate(layer=2)
+    assert PANEL.on_mouse(3, 12, data, where, click=True) is None
     asked = request(step=2)
     lines = [strip.text for strip in PANEL.paint(data, asked, PLAIN).strips]
     row = next(number for number, text in enumerate(lines) if "Emma?" in text)
-    assert PANEL.point(lines[row].index("Emma?"), row, data, asked, click=True) == Go(step=0, pos=3)
+    assert PANEL.on_mouse(lines[row].index("Emma?"), row, data, asked, click=True) == Navigate(
+        step=0, pos=3
+    )
     jane = cell_len(lines[row].split("Jane")[0])
-    assert PANEL.point(jane, row, data, asked, click=True) == Go(step=0)
-    assert PANEL.point(jane, row, data, asked, click=False) is None
-    assert PANEL.point(jane, 4, data, asked, click=True) is None
+    assert PANEL.on_mouse(jane, row, data, asked, click=True) == Navigate(step=0)
+    assert PANEL.on_mouse(jane, row, data, asked, click=False) is None
+    assert PANEL.on_mouse(jane, 4, data, asked, click=True) is None
 
 
 def test_a_share_is_a_whole_percentage_without_a_sign_of_zero() -> None:
-    assert percent(0.004, sign=True) == percent(-0.004, sign=True) == "0 %"
-    assert percent(-0.126, sign=True) == "-13 %"
-    assert percent(float("nan")) == "?"
-    assert [one.label for one in merged([Share("a", 0, 1, 0.5, 0.5)])] == ["a"]
+    assert format_percent(0.004, sign=True) == format_percent(-0.004, sign=True) == "0 %"
+    assert format_percent(-0.126, sign=True) == "-13 %"
+    assert format_percent(float("nan")) == "?"
+    assert [one.label for one in merge_separators([SegmentShare("a", 0, 1, 0.5, 0.5)])] == ["a"]
 
 
 async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
     path = grads_trace(tmp_path / "t.flextrace", gradients(0), sick(1), red(2))
-    state.remember(panels=("gradients", "tokens"))
+    state.save_state(panels=("gradients", "tokens"))
     app = InspectorApp(path)
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)
@@ -272,7 +279,7 @@ async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [GradientsOptions(), WHERE])
 async def test_the_screen_looks_as_it_did(tmp_path: Path, options: GradientsOptions) -> None:
     path = grads_trace(tmp_path / "sample.flextrace", gradients(0), sick(1))
-    state.remember(panels=("gradients", "tokens"))
+    state.save_state(panels=("gradients", "tokens"))
     app = InspectorApp(path)
     async with app.run_test(size=(80, 24)) as pilot:
         await settle(pilot)

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from flexinspect.colormap import CIVIDIS
-from flexinspect.panels.base import Go, Missing, Place, Request
-from flexinspect.panels.layers import LayersOptions, LayersPanel, levels_of, rows_of
+from flexinspect.panels.base import Missing, Navigate, Request, TracePlace
+from flexinspect.panels.layers import LayersOptions, LayersPanel, layer_levels, layer_rows
 from flexinspect.panels.parts import layersdata
-from flexinspect.panels.parts.layersdata import LayersData, kind_of
+from flexinspect.panels.parts.layersdata import LayersData, module_kind
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, LayerStatRecord, StepRecord
-from flexinspect.trace.ranges import first_bad_output, layer_stats_range, step_bounds
+from flexinspect.trace.ranges import first_nonfinite_output, layer_stats_range, step_bounds
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = LayersPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 SEGMENTS = (Segment(0, 9000, "generated", SegmentKind.GENERATED, 0),)
 SIZES = [(120, 40), (90, 12), (38, 14), (38, 4), (20, 3), (5, 30), (2, 2), (1, 1)]
 NAN, INF = math.nan, math.inf
@@ -59,14 +59,14 @@ def source(tmp_path: Path) -> Make:
 
 
 def request(width: int = 100, height: int = 30, measure: Any = "norm", **place: int) -> Any:
-    return Request(Place(**place), LayersOptions(measure), width, height)
+    return Request(TracePlace(**place), LayersOptions(measure), width, height)
 
 
 def load(source: Source, width: int = 100, height: int = 30, **given: Any) -> LayersData:
     return PANEL.load(source, request(width, height, **given))
 
 
-def drawn(data: LayersData, width: int = 100, height: int = 30, look: Look = PLAIN) -> list[str]:
+def drawn(data: LayersData, width: int = 100, height: int = 30, look: Theme = PLAIN) -> list[str]:
     picture = PANEL.paint(data, replace(request(width, height), place=data.place), look)
     assert len(picture.strips) <= height
     for strip in picture.strips:
@@ -137,12 +137,12 @@ def test_a_bad_step_counts_its_bad_values_at_the_right(source: Make) -> None:
 
 def test_enter_goes_to_the_first_bad_output(source: Make) -> None:
     data = load(source(sick()), step=0)
-    assert PANEL.act("cursor.enter", data, request()) == Go(step=3, layer=1)
+    assert PANEL.on_action("cursor.enter", data, request()) == Navigate(step=3, layer=1)
 
 
 def test_enter_does_nothing_where_all_is_well(source: Make) -> None:
     data = load(source(healthy()))
-    assert PANEL.act("cursor.enter", data, request()) is None
+    assert PANEL.on_action("cursor.enter", data, request()) is None
     assert PANEL.describe(data)[0] == "No recorded layer output has NaN or Inf in steps 0-3."
     assert not PANEL.paint(data, request(), PLAIN).alarm
 
@@ -150,19 +150,19 @@ def test_enter_does_nothing_where_all_is_well(source: Make) -> None:
 def test_the_first_bad_output_is_found_outside_the_window_and_once(
     source: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layersdata, "SCAN", 8)
+    monkeypatch.setattr(layersdata, "SCAN_STEPS", 8)
     made = source([*healthy(60), step(60, [stat(2, n_inf=1), stat(1, n_nan=2)]), *sick(3)[:0]])
     seen: list[int] = []
 
     def counted(reader: Any, generation: int, start: int, stop: int, branch: int) -> Any:
         seen.append(start)
-        return first_bad_output(reader, generation, start, stop, branch)
+        return first_nonfinite_output(reader, generation, start, stop, branch)
 
-    monkeypatch.setattr(layersdata, "first_bad_output", counted)
+    monkeypatch.setattr(layersdata, "first_nonfinite_output", counted)
     data = load(made, 38, 14, step=10)
     assert data.window.stop <= 60
-    assert data.bad is not None
-    assert (data.bad.step, data.bad.stat.layer, data.bad.later) == (60, 1, (2,))
+    assert data.first_bad is not None
+    assert (data.first_bad.step, data.first_bad.stat.layer, data.first_bad.later) == (60, 1, (2,))
     assert seen == [0, 8, 16, 24, 32, 40, 48, 56]
     load(made, 38, 14, step=11)
     assert seen[8:] == [56], "what is finished was searched again"
@@ -172,7 +172,7 @@ def test_measures_take_turns(source: Make) -> None:
     data, asked = load(source(healthy())), request()
     names = []
     for _ in range(5):
-        options = PANEL.act("view.measure", data, asked)
+        options = PANEL.on_action("view.measure", data, asked)
         assert isinstance(options, LayersOptions)
         names.append(options.measure)
         asked = replace(asked, options=options)
@@ -196,14 +196,14 @@ def test_counts_of_bad_values_are_a_measure(source: Make) -> None:
 def test_a_range_of_great_size_is_coloured_by_its_logarithm(source: Make) -> None:
     data = load(source([step(0, [stat(0, 1.0), stat(1, 100.0), stat(2, 10_000.0)])]))
     assert data.scale() == (1.0, 10_000.0, True)
-    assert levels_of(data)[:, 0].tolist() == [0, 16, CIVIDIS.size - 1]
+    assert layer_levels(data)[:, 0].tolist() == [0, 16, CIVIDIS.size - 1]
     assert any(" log" in line for line in drawn(data))
 
 
 def test_infinite_and_missing_values_have_levels_of_their_own(source: Make) -> None:
     steps = [step(0, [stat(0, INF), stat(1)]), step(1, [stat(0)])]
     data = load(source(steps))
-    assert levels_of(data).tolist() == [[CIVIDIS.size, 0], [0, -1]]
+    assert layer_levels(data).tolist() == [[CIVIDIS.size, 0], [0, -1]]
     lines = drawn(data)
     assert lines[2].split()[1:] == ["····", "10"]
     assert any("· not recorded" in line for line in lines)
@@ -221,13 +221,13 @@ def test_many_layers_share_lines_and_a_bad_one_shines_through(source: Make) -> N
 
 def test_a_click_goes_to_the_step_and_layer_of_the_cell(source: Make) -> None:
     data, asked = load(source(healthy()), step=1, layer=2), request(step=1, layer=2)
-    assert PANEL.point(7, 1, data, asked, click=True) == Go(step=0, layer=0)
-    assert PANEL.point(7 + 15, 3, data, asked, click=True) == Go(step=3, layer=2)
-    assert PANEL.point(7 + 16, 3, data, asked, click=True) is None
-    assert PANEL.point(7, 0, data, asked, click=True) is None
-    assert PANEL.point(7, 4, data, asked, click=True) is None
-    assert PANEL.point(3, 1, data, asked, click=True) is None
-    assert PANEL.point(7, 1, data, asked, click=False) is None
+    assert PANEL.on_mouse(7, 1, data, asked, click=True) == Navigate(step=0, layer=0)
+    assert PANEL.on_mouse(7 + 15, 3, data, asked, click=True) == Navigate(step=3, layer=2)
+    assert PANEL.on_mouse(7 + 16, 3, data, asked, click=True) is None
+    assert PANEL.on_mouse(7, 0, data, asked, click=True) is None
+    assert PANEL.on_mouse(7, 4, data, asked, click=True) is None
+    assert PANEL.on_mouse(3, 1, data, asked, click=True) is None
+    assert PANEL.on_mouse(7, 1, data, asked, click=False) is None
 
 
 def test_modules_within_a_layer_are_named_and_can_be_shown(source: Make) -> None:
@@ -236,9 +236,9 @@ def test_modules_within_a_layer_are_named_and_can_be_shown(source: Make) -> None
     data = load(made)
     assert (data.kind, data.kinds) == ("", ("mlp", ""))
     assert data.values.tolist() == [[7.0], [8.0]]
-    options = PANEL.act("view.flip", data, request())
+    options = PANEL.on_action("view.flip", data, request())
     assert options == LayersOptions(module="mlp")
-    other = PANEL.load(made, Request(Place(), LayersOptions(module="mlp")))
+    other = PANEL.load(made, Request(TracePlace(), LayersOptions(module="mlp")))
     assert other.values.tolist() == [[5.0], [6.0]]
     assert PANEL.describe(other)[-1] == "Modules recorded per layer: mlp, layer; shown: mlp."
     assert any("norm per row of mlp" in line for line in drawn(other))
@@ -248,13 +248,13 @@ def test_modules_without_the_layer_itself_show_the_first(source: Make) -> None:
     stats = [stat(0, 5.0, "self_attn"), stat(0, 6.0, "mlp")]
     data = load(source([step(0, stats)]))
     assert data.kind == "self_attn"
-    assert PANEL.act("view.flip", data, request()) == LayersOptions(module="mlp")
+    assert PANEL.on_action("view.flip", data, request()) == LayersOptions(module="mlp")
 
 
 def test_a_module_has_a_name_within_its_layer() -> None:
-    assert kind_of(3, "model.layers.3") == ""
-    assert kind_of(3, "model.layers.3.mlp.experts.3") == "mlp.experts.3"
-    assert kind_of(3, "self_attn") == "self_attn"
+    assert module_kind(3, "model.layers.3") == ""
+    assert module_kind(3, "model.layers.3.mlp.experts.3") == "mlp.experts.3"
+    assert module_kind(3, "self_attn") == "self_attn"
 
 
 def test_level_basic_is_missing_and_says_which_level_records_it(source: Make) -> None:
@@ -289,14 +289,14 @@ def test_a_fork_has_the_steps_and_the_bad_outputs_of_its_parent(source: Make) ->
     data = load(made, step=5, branch=1)
     assert step_bounds(made.reader, 0, 1) == (0, 5)
     assert data.values[0].tolist() == [10.0, 10.0, 10.0, 10.0, 77.0, 88.0]
-    assert data.bad is not None
-    assert data.bad.place() == "step 3, layer 1"
+    assert data.first_bad is not None
+    assert data.first_bad.format_place() == "step 3, layer 1"
 
 
 def test_what_a_fork_left_behind_is_not_its_own(source: Make) -> None:
     steps = [*sick(5), step(2, [stat(0, 77.0)], branch=1)]
     data = load(source(steps, fork=2), step=2, branch=1)
-    assert data.bad is None
+    assert data.first_bad is None
 
 
 def test_a_fork_without_steps_ends_where_it_began(source: Make) -> None:
@@ -313,10 +313,10 @@ def test_a_range_of_statistics_is_bounded_by_its_steps(source: Make) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("look", [PLAIN, Look(), Look("256")])
+@pytest.mark.parametrize("look", [PLAIN, Theme(), Theme("256")])
 @pytest.mark.parametrize("measure", ["norm", "mean", "bad"])
 def test_every_size_is_drawn_to_the_cell(
-    source: Make, size: tuple[int, int], look: Look, measure: str
+    source: Make, size: tuple[int, int], look: Theme, measure: str
 ) -> None:
     data = load(source(sick(40)), *size, step=4, layer=1, measure=measure)
     assert len(drawn(data, *size, look)) >= 1
@@ -330,8 +330,8 @@ def test_a_picture_of_another_size_than_was_loaded_is_no_trouble(source: Make) -
 
 def test_rows_share_evenly() -> None:
     data = LayersData(
-        *(Place(), None, "norm", "", ("",), tuple(range(10))),  # type: ignore[arg-type]
+        *(TracePlace(), None, "norm", "", ("",), tuple(range(10))),  # type: ignore[arg-type]
         *(np.zeros((10, 1)), np.zeros((10, 1), np.int64), (), 1, None),
     )
-    assert rows_of(data, 4) == [range(3), range(3, 6), range(6, 9), range(9, 10)]
-    assert rows_of(data, 10) == [range(i, i + 1) for i in range(10)]
+    assert layer_rows(data, 4) == [range(3), range(3, 6), range(6, 9), range(9, 10)]
+    assert layer_rows(data, 10) == [range(i, i + 1) for i in range(10)]

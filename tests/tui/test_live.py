@@ -15,10 +15,10 @@ from support.paths import TESTS
 from support.tui import screen_lines, screen_text, settle
 
 from flexinspect.app import InspectorApp
-from flexinspect.feed import Status
+from flexinspect.feed import RunStatus
 from flexinspect.job import Job, ScriptJob
-from flexinspect.screens.ask import Choose
-from flexinspect.screens.notice import notice_text
+from flexinspect.screens.ask import ChoiceDialog
+from flexinspect.screens.notice import banner_text
 from flexinspect.screens.trace import TraceScreen
 from flexinspect.trace.reader import open_trace
 
@@ -83,7 +83,7 @@ async def test_a_killed_process_leaves_its_steps_and_its_last_words(tmp_path: Pa
     app = InspectorApp(job=job(path, **LONG))
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 5)
-        os.kill(app.feed.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(app.session.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
         await until(pilot, lambda: not screen(app).status.live)
         await settle(pilot)
         text = screen_text(app)
@@ -113,16 +113,16 @@ async def test_quitting_a_live_run_asks_first(tmp_path: Path) -> None:
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
         await pilot.press("q")
-        await until(pilot, lambda: isinstance(app.screen, Choose))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         assert "The model is still running." in screen_text(app)
         await pilot.press("down", "enter")
         await until(pilot, lambda: isinstance(app.screen, TraceScreen))
         assert screen(app).status.live
         await pilot.press("q")
-        await until(pilot, lambda: isinstance(app.screen, Choose))
+        await until(pilot, lambda: isinstance(app.screen, ChoiceDialog))
         await pilot.press("enter")
         await pilot.pause(0.1)
-    process = app.feed.process  # type: ignore[union-attr]
+    process = app.session.process  # type: ignore[union-attr]
     for _ in range(200):
         if process.poll() is not None:  # type: ignore[union-attr]
             break
@@ -136,9 +136,9 @@ async def test_ctrl_c_and_then_q_leave_a_valid_trace(tmp_path: Path) -> None:
     app = InspectorApp(job=job(path, **LONG))
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: (screen(app).status.last_step or 0) > 2)
-        app.feed.interrupt()  # type: ignore[union-attr]
-        app._ended(signal.SIGTERM)
-        await until(pilot, lambda: app.feed.process.poll() is not None)  # type: ignore[union-attr]
+        app.session.interrupt()  # type: ignore[union-attr]
+        app._handle_signal(signal.SIGTERM)
+        await until(pilot, lambda: app.session.process.poll() is not None)  # type: ignore[union-attr]
     with open_trace(path) as reader:
         assert reader.state == "interrupted"
 
@@ -193,8 +193,8 @@ async def test_a_trace_of_somebody_else_says_when_its_process_is_killed(tmp_path
 def test_loading_has_a_bar_where_it_is_known_how_far_it_is(
     phase: str, fraction: float | None, said: str
 ) -> None:
-    status = Status("recording", phase=phase, fraction=fraction)
-    assert notice_text(status, 3) == (said, "busy")
+    status = RunStatus("recording", phase=phase, fraction=fraction)
+    assert banner_text(status, 3) == (said, "busy")
 
 
 SCRIPT = f"""
@@ -220,7 +220,7 @@ async def test_a_script_is_shown_with_its_output_and_its_models(tmp_path: Path) 
         await until(pilot, lambda: not screen(app).status.live)
         await settle(pilot)
         assert screen(app).status.state == "failed"
-        process = app.feed.process if app.feed is not None else None
+        process = app.session.process if app.session is not None else None
         assert process is not None
         await until(pilot, lambda: process.poll() == 3)
         assert "Qwen2ForCausalLM" in screen_lines(app)[0]

@@ -13,10 +13,10 @@ import pytest
 from support.tui import screen_lines, settle
 
 from flexinspect.app import InspectorApp
-from flexinspect.feed import Status
-from flexinspect.panels.base import Place
+from flexinspect.feed import RunStatus
+from flexinspect.panels.base import TracePlace
 from flexinspect.screens.loader import Loader
-from flexinspect.screens.places import onward, within
+from flexinspect.screens.places import clamp_place, extrapolate_place
 
 
 class Desk:
@@ -42,8 +42,8 @@ class Desk:
     async def shows(self, wish: str) -> None:
         """Want something and wait until it is there."""
         self.wish = wish
-        self.loader.want()
-        await self.loader.rest()
+        self.loader.request_load()
+        await self.loader.wait_idle()
 
 
 def at_desk(play: Callable[[Desk], Awaitable[None]]) -> Desk:
@@ -63,7 +63,7 @@ def at_desk(play: Callable[[Desk], Awaitable[None]]) -> Desk:
 def test_what_was_expected_is_taken_without_a_second_load() -> None:
     async def play(desk: Desk) -> None:
         await desk.shows("a")
-        desk.loader.expect("b")
+        desk.loader.preload("b")
         await desk.shows("b")
 
     desk = at_desk(play)
@@ -74,7 +74,7 @@ def test_what_was_expected_is_taken_without_a_second_load() -> None:
 def test_what_was_expected_in_vain_is_never_taken() -> None:
     async def play(desk: Desk) -> None:
         await desk.shows("a")
-        desk.loader.expect("b")
+        desk.loader.preload("b")
         await desk.shows("c")
         await desk.shows("b")
 
@@ -85,7 +85,7 @@ def test_wanting_what_is_being_loaded_ahead_waits_for_that_load() -> None:
     async def play(desk: Desk) -> None:
         await desk.shows("a")
         desk.gate.clear()
-        desk.loader.expect("b")
+        desk.loader.preload("b")
         asyncio.get_running_loop().call_later(0.02, desk.gate.set)
         await desk.shows("b")
 
@@ -98,19 +98,21 @@ def test_nothing_is_expected_while_something_is_wanted() -> None:
     async def play(desk: Desk) -> None:
         desk.gate.clear()
         desk.wish = "a"
-        desk.loader.want()
-        desk.loader.expect("b")
+        desk.loader.request_load()
+        desk.loader.preload("b")
         desk.gate.set()
-        await desk.loader.rest()
+        await desk.loader.wait_idle()
 
     assert at_desk(play).loaded == ["a"]
 
 
 def test_the_next_place_goes_on_in_the_same_direction() -> None:
-    assert onward(Place(step=3), Place(step=4)) == Place(step=5)
-    assert onward(Place(step=14, layer=2), Place(step=4, layer=2)) == Place(step=-6, layer=2)
-    assert onward(Place(layer=1), Place(layer=2)) == Place(layer=3)
-    assert onward(Place(generation=0), Place(generation=1)) is None
+    assert extrapolate_place(TracePlace(step=3), TracePlace(step=4)) == TracePlace(step=5)
+    assert extrapolate_place(
+        TracePlace(step=14, layer=2), TracePlace(step=4, layer=2)
+    ) == TracePlace(step=-6, layer=2)
+    assert extrapolate_place(TracePlace(layer=1), TracePlace(layer=2)) == TracePlace(layer=3)
+    assert extrapolate_place(TracePlace(generation=0), TracePlace(generation=1)) is None
 
 
 async def test_a_second_step_in_one_direction_loads_only_ahead(
@@ -134,7 +136,9 @@ async def test_a_second_step_in_one_direction_loads_only_ahead(
         await pilot.press("right")
         await settle(pilot)
         assert "step 3/5" in screen_lines(app)[0]
-        places = [wish[0] if isinstance(wish[0], Place) else wish[1].place for wish in submitted]
+        places = [
+            wish[0] if isinstance(wish[0], TracePlace) else wish[1].place for wish in submitted
+        ]
         assert {place.step for place in places} <= {4}
 
 
@@ -154,5 +158,5 @@ async def test_what_is_ahead_is_forgotten_when_the_trace_grows(trace: Path) -> N
 
 
 def test_without_a_step_there_is_nowhere_before_the_first() -> None:
-    assert within(Place(step=-1), Status()).step == 0
-    assert within(Place(step=-1), Status(first_step=2, last_step=4)).step == 2
+    assert clamp_place(TracePlace(step=-1), RunStatus()).step == 0
+    assert clamp_place(TracePlace(step=-1), RunStatus(first_step=2, last_step=4)).step == 2

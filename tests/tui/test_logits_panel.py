@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
-from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
-from flexinspect.panels.logits import LogitsPanel, arrange
-from flexinspect.panels.parts.logitswords import LogitsData, bin_of, changed, filtered, probability
-from flexinspect.panels.parts.windows import step_at, window_of
+from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace
+from flexinspect.panels.logits import LogitsPanel, logits_layout
+from flexinspect.panels.parts.logitswords import (
+    LogitsData,
+    find_bin,
+    is_changed,
+    is_filtered,
+    probability,
+)
+from flexinspect.panels.parts.windows import step_at, step_window
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
@@ -26,10 +32,10 @@ from flexinspect.records import (
 )
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = LogitsPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 SEGMENTS = (Segment(0, 9000, "generated", SegmentKind.GENERATED, 0),)
 SIZES = [(120, 40), (84, 10), (38, 14), (38, 5), (20, 3), (5, 30), (2, 2), (1, 1)]
 Make = Callable[..., Source]
@@ -87,14 +93,14 @@ def source(tmp_path: Path) -> Make:
 
 
 def request(width: int = 120, height: int = 40, **place: int) -> Request[NoOptions]:
-    return Request(Place(**place), NoOptions(), width, height)
+    return Request(TracePlace(**place), NoOptions(), width, height)
 
 
 def load(source: Source, width: int = 120, height: int = 40, **place: int) -> LogitsData:
     return PANEL.load(source, request(width, height, **place))
 
 
-def drawn(data: LogitsData, width: int = 120, height: int = 40, look: Look = PLAIN) -> list[str]:
+def drawn(data: LogitsData, width: int = 120, height: int = 40, look: Theme = PLAIN) -> list[str]:
     picture = PANEL.paint(data, request(width, height, step=data.step), look)
     assert len(picture.strips) <= height
     for strip in picture.strips:
@@ -123,7 +129,7 @@ def test_nothing_from_the_model_reaches_the_terminal_as_it_is(source: Make) -> N
 
 def test_without_sampling_there_is_no_second_column(source: Make) -> None:
     data = load(source([step(0, logits())]))
-    assert not data.processed
+    assert not data.is_processed
     assert "after" not in "\n".join(drawn(data))
     assert "The scores are the logits: no processor changed these candidates." in PANEL.describe(
         data
@@ -165,25 +171,25 @@ def test_a_low_picture_still_shows_the_chosen_token(source: Make) -> None:
 def test_timelines_cover_the_window_and_a_click_goes_to_its_step(source: Make) -> None:
     data = load(source(walk()), step=2)
     asked = request(step=2)
-    area = arrange(data, 120, 40).timelines["entropy"]
+    area = logits_layout(data, 120, 40).timelines["entropy"]
     assert drawn(data)[area.y - 1][area.x :].startswith("entropy 2 nats  0 to 5  steps 0-5")
     for number in range(6):
         cell = area.x + 4 * number + 1
-        assert PANEL.point(cell, area.y, data, asked, click=True) == Go(step=number)
-    assert PANEL.point(area.x + 24, area.y, data, asked, click=True) is None
-    assert PANEL.point(area.x, area.y, data, asked, click=False) is None
-    assert PANEL.point(0, 2, data, asked, click=True) is None
+        assert PANEL.on_mouse(cell, area.y, data, asked, click=True) == Navigate(step=number)
+    assert PANEL.on_mouse(area.x + 24, area.y, data, asked, click=True) is None
+    assert PANEL.on_mouse(area.x, area.y, data, asked, click=False) is None
+    assert PANEL.on_mouse(0, 2, data, asked, click=True) is None
 
 
 def test_the_rank_has_a_timeline_only_where_it_is_not_always_the_best(source: Make) -> None:
     steps = walk()
-    assert load(source(steps)).names == ["entropy", "margin"]
+    assert load(source(steps)).series_names == ["entropy", "margin"]
 
 
 def test_a_rank_above_zero_brings_its_timeline(source: Make) -> None:
     steps = [*walk(), step(6, logits(chosen_id=101, chosen_rank=1))]
     data = load(source(steps), step=6)
-    assert data.names == ["entropy", "margin", "rank"]
+    assert data.series_names == ["entropy", "margin", "rank"]
     assert any(line.startswith("Rank of the chosen token in steps 0-6: 0 (step 0) to 1 (step 6)")
                for line in PANEL.describe(data))  # fmt: skip
 
@@ -197,7 +203,7 @@ def test_the_timelines_are_said_in_numbers(source: Make) -> None:
 def test_only_the_window_is_read_of_many_steps(source: Make) -> None:
     data = load(source(walk(300)), 38, 14, step=150)
     assert len(data.rows) == 38 == len(data.window)
-    assert data.window.words() == "steps 131-168 of 0-299"
+    assert data.window.format_steps() == "steps 131-168 of 0-299"
 
 
 def test_nan_logits_alarm(source: Make) -> None:
@@ -214,7 +220,7 @@ def test_nan_logits_alarm(source: Make) -> None:
     assert picture.alarm
     assert picture.note == "7 of the logits of step 0 are NaN."
     assert picture.note in PANEL.describe(data)
-    assert not data.processed
+    assert not data.is_processed
     assert drawn(data)[2].split()[:5] == ["*", "0", "x", "nan", "nan"]
 
 
@@ -238,16 +244,16 @@ def test_a_generation_without_steps_is_missing(source: Make) -> None:
 
 def test_a_basic_trace_without_histogram_says_so(source: Make) -> None:
     data = load(source([step(0, logits(histogram=(), histogram_min=0.0, histogram_max=0.0))]))
-    assert arrange(data, 120, 40).histogram == 0
+    assert logits_layout(data, 120, 40).histogram == 0
     assert PANEL.describe(data)[-1].startswith("No histogram of the logits is recorded")
 
 
 def test_the_histogram_marks_the_bin_of_the_chosen_logit(source: Make) -> None:
     record = logits()
-    assert bin_of(record, -8.0) == 0
-    assert bin_of(record, 8.0) == 3
-    assert bin_of(record, -0.1) == 1
-    assert bin_of(record, math.inf) is None
+    assert find_bin(record, -8.0) == 0
+    assert find_bin(record, 8.0) == 3
+    assert find_bin(record, -0.1) == 1
+    assert find_bin(record, math.inf) is None
     data = load(source([step(0, record)]))
     assert any("logits -8 to 8, 8 of them, log counts" in line for line in drawn(data))
     assert PANEL.describe(data)[-1].endswith("most of them near 2.")
@@ -262,8 +268,8 @@ def test_a_fork_shows_the_steps_of_its_parent_before_it(source: Make) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("look", [PLAIN, Look(), Look("256")])
-def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], look: Look) -> None:
+@pytest.mark.parametrize("look", [PLAIN, Theme(), Theme("256")])
+def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], look: Theme) -> None:
     data = load(source([*walk(8), step(8, logits(SAMPLED, chosen_rank=1))]), *size, step=8)
     assert len(drawn(data, *size, look)) >= 1
 
@@ -271,8 +277,8 @@ def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], lo
 def test_a_picture_of_another_size_than_was_loaded_is_no_trouble(source: Make) -> None:
     data = load(source(walk(300)), 120, 40, step=150)
     assert len(drawn(data, 20, 14)) == 13
-    area = arrange(data, 20, 14).timelines["entropy"]
-    assert PANEL.point(19, area.y, data, request(20, 14), click=True) is not None
+    area = logits_layout(data, 20, 14).timelines["entropy"]
+    assert PANEL.on_mouse(19, area.y, data, request(20, 14), click=True) is not None
 
 
 def test_probabilities_and_scores_that_make_no_sense_are_nan() -> None:
@@ -280,23 +286,23 @@ def test_probabilities_and_scores_that_make_no_sense_are_nan() -> None:
     assert math.isnan(probability(5.0))
     assert math.isnan(probability(math.nan))
     closed = Candidate(0, 1, "x", -math.inf, -math.inf, -math.inf, -math.inf)
-    assert not filtered(closed)
-    assert not changed(closed)
+    assert not is_filtered(closed)
+    assert not is_changed(closed)
 
 
 def test_a_window_is_centred_and_stays_inside() -> None:
-    assert (window_of(50, 0, 99, 11).start, window_of(50, 0, 99, 11).stop) == (45, 56)
-    assert window_of(0, 0, 99, 11).start == 0
-    assert window_of(99, 0, 99, 11).stop == 100
-    assert len(window_of(5, 3, 7, 40)) == 5
-    assert window_of(500, 0, 9, 4).current == 9
-    assert len(window_of(0, 0, 10**6, 10**6)) == 256
+    assert (step_window(50, 0, 99, 11).start, step_window(50, 0, 99, 11).stop) == (45, 56)
+    assert step_window(0, 0, 99, 11).start == 0
+    assert step_window(99, 0, 99, 11).stop == 100
+    assert len(step_window(5, 3, 7, 40)) == 5
+    assert step_window(500, 0, 9, 4).current == 9
+    assert len(step_window(0, 0, 10**6, 10**6)) == 256
 
 
 def test_a_column_stands_for_its_step() -> None:
-    window = window_of(1, 0, 2, 40)
+    window = step_window(1, 0, 2, 40)
     assert [step_at(x, window, 40) for x in (0, 3, 4, 11, 12, -1)] == [0, 0, 1, 2, None, None]
-    assert step_at(9, window_of(50, 0, 99, 100), 10) == 90
+    assert step_at(9, step_window(50, 0, 99, 100), 10) == 90
 
 
 UNSEEN = tuple(replace(one, score=math.nan, score_logprob=math.nan) for one in PLAIN_THREE)

@@ -18,18 +18,18 @@ from flexinspect.masksheets.windows import (
     N_STATES,
     OPEN,
 )
-from flexinspect.panels.base import Go, Place, Request
+from flexinspect.panels.base import Navigate, Request, TracePlace
 from flexinspect.panels.mask import MaskPanel
-from flexinspect.panels.parts.maskcells import CURSOR, GENERATED, _tints, palette
+from flexinspect.panels.parts.maskcells import CURSOR, GENERATED, _tints, mask_palette
 from flexinspect.panels.parts.maskdata import MaskData
-from flexinspect.panels.parts.maskframe import MaskOptions, arrange, zoom_steps
+from flexinspect.panels.parts.maskframe import MaskOptions, mask_layout, zoom_steps
 from flexinspect.panels.parts.masktokens import segment_number
 from flexinspect.panels.registry import with_options
 from flexinspect.panels.source import Source
 from flexinspect.trace.reader import open_trace
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
-PLAIN = Look("none")
+PLAIN = Theme("none")
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_without_colours_a_difference_has_letters(shown: Shown) -> None:
 
 
 def test_every_size_is_filled_and_never_exceeded(shown: Shown) -> None:
-    for look in (Look(), Look("256"), PLAIN):
+    for look in (Theme(), Theme("256"), PLAIN):
         for width in (1, 2, 3, 5, 7, 12, 20, 34, 38, 56, 80, 120, 200):
             for height in (1, 2, 3, 4, 5, 7, 10, 12, 14, 24, 26, 40, 90):
                 for options in ({}, {"q": 3, "kv": 9, "zoom": 9}, {"blocks": True, "zoom": 2}):
@@ -117,7 +117,7 @@ def test_generated_rows_and_the_cursor_have_tints_of_their_own(shown: Shown) -> 
 
 
 def test_no_two_states_of_a_tint_look_alike() -> None:
-    rgb = palette().rgb
+    rgb = mask_palette().rgb
     assert len(rgb) % N_STATES == 0
     for tint in range(len(rgb) // N_STATES):
         colours = np.array(rgb[tint * N_STATES : (tint + 1) * N_STATES], int)
@@ -126,7 +126,7 @@ def test_no_two_states_of_a_tint_look_alike() -> None:
 
 
 def test_what_is_partly_open_is_darker_than_open_and_lighter_than_closed() -> None:
-    rgb = np.array(palette().rgb, float) @ (0.299, 0.587, 0.114)
+    rgb = np.array(mask_palette().rgb, float) @ (0.299, 0.587, 0.114)
     for tint in range(len(rgb) // N_STATES):
         light = rgb[tint * N_STATES : tint * N_STATES + OPEN + 1]
         assert (np.diff(light) > 0).all()
@@ -167,7 +167,7 @@ def test_a_gate_that_is_open_or_missing_is_said(
 
 def follow(shown: Shown, action: str, options: MaskOptions, **kwargs: Any) -> Any:
     request = replace(shown.request(scene.RIGHT, 3, **kwargs), options=options)
-    return shown.panel.act(action, shown.panel.load(shown.source, request), request)
+    return shown.panel.on_action(action, shown.panel.load(shown.source, request), request)
 
 
 def test_zooming_ends_at_the_whole_mask_and_at_single_cells(shown: Shown) -> None:
@@ -176,7 +176,7 @@ def test_zooming_ends_at_the_whole_mask_and_at_single_cells(shown: Shown) -> Non
         data = shown.panel.load(
             shown.source, replace(shown.request(0, 3, (38, 10)), options=options)
         )
-        scales.append((data.frame.grid.row_scale, data.frame.enlarged))
+        scales.append((data.layout.grid.row_scale, data.layout.cell_width))
         found = follow(shown, "zoom.in", options, size=(38, 10))
         if found is None:
             break
@@ -189,7 +189,7 @@ def test_zooming_ends_at_the_whole_mask_and_at_single_cells(shown: Shown) -> Non
 def test_a_zoomed_window_shows_the_current_row_and_its_own_key(shown: Shown) -> None:
     for step in range(4):
         data = shown.load(0, step, (30, 10), zoom=9)
-        grid = data.frame.grid
+        grid = data.layout.grid
         assert data.current is not None
         assert grid.row <= data.current[-1] < grid.row_stop
         assert grid.key <= data.current[-1] < grid.key_stop
@@ -199,7 +199,7 @@ def test_a_window_of_any_zoom_is_part_of_the_whole(shown: Shown) -> None:
     whole = scene.sheet_of(scene.WRONG)
     for zoom in range(6):
         data = shown.load(scene.WRONG, 3, (38, 10), zoom=zoom, q=10, kv=8)
-        grid = data.frame.grid
+        grid = data.layout.grid
         for y in range(grid.height):
             for x in range(grid.width):
                 row, key = grid.row + y * grid.row_scale, grid.key + x * grid.key_scale
@@ -217,7 +217,7 @@ def test_the_cursor_moves_by_cells_and_takes_the_window_along(shown: Shown) -> N
         options = follow(shown, "cursor.left", options, size=(30, 10))
     assert (options.q, options.kv) == (8, 8)
     data = shown.panel.load(shown.source, replace(shown.request(0, 3, (30, 10)), options=options))
-    grid = data.frame.grid
+    grid = data.layout.grid
     assert grid.row <= 8 < grid.row_stop
     assert grid.key <= 8 < grid.key_stop
 
@@ -231,13 +231,13 @@ def test_the_cursor_stays_on_the_mask(shown: Shown) -> None:
 
 
 def test_a_token_that_was_searched_for_is_the_cursor(shown: Shown) -> None:
-    data = shown.load(at=Place(step=3, pos=9))
+    data = shown.load(at=TracePlace(step=3, pos=9))
     assert data.cursor == (9, 9)
 
 
 def test_enter_goes_to_the_step_that_fed_the_row(shown: Shown) -> None:
-    assert follow(shown, "cursor.enter", MaskOptions(q=16, kv=2)) == Go(step=2)
-    assert follow(shown, "cursor.enter", MaskOptions(q=4, kv=2)) == Go(step=0, pos=4)
+    assert follow(shown, "cursor.enter", MaskOptions(q=16, kv=2)) == Navigate(step=2)
+    assert follow(shown, "cursor.enter", MaskOptions(q=4, kv=2)) == Navigate(step=0, pos=4)
     assert follow(shown, "cursor.enter", MaskOptions()) is None
 
 
@@ -252,9 +252,9 @@ def test_the_view_is_flipped_through_all_four(shown: Shown) -> None:
 
 
 def at_cell(data: MaskData, row: int, key: int) -> tuple[int, int]:
-    frame = data.frame
-    x = frame.left + (key - frame.grid.key) * frame.enlarged
-    return x, frame.top + (row - frame.grid.row) * frame.enlarged // 2
+    frame = data.layout
+    x = frame.left + (key - frame.grid.key) * frame.cell_width
+    return x, frame.top + (row - frame.grid.row) * frame.cell_width // 2
 
 
 @pytest.mark.parametrize("size", [(120, 40), (38, 14), (80, 24)])
@@ -263,17 +263,17 @@ def test_the_mouse_puts_the_cursor_where_it_is(shown: Shown, size: tuple[int, in
     data = shown.panel.load(shown.source, request)
     for row, key in ((0, 0), (8, 4), (16, 17)):
         x, y = at_cell(data, row, key)
-        found = shown.panel.point(x, y, data, request, click=False)
+        found = shown.panel.on_mouse(x, y, data, request, click=False)
         assert isinstance(found, MaskOptions)
         assert (found.q, found.kv) == (row, key)
-    assert shown.panel.point(0, 0, data, request, click=True) is None
-    assert shown.panel.point(size[0], size[1], data, request, click=True) is None
+    assert shown.panel.on_mouse(0, 0, data, request, click=True) is None
+    assert shown.panel.on_mouse(size[0], size[1], data, request, click=True) is None
 
 
 def test_pointing_at_the_cursor_again_changes_nothing(shown: Shown) -> None:
     request = shown.request(0, 3, q=4, kv=2)
     data = shown.panel.load(shown.source, request)
-    assert shown.panel.point(*at_cell(data, 4, 2), data, request, click=True) is None
+    assert shown.panel.on_mouse(*at_cell(data, 4, 2), data, request, click=True) is None
 
 
 def test_zoom_steps_begin_with_the_whole_and_end_with_large_cells() -> None:
@@ -290,14 +290,14 @@ def test_zoom_steps_begin_with_the_whole_and_end_with_large_cells() -> None:
 
 
 def test_a_sheet_much_wider_than_high_is_scaled_on_each_side_by_itself() -> None:
-    frame = arrange(120, 40, (1524, 51187), 0, (1000, 51000), MaskOptions())
+    frame = mask_layout(120, 40, (1524, 51187), 0, (1000, 51000), MaskOptions())
     assert frame.grid.row_scale == 24
     assert frame.grid.key_scale == 512
 
 
 def test_a_window_stands_still_while_the_focus_moves_within_half_of_it() -> None:
     starts = [
-        arrange(80, 24, (4000, 4000), 6, (row, row), MaskOptions()).grid.row
+        mask_layout(80, 24, (4000, 4000), 6, (row, row), MaskOptions()).grid.row
         for row in range(2000, 2100)
     ]
     assert len(set(starts)) <= 100 * 2 // 20
@@ -312,7 +312,7 @@ def test_segments_are_found_by_position() -> None:
 def test_the_panel_tells_what_it_is() -> None:
     panel = MaskPanel()
     assert panel.name == "mask"
-    assert panel.sized
+    assert panel.depends_on_size
     assert all(line.endswith(".") for line in panel.help.lines())
     assert panel.options() == MaskOptions()
 
@@ -326,9 +326,9 @@ def test_options_can_be_given_as_text() -> None:
 def test_a_repeated_load_keeps_what_it_made(shown: Shown, tmp_path: Path) -> None:
     fresh = Source(open_trace(shown.path))
     request: Callable[[int], Request[MaskOptions]] = lambda step: Request(  # noqa: E731
-        Place(step=step), MaskOptions(), 120, 40
+        TracePlace(step=step), MaskOptions(), 120, 40
     )
     first = shown.panel.load(fresh, request(1))
     second = shown.panel.load(fresh, request(2))
     assert first.states is second.states
-    assert first.sheet.parts[0] is second.sheet.parts[0]
+    assert first.mask_view.parts[0] is second.mask_view.parts[0]

@@ -21,13 +21,13 @@ from flexinspect.masksheets.windows import (
     OPEN,
     UNKNOWN,
 )
-from flexinspect.panels.base import Missing, Place
+from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.parts.maskframe import MaskOptions
 from flexinspect.records import GenerationRecord
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
-PLAIN = Look("none")
+PLAIN = Theme("none")
 
 
 @pytest.fixture(scope="module")
@@ -50,30 +50,30 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     ],
 )
 def test_every_cell_is_the_one_that_was_executed(shown: Shown, layer: int, head: int) -> None:
-    data = shown.load(at=Place(step=3, layer=layer, head=head))
+    data = shown.load(at=TracePlace(step=3, layer=layer, head=head))
     dense = scene.sheet_of(layer, head=head)
-    assert data.frame.grid.row_scale == 1
+    assert data.layout.grid.row_scale == 1
     assert np.array_equal(data.states == OPEN, dense)
     assert np.array_equal(data.states == CLOSED, ~dense)
-    cells = [[data.sheet.cell(row, key) for key in range(18)] for row in range(18)]
+    cells = [[data.mask_view.cell(row, key) for key in range(18)] for row in range(18)]
     assert np.array_equal(np.array(cells), dense)
     rows, columns = dense.sum(axis=1).tolist(), dense.sum(axis=0).tolist()
-    assert [data.sheet.row_count(row) for row in range(18)] == rows
-    assert [data.sheet.column_count(key) for key in range(18)] == columns
+    assert [data.mask_view.row_count(row) for row in range(18)] == rows
+    assert [data.mask_view.column_count(key) for key in range(18)] == columns
 
 
 def test_a_head_that_is_not_there_is_the_last_one(shown: Shown) -> None:
-    data = shown.load(at=Place(step=3, layer=scene.RIGHT, head=5))
-    assert (data.sheet.head, data.sheet.heads) == (0, 1)
-    data = shown.load(at=Place(step=3, layer=scene.HEADS, head=5))
-    assert (data.sheet.head, data.sheet.heads) == (1, 2)
+    data = shown.load(at=TracePlace(step=3, layer=scene.RIGHT, head=5))
+    assert (data.mask_view.head, data.mask_view.heads) == (0, 1)
+    data = shown.load(at=TracePlace(step=3, layer=scene.HEADS, head=5))
+    assert (data.mask_view.head, data.mask_view.heads) == (1, 2)
 
 
 def test_the_rows_of_the_steps_are_known(shown: Shown) -> None:
     data = shown.load(0, 2)
     assert data.current == range(16, 17)
     assert shown.load(0, 0).current == range(15)
-    assert data.sheet.positions.tolist() == list(range(18))
+    assert data.mask_view.positions.tolist() == list(range(18))
 
 
 def test_the_declared_view_is_the_rule_and_the_difference_names_both_sides(shown: Shown) -> None:
@@ -91,8 +91,10 @@ def test_the_declared_view_is_the_rule_and_the_difference_names_both_sides(shown
 def test_keys_that_a_cache_dropped_are_not_lost(shown: Shown) -> None:
     data = shown.load(scene.SLIDING, 3, view="difference")
     assert 17 not in np.argwhere(data.states == LOST)[:, 0].tolist()
-    for zoom in (0, data.frame.last_zoom):
-        assert shown.load(scene.SLIDING, 3, view="difference", zoom=zoom).sheet.total("lost") == 0
+    for zoom in (0, data.layout.last_zoom):
+        assert (
+            shown.load(scene.SLIDING, 3, view="difference", zoom=zoom).mask_view.count("lost") == 0
+        )
     assert sentence(shown, scene.SLIDING, 17, 3).endswith(
         'may not look at 3 "is" (paraphrase 1): its key is no longer in the cache'
     )
@@ -123,16 +125,16 @@ def test_blocks_are_a_layer_with_a_label(shown: Shown) -> None:
 
 def test_without_cells_what_was_received_is_shown_and_said(shown: Shown) -> None:
     data = shown.load(scene.TABLES, 3)
-    assert data.view == "received"
-    assert data.why == "The executed cells were not recorded; this is what was received"
+    assert data.view_mode == "received"
+    assert data.fallback_reason == "The executed cells were not recorded; this is what was received"
     assert "No executed cells of these rows were recorded." in shown.words(scene.TABLES, 3)
-    assert shown.text(scene.TABLES, 3)[-3].startswith(data.why)
+    assert shown.text(scene.TABLES, 3)[-3].startswith(data.fallback_reason)
 
 
 def test_without_any_mask_what_was_declared_is_shown_and_said(shown: Shown) -> None:
     data = shown.load(scene.BARE, 3)
-    assert data.view == "declared"
-    assert data.why == "The executed cells were not recorded; this is what was declared"
+    assert data.view_mode == "declared"
+    assert data.fallback_reason == "The executed cells were not recorded; this is what was declared"
     assert (shown.load(scene.BARE, 3, view="received").states == UNKNOWN).all()
 
 
@@ -147,13 +149,13 @@ def test_a_mask_that_is_neither_recorded_nor_declared_is_missing(tmp_path: Path)
 def test_an_own_mask_has_nothing_declared(tmp_path: Path) -> None:
     own = Shown(scene.write(tmp_path / "t.flextrace", about={"rule": "mine:rule"}))
     data = own.load(scene.WRONG, 1, view="difference")
-    assert data.view == "executed"
-    assert data.why.startswith("No mask was declared as a rule")
+    assert data.view_mode == "executed"
+    assert data.fallback_reason.startswith("No mask was declared as a rule")
     assert "The mask mine:rule was not declared as a rule" in own.words(scene.WRONG, 1)
     views = ["executed"]
     for _ in range(2):
         request = own.request(scene.WRONG, 1, view=views[-1])
-        options = own.panel.act("view.flip", own.panel.load(own.source, request), request)
+        options = own.panel.on_action("view.flip", own.panel.load(own.source, request), request)
         assert isinstance(options, MaskOptions)
         views.append(options.view)
     assert views == ["executed", "received", "executed"]
@@ -173,8 +175,8 @@ def test_an_own_mask_has_nothing_declared(tmp_path: Path) -> None:
 )
 def test_a_declaration_that_is_no_rule_is_none(tmp_path: Path, about: dict[str, Any]) -> None:
     own = Shown(scene.write(tmp_path / "t.flextrace", about=about))
-    assert own.load(0, 1).sheet.rule is None
-    assert own.load(0, 1, view="declared").view == "executed"
+    assert own.load(0, 1).mask_view.spec is None
+    assert own.load(0, 1, view="declared").view_mode == "executed"
 
 
 def test_a_generation_without_steps_is_missing(tmp_path: Path) -> None:

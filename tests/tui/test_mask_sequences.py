@@ -15,13 +15,13 @@ from flexinspect import masks
 from flexinspect.masksheets.windows import (
     OPEN,
 )
-from flexinspect.panels.base import Place
+from flexinspect.panels.base import TracePlace
 from flexinspect.panels.parts import maskload, maskparts
 from flexinspect.records import GenerationEnd, GenerationRecord, MaskRecord
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
-PLAIN = Look("none")
+PLAIN = Theme("none")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
 
 def test_every_generation_has_its_own_mask(tmp_path: Path) -> None:
     both = Shown(scene.write(tmp_path / "t.flextrace", n_generations=2))
-    data = both.load(at=Place(generation=1, step=2, layer=scene.WRONG))
-    assert data.sheet.part_of(0).fed_at(0).mask == "L1s0g1b0"
+    data = both.load(at=TracePlace(generation=1, step=2, layer=scene.WRONG))
+    assert data.mask_view.part_of(0).step_at(0).mask == "L1s0g1b0"
     assert np.array_equal(data.states == OPEN, scene.sheet_of(scene.WRONG))
 
 
@@ -56,13 +56,13 @@ def test_a_branch_goes_on_from_its_parents_rows(tmp_path: Path) -> None:
             writer.write_step(replace(step, tokens=(chosen,)))
         writer.end_generation(GenerationEnd(0, "finished", "x", scene.SEGMENTS, branch=1))
     branch = Shown(path)
-    data = branch.load(at=Place(branch=1, step=4, layer=scene.WRONG))
-    names = [data.sheet.part_of(row).fed_at(row).mask for row in (0, 15, 16, 18)]
+    data = branch.load(at=TracePlace(branch=1, step=4, layer=scene.WRONG))
+    names = [data.mask_view.part_of(row).step_at(row).mask for row in (0, 15, 16, 18)]
     assert names == ["L1s0g0b0", "L1s1g0b0", "L1s2g0b1", "L1s4g0b1"]
-    assert data.sheet.positions.tolist() == list(range(19))
-    assert [data.words[pos].text for pos in (15, 16, 17, 18)] == [" w15", " w16", *[" other"] * 2]
-    parent = branch.load(at=Place(step=3, layer=scene.WRONG))
-    assert parent.words[17].text == " w17"
+    assert data.mask_view.positions.tolist() == list(range(19))
+    assert [data.tokens[pos].text for pos in (15, 16, 17, 18)] == [" w15", " w16", *[" other"] * 2]
+    parent = branch.load(at=TracePlace(step=3, layer=scene.WRONG))
+    assert parent.tokens[17].text == " w17"
 
 
 def test_a_fork_that_has_not_made_a_step_shows_its_parents_rows(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_a_fork_that_has_not_made_a_step_shows_its_parents_rows(tmp_path: Path) 
         for number in range(4):
             writer.write_step(book.step(number))
         writer.begin_branch(0, 1, parent=0, fork_step=2)
-    data = Shown(path).load(at=Place(branch=1, step=1))
-    assert data.sheet.n_rows == 16
+    data = Shown(path).load(at=TracePlace(branch=1, step=1))
+    assert data.mask_view.n_rows == 16
 
 
 def long_trace(path: Path, n_steps: int) -> Shown:
@@ -97,17 +97,21 @@ def long_trace(path: Path, n_steps: int) -> Shown:
 def test_of_a_long_generation_a_window_of_steps_is_shown_and_said(tmp_path: Path) -> None:
     long = long_trace(tmp_path / "t.flextrace", 2600)
     data = long.load(0, 1500)
-    assert (data.sheet.first_step, data.sheet.last_step, data.sheet.n_steps) == (1024, 2047, 2600)
-    assert data.sheet.n_rows == 15 + 1024
-    assert data.sheet.positions[[14, 15, -1]].tolist() == [14, 1038, 2061]
+    assert (data.mask_view.first_step, data.mask_view.last_step, data.mask_view.n_steps) == (
+        1024,
+        2047,
+        2600,
+    )
+    assert data.mask_view.n_rows == 15 + 1024
+    assert data.mask_view.positions[[14, 15, -1]].tolist() == [14, 1038, 2061]
     assert data.current == range(15 + 1500 - 1024, 15 + 1500 - 1024 + 1)
     assert long.paint(0, 1500).note.endswith("rows of steps 1024-2047 of 2600")
     assert "Shown are step 0 and steps 1024-2047 of 2600." in long.words(0, 1500)
-    assert data.sheet.total("open") == 15 * 16 // 2 + sum(range(1039, 2063))
-    assert data.sheet.total("lost") == data.sheet.total("leaked") == 0
+    assert data.mask_view.count("open") == 15 * 16 // 2 + sum(range(1039, 2063))
+    assert data.mask_view.count("lost") == data.mask_view.count("leaked") == 0
     first, last = long.load(0, 0), long.load(0, 2599)
-    assert (first.sheet.first_step, first.sheet.last_step) == (0, 1023)
-    assert (last.sheet.first_step, last.sheet.last_step) == (1792, 2599)
+    assert (first.mask_view.first_step, first.mask_view.last_step) == (0, 1023)
+    assert (last.mask_view.first_step, last.mask_view.last_step) == (1792, 2599)
     assert last.current is not None
 
 
@@ -146,12 +150,12 @@ def test_a_mask_too_large_to_be_kept_is_read_in_bands(
         writer.write_step(
             replace(step, q_len=200, kv_before=13, kv_after=213, calls=(call,), masks=(mask,))
         )
-    monkeypatch.setattr(maskload, "WHOLE", 0)
-    monkeypatch.setattr(maskparts, "BAND", 64)
-    data = Shown(path).load(at=Place(head=1), size=(300, 120))
-    assert data.sheet.parts[0].packed is None
+    monkeypatch.setattr(maskload, "MAX_PACKED_BYTES", 0)
+    monkeypatch.setattr(maskparts, "BAND_ROWS", 64)
+    data = Shown(path).load(at=TracePlace(head=1), size=(300, 120))
+    assert data.mask_view.parts[0].packed is None
     assert np.array_equal(data.states == OPEN, cells[1])
-    assert data.sheet.cell(199, 212) == cells[1, 199, 212]
+    assert data.mask_view.cell(199, 212) == cells[1, 199, 212]
 
 
 def test_a_row_that_is_broadcast_stands_for_all_rows(
@@ -169,7 +173,7 @@ def test_a_row_that_is_broadcast_stands_for_all_rows(
         calls = (replace(step.calls[0], mask="row"),)
         writer.write_step(replace(step, calls=calls, masks=(mask,)))
     for whole in (1 << 20, 0):
-        monkeypatch.setattr(maskload, "WHOLE", whole)
+        monkeypatch.setattr(maskload, "MAX_PACKED_BYTES", whole)
         data = Shown(path).load()
         assert np.array_equal(data.states == OPEN, cells[0].repeat(15, axis=0))
 

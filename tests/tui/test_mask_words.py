@@ -11,13 +11,13 @@ import pytest
 from mask_scene import Shown, sentence
 
 from flexinspect import masks
-from flexinspect.panels.parts.maskwords import count_words
+from flexinspect.panels.parts.maskwords import format_counts
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
-PLAIN = Look("none")
+PLAIN = Theme("none")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_rows_that_see_nothing_are_said_and_counted(tmp_path: Path) -> None:
     assert sentence(empty, 0, 6, 2, view="declared").endswith(
         "rows of separators see nothing (--separators isolated)"
     )
-    assert count_words(empty.load(0, 2, q=6, kv=2)).startswith("row 6 sees nothing · column 2")
+    assert format_counts(empty.load(0, 2, q=6, kv=2)).startswith("row 6 sees nothing · column 2")
 
 
 def test_a_compiled_call_names_the_block_that_loses_or_leaks(tmp_path: Path) -> None:
@@ -134,13 +134,13 @@ def test_a_compiled_call_names_the_block_that_loses_or_leaks(tmp_path: Path) -> 
 
 
 def test_rows_and_columns_are_counted(shown: Shown) -> None:
-    said = count_words(shown.load(scene.RIGHT, 3, q=9, kv=7))
+    said = format_counts(shown.load(scene.RIGHT, 3, q=9, kv=7))
     dense = scene.sheet_of(scene.RIGHT)
     assert (
         said == f"row 9 sees {dense[9].sum()} of 10 · column 7 is seen by {dense[:, 7].sum()} of 18"
     )
-    assert count_words(shown.load(scene.RIGHT, 3)) == 'row 17 "w17" (generated) sees 18 of 18'
-    assert count_words(shown.load(scene.RIGHT, 0)) == 'row 14 ":" (cue) sees 15 of 15'
+    assert format_counts(shown.load(scene.RIGHT, 3)) == 'row 17 "w17" (generated) sees 18 of 18'
+    assert format_counts(shown.load(scene.RIGHT, 0)) == 'row 14 ":" (cue) sees 15 of 15'
 
 
 def test_the_whole_mask_is_described(shown: Shown) -> None:

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
-from flexinspect.panels.memory import MemoryPanel, arrange
-from flexinspect.panels.parts.memorydata import MemoryData, cache_parts, signed
+from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace
+from flexinspect.panels.memory import MemoryPanel, memory_layout
+from flexinspect.panels.parts.memorydata import MemoryData, cache_parts, format_growth
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import GenerationRecord, MemoryRecord, StepRecord, TokenRecord
 from flexinspect.trace.ranges import memory_range
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = MemoryPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 SEGMENTS = (
     Segment(0, 1, "bos", SegmentKind.BOS, 0),
     Segment(1, 7, "paraphrase\x1b 1", SegmentKind.PARAPHRASE, 1),
@@ -65,14 +65,14 @@ def source(tmp_path: Path) -> Make:
 
 
 def request(width: int = 120, height: int = 40, **place: int) -> Request[NoOptions]:
-    return Request(Place(**place), NoOptions(), width, height)
+    return Request(TracePlace(**place), NoOptions(), width, height)
 
 
 def load(source: Source, width: int = 120, height: int = 40, **place: int) -> MemoryData:
     return PANEL.load(source, request(width, height, **place))
 
 
-def drawn(data: MemoryData, width: int = 120, height: int = 40, look: Look = PLAIN) -> list[str]:
+def drawn(data: MemoryData, width: int = 120, height: int = 40, look: Theme = PLAIN) -> list[str]:
     picture = PANEL.paint(data, request(width, height), look)
     assert len(picture.strips) <= height
     for strip in picture.strips:
@@ -96,7 +96,7 @@ def test_the_first_step_has_no_growth(source: Make) -> None:
 
 def test_growth_at_the_left_end_of_a_window_is_known_too(source: Make) -> None:
     data = load(source(growing(300, 4000)), 38, 14, step=150)
-    assert data.window.words() == "steps 131-168 of 0-299"
+    assert data.window.format_steps() == "steps 131-168 of 0-299"
     assert data.growth("RSS")[131] == 4000
     assert len(data.records) == 39
 
@@ -117,8 +117,8 @@ def test_the_cache_is_shared_out_by_length(source: Make) -> None:
 
 def test_the_parts_add_up_to_the_cache(source: Make) -> None:
     data = load(source(growing(4, 0)), step=3)
-    assert data.now is not None
-    assert sum(part.n_bytes for part in data.parts) == data.now.kv_cache
+    assert data.current_record is not None
+    assert sum(part.n_bytes for part in data.parts) == data.current_record.kv_cache
 
 
 def test_a_sliding_cache_holds_only_the_last_keys(source: Make) -> None:
@@ -150,20 +150,20 @@ def test_timelines_name_where_they_begin(source: Make) -> None:
 
 def test_a_click_on_a_timeline_goes_to_its_step(source: Make) -> None:
     data, asked = load(source(growing(6, 4000)), step=3), request(step=3)
-    areas = arrange(data, 120, 40).timelines
+    areas = memory_layout(data, 120, 40).timelines
     assert list(areas) == ["RSS", "KV cache"]
     for area in areas.values():
-        assert PANEL.point(area.x + 9, area.y, data, asked, click=True) == Go(step=2)
-        assert PANEL.point(area.x + 24, area.y, data, asked, click=True) is None
-        assert PANEL.point(area.x, area.y, data, asked, click=False) is None
-    assert PANEL.point(0, 0, data, asked, click=True) is None
+        assert PANEL.on_mouse(area.x + 9, area.y, data, asked, click=True) == Navigate(step=2)
+        assert PANEL.on_mouse(area.x + 24, area.y, data, asked, click=True) is None
+        assert PANEL.on_mouse(area.x, area.y, data, asked, click=False) is None
+    assert PANEL.on_mouse(0, 0, data, asked, click=True) is None
 
 
 def test_cuda_figures_appear_only_where_they_are(source: Make) -> None:
     cuda = {"cuda_allocated": 5_000_000, "cuda_reserved": 8_000_000, "cuda_peak": 7_000_000}
     data = load(source([step(n, memory(n, **cuda)) for n in range(3)]), step=1)
     assert data.figures[:4] == ["RSS", "CUDA allocated", "CUDA reserved", "CUDA peak"]
-    assert list(arrange(data, 120, 40).timelines) == ["CUDA allocated", "KV cache"]
+    assert list(memory_layout(data, 120, 40).timelines) == ["CUDA allocated", "KV cache"]
     assert any(line.startswith("CUDA peak") and "7 MB" in line for line in drawn(data))
 
 
@@ -228,13 +228,13 @@ def test_a_fork_reads_on_from_its_parent(source: Make) -> None:
 
 
 def test_growth_is_written_with_its_sign() -> None:
-    said = [signed(n) for n in (None, 0, 0.2, 2048, -16_000)]
+    said = [format_growth(n) for n in (None, 0, 0.2, 2048, -16_000)]
     assert said == ["-", "0 B", "0 B", "+2 kB", "-16 kB"]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("look", [PLAIN, Look(), Look("256")])
-def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], look: Look) -> None:
+@pytest.mark.parametrize("look", [PLAIN, Theme(), Theme("256")])
+def test_every_size_is_drawn_to_the_cell(source: Make, size: tuple[int, int], look: Theme) -> None:
     data = load(source(growing(60, 50_000)), *size, step=30)
     assert len(drawn(data, *size, look)) >= 1
 

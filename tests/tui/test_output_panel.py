@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from support.traces import RUN, sample_trace
 
-from flexinspect.panels.base import Missing, Place, Request
+from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.output import OutputData, OutputOptions, OutputPanel
 from flexinspect.panels.source import Source
 from flexinspect.records import GenerationRecord, OutputRecord, StepRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = OutputPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 PRINTED = (
     OutputRecord("stdout", "loading\nhalf ", 1.0),
     OutputRecord("stderr", "10%\r55%\r100%\n", 1.5, 0, 0),
@@ -39,7 +39,7 @@ def made(path: Path, printed: Sequence[OutputRecord] = PRINTED, n_steps: int = 3
 
 def at(step: int, *, width: int = 30, height: int = 8, **options: object) -> Request[OutputOptions]:
     chosen = replace(OutputOptions(), **options)  # type: ignore[arg-type]
-    return Request(Place(step=step), chosen, width, height)
+    return Request(TracePlace(step=step), chosen, width, height)
 
 
 def drawn(data: OutputData, request: Request[OutputOptions]) -> list[str]:
@@ -75,10 +75,10 @@ def test_scrolling_goes_up_and_down_and_ends_at_the_ends(tmp_path: Path) -> None
     printed = [OutputRecord("stdout", f"line {n}\n", float(n), 0, 1) for n in range(9)]
     source, request = made(tmp_path, printed), at(1, height=3)
     data = PANEL.load(source, request)
-    up = PANEL.act("cursor.up", data, request)
+    up = PANEL.on_action("cursor.up", data, request)
     assert up == OutputOptions(scroll=-1)
-    assert PANEL.act("cursor.down", data, request) is None
-    assert PANEL.act("zoom.in", data, request) is None
+    assert PANEL.on_action("cursor.down", data, request) is None
+    assert PANEL.on_action("zoom.in", data, request) is None
     assert drawn(data, at(1, height=3, scroll=-4))[-1] == "▸ line 4"
     assert drawn(data, at(1, height=3, scroll=-99)) == ["▸ line 0", "▸ line 1", "▸ line 2"]
 

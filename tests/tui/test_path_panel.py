@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
-from flexinspect.panels.parts.pathdata import PathData, map_of, window
-from flexinspect.panels.parts.pathwords import describe_step, short_rule, warnings
+from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace
+from flexinspect.panels.parts.pathdata import PathData, path_map, step_bounds_around
+from flexinspect.panels.parts.pathwords import describe_step, describe_warnings, short_mask_mod
 from flexinspect.panels.path import PathPanel
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
@@ -23,13 +23,13 @@ from flexinspect.records import (
     MaskRecord,
     StepRecord,
 )
-from flexinspect.trace.callranges import StepPath, lineage, spans, step_paths
+from flexinspect.trace.callranges import StepPath, format_ranges, lineage, step_paths
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = PathPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 SEGMENTS = (Segment(0, 900, "generated", SegmentKind.GENERATED, 0),)
 
 
@@ -75,10 +75,10 @@ def load(source: Source, width: int = 100, height: int = 30, **place: int) -> Pa
 
 
 def request(width: int = 100, height: int = 30, **place: int) -> Request[NoOptions]:
-    return Request(Place(**place), NoOptions(), width, height)
+    return Request(TracePlace(**place), NoOptions(), width, height)
 
 
-def drawn(data: PathData, width: int = 100, height: int = 30, look: Look = PLAIN) -> list[str]:
+def drawn(data: PathData, width: int = 100, height: int = 30, look: Theme = PLAIN) -> list[str]:
     picture = PANEL.paint(data, Request(data.place, NoOptions(), width, height), look)
     assert len(picture.strips) <= height
     for strip in picture.strips:
@@ -146,13 +146,13 @@ def test_of_several_calls_of_a_layer_the_odd_one_counts() -> None:
         StepPath(0, "flex compiled", "m", (0, 1, 2)),
         StepPath(0, "sdpa", None, (1,)),
     ]
-    letters, usual = map_of(found)
+    letters, usual = path_map(found)
     assert usual == {0: "C"}
     assert letters == {(0, 0): "C", (0, 1): "S", (0, 2): "C"}
 
 
 def test_a_path_nobody_knows_counts_as_other() -> None:
-    assert map_of([StepPath(0, "triton", None, (0,))])[0] == {(0, 0): "?"}
+    assert path_map([StepPath(0, "triton", None, (0,))])[0] == {(0, 0): "?"}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_path_nobody_knows_counts_as_other() -> None:
 def test_the_window_lies_around_the_step_and_stays_inside(
     step_number: int, columns: int, expected: tuple[int, int]
 ) -> None:
-    assert window(step_number, 99, columns) == expected
+    assert step_bounds_around(step_number, 99, columns) == expected
 
 
 def test_masks_are_given_by_groups_of_layers(source: Callable[..., Source]) -> None:
@@ -258,7 +258,7 @@ def test_the_worst_gate_of_the_step_is_named_with_its_layer(source: Callable[...
 def test_a_gate_that_is_no_number_is_said_to_be_none(source: Callable[..., Source]) -> None:
     calls = [call(0, gate=1e-6), call(1, gate=float("nan")), call(1, gate=1e-6)]
     data = load(source([step(0, calls)]))
-    assert data.now.gates[0] == 1e-6
+    assert data.details.lse_errors[0] == 1e-6
     assert "Gate: not a number in layer 1." in PANEL.describe(data)
 
 
@@ -280,17 +280,17 @@ def test_a_narrow_panel_merges_layers_that_ran_alike(source: Callable[..., Sourc
 def test_a_click_on_a_cell_goes_to_its_step_and_layer(source: Callable[..., Source]) -> None:
     data, asked = load(source(fallback()), step=4), request(step=4)
     column = drawn(data)[3].index("S")
-    assert PANEL.point(column, 3, data, asked, click=True) == Go(step=3, layer=2)
-    assert PANEL.point(column, 3, data, asked, click=False) is None
-    assert PANEL.point(0, 3, data, asked, click=True) is None
-    assert PANEL.point(90, 3, data, asked, click=True) is None
-    assert PANEL.point(column, 29, data, asked, click=True) is None
+    assert PANEL.on_mouse(column, 3, data, asked, click=True) == Navigate(step=3, layer=2)
+    assert PANEL.on_mouse(column, 3, data, asked, click=False) is None
+    assert PANEL.on_mouse(0, 3, data, asked, click=True) is None
+    assert PANEL.on_mouse(90, 3, data, asked, click=True) is None
+    assert PANEL.on_mouse(column, 29, data, asked, click=True) is None
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 2), (9, 4), (38, 14), (120, 40)])
-@pytest.mark.parametrize("look", [PLAIN, Look()])
+@pytest.mark.parametrize("look", [PLAIN, Theme()])
 def test_it_draws_at_any_size(
-    source: Callable[..., Source], size: tuple[int, int], look: Look
+    source: Callable[..., Source], size: tuple[int, int], look: Theme
 ) -> None:
     data = load(source(fallback()), *size, step=4)
     assert drawn(data, *size, look)
@@ -300,12 +300,12 @@ def test_a_fallback_is_reversed_without_colours_and_red_with_them(
     source: Callable[..., Source],
 ) -> None:
     data = load(source(fallback()), step=1)
-    for look in (PLAIN, Look()):
+    for look in (PLAIN, Theme()):
         strip = PANEL.paint(data, request(step=1), look).strips[3]
         odd = next(part for part in strip if "S" in part.text)
         assert odd.style is not None
         assert odd.style.reverse
-        assert (odd.style.color is None) == look.plain
+        assert (odd.style.color is None) == look.no_color
 
 
 def test_a_trace_without_calls_says_so(source: Callable[..., Source]) -> None:
@@ -362,13 +362,13 @@ def test_a_fork_takes_the_steps_before_it_from_its_parent(tmp_path: Path) -> Non
 
 
 def test_numbers_are_written_as_spans() -> None:
-    assert spans([7, 0, 1, 2, 2]) == "0-2, 7"
-    assert spans([]) == ""
+    assert format_ranges([7, 0, 1, 2, 2]) == "0-2, 7"
+    assert format_ranges([]) == ""
 
 
 def test_the_end_of_a_rules_name_tells_it() -> None:
-    assert short_rule("user.masks.isolate.<locals>.mask_mod") == "masks.isolate"
-    assert short_rule("rule") == "rule"
+    assert short_mask_mod("user.masks.isolate.<locals>.mask_mod") == "masks.isolate"
+    assert short_mask_mod("rule") == "rule"
 
 
 def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Source]) -> None:
@@ -378,7 +378,7 @@ def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Sourc
     ]
     build = BuildRecord(1, None, None, 9, 9, "own.rule", 1.5, 3 << 20)
     data = load(source([step(0, calls, builds=(build, build))]))
-    assert warnings(data)[0] == (
+    assert describe_warnings(data)[0] == (
         "Layer 1 ran sdpa because of an exception that the program swallowed: RuntimeError: \\x1bno"
     )
     words = describe_step(data)

@@ -15,11 +15,11 @@ from textual.pilot import Pilot
 
 from flexinspect import plugins, review
 from flexinspect.app import InspectorApp
-from flexinspect.feed import Feed
+from flexinspect.feed import TraceSession
 from flexinspect.rules.numbers import NumbersRule
 from flexinspect.screens import reviewing
-from flexinspect.state import remember
-from flexinspect.trace.append import statements
+from flexinspect.state import save_state
+from flexinspect.trace.append import review_statements
 from flexinspect.trace.reader import open_trace
 
 CHILD = """
@@ -43,7 +43,7 @@ def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
     tests = str(TESTS)
     monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path, tests]))
     monkeypatch.setattr(
-        reviewing, "command", lambda path: [sys.executable, "-c", CHILD, str(path), *words]
+        reviewing, "review_command", lambda path: [sys.executable, "-c", CHILD, str(path), *words]
     )
     return words
 
@@ -60,7 +60,7 @@ async def until(pilot: Pilot[None], text: str) -> str:
 async def test_what_dear_rules_say_appears_while_somebody_looks(
     trace: Path, child: list[str]
 ) -> None:
-    remember(panels=("findings",), slots=1)
+    save_state(panels=("findings",), slots=1)
     async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
         await settle(pilot)
         assert "1 error" in screen_text(pilot.app)
@@ -76,15 +76,15 @@ async def test_what_dear_rules_say_appears_while_somebody_looks(
 def test_what_was_said_of_a_held_run_is_looked_for_again_at_its_end(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed, screen = Feed(trace), reviewing.ReviewingScreen()
+    feed, screen = TraceSession(trace), reviewing.ReviewScreen()
     reviewed: list[list[tuple[str, int]]] = []
     assert feed.reader is not None
     reader = feed.reader
     monkeypatch.setattr(screen, "_review", lambda feed, pool: reviewed.append(reader.reviews()))
     with ThreadPoolExecutor(1) as pool:
-        screen.review_once(feed, pool, held=2)
-        reader.add(statements(review.review(reader, [Slow()], store=False).unstored))
-        screen.review_once(feed, pool, held=2)
+        screen.review_once(feed, pool, n_held=2)
+        reader.add_reviews(review_statements(review.review(reader, [Slow()], store=False).unstored))
+        screen.review_once(feed, pool, n_held=2)
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
         screen.review_once(feed, pool)
     assert reviewed == [[], []]
@@ -108,7 +108,7 @@ async def test_closing_ends_the_process_that_looks(
 ) -> None:
     began = tmp_path / "began"
     sleeper = f"open({str(began)!r}, 'w').close(); import time; time.sleep(60)"
-    monkeypatch.setattr(reviewing, "command", lambda path: [sys.executable, "-c", sleeper])
+    monkeypatch.setattr(reviewing, "review_command", lambda path: [sys.executable, "-c", sleeper])
     ended: list[int | None] = []
     real = asyncio.create_subprocess_exec
 
@@ -140,7 +140,7 @@ async def test_a_trace_that_every_rule_has_seen_starts_no_process(
     with open_trace(trace) as reader:
         review.review(reader, [Slow()])
     started: list[Path] = []
-    monkeypatch.setattr(reviewing, "command", lambda path: started.append(path) or ["no"])
+    monkeypatch.setattr(reviewing, "review_command", lambda path: started.append(path) or ["no"])
     async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
         await until(pilot, "2 warnings")
         await settle(pilot)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexinspect.panels.base import Place, Request
-from flexinspect.panels.parts.pipeline import Box, RunFacts, boxes, diagram
-from flexinspect.panels.run import RunOptions, RunPanel, manifest
+from flexinspect.panels.base import Request, TracePlace
+from flexinspect.panels.parts.pipeline import Box, RunFacts, draw_diagram, generation_stages
+from flexinspect.panels.run import RunOptions, RunPanel, manifest_rows
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import (
@@ -25,10 +25,10 @@ from flexinspect.records import (
 )
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 PANEL = RunPanel()
-PLAIN = Look("none")
+PLAIN = Theme("none")
 SEGMENTS = (
     Segment(0, 1, "bos", SegmentKind.BOS, 0),
     Segment(1, 3, "paraphrase 1", SegmentKind.PARAPHRASE, 1),
@@ -95,18 +95,18 @@ def data(tmp_path: Path) -> RunFacts:
     return load(write(tmp_path / "run.flextrace", MANIFEST, expected=("yes", "oui")))
 
 
-def load(path: Path, place: Place | None = None) -> RunFacts:
-    return PANEL.load(Source(open_trace(path)), Request(place or Place(step=1), RunOptions()))
+def load(path: Path, place: TracePlace | None = None) -> RunFacts:
+    return PANEL.load(Source(open_trace(path)), Request(place or TracePlace(step=1), RunOptions()))
 
 
 def said(data: RunFacts, title: str) -> tuple[str, ...]:
-    return next(box.lines for box in boxes(data) if box.title.startswith(title))
+    return next(box.lines for box in generation_stages(data) if box.title.startswith(title))
 
 
 def drawn(
-    data: RunFacts, width: int = 120, height: int = 40, look: Look = PLAIN, offset: int = 0
+    data: RunFacts, width: int = 120, height: int = 40, look: Theme = PLAIN, offset: int = 0
 ) -> list[str]:
-    request = Request(Place(), RunOptions(offset), width, height)
+    request = Request(TracePlace(), RunOptions(offset), width, height)
     picture = PANEL.paint(data, request, look)
     assert len(picture.strips) <= height
     for strip in picture.strips:
@@ -115,7 +115,7 @@ def drawn(
 
 
 def test_the_stages_stand_in_the_order_in_which_they_happen(data: RunFacts) -> None:
-    assert [box.title for box in boxes(data)] == [
+    assert [box.title for box in generation_stages(data)] == [
         *("input", "concatenation", "mask", "patch", "prefill", "decode loop ↻", "text")
     ]
 
@@ -181,12 +181,14 @@ def test_the_decode_loop_gives_the_true_mean_and_the_cost_of_capture(data: RunFa
 
 
 def test_the_text_is_compared_with_what_was_expected(data: RunFacts) -> None:
-    box = boxes(data)[-1]
+    box = generation_stages(data)[-1]
     assert box == Box("text", ("“Yes”", "expected yes | oui", "✓ correct", "finished, eos"), "good")
 
 
 def test_a_wrong_answer_is_said_to_be_wrong(tmp_path: Path) -> None:
-    box = boxes(load(write(tmp_path / "a.flextrace", {}, answer="No", expected=("yes",))))[-1]
+    box = generation_stages(
+        load(write(tmp_path / "a.flextrace", {}, answer="No", expected=("yes",)))
+    )[-1]
     assert "✗ not among those expected" in box.lines
     assert box.style == "bad"
 
@@ -217,7 +219,7 @@ def test_a_trace_without_generations_shows_its_manifest(tmp_path: Path) -> None:
         pass
     data = load(tmp_path / "a.flextrace")
     assert said(data, "prefill") == ("not recorded",)
-    assert ("seed", "7") in manifest(data)
+    assert ("seed", "7") in manifest_rows(data)
     assert "seed: 7" in PANEL.describe(data)
 
 
@@ -231,14 +233,14 @@ def test_a_trace_without_generations_shows_its_manifest(tmp_path: Path) -> None:
 )
 def test_a_manifest_of_another_tool_is_shown_as_it_is(tmp_path: Path, run: dict[str, Any]) -> None:
     data = load(write(tmp_path / "a.flextrace", run))
-    names = [name for name, _ in manifest(data)]
+    names = [name for name, _ in manifest_rows(data)]
     assert names[0] == "state"
     assert drawn(data)
     assert all(text.isprintable() for text in PANEL.describe(data))
 
 
 def test_the_manifest_gives_the_command_line_as_it_was_typed(data: RunFacts) -> None:
-    facts = dict(manifest(data))
+    facts = dict(manifest_rows(data))
     assert facts["command"] == "flexinspect run --prompt 'a b'"
     assert facts["model.parameters"] == "2164416 (2.2 M)"
     assert facts["seed"] == "7"
@@ -247,7 +249,7 @@ def test_the_manifest_gives_the_command_line_as_it_was_typed(data: RunFacts) -> 
 
 
 def test_a_huge_manifest_is_cut_and_says_so(data: RunFacts) -> None:
-    facts = manifest(replace(data, run={f"k{n}": "v" * 9000 for n in range(1000)}))
+    facts = manifest_rows(replace(data, run={f"k{n}": "v" * 9000 for n in range(1000)}))
     assert len(facts) == 301
     assert facts[-1] == ("…", "702 more facts")
     assert max(len(value) for _, value in facts) <= 2001
@@ -261,7 +263,7 @@ def test_text_from_the_trace_cannot_move_the_cursor(tmp_path: Path) -> None:
 
 def test_a_wide_diagram_goes_from_left_to_right() -> None:
     stages = [Box("one", ("1",)), Box("two", ("2", "3"))]
-    assert [strip.text for strip in diagram(stages, 53, PLAIN)] == [
+    assert [strip.text for strip in draw_diagram(stages, 53, PLAIN)] == [
         "╭─ one ─────────────────╮   ╭─ two ─────────────────╮",
         "│ 1                     │──▶│ 2                     │",
         "│                       │   │ 3                     │",
@@ -271,7 +273,7 @@ def test_a_wide_diagram_goes_from_left_to_right() -> None:
 
 def test_a_narrow_diagram_goes_down() -> None:
     stages = [Box("one", ("1",)), Box("two", ("two words",))]
-    assert [strip.text for strip in diagram(stages, 12, PLAIN)] == [
+    assert [strip.text for strip in draw_diagram(stages, 12, PLAIN)] == [
         "╭─ one ────╮",
         "│ 1        │",
         "╰──────────╯",
@@ -284,14 +286,14 @@ def test_a_narrow_diagram_goes_down() -> None:
 
 
 def test_wide_characters_keep_the_boxes_closed() -> None:
-    strips = diagram([Box("日本", ("東京は日本の首都です。" * 3,))], 20, PLAIN)
+    strips = draw_diagram([Box("日本", ("東京は日本の首都です。" * 3,))], 20, PLAIN)
     assert {strip.cell_length for strip in strips} == {20}
     assert all(strip.text.endswith(("╮", "│", "╯")) for strip in strips)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 2), (4, 3), (9, 4), (38, 14), (120, 40)])
-@pytest.mark.parametrize("look", [PLAIN, Look()])
-def test_it_draws_at_any_size(data: RunFacts, size: tuple[int, int], look: Look) -> None:
+@pytest.mark.parametrize("look", [PLAIN, Theme()])
+def test_it_draws_at_any_size(data: RunFacts, size: tuple[int, int], look: Theme) -> None:
     assert len(drawn(data, *size, look)) == min(size[1], len(drawn(data, size[0], 999)))
 
 
@@ -299,20 +301,20 @@ def test_scrolling_reaches_the_last_line_and_stops(data: RunFacts) -> None:
     whole = drawn(data, 38, 500)
     options, seen = RunOptions(), 0
     while True:
-        request = Request(Place(), options, 38, 14)
-        after = PANEL.act("cursor.down", data, request)
+        request = Request(TracePlace(), options, 38, 14)
+        after = PANEL.on_action("cursor.down", data, request)
         if after is None:
             break
         options, seen = after, seen + 1
     assert seen > 3
     assert drawn(data, 38, 14, offset=options.offset) == whole[-14:]
-    up = PANEL.act("cursor.up", data, Request(Place(), options, 38, 14))
+    up = PANEL.on_action("cursor.up", data, Request(TracePlace(), options, 38, 14))
     assert up == RunOptions(options.offset - 4)
-    assert PANEL.act("cursor.up", data, Request(Place(), RunOptions(), 38, 14)) is None
+    assert PANEL.on_action("cursor.up", data, Request(TracePlace(), RunOptions(), 38, 14)) is None
 
 
 def test_the_note_says_how_much_is_out_of_sight(data: RunFacts) -> None:
-    picture = PANEL.paint(data, Request(Place(), RunOptions(3), 38, 14), PLAIN)
+    picture = PANEL.paint(data, Request(TracePlace(), RunOptions(3), 38, 14), PLAIN)
     n_lines = len(drawn(data, 38, 500))
     assert picture.note == f"finished, lines 4-17 of {n_lines}"
 
@@ -320,17 +322,17 @@ def test_the_note_says_how_much_is_out_of_sight(data: RunFacts) -> None:
 def test_the_window_of_decode_steps_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect.panels.run._WINDOW", 2)
-    data = load(write(tmp_path / "a.flextrace", {}), Place(step=3))
+    monkeypatch.setattr("flexinspect.panels.run._WINDOW_STEPS", 2)
+    data = load(write(tmp_path / "a.flextrace", {}), TracePlace(step=3))
     assert [row.step for row in data.decode] == [2, 3]
     assert "3 steps" in said(data, "decode")
 
 
 def test_a_generation_that_is_not_there_leaves_the_manifest(data: RunFacts) -> None:
-    elsewhere = load(Path(data.path), Place(generation=5))
+    elsewhere = load(Path(data.path), TracePlace(generation=5))
     assert elsewhere.generation is None
     assert said(elsewhere, "text") == ("not recorded",)
-    assert ("seed", "7") in manifest(elsewhere)
+    assert ("seed", "7") in manifest_rows(elsewhere)
 
 
 def test_a_huge_answer_is_cut_before_it_is_wrapped_and_keeps_its_verdict(
@@ -344,7 +346,7 @@ def test_a_huge_answer_is_cut_before_it_is_wrapped_and_keeps_its_verdict(
         return original(text, *rest, **more)
 
     monkeypatch.setattr(textwrap, "wrap", counting)
-    huge = replace(data, answer="word " * 200_000, right=False)
+    huge = replace(data, answer="word " * 200_000, is_correct=False)
     for width in (30, 120):
         assert "✗ not among" in "\n".join(drawn(huge, width, 400))
     assert max(wrapped) < 5000
@@ -361,11 +363,11 @@ def test_the_answer_is_judged_when_it_is_loaded_and_once(
         judged.append(answer)
         return True
 
-    monkeypatch.setattr("flexinspect.panels.parts.verdict.matches", judge)
+    monkeypatch.setattr("flexinspect.panels.parts.verdict.is_correct_answer", judge)
     path = write(tmp_path / "a.flextrace", {}, expected=("yes",))
     source = Source(open_trace(path))
     for number in (0, 1, 2):
-        facts = PANEL.load(source, Request(Place(step=number), RunOptions()))
+        facts = PANEL.load(source, Request(TracePlace(step=number), RunOptions()))
         drawn(facts)
     assert judged == ["Yes"]
     assert "✓ correct" in said(facts, "text")

@@ -15,16 +15,16 @@ from textual.command import CommandList, CommandPalette
 
 from flexinspect.app import InspectorApp
 from flexinspect.keys import all_keys
-from flexinspect.panels.base import Missing, Place, Request
+from flexinspect.panels.base import Missing, Request, TracePlace
 from flexinspect.panels.registry import load_panel, panel_names
 from flexinspect.panels.source import Source
 from flexinspect.records import EventRecord
-from flexinspect.screens.ask import Ask, Choose, HelpScreen
-from flexinspect.screens.broken import BrokenScreen
+from flexinspect.screens.ask import ChoiceDialog, HelpScreen, TextDialog
+from flexinspect.screens.broken import UnreadableTraceScreen
 from flexinspect.screens.slots import Slots, n_columns, n_slots
 from flexinspect.screens.start import StartScreen
 from flexinspect.screens.trace import TraceScreen
-from flexinspect.state import recall
+from flexinspect.state import load_state
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
 
@@ -32,7 +32,7 @@ WIDE, SMALL = (130, 40), (80, 24)
 PANELS = ("tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run")
 
 
-def place(app: InspectorApp) -> Place:
+def place(app: InspectorApp) -> TracePlace:
     assert isinstance(app.screen, TraceScreen)
     return app.screen.place
 
@@ -48,7 +48,7 @@ async def answer(pilot: Any, key: str, text: str) -> None:
     await settle(pilot)
     await pilot.press(key)
     await pilot.pause()
-    assert isinstance(pilot.app.screen, Ask)
+    assert isinstance(pilot.app.screen, TextDialog)
     await pilot.press(*text, "enter")
     await settle(pilot)
 
@@ -57,7 +57,7 @@ async def test_a_trace_opens_at_its_first_step(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await settle(pilot)
-        assert place(app) == Place(0, 0, 0)
+        assert place(app) == TracePlace(0, 0, 0)
         lines = screen_lines(app)
         assert lines[0].startswith(
             "sample · cpu float32 · advanced · generation 0/1 · step 0/5 pre"
@@ -96,7 +96,7 @@ async def test_generations_are_walked_like_steps(trace: Path) -> None:
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await press(pilot, "right", ">")
-        assert place(app) == Place(1, 0, 0)
+        assert place(app) == TracePlace(1, 0, 0)
         await press(pilot, ">")
         assert place(app).generation == 1
         await press(pilot, "<")
@@ -108,7 +108,7 @@ async def test_generations_are_walked_like_steps(trace: Path) -> None:
     [("4", 4), ("ten", 2), ("last", 5), (" First ", 0), ("prefill", 0), ("Jane", 0), ("-1", 1)],
 )
 async def test_go_to_takes_a_number_a_name_or_a_word(trace: Path, typed: str, step: int) -> None:
-    app = InspectorApp(trace, place=Place(0, 0, 1))
+    app = InspectorApp(trace, place=TracePlace(0, 0, 1))
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "g", typed)
         assert place(app).step == step
@@ -127,13 +127,13 @@ async def test_search_finds_tokens_of_the_prompt_and_goes_on_round_the_end(trace
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await answer(pilot, "/", "emma")
-        assert place(app) == Place(0, 0, 0, pos=3)
+        assert place(app) == TracePlace(0, 0, 0, pos=3)
         await press(pilot, "*")
         assert place(app).pos == 6
         await press(pilot, "*")
         assert place(app).pos == 3
         await press(pilot, "right")
-        assert place(app) == Place(0, 0, 1)
+        assert place(app) == TracePlace(0, 0, 1)
 
 
 async def test_a_word_that_is_nowhere_is_said(trace: Path) -> None:
@@ -203,7 +203,7 @@ async def test_the_panel_that_stands_alone_is_remembered(trace: Path) -> None:
         assert again.screen.focused is alone
         await press(pilot, "x")
         assert [view.panel.name for view in slots.views()] == ["mask", "logits", "path", "findings"]
-    assert recall().alone == ""
+    assert load_state().alone == ""
 
 
 async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> None:
@@ -216,7 +216,7 @@ async def test_plus_and_minus_change_how_many_panels_there_are(trace: Path) -> N
         assert len(slots.views()) == 1
         await press(pilot, "+")
         assert len(slots.views()) == 2
-    assert recall().slots == 2
+    assert load_state().slots == 2
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (100, 50), (250, 70)])
@@ -247,12 +247,12 @@ async def test_every_panel_shows_the_sample(trace: Path, name: str) -> None:
         slots.show_panel(name)
         await settle(pilot)
         view = next(view for view in slots.views() if view.panel.name == name)
-        assert view._trouble is None
+        assert view._error is None
         assert any(strip.text.strip() for strip in view.strips)
         for key in ("right", "m", "v", "z", "Z", "shift+down", "shift+right", "B"):
             await pilot.press(key)
         await settle(pilot)
-        assert view._trouble is None
+        assert view._error is None
 
 
 async def test_help_says_what_the_focused_panel_shows_and_names_the_keys(trace: Path) -> None:
@@ -386,7 +386,7 @@ async def test_the_start_screen_offers_demo_model_and_recent_traces(
         await pilot.press("down", "down", "enter")
         await settle(pilot)
         assert isinstance(app.screen, TraceScreen)
-    assert recall().recent == (str(trace),)
+    assert load_state().recent == (str(trace),)
 
 
 async def test_a_broken_trace_gets_a_screen_with_what_is_left(tmp_path: Path) -> None:
@@ -395,13 +395,13 @@ async def test_a_broken_trace_gets_a_screen_with_what_is_left(tmp_path: Path) ->
     app = InspectorApp(path)
     async with app.run_test(size=WIDE) as pilot:
         await pilot.pause()
-        assert isinstance(app.screen, BrokenScreen)
+        assert isinstance(app.screen, UnreadableTraceScreen)
         await app.workers.wait_for_complete()
         await pilot.pause()
         text = screen_text(app)
         assert "is not a trace" in text
         assert "Nothing in it can be read as a trace." in text
-    assert app.trouble is not None
+    assert app.trace_error is not None
 
 
 async def test_a_trace_cut_short_says_what_can_still_be_read_and_is_copied_when_asked(
@@ -415,7 +415,7 @@ async def test_a_trace_cut_short_says_what_can_still_be_read_and_is_copied_when_
     app = InspectorApp(trace)
     async with app.run_test(size=WIDE) as pilot:
         await pilot.pause()
-        assert isinstance(app.screen, BrokenScreen)
+        assert isinstance(app.screen, UnreadableTraceScreen)
         await app.workers.wait_for_complete()
         await pilot.pause()
         assert "cut short" in screen_text(app)
@@ -458,7 +458,7 @@ def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
 ) -> None:
     path = sample_trace(tmp_path / "none.flextrace", generations=0)
     panel = load_panel(name)
-    request = Request(Place(), panel.options(), 80, 20)
+    request = Request(TracePlace(), panel.options(), 80, 20)
     with open_trace(path) as reader:
         try:
             said = panel.describe(panel.load(Source(reader), request))
@@ -495,7 +495,7 @@ async def test_choosing_a_panel_from_the_list(trace: Path) -> None:
         await settle(pilot)
         await pilot.press("c")
         await pilot.pause()
-        assert isinstance(app.screen, Choose)
+        assert isinstance(app.screen, ChoiceDialog)
         await pilot.press("end", "enter")
         await settle(pilot)
         assert app.screen.query_one(Slots).current().panel.name == panel_names()[-1]
@@ -517,10 +517,10 @@ async def test_panels_may_be_exchanged_as_fast_as_keys_come(trace: Path) -> None
 
 
 async def test_a_place_that_is_not_there_becomes_the_nearest_one(trace: Path) -> None:
-    app = InspectorApp(trace, place=Place(99, 0, 9999, 99, 99))
+    app = InspectorApp(trace, place=TracePlace(99, 0, 9999, 99, 99))
     async with app.run_test(size=SMALL) as pilot:
         await settle(pilot)
-        assert place(app) == Place(1, 0, 5, LAYERS - 1, 1)
+        assert place(app) == TracePlace(1, 0, 5, LAYERS - 1, 1)
         assert any("no generation 99" in note.message for note in app._notifications)
 
 
@@ -546,7 +546,7 @@ async def test_damage_met_by_a_search_is_said(trace: Path, monkeypatch: pytest.M
     app = InspectorApp(trace)
     async with app.run_test(size=SMALL) as pilot:
         await settle(pilot)
-        monkeypatch.setattr(screen_module, "token_with", fail)
+        monkeypatch.setattr(screen_module, "find_token", fail)
         await pilot.press("/")
         await pilot.pause()
         await pilot.press("a", "enter")
@@ -570,11 +570,11 @@ async def test_after_a_broken_trace_a_good_one_ends_well(trace: Path, tmp_path: 
     app = InspectorApp(bad)
     async with app.run_test(size=SMALL) as pilot:
         await pilot.pause()
-        app._begin(trace)
+        app._open_target(trace)
         await settle(pilot)
         assert place(app).step == 0
-    assert app.trouble is None
-    assert recall().recent == (str(trace),)
+    assert app.trace_error is None
+    assert load_state().recent == (str(trace),)
 
 
 async def test_odd_values_in_a_manifest_are_survived(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexinspect.panels.base import Place, Request
+from flexinspect.panels.base import Request, TracePlace
 from flexinspect.panels.source import Source
 from flexinspect.panels.tokens import TokensData, TokensOptions, TokensPanel
 from flexinspect.prompts import Segment, SegmentKind
@@ -20,8 +20,8 @@ from flexinspect.records import (
 )
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.look import Look
-from flexinspect.widgets.tokencells import shown
+from flexinspect.widgets.look import Theme
+from flexinspect.widgets.tokencells import display_text
 
 PANEL = TokensPanel()
 N_PROMPT = 901
@@ -63,7 +63,7 @@ def choosing(record: StepRecord, chosen: TokenRecord) -> StepRecord:
 
 
 def load(source: Source, step: int, width: int = 38, height: int = 14) -> TokensData:
-    return PANEL.load(source, Request(Place(step=step), TokensOptions(), width, height))
+    return PANEL.load(source, Request(TracePlace(step=step), TokensOptions(), width, height))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_of_a_segment_at_the_edge_the_part_in_sight_is_said(source: Source) -> N
     assert 601 < start < N_PROMPT
     assert lines[4].startswith(f"paraphrase 3 [601, 901): … w{start} w{start + 1}")
     assert lines[4].endswith(" w900")
-    data = PANEL.load(source, Request(Place(pos=350), TokensOptions(), 38, 14))
+    data = PANEL.load(source, Request(TracePlace(pos=350), TokensOptions(), 38, 14))
     lines = PANEL.describe(data)
     assert lines[3].startswith("paraphrase 2 [301, 601):  w301 w302")
     assert lines[3].endswith(f" w{data.window.stop - 1}…")
@@ -152,17 +152,19 @@ def test_the_answer_of_a_branch_is_its_own(tmp_path: Path) -> None:
     source = Source(open_trace(path))
     said = []
     for branch in (0, 1):
-        place = Place(branch=branch, step=branch)
+        place = TracePlace(branch=branch, step=branch)
         data = PANEL.load(source, Request(place, TokensOptions(), 80, 20))
         said.append(PANEL.describe(data)[-1])
     assert said == ["answer: left; expected: left (right)", "answer: right; expected: left (wrong)"]
 
 
 @pytest.mark.parametrize("size", [(120, 40), (38, 14), (1, 1)])
-@pytest.mark.parametrize("look", [Look(), Look("none")], ids=["colour", "plain"])
-def test_every_size_is_drawn_to_the_cell(source: Source, size: tuple[int, int], look: Look) -> None:
+@pytest.mark.parametrize("look", [Theme(), Theme("none")], ids=["colour", "plain"])
+def test_every_size_is_drawn_to_the_cell(
+    source: Source, size: tuple[int, int], look: Theme
+) -> None:
     width, height = size
-    request = Request(Place(step=200), TokensOptions(), width, height)
+    request = Request(TracePlace(step=200), TokensOptions(), width, height)
     picture = PANEL.paint(PANEL.load(source, request), request, look)
     assert 0 < len(picture.strips) <= height
     assert {strip.cell_length for strip in picture.strips} == {width}
@@ -189,7 +191,7 @@ def test_every_size_is_drawn_to_the_cell(source: Source, size: tuple[int, int], 
 def test_a_token_is_shown_as_what_it_adds_to_the_text(
     token: str, text: str, said: tuple[str, bool]
 ) -> None:
-    assert shown(token, text, special=False) == said
+    assert display_text(token, text, special=False) == said
 
 
 @pytest.mark.parametrize(("rank", "said"), [(0, ""), (3, ", rank 3"), (-1, "")])

@@ -12,13 +12,13 @@ from support.tui import screen_text, settle
 
 from flexinspect import state
 from flexinspect.app import InspectorApp
-from flexinspect.panels.base import Go, Missing, NoOptions, Place, Request
-from flexinspect.panels.gradstrip import CELLS, GradientStripPanel, levels_of
-from flexinspect.panels.parts.curves import span_of
-from flexinspect.panels.parts.trainingrun import check_suits
+from flexinspect.panels.base import Missing, Navigate, NoOptions, Request, TracePlace
+from flexinspect.panels.gradstrip import NORMS_PALETTE, GradientStripPanel, norm_levels
+from flexinspect.panels.parts.curves import load_curve_span
+from flexinspect.panels.parts.trainingrun import check_panel_applies
 from flexinspect.panels.registry import load_panel, panel_names
 from flexinspect.panels.source import Source
-from flexinspect.panels.training import TrainingPanel, arrange
+from flexinspect.panels.training import TrainingPanel, curve_areas
 from flexinspect.records import (
     EventRecord,
     GenerationEnd,
@@ -26,12 +26,12 @@ from flexinspect.records import (
     MemoryRecord,
     StepRecord,
 )
-from flexinspect.screens.slots import TRAINING
+from flexinspect.screens.slots import TRAINING_PANELS
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.trainingqueries import CurvePoint
 from flexinspect.trace.writer import TraceWriter
-from flexinspect.trainingfacts import GradientFacts, Producer, TrainingStepRecord
-from flexinspect.widgets.look import Look
+from flexinspect.trainingfacts import AnomalyOrigin, ParameterGradient, TrainingStepRecord
+from flexinspect.widgets.look import Theme
 
 PANEL, STRIP = TrainingPanel(), GradientStripPanel()
 SIZES = [(120, 40), (84, 6), (60, 20), (38, 5), (20, 3), (5, 30), (2, 2), (1, 1)]
@@ -52,8 +52,8 @@ def training_step(number: int) -> StepRecord:
         n_sick=int(is_sick),
         n_exploding=int(number == 29),
         group_norms=norms,
-        gradients=(GradientFacts("body.0.w", norms[0], n_nan=int(is_sick)),),
-        producer=Producer("module", "body.0\x1b", 2, "float32") if is_sick else None,
+        gradients=(ParameterGradient("body.0.w", norms[0], n_nan=int(is_sick)),),
+        producer=AnomalyOrigin("module", "body.0\x1b", 2, "float32") if is_sick else None,
         n_backward=1,
         scale=1024.0,
         is_skipped=is_sick,
@@ -83,7 +83,7 @@ def source(run: Path) -> Source:
 
 
 def request(step: int, width: int = 100, height: int = 30) -> Request[NoOptions]:
-    return Request(Place(step=step), NoOptions(), width, height)
+    return Request(TracePlace(step=step), NoOptions(), width, height)
 
 
 def test_a_healthy_step_is_told_in_words(source: Source) -> None:
@@ -101,13 +101,13 @@ def test_a_sick_step_names_its_producer_first(source: Source) -> None:
     assert first.startswith("Step 30: the output of body.0")
     assert first.endswith("is the first that is not finite. 2 others carry it on.")
     assert "\x1b" not in "".join(PANEL.describe(data))
-    assert PANEL.paint(data, request(SICK), Look()).alarm
+    assert PANEL.paint(data, request(SICK), Theme()).alarm
     assert "loss scale: 1024, step left out" in PANEL.describe(data)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("look", [Look(), Look("none")])
-def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], look: Look) -> None:
+@pytest.mark.parametrize("look", [Theme(), Theme("none")])
+def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], look: Theme) -> None:
     for panel in (PANEL, STRIP):
         asked = request(31, *size)
         picture = panel.paint(panel.load(source, asked), asked, look)
@@ -118,10 +118,10 @@ def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], loo
 def test_a_click_on_a_curve_goes_to_its_step(source: Source) -> None:
     asked = request(3, 120, 30)
     data = PANEL.load(source, asked)
-    area = arrange(data, 120, 30)["loss"]
-    assert PANEL.point(area.x + 10, area.y, data, asked, click=True) == Go(step=10)
-    assert PANEL.point(area.x + 10, area.y, data, asked, click=False) is None
-    assert PANEL.point(area.x - 1, area.y, data, asked, click=True) is None
+    area = curve_areas(data, 120, 30)["loss"]
+    assert PANEL.on_mouse(area.x + 10, area.y, data, asked, click=True) == Navigate(step=10)
+    assert PANEL.on_mouse(area.x + 10, area.y, data, asked, click=False) is None
+    assert PANEL.on_mouse(area.x - 1, area.y, data, asked, click=True) is None
 
 
 def test_learning_rates_that_differ_by_group_are_curves_told_apart(source: Source) -> None:
@@ -135,15 +135,15 @@ def test_learning_rates_that_differ_by_group_are_curves_told_apart(source: Sourc
         "learning rate of group 0, 3 in steps 0-39: 0.0025 to 0.1.",
         "learning rate of group 1-2 in steps 0-39: 0.01.",
     ]
-    area = arrange(data, 80, 18)["learning rate"]
-    drawn = [strip.text for strip in PANEL.paint(data, asked, Look("none")).strips]
+    area = curve_areas(data, 80, 18)["learning rate"]
+    drawn = [strip.text for strip in PANEL.paint(data, asked, Theme("none")).strips]
     title, falling, level = (row[area.x :].rstrip() for row in drawn[area.y - 1 : area.y + 2])
     assert title == "learning rate, group 0, 3: 0.0025 to 0.1 1-2: 0.01"
     assert falling[0] > falling[-1]
     assert len(set(level)) == 1
     assert area.height == 2
     narrow = request(3, 40, 18)
-    texts = [strip.text.rstrip() for strip in PANEL.paint(data, narrow, Look("none")).strips]
+    texts = [strip.text.rstrip() for strip in PANEL.paint(data, narrow, Theme("none")).strips]
     assert "learning rate up to 0, 3: 0.1 1-2: 0.01" in texts
 
 
@@ -151,15 +151,15 @@ def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) 
     curve = source.reader.training_curve(0, 0, N_STEPS, 4)
     assert [point.step for point in curve.values()] == [0, 10, 20, 30]
     assert [point.loss for point in curve.values()] == [4.0, 3.0, 2.0, None]
-    assert [point.has_sick_loss for point in curve.values()] == [False, False, False, True]
-    assert [point.has_sick_gradient for point in curve.values()] == [False, False, False, True]
+    assert [point.has_nonfinite_loss for point in curve.values()] == [False, False, False, True]
+    assert [point.has_nonfinite_gradient for point in curve.values()] == [False, False, False, True]
     assert source.reader.group_curve(0, 0, N_STEPS, 4)[2, 0] == 100.0
 
 
 def test_of_steps_too_many_to_read_those_with_nan_or_large_norms_are_read(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect.trace.trainingqueries.MOST_READ", 1)
+    monkeypatch.setattr("flexinspect.trace.trainingqueries.MAX_STEPS_READ", 1)
     curve = source.reader.group_curve(0, 0, N_STEPS, 4)
     assert {point for point, _ in curve} == {0, 2, 3}
     assert curve[2, 0] == 100.0
@@ -172,12 +172,14 @@ def test_a_strip_without_room_for_all_keeps_the_highest_and_the_lowest_groups(
     norms = [[1.0, 1.0], [9.0, 2.0], [1.0, math.nan], [0.5, 1e-9], [-1.0, -1.0], [-1.0, 1e-7]]
     data = replace(STRIP.load(source, request(2)), groups=tuple("abcdef"), norms=np.array(norms))
     for height, shown in ((7, "abcdef"), (6, "abcdf"), (5, "bcdf"), (4, "bcd"), (2, "c"), (1, "")):
-        picture = STRIP.paint(data, request(2, 60, height), Look("none"))
+        picture = STRIP.paint(data, request(2, 60, height), Theme("none"))
         assert "".join(strip.text[0] for strip in picture.strips[1:]) == shown
 
 
 def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) -> None:
-    point = CurvePoint(0, 0.5, None, has_sick_loss=False, has_sick_gradient=True, rates=(0.1,))
+    point = CurvePoint(
+        0, 0.5, None, has_nonfinite_loss=False, has_nonfinite_gradient=True, rates=(0.1,)
+    )
     data = replace(PANEL.load(source, request(0, 80, 20)), points={0: point})
     assert data.values("loss") == {0: 0.5}
     assert math.isnan(data.values("gradient norm")[0] or 0.0)
@@ -186,7 +188,7 @@ def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) ->
 
 def test_a_run_is_shown_as_the_way_of_a_training(source: Source) -> None:
     run = load_panel("run")
-    data = run.load(source, Request(Place(step=3), run.options(), 80, 30))
+    data = run.load(source, Request(TracePlace(step=3), run.options(), 80, 30))
     about = {
         "optimizer": "AdamW",
         "groups": ["body", "head"],
@@ -203,28 +205,28 @@ def test_a_run_is_shown_as_the_way_of_a_training(source: Source) -> None:
         "outcome: finished; 1 wrong step.",
         "Manifest:",
     ]
-    training = replace(PANEL.load(source, request(3)), about=about)
+    training = replace(PANEL.load(source, request(3)), run_facts=about)
     assert "device: cpu, weights on cpu (25%), cuda:0 (75%)" in PANEL.describe(training)
     assert run.describe(replace(data, generation=replace(generation, declared={"training": {}})))
 
 
 def test_a_column_leads_to_a_step_that_it_shows(source: Source) -> None:
     for columns in (1, 3, 7, 40, 100, 160):
-        span = span_of(source.reader, Place(), columns)
-        for column in range(span.n_points * span.each):
+        span = load_curve_span(source.reader, TracePlace(), columns)
+        for column in range(span.n_points * span.columns_per_point):
             step = span.step_at(column)
             assert step is not None
-            assert step * span.n_points // span.n_steps == column // span.each
-        assert span.step_at(span.n_points * span.each) is None
+            assert step * span.n_points // span.n_steps == column // span.columns_per_point
+        assert span.step_at(span.n_points * span.columns_per_point) is None
 
 
 def test_the_strip_tells_vanishing_from_exploding_from_sick() -> None:
     norms = np.array([[1e-9, 1e-6, 1e-3, 10.0, 1e9, np.nan, np.inf, -1.0]])
-    levels = levels_of(norms)[0].tolist()
+    levels = norm_levels(norms)[0].tolist()
     assert levels[0] == levels[1] == 0
-    assert 0 < levels[2] < levels[3] == levels[4] == CELLS.size - 3
-    assert levels[5] == levels[6] == CELLS.size - 2
-    assert levels[7] == CELLS.size - 1
+    assert 0 < levels[2] < levels[3] == levels[4] == NORMS_PALETTE.size - 3
+    assert levels[5] == levels[6] == NORMS_PALETTE.size - 2
+    assert levels[7] == NORMS_PALETTE.size - 1
 
 
 def test_the_strip_is_told_in_words(source: Source) -> None:
@@ -265,10 +267,10 @@ def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Sou
     assert {panel.name for panel in apart} >= {"tokens", "mask", "attention", "logits", "path"}
     for panel in apart:
         with pytest.raises(Missing, match="and this is a training run"):
-            check_suits(panel, source, Place())
+            check_panel_applies(panel, source, TracePlace())
     for panel in named:
         if not panel.needs_tokens:
-            check_suits(panel, source, Place())
+            check_panel_applies(panel, source, TracePlace())
 
 
 def test_a_generation_of_tokens_has_no_training(trace: Path) -> None:
@@ -279,12 +281,12 @@ def test_a_generation_of_tokens_has_no_training(trace: Path) -> None:
 
 
 async def test_the_screen_shows_the_panels_of_training_and_forgets_them_again(run: Path) -> None:
-    before = state.recall().panels
+    before = state.load_state().panels
     app = InspectorApp(run)
     async with app.run_test(size=(140, 44)) as pilot:
         await settle(pilot)
         text = screen_text(app)
-        assert [slot.panel_name for slot in app.screen.query("Slot")] == list(TRAINING)
+        assert [slot.panel_name for slot in app.screen.query("Slot")] == list(TRAINING_PANELS)
         assert "learning rate" in text
         assert "body.0" in text
         assert not app.screen.query_one("#strip").display
@@ -293,4 +295,4 @@ async def test_the_screen_shows_the_panels_of_training_and_forgets_them_again(ru
         assert "Step 39: the output of body.0" in screen_text(app)
         await pilot.press("x")
         await settle(pilot)
-    assert state.recall().panels == before
+    assert state.load_state().panels == before

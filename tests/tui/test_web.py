@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from flexinspect.commands.web import is_from_here
+from flexinspect.commands.web import is_local_request
 
 aiohttp = pytest.importorskip("aiohttp", reason="textual-serve is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -42,7 +42,7 @@ FLAGS = (
     ],
 )
 def test_pages_of_other_sites_are_not_answered(headers: dict[str, str], is_let_in: bool) -> None:
-    assert is_from_here(headers) is is_let_in
+    assert is_local_request(headers) is is_let_in
 
 
 def free_port() -> int:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from flexinspect.attention import (
-    Gate,
+    LseCheck,
+    attention_by_segment,
     entropy,
-    key_head,
-    mass_by_segment,
+    kv_head_of,
     row_scores,
     row_weights,
-    worst,
+    worst_check,
 )
 from flexinspect.prompts import Segment, SegmentKind
 
@@ -35,7 +35,7 @@ def test_weights_are_the_softmax_of_the_scaled_scores_over_the_open_cells() -> N
     row = row_weights(scores, OPEN)
     np.testing.assert_allclose(row.weights, softmax(scores, OPEN), atol=1e-12)
     assert row.weights[~OPEN].sum() == 0
-    assert row.gate is None
+    assert row.lse_error is None
 
 
 def test_a_missing_scale_is_one_over_the_root_of_the_width() -> None:
@@ -53,35 +53,35 @@ def test_the_gate_is_closed_under_the_kernels_own_lse_and_open_for_another_mask(
     scores = row_scores(QUERY, KEYS, 0.3)
     lse = math.log(np.exp(scores[OPEN]).sum())
     right = row_weights(scores, OPEN, lse)
-    assert right.gate is not None
-    assert right.gate < 1e-12
+    assert right.lse_error is not None
+    assert right.lse_error < 1e-12
     hidden = OPEN.copy()
     hidden[3] = False
     wrong = row_weights(scores, hidden, lse)
-    assert wrong.gate == pytest.approx(right.weights[3], rel=1e-9)
+    assert wrong.lse_error == pytest.approx(right.weights[3], rel=1e-9)
     assert wrong.total == pytest.approx(1 - right.weights[3])
 
 
 def test_a_row_that_sees_nothing_has_no_weights_and_a_closed_gate() -> None:
     nothing = np.zeros(11, np.bool_)
     row = row_weights(row_scores(QUERY, KEYS, 0.3), nothing, -math.inf)
-    assert (row.total, row.gate, row.lse) == (0.0, 0.0, -math.inf)
+    assert (row.total, row.lse_error, row.lse) == (0.0, 0.0, -math.inf)
     own = row_weights(row_scores(QUERY, KEYS, 0.3), nothing)
-    assert (own.total, own.gate) == (0.0, None)
+    assert (own.total, own.lse_error) == (0.0, None)
 
 
 def test_open_cells_where_the_kernel_saw_nothing_open_the_gate() -> None:
     row = row_weights(np.zeros(11), OPEN, -math.inf)
-    assert row.gate == OPEN.sum()
+    assert row.lse_error == OPEN.sum()
 
 
 def test_nan_among_open_scores_never_passes_a_gate() -> None:
     scores = row_scores(QUERY, KEYS, 0.3)
     scores[0] = math.nan
     row = row_weights(scores, OPEN, 1.0)
-    assert row.gate is not None
-    assert math.isnan(row.gate)
-    assert Gate(row.gate, "lse").bad
+    assert row.lse_error is not None
+    assert math.isnan(row.lse_error)
+    assert LseCheck(row.lse_error, "lse").is_failed
     closed = row_weights(scores, OPEN & (np.arange(11) > 0))
     assert closed.total == pytest.approx(1.0)
 
@@ -89,7 +89,7 @@ def test_nan_among_open_scores_never_passes_a_gate() -> None:
 def test_huge_scores_do_not_overflow() -> None:
     row = row_weights(np.array([1e4, 1e4, 0.0]), np.ones(3, np.bool_))
     np.testing.assert_allclose(row.weights, [0.5, 0.5, 0.0])
-    assert row_weights(np.array([1e4]), np.ones(1, np.bool_), 0.0).gate == math.inf
+    assert row_weights(np.array([1e4]), np.ones(1, np.bool_), 0.0).lse_error == math.inf
 
 
 def test_no_keys_at_all_are_no_error() -> None:
@@ -101,7 +101,7 @@ def test_no_keys_at_all_are_no_error() -> None:
 def test_neighbouring_query_heads_share_a_key_head(
     heads: tuple[int, int], expected: list[int]
 ) -> None:
-    assert [key_head(head, *heads) for head in range(len(expected))] == expected
+    assert [kv_head_of(head, *heads) for head in range(len(expected))] == expected
 
 
 def test_entropy_is_in_nats_and_zero_for_a_single_key() -> None:
@@ -116,31 +116,33 @@ def segment(start: int, stop: int, kind: SegmentKind = SegmentKind.PARAPHRASE) -
 def test_mass_is_summed_by_segment_and_the_open_segment_takes_the_rest() -> None:
     weights = np.arange(6, dtype=float)
     segments = (segment(0, 1), segment(1, 4), segment(4, 5))
-    np.testing.assert_array_equal(mass_by_segment(weights, segments), [0, 6, 9])
+    np.testing.assert_array_equal(attention_by_segment(weights, segments), [0, 6, 9])
 
 
 def test_mass_minds_keys_that_a_sliding_cache_has_dropped() -> None:
     weights = np.ones(4)
     segments = (segment(0, 2), segment(2, 5), segment(5, 9))
-    np.testing.assert_array_equal(mass_by_segment(weights, segments, first_pos=3), [0, 2, 2])
+    np.testing.assert_array_equal(attention_by_segment(weights, segments, first_pos=3), [0, 2, 2])
 
 
 def test_gates_say_what_they_prove() -> None:
-    assert Gate(3.2e-6, "lse").words() == "gate 3e-06 (lse)"
-    assert Gate().words() == "not checked"
-    assert [Gate(value).bad for value in (None, 0.0, 1e-2, 1.1e-2, math.nan, math.inf)] == [
+    assert LseCheck(3.2e-6, "lse").describe() == "gate 3e-06 (lse)"
+    assert LseCheck().describe() == "not checked"
+    assert [
+        LseCheck(value).is_failed for value in (None, 0.0, 1e-2, 1.1e-2, math.nan, math.inf)
+    ] == [
         *(False, False, False),
         *(True, True, True),
     ]
 
 
 def test_the_worst_gate_is_a_bad_one_then_an_unchecked_one_then_the_largest() -> None:
-    good, better, bad = Gate(1e-4), Gate(1e-6), Gate(0.5)
-    assert worst([better, good]) is good
-    assert not worst([good, Gate()]).checked
-    assert worst([Gate(), bad, good]) is bad
-    assert math.isnan(worst([bad, Gate(math.nan)]).value or 0)
-    assert worst([]) == Gate()
+    good, better, bad = LseCheck(1e-4), LseCheck(1e-6), LseCheck(0.5)
+    assert worst_check([better, good]) is good
+    assert not worst_check([good, LseCheck()]).is_checked
+    assert worst_check([LseCheck(), bad, good]) is bad
+    assert math.isnan(worst_check([bad, LseCheck(math.nan)]).value or 0)
+    assert worst_check([]) == LseCheck()
 
 
 @pytest.mark.parametrize(("share", "is_seen"), [(0.005, False), (0.02, True)])
@@ -149,14 +151,14 @@ def test_a_hidden_key_is_seen_where_it_carries_more_than_a_hundredth(
 ) -> None:
     scores = np.log(np.array([1 - share, share]))
     row = row_weights(scores, np.array([True, False]), lse=0.0)
-    assert row.gate == pytest.approx(share)
-    assert Gate(row.gate, "lse").bad is is_seen
+    assert row.lse_error == pytest.approx(share)
+    assert LseCheck(row.lse_error, "lse").is_failed is is_seen
 
 
 def test_rounding_of_half_precision_is_no_other_mask_and_says_so() -> None:
-    rounded = Gate(0.03, "output", "bfloat16")
-    assert not rounded.bad
-    assert rounded.words() == "gate 3e-02 (output, bfloat16 rounds to 0.12)"
-    assert Gate(0.03, "output", "float32").bad
-    assert Gate(0.03, "lse", "bfloat16").bad
-    assert Gate(0.3, "output", "bfloat16").bad
+    rounded = LseCheck(0.03, "output", "bfloat16")
+    assert not rounded.is_failed
+    assert rounded.describe() == "gate 3e-02 (output, bfloat16 rounds to 0.12)"
+    assert LseCheck(0.03, "output", "float32").is_failed
+    assert LseCheck(0.03, "lse", "bfloat16").is_failed
+    assert LseCheck(0.3, "output", "bfloat16").is_failed

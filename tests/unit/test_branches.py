@@ -13,7 +13,7 @@ from support.traces import N_PROMPT, RUN, SEGMENTS, sample_generation, sample_st
 from flexinspect import branches
 from flexinspect.records import Candidate, GenerationEnd, MaskRecord, StepRecord
 from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.sequences import find_text, last_pos, token_parts, tokens_of
+from flexinspect.trace.sequences import find_text, last_pos, read_tokens, token_ranges
 from flexinspect.trace.writer import TraceWriter
 
 
@@ -52,26 +52,28 @@ def reader(tmp_path: Path) -> TraceReader:
 
 
 def test_the_tree_follows_parents_and_says_what_is_other(reader: TraceReader) -> None:
-    nodes = branches.tree(reader, 0)
+    nodes = branches.branch_tree(reader, 0)
     assert [(n.row.branch, n.depth, n.children, n.n_steps) for n in nodes] == [
         *((0, 0, (1,), 6), (1, 1, (2,), 3), (2, 2, (), 1))
     ]
-    assert [node.says for node in nodes] == [
+    assert [node.change_text for node in nodes] == [
         *("", "' Rome' instead of ' Jane'"),
         "preset causal; cell 3 1, all keys computed again",
     ]
 
 
 def test_a_branch_has_its_parents_tokens_before_the_fork(reader: TraceReader) -> None:
-    assert token_parts(reader, 0, 2) == [
+    assert token_ranges(reader, 0, 2) == [
         *((0, 0, N_PROMPT + 2), (1, N_PROMPT + 2, N_PROMPT + 4), (2, N_PROMPT + 4, None))
     ]
-    base, mine = tokens_of(reader, 0), tokens_of(reader, 0, 2)
+    base, mine = read_tokens(reader, 0), read_tokens(reader, 0, 2)
     assert mine[: N_PROMPT + 2] == base[: N_PROMPT + 2]
     assert [token.token_id for token in mine[N_PROMPT + 2 :]] == [77, 73, 90]
     assert [token.pos for token in mine] == list(range(N_PROMPT + 5))
-    assert tokens_of(reader, 0, 2, N_PROMPT + 1, N_PROMPT + 4) == mine[N_PROMPT + 1 : N_PROMPT + 4]
-    assert tokens_of(reader, 0, 2, limit=3) == mine[:3]
+    assert (
+        read_tokens(reader, 0, 2, N_PROMPT + 1, N_PROMPT + 4) == mine[N_PROMPT + 1 : N_PROMPT + 4]
+    )
+    assert read_tokens(reader, 0, 2, limit=3) == mine[:3]
     assert last_pos(reader, 0, 2) == N_PROMPT + 4
     assert last_pos(reader, 0) == N_PROMPT + 5
 
@@ -88,7 +90,7 @@ def test_a_search_in_a_branch_finds_parents_tokens_and_none_that_it_left(
 
 
 def test_tokens_lie_side_by_side(reader: TraceReader) -> None:
-    pairs = branches.side_by_side(reader, 0, 0, 2, N_PROMPT)
+    pairs = branches.token_pairs(reader, 0, 0, 2, N_PROMPT)
     assert [pair.is_same for pair in pairs] == [True, True, False, False, False, False]
     assert pairs[-1].other is None
     assert pairs[2].other is not None
@@ -115,7 +117,7 @@ def test_candidates_give_a_lower_bound_of_the_divergence() -> None:
     p, q = np.array([0.5, 0.3, 0.1, 0.1]), np.array([0.2, 0.6, 0.15, 0.05])
     whole = float((p * np.log(p / q)).sum())
     one, other = ([candidate(i, math.log(row[i])) for i in range(2)] for row in (p, q))
-    change = branches._of_candidates(0, one, other)
+    change = branches._change_from_candidates(0, one, other)
     merged = [0.5, 0.3, 0.2], [0.2, 0.6, 0.2]
     expected = sum(a * math.log(a / b) for a, b in zip(*merged, strict=True))
     assert change.kl == pytest.approx(expected)
@@ -131,7 +133,7 @@ def candidate(token_id: int, logprob: float) -> Candidate:
 def test_all_logits_are_used_where_both_steps_have_them() -> None:
     p, q = np.array([0.5, 0.3, 0.1, 0.1]), np.array([0.2, 0.6, 0.15, 0.05])
     listed = [candidate(1, math.log(0.3))]
-    change = branches._of_rows(4, np.log(p) + 3, np.log(q) - 1, listed)
+    change = branches._change_from_logits(4, np.log(p) + 3, np.log(q) - 1, listed)
     assert change.basis == "all logits"
     assert change.kl == pytest.approx(float((p * np.log(p / q)).sum()))
     assert change.changes == (
@@ -165,8 +167,8 @@ def test_equal_masks_of_later_steps_lie_where_their_steps_are(tmp_path: Path) ->
 
 
 def test_a_replayed_branch_says_so() -> None:
-    said = branches.change_words({"kind": "replay", "why": ["x"]})
+    said = branches.describe_change({"kind": "replay", "why": ["x"]})
     assert said == "it came out differently when it was run again"
-    assert branches.change_words({"kind": "token", "token_id": 5, "instead_id": 6}) == (
+    assert branches.describe_change({"kind": "token", "token_id": 5, "instead_id": 6}) == (
         "token 5 instead of token 6"
     )

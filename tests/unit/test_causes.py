@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.rules.causes import with_causes
+from flexinspect.rules.causes import link_causes
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
@@ -14,7 +14,7 @@ def finding(finding_id: str, severity: Severity, *layers: int) -> Finding:
 
 
 def test_a_mask_that_a_fallback_lost_is_a_note_that_says_so() -> None:
-    mask, path = with_causes(
+    mask, path = link_causes(
         [finding("mask.not-applied", ERROR, 1), finding("path.fallback", WARNING, 1)]
     )
     assert (mask.severity, mask.evidence["cause"]) == (NOTE, "path.fallback")
@@ -23,7 +23,7 @@ def test_a_mask_that_a_fallback_lost_is_a_note_that_says_so() -> None:
 
 
 def test_a_leak_beside_shifted_borders_is_their_consequence() -> None:
-    shifted, leak = with_causes(
+    shifted, leak = link_causes(
         [finding("segments.shifted", WARNING, 0, 1), finding("mask.leak", WARNING, 0, 1)]
     )
     assert (shifted.severity, leak.severity) == (WARNING, NOTE)
@@ -31,9 +31,9 @@ def test_a_leak_beside_shifted_borders_is_their_consequence() -> None:
 
 def test_a_mask_of_another_layer_has_another_cause() -> None:
     both = [finding("mask.not-applied", ERROR, 0), finding("path.fallback", ERROR, 1)]
-    assert with_causes(both) == both
+    assert link_causes(both) == both
 
 
 def test_what_no_rule_takes_for_bad_causes_nothing() -> None:
     both = [finding("mask.not-applied", ERROR, 1), finding("path.bypass", NOTE, 1)]
-    assert with_causes(both) == both
+    assert link_causes(both) == both

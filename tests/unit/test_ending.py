@@ -13,7 +13,14 @@ import pytest
 
 from flexinspect import ending
 from flexinspect.capture import Capture
-from flexinspect.ending import end_on, end_on_no_more, exit_code_of, is_request, let_end, signal_of
+from flexinspect.ending import (
+    defer_interrupts,
+    exit_code_of,
+    ignore_end_signals,
+    interrupt_signal,
+    is_signal_exit_code,
+    raise_on_signals,
+)
 
 NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
 
@@ -24,12 +31,12 @@ def signals_put_back() -> Iterator[None]:
     yield
     for name, handler in before.items():
         signal.signal(getattr(signal, name), handler)
-    ending._request.taken.clear()
-    ending.met()
+    ending._request.handled_signals.clear()
+    ending.acknowledge_end()
 
 
 class Called(Capture):
-    called = "The capture process"
+    display_name = "The capture process"
 
 
 class Thing:
@@ -41,18 +48,18 @@ def ask(name: str = "SIGTERM") -> None:
 
 
 def test_a_signal_is_told_by_the_exception_that_it_raises() -> None:
-    end_on("SIGTERM", "SIGNOWHERE", once=True)
+    raise_on_signals("SIGTERM", "SIGNOWHERE", once=True)
     with pytest.raises(KeyboardInterrupt) as caught:
         ask()
     ask()  # once: ignored
-    assert (signal_of(caught.value), exit_code_of(caught.value)) == (signal.SIGTERM, 143)
+    assert (interrupt_signal(caught.value), exit_code_of(caught.value)) == (signal.SIGTERM, 143)
     assert exit_code_of(KeyboardInterrupt()) == 130
 
 
 def test_work_that_is_let_end_is_done_before_the_run_ends() -> None:
-    end_on("SIGINT")
+    raise_on_signals("SIGINT")
     done = []
-    with pytest.raises(ending.Ended), let_end():
+    with pytest.raises(ending.SignalInterrupt), defer_interrupts():
         ask("SIGINT")
         ask("SIGINT")
         done.append("all of it")
@@ -62,9 +69,9 @@ def test_work_that_is_let_end_is_done_before_the_run_ends() -> None:
 
 def test_work_that_waits_is_cut_after_the_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ending, "GRACE_S", 0.05)
-    end_on("SIGINT")
+    raise_on_signals("SIGINT")
     began = time.monotonic()
-    with pytest.raises(ending.Ended), let_end():
+    with pytest.raises(ending.SignalInterrupt), defer_interrupts():
         ask("SIGINT")
         time.sleep(60.0)
     assert time.monotonic() - began < 30.0
@@ -73,18 +80,18 @@ def test_work_that_waits_is_cut_after_the_grace(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_request_whose_exception_python_swallows_is_heard_at_the_next_work() -> None:
-    end_on("SIGINT")
+    raise_on_signals("SIGINT")
     thing = Thing()
     reference = weakref.ref(thing, lambda _: ask("SIGINT"))
     del thing  # the callback's exception is printed and forgotten
     assert reference() is None
-    with pytest.raises(ending.Ended), let_end():
+    with pytest.raises(ending.SignalInterrupt), defer_interrupts():
         pass
 
 
 def test_an_error_that_a_request_was_turned_into_is_the_request_again() -> None:
-    end_on("SIGTERM")
-    with pytest.raises(ending.Ended) as caught, let_end():
+    raise_on_signals("SIGTERM")
+    with pytest.raises(ending.SignalInterrupt) as caught, defer_interrupts():
         ask()
         raise RuntimeError("a callback failed")
     assert exit_code_of(caught.value) == 143
@@ -92,38 +99,38 @@ def test_an_error_that_a_request_was_turned_into_is_the_request_again() -> None:
 
 
 def test_errors_without_a_request_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="as it was"), let_end():
+    with pytest.raises(RuntimeError, match="as it was"), defer_interrupts():
         raise RuntimeError("as it was")
 
 
 def test_a_request_that_is_being_met_is_raised_no_more() -> None:
-    end_on("SIGINT")
-    with pytest.raises(ending.Ended):
+    raise_on_signals("SIGINT")
+    with pytest.raises(ending.SignalInterrupt):
         ask("SIGINT")
-    ending.met()
-    with let_end():
+    ending.acknowledge_end()
+    with defer_interrupts():
         ask("SIGINT")  # as of a starter that is gone: the trace is being closed
 
 
 def test_ctrl_c_at_a_prompt_within_work_is_answered_there() -> None:
-    end_on("SIGINT")
-    with let_end():
-        with pytest.raises(ending.Ended), ending.answered_here():
+    raise_on_signals("SIGINT")
+    with defer_interrupts():
+        with pytest.raises(ending.SignalInterrupt), ending.allow_interrupts():
             ask("SIGINT")
-    with let_end():
+    with defer_interrupts():
         pass
 
 
 def test_another_signal_at_a_prompt_within_work_ends_the_run_all_the_same() -> None:
-    end_on("SIGTERM")
-    with pytest.raises(ending.Ended), let_end():
-        with suppress(KeyboardInterrupt), ending.answered_here():
+    raise_on_signals("SIGTERM")
+    with pytest.raises(ending.SignalInterrupt), defer_interrupts():
+        with suppress(KeyboardInterrupt), ending.allow_interrupts():
             ask("SIGTERM")
 
 
 def test_while_a_trace_is_closed_nothing_interrupts() -> None:
-    end_on("SIGINT")
-    end_on_no_more()
+    raise_on_signals("SIGINT")
+    ignore_end_signals()
     ask("SIGINT")
     ask("SIGINT")
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
@@ -132,17 +139,19 @@ def test_while_a_trace_is_closed_nothing_interrupts() -> None:
 def test_signals_of_others_are_left_alone() -> None:
     mine = lambda number, frame: None  # noqa: E731
     signal.signal(signal.SIGINT, mine)
-    end_on_no_more()
+    ignore_end_signals()
     assert signal.getsignal(signal.SIGINT) is mine
 
 
 def test_exit_codes_of_requests_are_told_from_others() -> None:
-    assert [code for code in (-15, 0, 1, 2, 3, 128, 130, 143, 255) if is_request(code)] == [
+    assert [
+        code for code in (-15, 0, 1, 2, 3, 128, 130, 143, 255) if is_signal_exit_code(code)
+    ] == [
         130,
         143,
     ]
 
 
 def test_a_capture_process_that_was_asked_to_end_names_the_signal() -> None:
-    assert Called().how_it_ended(143) == "The capture process was ended by SIGTERM."
-    assert Called().how_it_ended(3) == "The capture process ended with exit code 3."
+    assert Called().describe_exit(143) == "The capture process was ended by SIGTERM."
+    assert Called().describe_exit(3) == "The capture process ended with exit code 3."

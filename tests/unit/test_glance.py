@@ -11,7 +11,7 @@ import pytest
 from support.traces import sample_trace
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.glance import MOST_FINDINGS, Glance, glance
+from flexinspect.glance import MAX_FINDINGS, TraceSummary, summarize_trace
 from flexinspect.records import GenerationRecord, StepRecord
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.writer import TraceWriter
@@ -47,17 +47,17 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def seen() -> Glance:
+def seen() -> TraceSummary:
     findings = (
         Finding("numbers.nan", Severity.ERROR, HOSTILE, 1, 0, 3, 2, 0),
         Finding("rows.empty", Severity.WARNING, "Row 4 sees no key.", 0),
         Finding("run.note", Severity.NOTE, "Beams are not followed."),
     )
     path = Path("/tmp/a & b/<i>x.flextrace")
-    return Glance(path, "finished", 2, 9, len(findings), findings)
+    return TraceSummary(path, "finished", 2, 9, len(findings), findings)
 
 
-def test_text_and_html_tell_the_same(seen: Glance) -> None:
+def test_text_and_html_tell_the_same(seen: TraceSummary) -> None:
     html = re.sub(" +", " ", " ".join(Page(seen.html()).texts))
     assert "(finished): 2 generations, 9 steps, 3 findings" in html
     for line in seen.text().splitlines():
@@ -65,7 +65,7 @@ def test_text_and_html_tell_the_same(seen: Glance) -> None:
             assert part in html
 
 
-def test_nothing_of_a_trace_becomes_markup(seen: Glance) -> None:
+def test_nothing_of_a_trace_becomes_markup(seen: TraceSummary) -> None:
     page = Page(seen.html())
     assert set(page.tags) == {
         *("div", "strong", "table", "thead", "tbody", "tr", "th", "td", "span", "pre", "code")
@@ -75,7 +75,7 @@ def test_nothing_of_a_trace_becomes_markup(seen: Glance) -> None:
     assert "\x1b" not in seen.html() + seen.text()
 
 
-def test_the_html_loads_nothing_and_leaves_the_colours_to_the_page(seen: Glance) -> None:
+def test_the_html_loads_nothing_and_leaves_the_colours_to_the_page(seen: TraceSummary) -> None:
     assert not re.search(r"url\(|@import|https?:|<link|<img|src=", seen.html())
     coloured = [style for style in Page(seen.html()).styles if re.search("color: #", style)]
     assert len(coloured) == 3
@@ -83,7 +83,9 @@ def test_the_html_loads_nothing_and_leaves_the_colours_to_the_page(seen: Glance)
 
 
 @pytest.mark.parametrize("background", ["#b3261e", "#f2b705", "#3b6ea5"])
-def test_the_severities_are_readable_on_their_own_background(seen: Glance, background: str) -> None:
+def test_the_severities_are_readable_on_their_own_background(
+    seen: TraceSummary, background: str
+) -> None:
     (style,) = [each for each in Page(seen.html()).styles if background in each]
     colour = re.search(r"(?<![-\w])color: #(\w+)", style)
     assert colour is not None
@@ -98,7 +100,7 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_a_finding_has_its_severity_and_place_in_a_row(seen: Glance) -> None:
+def test_a_finding_has_its_severity_and_place_in_a_row(seen: TraceSummary) -> None:
     rows = re.findall(r"<tr>(.*?)</tr>", seen.html())
     cells = [re.sub("<[^>]*>", "|", row) for row in rows]
     assert re.findall(r"[^|]+", cells[0]) == ["severity", "where", "finding"]
@@ -106,20 +108,20 @@ def test_a_finding_has_its_severity_and_place_in_a_row(seen: Glance) -> None:
     assert re.findall(r"[^|]+", cells[2]) == ["warning", "generation 0", "Row 4 sees no key."]
 
 
-def test_without_findings_there_is_no_table(seen: Glance) -> None:
+def test_without_findings_there_is_no_table(seen: TraceSummary) -> None:
     calm = replace(seen, findings=(), n_findings=0)
     assert "<table" not in calm.html()
     assert "0 findings" in calm.html()
 
 
-def test_the_command_can_be_pasted_into_a_shell(seen: Glance) -> None:
+def test_the_command_can_be_pasted_into_a_shell(seen: TraceSummary) -> None:
     assert seen.text().endswith("flexinspect open '/tmp/a & b/<i>x.flextrace'")
 
 
 def test_a_trace_is_read_and_its_findings_come_worst_first(tmp_path: Path) -> None:
     path = sample_trace(tmp_path / "a.flextrace")
     with open_trace(path) as reader:
-        seen = glance(reader, path)
+        seen = summarize_trace(reader, path)
     assert (seen.state, seen.n_generations, seen.n_steps) == ("finished", 2, 12)
     assert [finding.id for finding in seen.findings] == ["numbers.nan"]
     assert seen.text().splitlines()[1] == "  error: Layer 2 made the first NaN."
@@ -133,8 +135,8 @@ def test_many_findings_are_counted_and_the_worst_are_shown(tmp_path: Path) -> No
         writer.begin_generation(GenerationRecord(0, "a", "causal", "contiguous", (), ()))
         writer.write_step(StepRecord(0, 0, "prefill", 4, 0, 4, 1.0, 1.0, 0.1, findings=found))
     with open_trace(path) as reader:
-        seen = glance(reader, path)
+        seen = summarize_trace(reader, path)
     lines = seen.text().splitlines()
     assert lines[1:3] == ["  error: NaN.", "  note: Note 0."]
-    assert lines[-2] == f"  and {7 - MOST_FINDINGS} more"
-    assert f"<div>and {7 - MOST_FINDINGS} more</div>" in seen.html()
+    assert lines[-2] == f"  and {7 - MAX_FINDINGS} more"
+    assert f"<div>and {7 - MAX_FINDINGS} more</div>" in seen.html()

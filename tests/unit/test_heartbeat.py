@@ -6,24 +6,24 @@ import os
 import time
 from pathlib import Path
 
-from flexinspect.feed import Feed
-from flexinspect.heartbeat import Held, held_now, held_path, hold, let_go
-from flexinspect.screens.remote import Remote
+from flexinspect.feed import TraceSession
+from flexinspect.heartbeat import DebuggerStop, read_stop, remove_stop, stop_path, write_stop
+from flexinspect.screens.remote import CaptureClient
 
 
-class FakeFeed(Feed):
+class FakeFeed(TraceSession):
     def __init__(self, path: Path) -> None:
         self.path, self.process = path, None
 
 
-def held(**changes: object) -> Held:
+def held(**changes: object) -> DebuggerStop:
     facts = {"by": "debugpy", "file": "/x/my_mask.py", "line": 3, "function": "rule"}
-    return Held(pid=os.getpid(), since=time.time() - 5, **{**facts, **changes})  # type: ignore[arg-type]
+    return DebuggerStop(pid=os.getpid(), since=time.time() - 5, **{**facts, **changes})  # type: ignore[arg-type]
 
 
 def test_what_is_said_does_not_change_while_it_is_held(tmp_path: Path) -> None:
     stop = held(reason="step == 3")
-    assert stop.timeless() == "held by debugpy in rule (my_mask.py:3): step == 3"
+    assert stop.sentence_without_time() == "held by debugpy in rule (my_mask.py:3): step == 3"
     assert stop.sentence(stop.since + 40) == (
         "held by debugpy in rule (my_mask.py:3) for 40 s: step == 3"
     )
@@ -31,16 +31,16 @@ def test_what_is_said_does_not_change_while_it_is_held(tmp_path: Path) -> None:
 
 def test_the_interface_looks_at_it_and_sees_it_go(tmp_path: Path) -> None:
     trace = tmp_path / "run.flextrace"
-    remote = Remote(FakeFeed(trace))
-    hold(trace, held())
-    assert remote.look().held == "The model is held by debugpy in rule (my_mask.py:3)."
-    let_go(trace)
-    assert remote.look().held == ""
+    remote = CaptureClient(FakeFeed(trace))
+    write_stop(trace, held())
+    assert remote.poll().debugger_stop == "The model is held by debugpy in rule (my_mask.py:3)."
+    remove_stop(trace)
+    assert remote.poll().debugger_stop == ""
 
 
 def test_a_process_that_died_in_a_stop_holds_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "run.flextrace"
     stop = held()
-    hold(trace, Held(2**22 + 1, "debugpy", "x.py", 1, "f", stop.since))
-    assert held_now(trace) is None
-    assert not held_path(trace).exists()
+    write_stop(trace, DebuggerStop(2**22 + 1, "debugpy", "x.py", 1, "f", stop.since))
+    assert read_stop(trace) is None
+    assert not stop_path(trace).exists()

@@ -8,26 +8,26 @@ import pytest
 from textual._keyboard_protocol import FUNCTIONAL_KEYS
 from textual.keys import KEY_DISPLAY_ALIASES, _character_to_key
 
-from flexinspect.keynames import NAMED_KEYS, key_named
+from flexinspect.keynames import NAMED_KEYS, parse_key
 from flexinspect.keys import all_keys
 
 
 def test_every_default_key_is_a_key_under_its_name() -> None:
     names = [name for key in all_keys() for name in key.keys]
-    assert [key_named(name) for name in names] == names
+    assert [parse_key(name) for name in names] == names
 
 
 @pytest.mark.parametrize("character", [*string.printable[:95], "日", "é"])
 def test_a_character_is_named_as_textual_names_it(character: str) -> None:
     name = _character_to_key(character)
-    assert key_named(character) == name
-    assert key_named(name) == name
+    assert parse_key(character) == name
+    assert parse_key(name) == name
 
 
 def test_the_named_keys_are_known_to_textual_and_may_be_written_as_help_shows_them() -> None:
     assert set(NAMED_KEYS) <= {*FUNCTIONAL_KEYS.values(), "space"}
     for name, display in KEY_DISPLAY_ALIASES.items():
-        assert key_named(display) == name
+        assert parse_key(display) == name
 
 
 @pytest.mark.parametrize(
@@ -50,4 +50,4 @@ def test_the_named_keys_are_known_to_textual_and_may_be_written_as_help_shows_th
 def test_modifiers_stand_in_order_and_what_a_terminal_never_sends_is_no_key(
     written: str, name: str | None
 ) -> None:
-    assert key_named(written) == name
+    assert parse_key(written) == name

@@ -9,16 +9,26 @@ import pytest
 
 from flexinspect import masks
 from flexinspect.errors import MaskError
-from flexinspect.maskedits import Edit, EditedRule, apply, changed_rows, named, parse, patched
+from flexinspect.maskedits import (
+    Edit,
+    PatchedMask,
+    apply_edits,
+    apply_patches,
+    changed_rows,
+    parse_edit,
+    with_segment_labels,
+)
 from flexinspect.masks import BoolArray
-from flexinspect.prompts import PromptPieces, Segment, compose
+from flexinspect.prompts import PromptTokenIds, Segment, compose_prompt
 
-PROMPT = compose(PromptPieces((1,), (), ((2, 3, 4), (5, 6), (7, 8)), (9,), (10,)), max_new_tokens=4)
+PROMPT = compose_prompt(
+    PromptTokenIds((1,), (), ((2, 3, 4), (5, 6), (7, 8)), (9,), (10,)), max_new_tokens=4
+)
 SEGMENTS: Sequence[Segment] = PROMPT.segments
 N = 16
 """bos 0, paraphrase 1 at 1-3, its separator 4, paraphrase 2 at 5-6 and 7, 3 at 8-9 and 10, cue 11,
 generated 12-15."""
-BASE = EditedRule(masks.preset("segment-isolation", SEGMENTS))
+BASE = PatchedMask(masks.preset("segment-isolation", SEGMENTS))
 FORMS = (
     *("preset causal", "drop paraphrase 2", "join paraphrase 1 and paraphrase 3"),
     *("let cue not see paraphrase 1", "let paraphrase 3 see paraphrase 1"),
@@ -26,8 +36,8 @@ FORMS = (
 )
 
 
-def cells(*edits: str, base: EditedRule = BASE) -> BoolArray:
-    return apply([parse(edit) for edit in edits], base, SEGMENTS).dense(N)
+def cells(*edits: str, base: PatchedMask = BASE) -> BoolArray:
+    return apply_edits([parse_edit(edit) for edit in edits], base, SEGMENTS).dense(N)
 
 
 def moved(*edits: str) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
@@ -46,9 +56,9 @@ def grid(rows: Sequence[int], keys: Sequence[int]) -> set[tuple[int, int]]:
 
 @pytest.mark.parametrize("text", FORMS)
 def test_an_edit_is_read_back_from_its_text_and_its_json(text: str) -> None:
-    edit = parse(text)
+    edit = parse_edit(text)
     assert str(edit) == text
-    assert parse(str(edit)) == edit
+    assert parse_edit(str(edit)) == edit
     assert Edit.from_json(edit.to_json()) == edit
 
 
@@ -96,7 +106,10 @@ def test_a_row_is_opened_to_all_before_it_or_closed_to_itself() -> None:
 
 def test_segments_go_by_number_too_and_are_named_by_their_label() -> None:
     assert np.array_equal(cells("drop 3"), cells("drop Paraphrase 2"))
-    assert str(named(parse("let 5 see 1"), SEGMENTS)) == "let paraphrase 3 see paraphrase 1"
+    assert (
+        str(with_segment_labels(parse_edit("let 5 see 1"), SEGMENTS))
+        == "let paraphrase 3 see paraphrase 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +142,7 @@ def test_json_that_is_no_edit_is_a_sentence() -> None:
 
 
 def test_changed_rows_are_those_that_differ_among_the_first() -> None:
-    after = apply([parse("drop paraphrase 2")], BASE, SEGMENTS)
+    after = apply_edits([parse_edit("drop paraphrase 2")], BASE, SEGMENTS)
     assert changed_rows(BASE, after, 11).tolist() == []
     assert changed_rows(BASE, after, 14).tolist() == [11, 12, 13]
 
@@ -139,14 +152,14 @@ def test_rows_of_a_ground_that_is_not_known_cell_by_cell_count_by_patches() -> N
         def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
             return masks.causal().dense(n_q, n_kv, q_offset=q_offset)
 
-    before = EditedRule(Own())
-    after = apply([parse("row 6 close")], before, SEGMENTS)
+    before = PatchedMask(Own())
+    after = apply_edits([parse_edit("row 6 close")], before, SEGMENTS)
     assert changed_rows(before, after, N).tolist() == [6]
     assert after.dense(2, q_offset=6)[0].tolist() == [False] * 6 + [True, False]
 
 
 def test_patches_apply_to_cells_of_any_heads_and_offset() -> None:
-    patches = apply([parse("cell 9 2")], BASE, SEGMENTS).patches
+    patches = apply_edits([parse_edit("cell 9 2")], BASE, SEGMENTS).patches
     shown = np.stack([BASE.dense(3, N, q_offset=8)] * 2)
-    out = patched(shown, patches, q_offset=8)
+    out = apply_patches(shown, patches, q_offset=8)
     assert [*zip(*(out != shown).nonzero(), strict=True)] == [(0, 1, 2), (1, 1, 2)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flexinspect.commands.run import job_from_words
+from flexinspect.commands.run import job_from_argv
 from flexinspect.errors import MaskError
-from flexinspect.ownmodules import is_there
+from flexinspect.ownmodules import module_exists
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ["rulesofmine", "packageofmine", "packageofmine.inner", "bareofmine.inner", "sys", "os.path"],
 )
 def test_what_could_be_imported_is_there_and_is_not_imported(here: Path, module: str) -> None:
-    job = job_from_words(["run", "--mask", f"{module}:f", "--out", "a.flextrace"])
+    job = job_from_argv(["run", "--mask", f"{module}:f", "--out", "a.flextrace"])
     assert job.mask == f"{module}:f"
     assert not {name for name in sys.modules if "ofmine" in name}
 
@@ -41,13 +41,13 @@ def test_what_could_be_imported_is_there_and_is_not_imported(here: Path, module:
     ["nomod", "packageofmine.nomod", "rulesofmine.inner", "packageofmine..inner", "", ".inner"],
 )
 def test_what_is_nowhere_is_a_sentence_before_torch_is_loaded(here: Path, module: str) -> None:
-    assert not is_there(module)
+    assert not module_exists(module)
     with pytest.raises(MaskError, match="cannot be loaded") as caught:
-        job_from_words(["run", "--mask", f"{module}:f"])
+        job_from_argv(["run", "--mask", f"{module}:f"])
     assert caught.value.exit_code == 2
     assert len(caught.value.message.splitlines()) == 1
 
 
 def test_a_rule_without_a_name_is_a_sentence(here: Path) -> None:
     with pytest.raises(MaskError, match="a part of the name is empty"):
-        job_from_words(["run", "--mask", "rulesofmine:"])
+        job_from_argv(["run", "--mask", "rulesofmine:"])

@@ -9,23 +9,23 @@ from hypothesis import strategies as st
 from support.tiny import make_pieces
 
 from flexinspect import masks
-from flexinspect.answers import matches
+from flexinspect.answers import is_correct_answer
 from flexinspect.errors import MaskError, UsageError
-from flexinspect.job import Job, SamplingOptions, Texts, parse_layers, parse_steps
+from flexinspect.job import Job, PromptTexts, SamplingOptions, parse_layers, parse_steps
 from flexinspect.prompts import (
     Prompt,
-    PromptPieces,
+    PromptTokenIds,
     SegmentKind,
-    close_generated,
-    compose,
-    segment_of,
+    close_generated_segment,
+    compose_prompt,
+    segment_index,
 )
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 
 
 @pytest.fixture
 def prompt() -> Prompt:
-    return compose(make_pieces(), max_new_tokens=8)
+    return compose_prompt(make_pieces(), max_new_tokens=8)
 
 
 ids = st.lists(st.integers(3, 99), max_size=5).map(tuple)
@@ -39,8 +39,8 @@ def test_every_position_belongs_to_one_segment_that_holds_its_piece(
     separator: tuple[int, ...],
     cue: tuple[int, ...],
 ) -> None:
-    pieces = PromptPieces((1,) if bos else (), shared, tuple(paraphrases), separator, cue)
-    prompt = compose(pieces, max_new_tokens=4)
+    pieces = PromptTokenIds((1,) if bos else (), shared, tuple(paraphrases), separator, cue)
+    prompt = compose_prompt(pieces, max_new_tokens=4)
     stops = [segment.stop for segment in prompt.segments]
     assert [segment.start for segment in prompt.segments] == [0, *stops[:-1]]
     assert stops[-1] == len(prompt.ids) + 4
@@ -48,11 +48,11 @@ def test_every_position_belongs_to_one_segment_that_holds_its_piece(
         segment = next(s for s in prompt.segments if s.label == f"paraphrase {number}")
         assert prompt.ids[segment.start : segment.stop] == paraphrase
     for pos in range(len(prompt.ids)):
-        assert prompt.segments[segment_of(prompt.segments, pos)].start <= pos
+        assert prompt.segments[segment_index(prompt.segments, pos)].start <= pos
 
 
 def test_reset_positions_restart_after_the_prefix_and_end_after_the_longest() -> None:
-    prompt = compose(make_pieces(), max_new_tokens=3, positions="reset")
+    prompt = compose_prompt(make_pieces(), max_new_tokens=3, positions="reset")
     by_label = {s.label: prompt.position_ids[s.start : s.stop] for s in prompt.segments}
     prefix = 1 + 4
     for number, length in ((1, 7), (2, 5), (3, 8)):
@@ -63,13 +63,13 @@ def test_reset_positions_restart_after_the_prefix_and_end_after_the_longest() ->
 
 def test_an_empty_prompt_and_unknown_positions_are_refused() -> None:
     with pytest.raises(UsageError, match="no tokens"):
-        compose(PromptPieces((), (), ((),), (), ()), max_new_tokens=1)
+        compose_prompt(PromptTokenIds((), (), ((),), (), ()), max_new_tokens=1)
     with pytest.raises(UsageError, match="contiguous or reset"):
-        compose(make_pieces(), max_new_tokens=1, positions="random")
+        compose_prompt(make_pieces(), max_new_tokens=1, positions="random")
 
 
 def test_the_generated_segment_is_closed_at_its_true_length(prompt: Prompt) -> None:
-    closed = close_generated(prompt.segments, len(prompt.ids) + 2)
+    closed = close_generated_segment(prompt.segments, len(prompt.ids) + 2)
     assert len(closed[-1]) == 2
     assert closed[:-1] == prompt.segments[:-1]
 
@@ -137,7 +137,7 @@ def test_a_job_survives_its_way_to_the_capture_process() -> None:
     job = Job(
         out="x.flextrace",
         prompts=("a\nb", "ü"),
-        texts=Texts(instruction="hm\t"),
+        texts=PromptTexts(instruction="hm\t"),
         sampling=SamplingOptions(True, 0.5, 3, 0.9),
         argv=("flexinspect", "run"),
     )
@@ -170,12 +170,12 @@ def test_steps_that_no_generation_has_are_refused_before_they_are_counted() -> N
 
 
 def test_answers_match_but_for_case_and_spaces() -> None:
-    assert matches(" paris. ", ["Paris"])
-    assert matches("São  Tomé", ["são tomé"])
-    assert not matches("Parisian", ["Paris"])
-    assert not matches("", ["Paris"])
+    assert is_correct_answer(" paris. ", ["Paris"])
+    assert is_correct_answer("São  Tomé", ["são tomé"])
+    assert not is_correct_answer("Parisian", ["Paris"])
+    assert not is_correct_answer("", ["Paris"])
 
 
 def test_text_from_a_model_cannot_move_the_cursor() -> None:
-    assert visible("a\x1b[2Jb\n\u202e") == "a\\x1b[2Jb\\n\\u202e"
-    assert visible("naïve 🦙 日本") == "naïve 🦙 日本"
+    assert escape_unprintable("a\x1b[2Jb\n\u202e") == "a\\x1b[2Jb\\n\\u202e"
+    assert escape_unprintable("naïve 🦙 日本") == "naïve 🦙 日本"

@@ -19,11 +19,11 @@ from support.traces import RUN, SEGMENTS, sample_step, sample_trace
 from flexinspect import review as reviewing
 from flexinspect.errors import TraceWriteError
 from flexinspect.findings import Finding, Severity
-from flexinspect.records import LOOSE_CALLS, EventRecord, GenerationEnd, GenerationRecord
+from flexinspect.records import STANDALONE_CALLS, EventRecord, GenerationEnd, GenerationRecord
 from flexinspect.review import review
 from flexinspect.trace import append
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.replay import PIECE, replay
+from flexinspect.trace.replay import STEPS_PER_READ, replay
 from flexinspect.trace.writer import TraceWriter
 
 DEAD = {**RUN, "pid": 2**22 + 7, "started_at": 1000.0}
@@ -46,10 +46,10 @@ def said(path: Path, *ids: str) -> list[Finding]:
 
 
 def test_a_replayed_step_is_the_record_without_its_findings(tmp_path: Path) -> None:
-    path = sample_trace(tmp_path / "long.flextrace", steps=2 * PIECE + 3)
+    path = sample_trace(tmp_path / "long.flextrace", steps=2 * STEPS_PER_READ + 3)
     with open_trace(path) as reader:
         seen = list(replay(reader, 0, ["*"]))
-        assert len(seen) == 2 * PIECE + 3
+        assert len(seen) == 2 * STEPS_PER_READ + 3
         for number, step in enumerate(seen):
             record = reader.record(0, number)
             assert record is not None
@@ -84,7 +84,7 @@ def test_two_reviews_at_once_store_one(path: Path) -> None:
         held = review(first, [Slow()], store=False)
         assert len(held.unstored) == 2
         review(second, [Slow()])
-        append.append(path, held.unstored)
+        append.append_reviews(path, held.unstored)
     assert len(said(path, "slow.long-token")) == 2
 
 
@@ -160,12 +160,12 @@ def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_
         with open_trace(path) as reader:
             assert review(reader, [Slow()]).n_rules == 0
         with pytest.raises(TraceWriteError, match="is recording it"):
-            append.append(path, [])
+            append.append_reviews(path, [])
         writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS))
         with open_trace(path) as reader:  # the model is held, say
             done = review(reader, [Slow()])
             assert (done.n_rules, done.note) == (1, "")
-            reader.add(append.statements(done.unstored))
+            reader.add_reviews(append.review_statements(done.unstored))
             assert review(reader, [Slow()]).n_rules == 0
             found = [one.id for one in reader.findings()]
             assert "slow.long-token" in found
@@ -184,14 +184,14 @@ def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_
 def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
     with open_trace(path) as reader:
         held = review(reader, [Slow()], store=False).unstored
-        reader.add(append.statements(held))
-        reader.add(append.statements(held))  # as a later review of the same run does
-        append.append(path, held[:1])
+        reader.add_reviews(append.review_statements(held))
+        reader.add_reviews(append.review_statements(held))  # as a later review of the same run does
+        append.append_reviews(path, held[:1])
         assert reader.changed()
         where = [f.generation for f in reader.findings() if f.id == "slow.long-token"]
         assert where == [0, 1]
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
-        reader.take_back()
+        reader.remove_added_reviews()
         assert reader.reviews() == [("slow", 0)]
         assert review(reader, [Slow()]).n_rules == 1
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
@@ -205,7 +205,7 @@ def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> 
     path = tmp_path / "loose.flextrace"
     with TraceWriter.create(path, {**RUN, "rules": []}) as writer:
         writer.begin_generation(
-            GenerationRecord(0, f"{LOOSE_CALLS}, 1", "not declared", "", SEGMENTS[:1], ())
+            GenerationRecord(0, f"{STANDALONE_CALLS}, 1", "not declared", "", SEGMENTS[:1], ())
         )
         writer.write_step(sample_step(0))
     with open_trace(path) as reader:
@@ -228,12 +228,12 @@ def test_what_cannot_be_stored_is_kept_and_told_in_one_sentence(
         failure.sqlite_errorname = error
         raise failure
 
-    monkeypatch.setattr(append, "_transaction", refuse)
+    monkeypatch.setattr(append, "_write_reviews", refuse)
     with open_trace(path) as reader:
         n_before = len(reader.findings())
         done = review(reader, [Slow()])
         assert done.note == f"What was found is not stored in {path}: {reason}."
-        reader.add(append.statements(done.unstored))
+        reader.add_reviews(append.review_statements(done.unstored))
         assert reader.changed()
         assert len(reader.findings()) == n_before + 2
         assert reader.reviews() == [("slow", 0), ("slow", 1)]
@@ -248,27 +248,27 @@ def test_a_trace_that_may_not_grow_stays_as_it_was(path: Path) -> None:
         n_pages = db.execute("PRAGMA page_count").fetchone()[0]
         db.execute(f"PRAGMA max_page_count = {n_pages}")
         with pytest.raises(sqlite3.OperationalError, match="full"):
-            append._transaction(db, many)
+            append._write_reviews(db, many)
     assert said(path, "slow.long-token") == []
-    append.append(path, held)
+    append.append_reviews(path, held)
     assert len(said(path, "slow.long-token")) == 2
 
 
 def test_the_process_of_its_own_prints_what_it_could_not_store(path: Path) -> None:
     ran = subprocess.run(
-        reviewing.command(path), capture_output=True, text=True, timeout=60, check=True
+        reviewing.review_command(path), capture_output=True, text=True, timeout=60, check=True
     )
-    assert reviewing.result_of(ran.stdout).note == ""
+    assert reviewing.review_from_json(ran.stdout).note == ""
     assert ran.stderr == ""
 
 
 def test_a_review_survives_its_way_through_text(path: Path) -> None:
     with open_trace(path) as reader:
         done = review(reader, [Slow(), Broken()], store=False)
-    text = reviewing.text_of(done)
-    assert repr(reviewing.result_of(text)) == repr(done)
+    text = reviewing.review_to_json(done)
+    assert repr(reviewing.review_from_json(text)) == repr(done)
     with pytest.raises(ValueError, match="no review"):
-        reviewing.result_of(json.dumps({"findings": []}))
+        reviewing.review_from_json(json.dumps({"findings": []}))
 
 
 def test_a_damaged_generation_is_told_of_and_the_others_are_looked_at(path: Path) -> None:

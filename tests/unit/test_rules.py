@@ -11,7 +11,7 @@ import pytest
 
 from flexinspect import masks
 from flexinspect.findings import Finding, Repeat, Severity
-from flexinspect.prompts import PromptPieces, Segment, compose
+from flexinspect.prompts import PromptTokenIds, Segment, compose_prompt
 from flexinspect.records import (
     ArrayRecord,
     CallRecord,
@@ -25,8 +25,8 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.rules import emptyrows, numbers, rows
-from flexinspect.rules.base import FindingKind, Rule, RuleBook
-from flexinspect.rules.scene import Intent, Scene
+from flexinspect.rules.base import FindingKind, Rule, RuleRunner
+from flexinspect.rules.scene import DeclaredMask, RuleContext
 from flexinspect.rules.words import printable
 
 WORDS = [
@@ -45,8 +45,8 @@ WORDS = [
     "\n",
     "A",
 ]
-PROMPT = compose(
-    PromptPieces((1,), (2, 3, 4), ((5, 6, 7, 8), (10, 11, 12)), (9,), (13,)), max_new_tokens=50
+PROMPT = compose_prompt(
+    PromptTokenIds((1,), (2, 3, 4), ((5, 6, 7, 8), (10, 11, 12)), (9,), (13,)), max_new_tokens=50
 )
 """bos 0, shared 1-3, paraphrase 1 4-7, separator 1 8, paraphrase 2 9-11, separator 2 12, cue 13."""
 N = len(PROMPT.ids)
@@ -117,13 +117,13 @@ def step(
 
 
 def look(rule: Rule, *steps: StepRecord, about: GenerationRecord | None = None) -> list[Finding]:
-    scene = Scene()
-    scene.begin(about or generation())
-    rule.begin(scene)
+    scene = RuleContext()
+    scene.start_generation(about or generation())
+    rule.on_generation_start(scene)
     found = []
     for record in steps:
-        scene.learn(record)
-        found += rule.look(record)
+        scene.add_step(record)
+        found += rule.on_step(record)
     return found
 
 
@@ -137,21 +137,21 @@ def without(*closed: int, n: int = N) -> np.ndarray[Any, Any]:
 # -- what every rule keeps -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [numbers, rows])
-def test_a_healthy_generation_has_no_findings(module: Any) -> None:
-    assert look(module.RULE(), *(step(number) for number in range(5))) == []
+@pytest.mark.parametrize("rule", [numbers.NumbersRule, rows.EmptyRowsRule])
+def test_a_healthy_generation_has_no_findings(rule: type[Rule]) -> None:
+    assert look(rule(), *(step(number) for number in range(5))) == []
 
 
 def test_a_clean_step_comes_back_as_it_is() -> None:
-    book, record = RuleBook([numbers.RULE(), rows.RULE()]), step(0)
-    assert book.begin(generation()) == ()
-    assert book.look(record) is record
+    book, record = RuleRunner([numbers.NumbersRule(), rows.EmptyRowsRule()]), step(0)
+    assert book.on_generation_start(generation()) == ()
+    assert book.on_step(record) is record
 
 
 def test_rules_look_at_a_step_without_any_optional_record() -> None:
     bare = step(1, logits=None, calls=(), masks=())
     bare = replace(bare, layer_stats=())
-    assert look(numbers.RULE(), bare) == look(rows.RULE(), bare) == []
+    assert look(numbers.NumbersRule(), bare) == look(rows.EmptyRowsRule(), bare) == []
 
 
 class Faulty(Rule):
@@ -165,12 +165,12 @@ class Faulty(Rule):
     def __init__(self, where: str) -> None:
         self.where, self.n_calls = where, 0
 
-    def begin(self, scene: Scene) -> None:
+    def on_generation_start(self, scene: RuleContext) -> None:
         self.n_calls += 1
         if self.where == "begin":
             raise ZeroDivisionError("in begin")
 
-    def look(self, step: StepRecord) -> Sequence[Any]:
+    def on_step(self, step: StepRecord) -> Sequence[Any]:
         self.n_calls += 1
         if self.where == "look":
             raise ZeroDivisionError("in look")
@@ -183,9 +183,9 @@ class Faulty(Rule):
 )
 def test_a_rule_that_fails_is_switched_off_and_the_others_go_on(where: str, said: str) -> None:
     faulty = Faulty(where)
-    book = RuleBook([faulty, rows.RULE()])
-    assert book.begin(generation()) == ()
-    first, second = book.look(step(0, cells=without(5))), book.look(step(1))
+    book = RuleRunner([faulty, rows.EmptyRowsRule()])
+    assert book.on_generation_start(generation()) == ()
+    first, second = book.on_step(step(0, cells=without(5))), book.on_step(step(1))
     assert [f.id for f in first.findings] == ["mask.empty-row"]
     assert [e.kind for e in first.events] == ["rule-off"]
     assert first.events[0].text.startswith("The rule 'faulty' failed at step 0 and is off: ")
@@ -194,38 +194,38 @@ def test_a_rule_that_fails_is_switched_off_and_the_others_go_on(where: str, said
 
 
 def test_a_rule_that_fails_at_a_beginning_is_said_there() -> None:
-    book = RuleBook([Faulty("begin")])
-    (event,) = book.begin(generation(3))
+    book = RuleRunner([Faulty("begin")])
+    (event,) = book.on_generation_start(generation(3))
     assert (event.kind, event.generation, event.step) == ("rule-off", 3, None)
     assert "the beginning of generation 3" in event.text
-    assert book.look(step(0)).findings == ()
+    assert book.on_step(step(0)).findings == ()
 
 
 def test_a_rules_own_findings_stand_beside_those_the_step_had() -> None:
-    book = RuleBook([Faulty("nowhere")])
+    book = RuleRunner([Faulty("nowhere")])
     before = Finding("hook.said", Severity.NOTE, "s")
-    assert [f.id for f in book.look(step(0, findings=(before,))).findings] == [
+    assert [f.id for f in book.on_step(step(0, findings=(before,))).findings] == [
         "hook.said",
         "faulty.known",
     ]
 
 
 def test_every_finding_is_declared_with_a_meaning() -> None:
-    declared = {**numbers.RULE.findings, **rows.RULE.findings}
+    declared = {**numbers.NumbersRule.findings, **rows.EmptyRowsRule.findings}
     assert sorted(declared) == ["mask.empty-row", "numbers.inf", "numbers.nan"]
     assert all(kind.meaning for kind in declared.values())
 
 
 def test_words_of_a_sentence_are_printable_and_on_one_line() -> None:
     assert printable("a\nb\x1b[31m") == "a↵b<U+001B>[31m"
-    scene = Scene()
-    scene.begin(generation())
-    assert scene.position(8) == 'position 8 "↵"'
-    assert scene.position(99) == "position 99"
-    assert scene.rows(np.array([5, 6])) == "2 rows of paraphrase 1"
-    assert scene.rows(np.array([5, 9])) == "2 rows of paraphrase 1 and paraphrase 2"
-    assert scene.rows(np.array([5, 8, 9])) == "3 rows of paraphrase 1 and 2 other segments"
-    assert scene.rows(np.array([10_000])) == "1 row of generated"
+    scene = RuleContext()
+    scene.start_generation(generation())
+    assert scene.format_position(8) == 'position 8 "↵"'
+    assert scene.format_position(99) == "position 99"
+    assert scene.format_rows(np.array([5, 6])) == "2 rows of paraphrase 1"
+    assert scene.format_rows(np.array([5, 9])) == "2 rows of paraphrase 1 and paraphrase 2"
+    assert scene.format_rows(np.array([5, 8, 9])) == "3 rows of paraphrase 1 and 2 other segments"
+    assert scene.format_rows(np.array([10_000])) == "1 row of generated"
 
 
 # -- NaN and Inf -----------------------------------------------------------------------------------
@@ -234,7 +234,8 @@ def test_words_of_a_sentence_are_printable_and_on_one_line() -> None:
 def test_the_first_sick_layer_is_named_once_and_the_later_ones_carry() -> None:
     sick = stats(l2=(3, 0), l3=(48, 0))
     found = look(
-        numbers.RULE(), *(step(n, layer_stats=sick, logits=logits(n_nan=9)) for n in range(1, 50))
+        numbers.NumbersRule(),
+        *(step(n, layer_stats=sick, logits=logits(n_nan=9)) for n in range(1, 50)),
     )
     (finding,) = found
     assert (finding.id, finding.severity) == ("numbers.nan", Severity.ERROR)
@@ -247,7 +248,7 @@ def test_the_first_sick_layer_is_named_once_and_the_later_ones_carry() -> None:
 
 
 def test_the_word_of_a_decode_row_is_the_token_of_the_step_before() -> None:
-    found = look(numbers.RULE(), step(0), step(1, layer_stats=stats(l3=(0, 2))))
+    found = look(numbers.NumbersRule(), step(0), step(1, layer_stats=stats(l3=(0, 2))))
     assert found[0].sentence == (
         f"Inf first appears in the output of layer 3 (model.layers.3), in step 1 at position {N} "
         '"w0": 2 values; nothing recorded after it in this step shows it.'
@@ -257,7 +258,7 @@ def test_the_word_of_a_decode_row_is_the_token_of_the_step_before() -> None:
 
 def test_later_steps_that_a_cache_makes_sick_further_down_are_no_news() -> None:
     found = look(
-        numbers.RULE(),
+        numbers.NumbersRule(),
         step(1, layer_stats=stats(l1=(1, 0), l2=(1, 0), l3=(1, 0))),
         step(2, layer_stats=stats(l2=(1, 0), l3=(1, 0))),
         step(3, logits=logits(n_nan=4)),
@@ -267,7 +268,7 @@ def test_later_steps_that_a_cache_makes_sick_further_down_are_no_news() -> None:
 
 def test_an_earlier_layer_that_turns_sick_later_is_news() -> None:
     found = look(
-        numbers.RULE(),
+        numbers.NumbersRule(),
         step(1, layer_stats=stats(l2=(1, 1))),
         step(2, layer_stats=stats(l0=(0, 1), l1=(1, 0))),
     )
@@ -281,7 +282,7 @@ def test_an_earlier_layer_that_turns_sick_later_is_news() -> None:
 
 
 def test_a_new_generation_is_told_of_again() -> None:
-    rule = numbers.RULE()
+    rule = numbers.NumbersRule()
     sick = step(0, layer_stats=stats(l1=(1, 0)))
     assert len(look(rule, sick)) == len(look(rule, sick)) == 1
 
@@ -293,19 +294,19 @@ def test_the_rows_of_a_prompt_are_named_where_the_output_is_stored(dtype: str | 
     if dtype:
         hidden = (hidden.view(np.uint32) >> 16).astype(np.uint16)
     array = ArrayRecord("hidden", hidden, 1, dtype)
-    (finding,) = look(numbers.RULE(), step(0, layer_stats=stats(l1=(1, 1)), arrays=(array,)))
+    (finding,) = look(numbers.NumbersRule(), step(0, layer_stats=stats(l1=(1, 1)), arrays=(array,)))
     assert finding.positions == (5, 6)
     assert 'in step 0 in 2 rows of paraphrase 1 (first: position 5 " is"): ' in finding.sentence
 
 
 def test_the_rows_of_a_prompt_are_not_guessed_where_it_is_not() -> None:
-    (finding,) = look(numbers.RULE(), step(0, layer_stats=stats(l1=(1, 0))))
+    (finding,) = look(numbers.NumbersRule(), step(0, layer_stats=stats(l1=(1, 0))))
     assert finding.positions == ()
     assert f"in step 0 (somewhere in its {N} rows)" in finding.sentence
 
 
 def test_nan_in_the_logits_alone_comes_from_what_follows_the_layers() -> None:
-    (finding,) = look(numbers.RULE(), *(step(n, logits=logits(n_nan=2)) for n in range(3)))
+    (finding,) = look(numbers.NumbersRule(), *(step(n, logits=logits(n_nan=2)) for n in range(3)))
     assert (finding.id, finding.layer, finding.positions) == ("numbers.nan", None, (N - 1,))
     assert finding.evidence["module"] == "logits"
     assert finding.sentence == (
@@ -316,36 +317,36 @@ def test_nan_in_the_logits_alone_comes_from_what_follows_the_layers() -> None:
 
 def test_nan_in_the_logits_at_a_level_without_layers_names_no_source() -> None:
     record = replace(step(0, logits=logits(n_nan=2)), layer_stats=())
-    (finding,) = look(numbers.RULE(), record)
+    (finding,) = look(numbers.NumbersRule(), record)
     assert "no layer is recorded as its source" in finding.sentence
 
 
 def test_inf_among_the_best_logits_is_an_error() -> None:
-    (finding,) = look(numbers.RULE(), step(1, logits=logits(n_inf=1, best=np.inf)))
+    (finding,) = look(numbers.NumbersRule(), step(1, logits=logits(n_inf=1, best=np.inf)))
     assert (finding.id, finding.severity) == ("numbers.inf", Severity.ERROR)
 
 
 def test_tokens_that_the_model_closes_in_every_step_are_its_own_design() -> None:
-    assert look(numbers.RULE(), *(step(n, logits=logits(n_inf=128)) for n in range(9))) == []
+    assert look(numbers.NumbersRule(), *(step(n, logits=logits(n_inf=128)) for n in range(9))) == []
 
 
 def test_tokens_that_are_closed_only_later_are_a_warning_once() -> None:
     steps = (step(n, logits=logits(n_inf=0 if n < 2 else n)) for n in range(9))
-    (finding,) = look(numbers.RULE(), *steps)
+    (finding,) = look(numbers.NumbersRule(), *steps)
     assert (finding.id, finding.severity, finding.step) == ("numbers.inf", Severity.WARNING, 2)
     assert "2 logits of step 2 are -Inf before any processor" in finding.sentence
 
 
 def test_nan_is_told_of_after_closed_tokens_were() -> None:
     steps = [step(0), step(1, logits=logits(n_inf=3)), step(2, logits=logits(n_nan=1, n_inf=3))]
-    assert [f.id for f in look(numbers.RULE(), *steps)] == ["numbers.inf", "numbers.nan"]
+    assert [f.id for f in look(numbers.NumbersRule(), *steps)] == ["numbers.inf", "numbers.nan"]
 
 
 # -- rows that see nothing -------------------------------------------------------------------------
 
 
 def test_empty_rows_that_others_read_are_a_warning_with_words_and_segments() -> None:
-    (finding,) = look(rows.RULE(), step(0, cells=without(5, 6, 9)))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, cells=without(5, 6, 9)))
     assert (finding.id, finding.severity) == ("mask.empty-row", Severity.WARNING)
     assert (finding.step, finding.layer, finding.head) == (0, None, None)
     assert finding.positions == (5, 6, 9)
@@ -362,7 +363,7 @@ def test_empty_rows_that_others_read_are_a_warning_with_words_and_segments() -> 
 def test_an_empty_row_that_nobody_reads_is_a_note() -> None:
     cells = without(5)
     cells[:, :, 5] = False
-    (finding,) = look(rows.RULE(), step(0, cells=cells))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, cells=cells))
     assert finding.severity is Severity.NOTE
     assert finding.sentence.endswith("and no other row of this step reads it.")
 
@@ -372,7 +373,7 @@ def test_an_empty_row_that_generated_text_reads_turns_into_a_warning() -> None:
     cells[:, :, 5:7] = False
     blind = np.ones((1, 1, N + 1), np.bool_)
     blind[..., 6] = False
-    found = look(rows.RULE(), step(0, cells=cells), step(1, cells=blind), step(2), step(3))
+    found = look(rows.EmptyRowsRule(), step(0, cells=cells), step(1, cells=blind), step(2), step(3))
     assert [(f.severity.value, f.step, f.positions) for f in found] == [
         ("note", 0, (5, 6)),
         ("warning", 1, (5,)),
@@ -384,7 +385,7 @@ def test_an_empty_row_that_generated_text_reads_turns_into_a_warning() -> None:
 
 
 def test_an_empty_newest_row_is_an_error_though_nobody_reads_it() -> None:
-    (finding,) = look(rows.RULE(), step(0, cells=without(N - 1)))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, cells=without(N - 1)))
     assert finding.severity is Severity.ERROR
     assert finding.sentence == (
         '1 row of cue sees no key at all (position 13 "A"); FlexAttention gives it zeros (a dense '
@@ -396,7 +397,7 @@ def test_empty_decode_rows_are_told_of_once() -> None:
     def nothing(n: int) -> np.ndarray[Any, Any]:
         return np.zeros((1, 1, N + n), np.bool_)
 
-    found = look(rows.RULE(), step(0), *(step(n, cells=nothing(n)) for n in range(1, 99)))
+    found = look(rows.EmptyRowsRule(), step(0), *(step(n, cells=nothing(n)) for n in range(1, 99)))
     assert [(f.step, f.positions) for f in found] == [(1, (N,))]
     assert "1 row of generated sees no key" in found[0].sentence
 
@@ -407,12 +408,12 @@ def test_a_mask_that_grows_without_a_cache_is_told_of_once() -> None:
         shape = {"q_len": N + n, "q_offset": 0}
         return replace(step(n, cells=cells, mask=shape), q_len=N + n, kv_before=0, phase="prefill")
 
-    found = look(rows.RULE(), *(whole(n) for n in range(6)))
+    found = look(rows.EmptyRowsRule(), *(whole(n) for n in range(6)))
     assert [(f.step, f.positions) for f in found] == [(0, (5,)), (1, (N,))]
 
 
 def test_a_mask_known_from_another_generation_is_told_of_in_this_one() -> None:
-    rule, record = rows.RULE(), step(0, cells=without(5))
+    rule, record = rows.EmptyRowsRule(), step(0, cells=without(5))
     assert len(look(rule, record)) == 1
     (again,) = look(rule, replace(record, masks=(), generation=1), about=generation(1))
     assert (again.generation, again.positions) == (1, (5,))
@@ -423,12 +424,14 @@ def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not(
     declared = {
         "separators": "isolated",
         "starts": rule.starts,
-        "head": rule.head,
-        "low": rule.low,
+        "head": rule.prefix_stops,
+        "low": rule.local_starts,
     }
     cells = rule.dense(N)[None].copy()
     cells[:, 5] = False
-    other, meant = look(rows.RULE(), step(0, cells=cells), about=generation(declared=declared))
+    other, meant = look(
+        rows.EmptyRowsRule(), step(0, cells=cells), about=generation(declared=declared)
+    )
     assert (other.severity, other.positions) == (Severity.WARNING, (5,))
     assert (meant.severity, meant.positions) == (Severity.NOTE, (8, 12))
     assert meant.sentence == (
@@ -439,42 +442,48 @@ def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not(
 
 
 def test_a_row_that_should_have_seen_the_first_key_is_not_meant_to_be_empty() -> None:
-    declared = {"starts": (0, 5), "head": (0, 1), "low": (0, masks.NOTHING)}
-    cells = masks.MaskRule("m", *declared.values()).dense(N)[None].copy()
+    declared = {"starts": (0, 5), "head": (0, 1), "low": (0, masks.UNREACHABLE)}
+    cells = masks.MaskSpec("m", *declared.values()).dense(N)[None].copy()
     cells[:, 5] = False
-    (finding,) = look(rows.RULE(), step(0, cells=cells), about=generation(declared=declared))
+    (finding,) = look(
+        rows.EmptyRowsRule(), step(0, cells=cells), about=generation(declared=declared)
+    )
     assert (finding.positions, finding.evidence["meant"]) == ((5,), False)
 
 
 def test_rows_that_are_meant_to_be_empty_are_no_error_when_generated_text_reads_them() -> None:
-    declared = {"starts": (0, 5, 6), "head": (0, 0, 0), "low": (0, masks.NOTHING, 6)}
-    cells = masks.MaskRule("m", *declared.values()).dense(N)[None]
-    found = look(rows.RULE(), step(0, cells=cells), step(1), about=generation(declared=declared))
+    declared = {"starts": (0, 5, 6), "head": (0, 0, 0), "low": (0, masks.UNREACHABLE, 6)}
+    cells = masks.MaskSpec("m", *declared.values()).dense(N)[None]
+    found = look(
+        rows.EmptyRowsRule(), step(0, cells=cells), step(1), about=generation(declared=declared)
+    )
     assert [(f.severity, f.positions) for f in found] == [(Severity.NOTE, (5,))]
     assert ", as the declared mask asks; " in found[0].sentence
 
 
 def test_a_meant_empty_row_that_chooses_the_next_token_is_a_warning() -> None:
-    declared = {"starts": (0, N - 1), "head": (0, 0), "low": (0, masks.NOTHING)}
-    cells = masks.MaskRule("m", *declared.values()).dense(N)[None]
-    (finding,) = look(rows.RULE(), step(0, cells=cells), about=generation(declared=declared))
+    declared = {"starts": (0, N - 1), "head": (0, 0), "low": (0, masks.UNREACHABLE)}
+    cells = masks.MaskSpec("m", *declared.values()).dense(N)[None]
+    (finding,) = look(
+        rows.EmptyRowsRule(), step(0, cells=cells), about=generation(declared=declared)
+    )
     assert (finding.severity, finding.evidence["newest"]) == (Severity.WARNING, True)
 
 
 def test_the_presets_leave_no_row_empty() -> None:
     for name in masks.PRESETS:
         cells = masks.preset(name, PROMPT.segments).dense(N)[None]
-        assert look(rows.RULE(), step(0, cells=cells)) == []
+        assert look(rows.EmptyRowsRule(), step(0, cells=cells)) == []
 
 
 def test_a_row_that_is_empty_in_one_head_only_names_the_head() -> None:
     cells = np.tril(np.ones((4, N, N), np.bool_))
     cells[2, 5] = False
-    (finding,) = look(rows.RULE(), step(0, cells=cells))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, cells=cells))
     assert (finding.severity, finding.head) == (Severity.WARNING, 2)
     assert "1 row of paraphrase 1 sees no key in head 2 (position 5" in finding.sentence
     cells[1, 6] = False
-    (finding,) = look(rows.RULE(), step(0, cells=cells))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, cells=cells))
     assert "2 rows of paraphrase 1 see no key in up to 2 of 4 heads (first" in finding.sentence
     assert finding.evidence["heads"] == [1, 2]
 
@@ -484,15 +493,15 @@ def test_a_row_that_only_reads_itself_in_another_head_is_read_by_nobody_else() -
     cells[0, 5] = False
     cells[:, :, 5] = False
     cells[1, 5, 5] = True
-    (finding,) = look(rows.RULE(), step(0, cells=cells))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, cells=cells))
     assert finding.evidence["readers"] == 0
 
 
 def test_layers_are_named_when_not_all_got_the_mask() -> None:
-    (one,) = look(rows.RULE(), step(0, cells=without(5), layers=[2]))
+    (one,) = look(rows.EmptyRowsRule(), step(0, cells=without(5), layers=[2]))
     assert (one.layer, "see no key" in one.sentence) == (2, False)
     assert "sees no key at all in layer 2 (position 5" in one.sentence
-    (two,) = look(rows.RULE(), step(0, cells=without(5), layers=[0, 2]))
+    (two,) = look(rows.EmptyRowsRule(), step(0, cells=without(5), layers=[0, 2]))
     assert "sees no key at all in 2 of 4 layers (" in two.sentence
 
 
@@ -508,7 +517,7 @@ def test_layers_are_named_when_not_all_got_the_mask() -> None:
 )
 def test_what_an_empty_row_gets_depends_on_the_path(path: str, kind: str, said: str) -> None:
     record = step(0, cells=without(5), path=path, mask={"kind": kind})
-    assert said in look(rows.RULE(), record)[0].sentence
+    assert said in look(rows.EmptyRowsRule(), record)[0].sentence
 
 
 def averaged(*rows_: int, n: int = N) -> dict[str, Any]:
@@ -520,8 +529,8 @@ def averaged(*rows_: int, n: int = N) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["eager", "sdpa", "flex uncompiled"])
 def test_a_row_that_is_averaged_is_empty_and_says_what_it_gets(path: str) -> None:
-    (finding,) = look(rows.RULE(), step(0, path=path, mask=averaged(5, 6)))
-    (closed,) = look(rows.RULE(), step(0, path=path, cells=without(5, 6)))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, path=path, mask=averaged(5, 6)))
+    (closed,) = look(rows.EmptyRowsRule(), step(0, path=path, cells=without(5, 6)))
     assert (finding.severity, finding.positions) == (closed.severity, (5, 6))
     readers = [found.evidence["readers"] for found in (finding, closed)]
     assert readers[0] == readers[1] > 0
@@ -531,14 +540,14 @@ def test_a_row_that_is_averaged_is_empty_and_says_what_it_gets(path: str) -> Non
 def test_a_row_that_is_averaged_reads_nobody() -> None:
     tell = averaged(0, 1, 2)
     tell["cells"][:, 3:, :3] = False  # left padding that no other row sees
-    (finding,) = look(rows.RULE(), step(0, path="eager", mask=tell))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, path="eager", mask=tell))
     assert (finding.severity, finding.evidence["read"]) == (Severity.NOTE, 0)
 
 
 def test_rows_closed_in_two_ways_say_both() -> None:
     tell = averaged(5)
     tell["cells"][:, 6] = False
-    (finding,) = look(rows.RULE(), step(0, path="eager", mask=tell))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, path="eager", mask=tell))
     assert finding.positions == (5, 6)
     assert "where closed means the lowest float, NaN if -Inf" in finding.sentence
 
@@ -546,25 +555,27 @@ def test_rows_closed_in_two_ways_say_both() -> None:
 def test_rows_of_a_mask_are_positions_of_the_sequence() -> None:
     cells = np.zeros((1, 1, 9), np.bool_)
     window = {"kv_len": 9, "kv_offset": N + 3 - 9}
-    found = look(rows.RULE(), step(0), step(3, cells=cells, mask=window))
+    found = look(rows.EmptyRowsRule(), step(0), step(3, cells=cells, mask=window))
     assert found[0].positions == (N + 2,)
 
 
 def test_one_row_for_all_is_spread_over_the_rows() -> None:
     cells = np.zeros((1, 1, N), np.bool_)
-    (finding,) = look(rows.RULE(), step(0, cells=cells, mask={"kind": "bool"}, path="sdpa"))
+    (finding,) = look(
+        rows.EmptyRowsRule(), step(0, cells=cells, mask={"kind": "bool"}, path="sdpa")
+    )
     assert finding.positions == tuple(range(N))
 
 
 def test_without_cells_only_unvisited_blocks_of_a_compiled_call_are_told_of() -> None:
     tables = {"cells": None, "partial": np.array([[[True], [False]]]), "block_q": 8}
-    assert look(rows.RULE(), step(0, mask=tables)) == []
-    (finding,) = look(rows.RULE(), step(0, mask={**tables, "compiled": True}))
+    assert look(rows.EmptyRowsRule(), step(0, mask=tables)) == []
+    (finding,) = look(rows.EmptyRowsRule(), step(0, mask={**tables, "compiled": True}))
     assert finding.positions == tuple(range(8, N))
     assert finding.severity is Severity.ERROR
     assert finding.sentence.endswith("whether other rows read them was not recorded.")
     tables["partial"] = np.array([[[False], [True]]])
-    (finding,) = look(rows.RULE(), step(0, mask={**tables, "compiled": True}))
+    (finding,) = look(rows.EmptyRowsRule(), step(0, mask={**tables, "compiled": True}))
     assert (finding.severity, finding.positions) == (Severity.WARNING, tuple(range(8)))
 
 
@@ -572,7 +583,7 @@ def test_a_long_list_of_positions_is_cut_and_counted() -> None:
     segments = (Segment(0, 200, "text", PROMPT.segments[0].kind, 0),)
     cells = without(*range(1, 150), n=200)
     record = replace(step(0, cells=cells, mask={"q_len": 200}), q_len=200, kv_after=200)
-    (finding,) = look(rows.RULE(), record, about=generation(segments=segments, tokens=()))
+    (finding,) = look(rows.EmptyRowsRule(), record, about=generation(segments=segments, tokens=()))
     assert finding.positions == tuple(range(1, 33))
     assert finding.evidence["empty"] == 149
     assert finding.sentence.startswith("149 rows of text see no key")
@@ -621,39 +632,39 @@ class Told(Rule):
             query="SELECT * FROM calls WHERE generation = {generation} AND layer = {layer}",
         )
     }
-    loose: ClassVar[bool] = True
+    handles_standalone_calls: ClassVar[bool] = True
 
-    def look(self, step: StepRecord) -> Sequence[Finding]:
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
         return [Finding("told.again", Severity.WARNING, "s", step=step.step, series="one")]
 
-    def hear(self, event: EventRecord) -> Sequence[Finding]:
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
         return [Finding("told.again", Severity.WARNING, event.text, layer=2, why="Own words.")]
 
-    def end(self) -> Sequence[Finding]:
-        return [Finding("told.again", Severity.NOTE, self.scene.generation.sample_id)]
+    def on_generation_end(self) -> Sequence[Finding]:
+        return [Finding("told.again", Severity.NOTE, self.context.generation.sample_id)]
 
 
 def test_a_series_is_one_finding_and_later_ones_are_counted() -> None:
-    book = RuleBook([Told()])
-    book.begin(generation())
-    first, second = book.look(step(0)), book.look(step(1))
+    book = RuleRunner([Told()])
+    book.on_generation_start(generation())
+    first, second = book.on_step(step(0)), book.on_step(step(1))
     assert [(f.id, f.step) for f in first.findings] == [("told.again", 0)]
     assert (first.repeats, second.findings) == ((), ())
     assert second.repeats == (Repeat("told.again", "one"),)
-    book.begin(generation(1))
-    assert len(book.look(step(0)).findings) == 1
+    book.on_generation_start(generation(1))
+    assert len(book.on_step(step(0)).findings) == 1
 
 
 def test_a_finding_takes_the_words_of_its_kind_and_a_query_of_its_place() -> None:
-    book = RuleBook([Told()])
-    book.begin(generation())
-    (first,) = book.look(step(0)).findings
+    book = RuleRunner([Told()])
+    book.on_generation_start(generation())
+    (first,) = book.on_step(step(0)).findings
     assert first.why == "It matters."
     assert first.query == "SELECT * FROM calls WHERE generation = 0 AND layer = layer"
-    ((heard,), failed) = book.hear(EventRecord("kernel-failed", "It raised.", 0.0, 0))
+    ((heard,), failed) = book.on_event(EventRecord("kernel-failed", "It raised.", 0.0, 0))
     assert (heard.sentence, heard.why, failed) == ("It raised.", "Own words.", ())
     assert heard.query.endswith("layer = 2")
-    ((said,), failed) = book.end()
+    ((said,), failed) = book.on_generation_end()
     assert (said.sentence, failed) == ("s", ())
 
 
@@ -661,27 +672,35 @@ def test_calls_outside_of_a_model_are_for_rules_that_say_so() -> None:
     class OfModels(Told):
         loose = False
 
-    book = RuleBook([OfModels(), Told()], is_loose=True)
-    book.begin(generation())
-    assert [f.id for f in book.look(step(0)).findings] == ["told.again"]
+    book = RuleRunner([OfModels(), Told()], is_standalone=True)
+    book.on_generation_start(generation())
+    assert [f.id for f in book.on_step(step(0)).findings] == ["told.again"]
 
 
 def test_a_scene_finds_forgotten_masks_again_if_it_can() -> None:
     mask = step(0).masks[0]
-    assert Scene().mask(mask.fingerprint) is None
-    scene = Scene({mask.fingerprint: mask}.get)
+    assert RuleContext().mask(mask.fingerprint) is None
+    scene = RuleContext({mask.fingerprint: mask}.get)
     assert scene.mask(mask.fingerprint) is mask
     assert scene.mask(None) is scene.mask("other") is None
 
 
 def test_what_is_meant_is_the_declared_rule_or_what_segments_suggest() -> None:
-    scene = Scene()
-    scene.begin(generation())
-    assert scene.intent is not None
-    assert (scene.intent.rule.name, scene.intent.assumed) == ("segment-isolation", True)
+    scene = RuleContext()
+    scene.start_generation(generation())
+    assert scene.declared_mask is not None
+    assert (scene.declared_mask.spec.name, scene.declared_mask.assumed) == (
+        "segment-isolation",
+        True,
+    )
     rule = masks.causal()
-    said = {"preset": "causal", "starts": rule.starts, "head": rule.head, "low": rule.low}
-    scene.begin(generation(declared=said))
-    assert scene.intent == Intent(rule)
-    scene.begin(generation(declared={"rule": "package:function"}))
-    assert scene.intent is None
+    said = {
+        "preset": "causal",
+        "starts": rule.starts,
+        "head": rule.prefix_stops,
+        "low": rule.local_starts,
+    }
+    scene.start_generation(generation(declared=said))
+    assert scene.declared_mask == DeclaredMask(rule)
+    scene.start_generation(generation(declared={"rule": "package:function"}))
+    assert scene.declared_mask is None

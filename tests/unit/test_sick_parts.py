@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.traces import sample_step
 
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.sickparts import sick_call
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.sickparts import find_nonfinite_call
 
 
 @pytest.mark.filterwarnings("error")
@@ -35,6 +35,6 @@ def test_a_float16_call_is_judged_by_those_of_its_scores_that_are_numbers(
         else replace(one, array=one.array[:1])
         for one in step.arrays
     )
-    found = sick_call(replace(step, calls=(call,), arrays=arrays), 0, Scene())
+    found = find_nonfinite_call(replace(step, calls=(call,), arrays=arrays), 0, RuleContext())
     assert found is not None
     assert found.name == part

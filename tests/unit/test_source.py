@@ -21,18 +21,18 @@ def test_a_key_that_is_stored_again_counts_its_bytes_once(source: Source) -> Non
     source._store("key", "old", 100)
     source._store("key", "new", 40)
     assert source._bytes == 40
-    assert source.keep("key", lambda: "other", len) == "new"
+    assert source.get_or_create("key", lambda: "other", len) == "new"
 
 
 def test_what_is_older_goes_when_the_budget_is_spent(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BUDGET", 10)
+    monkeypatch.setattr(module, "CACHE_BYTES", 10)
     for key in "abc":
-        source.keep(key, lambda: "12345", len)
-    assert (list(source._kept), source._bytes) == (["b", "c"], 10)
-    assert source.keep("huge", lambda: "1" * 11, len) == "1" * 11
-    assert "huge" not in source._kept
+        source.get_or_create(key, lambda: "12345", len)
+    assert (list(source._cache), source._bytes) == (["b", "c"], 10)
+    assert source.get_or_create("huge", lambda: "1" * 11, len) == "1" * 11
+    assert "huge" not in source._cache
 
 
 def test_after_one_maker_failed_those_who_waited_make_it_once(source: Source) -> None:
@@ -52,21 +52,21 @@ def test_after_one_maker_failed_those_who_waited_make_it_once(source: Source) ->
 
     def first() -> None:
         with pytest.raises(OSError, match="unreadable"):
-            source.keep("key", fail, len)
+            source.get_or_create("key", fail, len)
 
     threads = [threading.Thread(target=first)]
     threads[0].start()
     assert first_is_in.wait(5)
-    threads.append(threading.Thread(target=source.keep, args=("key", make, len)))
+    threads.append(threading.Thread(target=source.get_or_create, args=("key", make, len)))
     threads[1].start()
-    while source._making["key"].n_users < 2:
+    while source._key_locks["key"].n_users < 2:
         time.sleep(0.001)
     go_on.set()
     assert second_is_in.wait(5)  # the first has failed and gone, the second makes it
     threads[0].join()
-    assert source.keep("key", make, len) == "1234"
+    assert source.get_or_create("key", make, len) == "1234"
     for thread in threads:
         thread.join()
     assert made == ["made"]
     assert source._bytes == 4
-    assert not source._making
+    assert not source._key_locks

@@ -8,7 +8,7 @@ import pytest
 
 from flexinspect.errors import UsageError
 from flexinspect.prompts import Segment
-from flexinspect_hooks.spans import FedPrompt, Wish, lay_out, read_wishes
+from flexinspect_hooks.spans import PromptInput, SegmentArgument, build_segments, parse_segments
 
 WORDS = ["<s>", "Who", " wrote", " it", "?", " By", " whom", "?", " Answer", ":"]
 
@@ -17,14 +17,16 @@ def encode(text: str) -> list[int]:
     return [WORDS.index(text)] if text in WORDS else [99]
 
 
-def prompt(start: int = 0, n_pads: int = 0, has_bos: bool = True) -> FedPrompt:
+def prompt(start: int = 0, n_pads: int = 0, has_bos: bool = True) -> PromptInput:
     texts = ["<pad>"] * n_pads + WORDS
     ids = [50] * n_pads + list(range(len(WORDS)))
-    return FedPrompt(ids, texts, start, n_pads, has_bos)
+    return PromptInput(ids, texts, start, n_pads, has_bos)
 
 
-def laid(wishes: Sequence[Wish] | None, fed: FedPrompt | None = None) -> list[tuple[int, int, str]]:
-    segments, troubles = lay_out(read_wishes(wishes), fed or prompt(), encode)
+def laid(
+    wishes: Sequence[SegmentArgument] | None, fed: PromptInput | None = None
+) -> list[tuple[int, int, str]]:
+    segments, troubles = build_segments(parse_segments(wishes), fed or prompt(), encode)
     assert troubles == []
     return spans(segments)
 
@@ -46,7 +48,7 @@ def test_padding_is_a_segment_of_its_own() -> None:
 
 
 def test_spans_are_kept_and_what_lies_between_is_named() -> None:
-    segments, _ = lay_out(read_wishes([(1, 4, "one"), (5, 7, "two")]), prompt(), encode)
+    segments, _ = build_segments(parse_segments([(1, 4, "one"), (5, 7, "two")]), prompt(), encode)
     assert spans(segments) == [
         (0, 1, "bos"),
         (1, 4, "one"),
@@ -77,19 +79,19 @@ def test_the_same_text_twice_is_found_twice() -> None:
 
 
 def test_a_label_may_name_its_kind() -> None:
-    segments, _ = lay_out(read_wishes([(0, 2, "shared"), (2, 3, "x")]), prompt(), encode)
+    segments, _ = build_segments(parse_segments([(0, 2, "shared"), (2, 3, "x")]), prompt(), encode)
     assert [str(one.kind) for one in segments[:2]] == ["shared", "paraphrase"]
 
 
 def test_what_is_not_found_is_said_and_left_out() -> None:
-    segments, troubles = lay_out(read_wishes(["nowhere", "By whom"]), prompt(), encode)
+    segments, troubles = build_segments(parse_segments(["nowhere", "By whom"]), prompt(), encode)
     assert troubles == ["The text of segment 'nowhere' is not in the prompt fed."]
     assert "nowhere" not in [one.label for one in segments]
 
 
 def test_a_span_past_the_end_is_cut_and_said() -> None:
-    segments, troubles = lay_out(
-        read_wishes([(8, 12, "late"), (20, 30, "never")]), prompt(), encode
+    segments, troubles = build_segments(
+        parse_segments([(8, 12, "late"), (20, 30, "never")]), prompt(), encode
     )
     assert (8, 10, "late") in spans(segments)
     assert len(troubles) == 2
@@ -98,7 +100,7 @@ def test_a_span_past_the_end_is_cut_and_said() -> None:
 
 
 def test_a_text_that_lies_inside_a_span_is_left_out_and_said() -> None:
-    _, troubles = lay_out(read_wishes([(1, 8, "all"), ("By", "part")]), prompt(), encode)
+    _, troubles = build_segments(parse_segments([(1, 8, "all"), ("By", "part")]), prompt(), encode)
     assert troubles == ["Segment 'part' overlaps the one before it and is left out."]
 
 
@@ -111,9 +113,9 @@ def test_keys_cached_before_are_a_segment() -> None:
 @pytest.mark.parametrize("wish", [(3, 3, "x"), (-1, 2, "x"), (1, 2), "", ("", "x"), 7, (1, 2, 3)])
 def test_what_is_no_segment_is_refused(wish: object) -> None:
     with pytest.raises(UsageError, match="is no segment"):
-        read_wishes([wish])  # type: ignore[list-item]
+        parse_segments([wish])  # type: ignore[list-item]
 
 
 def test_spans_that_overlap_are_refused() -> None:
     with pytest.raises(UsageError, match="'a' and 'b' overlap at position 2"):
-        read_wishes([(2, 5, "b"), (0, 3, "a")])
+        parse_segments([(2, 5, "b"), (0, 3, "a")])

@@ -15,13 +15,13 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_file_there_are_defaults() -> None:
-    assert state.recall() == state.Remembered()
+    assert state.load_state() == state.InterfaceState()
 
 
 def test_what_is_remembered_is_recalled_and_the_rest_kept() -> None:
-    state.remember(panels=("run", "mask"), slots=3)
-    state.remember(theme="nord")
-    assert state.recall() == state.Remembered(("run", "mask"), 3, "nord", ())
+    state.save_state(panels=("run", "mask"), slots=3)
+    state.save_state(theme="nord")
+    assert state.load_state() == state.InterfaceState(("run", "mask"), 3, "nord", ())
 
 
 @pytest.mark.parametrize(
@@ -33,11 +33,11 @@ def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str) -> None:
     assert file is not None
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    recalled = state.recall()
+    recalled = state.load_state()
     assert recalled.panels == state.DEFAULT_PANELS
     assert 0 <= recalled.slots <= 4
-    state.remember(slots=2)
-    assert state.recall().slots == 2
+    state.save_state(slots=2)
+    assert state.load_state().slots == 2
 
 
 def test_a_folder_that_cannot_be_written_is_not_worth_a_word(
@@ -45,15 +45,15 @@ def test_a_folder_that_cannot_be_written_is_not_worth_a_word(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    state.remember(slots=2)
-    assert state.recall() == state.Remembered()
+    state.save_state(slots=2)
+    assert state.load_state() == state.InterfaceState()
 
 
 def test_recent_traces_are_newest_first_and_once(tmp_path: Path) -> None:
     names = [tmp_path / f"{n}.flextrace" for n in range(state.N_RECENT + 3)]
     for path in [*names, names[0]]:
-        state.opened(path)
-    recent = state.recall().recent
+        state.add_recent_trace(path)
+    recent = state.load_state().recent
     assert recent[:2] == (str(names[0]), str(names[-1]))
     assert len(recent) == state.N_RECENT
 
@@ -61,6 +61,6 @@ def test_recent_traces_are_newest_first_and_once(tmp_path: Path) -> None:
 def test_known_traces_exist_and_come_once(tmp_path: Path) -> None:
     here, gone = tmp_path / "here.flextrace", tmp_path / "gone.flextrace"
     here.touch()
-    state.opened(here)
-    state.opened(gone)
+    state.add_recent_trace(here)
+    state.add_recent_trace(gone)
     assert state.known_traces(tmp_path) == [here]

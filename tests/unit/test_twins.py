@@ -9,21 +9,21 @@ from support.traces import sample_generation, sample_step
 
 from flexinspect.findings import Finding
 from flexinspect.records import StepRecord
-from flexinspect.rules.scene import Scene
-from flexinspect.rules.twins import TwinsRule
+from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.twins import SamePromptRule
 
 
 def second(parted: StepRecord) -> list[Finding]:
     """Return what is said of a second generation whose step 2 is `parted`."""
-    scene, rule = Scene(), TwinsRule()
+    scene, rule = RuleContext(), SamePromptRule()
     found: list[Finding] = []
     for number in (0, 1):
-        scene.begin(sample_generation(number))
-        rule.begin(scene)
+        scene.start_generation(sample_generation(number))
+        rule.on_generation_start(scene)
         for step in range(4):
             is_last = number == 1 and step == 2
-            rule.look(replace(parted if is_last else sample_step(step), generation=number))
-        found = [*rule.end()]
+            rule.on_step(replace(parted if is_last else sample_step(step), generation=number))
+        found = [*rule.on_generation_end()]
     return found
 
 
@@ -35,15 +35,15 @@ def step_2(chosen: int, *, moved: float = 0.0, order: slice = slice(None)) -> St
 
 
 def test_a_model_of_another_shape_is_no_twin() -> None:
-    scene, rule = Scene(), TwinsRule()
+    scene, rule = RuleContext(), SamePromptRule()
     for number in (0, 1):
-        scene.begin(sample_generation(number))
-        rule.begin(scene)
+        scene.start_generation(sample_generation(number))
+        rule.on_generation_start(scene)
         step = step_2(99, moved=0.5)
         if number:
             step = replace(step, layer_stats=step.layer_stats[:-1])
-        rule.look(replace(step, generation=number, step=0))
-    assert [*rule.end()] == []
+        rule.on_step(replace(step, generation=number, step=0))
+    assert [*rule.on_generation_end()] == []
 
 
 def test_another_token_from_the_very_same_logits_is_nothing_to_tell() -> None:

@@ -34,7 +34,7 @@ def test_texts_of_a_byte_level_tokenizer_join_to_the_text(text: str) -> None:
     stream = TextStream(words)
     assert words.joins
     assert "".join(map(stream.add, words.encode(text))) == text
-    assert words.bos() == (words.tokenizer.bos_token_id,)
+    assert words.default_bos() == (words.tokenizer.bos_token_id,)
 
 
 def test_texts_that_depend_on_their_neighbours_are_decoded_with_them() -> None:
@@ -60,5 +60,5 @@ def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> Non
 def test_ids_stand_in_for_text() -> None:
     words = Vocabulary(IdTokenizer(vocab_size=500))
     assert "".join(map(TextStream(words).add, (7, 8))) == "⟨7⟩⟨8⟩"
-    assert words.bos() == ()
-    assert words.answer((7,), one_line=True) == "⟨7⟩"
+    assert words.default_bos() == ()
+    assert words.decode_generated((7,), one_line=True) == "⟨7⟩"

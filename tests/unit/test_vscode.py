@@ -215,7 +215,7 @@ def test_an_old_gdb_on_a_processor_with_amx_attaches_to_nothing(
     machine: Callable[[str, str], None], first_line: str, flags: str, lacks: bool
 ) -> None:
     machine(first_line, flags)
-    said = vscode.attach_lacks()
+    said = vscode.attach_problems()
     assert ["gdb 14 or later" in one and "gdb is 13" in one for one in said] == [True] * lacks
 
 
@@ -225,5 +225,5 @@ def test_a_kernel_that_forbids_tracing_is_named_with_its_switch(
     machine("GNU gdb (GDB) 15.2", "fpu")
     (tmp_path / "absent").write_text("1\n")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    (said,) = vscode.attach_lacks()
+    (said,) = vscode.attach_problems()
     assert "to be 0, and it is 1" in said

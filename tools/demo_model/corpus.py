@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from flexinspect.masks import BoolArray, preset
-from flexinspect.prompts import Prompt, PromptPieces, Segment, compose
+from flexinspect.prompts import Prompt, PromptTokenIds, Segment, compose_prompt
 from tools.demo_model.facts import Fact
 from tools.demo_model.templates import (
     ENDINGS,
@@ -88,14 +88,14 @@ class Composer:
 
     def prompt(self, paraphrases: Sequence[str], layout: Layout) -> Prompt:
         """Return the prompt of these paraphrases in this layout."""
-        pieces = PromptPieces(
+        pieces = PromptTokenIds(
             self.bos,
             self._encode(layout.shared),
             tuple(self._encode(text) for text in paraphrases),
             self._encode(SEPARATOR),
             self._encode(CUE),
         )
-        return compose(pieces, max_new_tokens=MAX_NEW_TOKENS, positions=layout.positions)
+        return compose_prompt(pieces, max_new_tokens=MAX_NEW_TOKENS, positions=layout.positions)
 
     def example(self, paraphrases: Sequence[str], answer: str, layout: Layout) -> Example:
         """Return the prompt followed by ` answer` and EOS, which alone carry labels."""

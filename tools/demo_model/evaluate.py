@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from flexinspect.masks import PRESETS
-from flexinspect.prompts import POSITIONS
+from flexinspect.prompts import POSITION_MODES
 from tools.demo_model.corpus import (
     MAX_NEW_TOKENS,
     PLAIN,
@@ -198,7 +198,7 @@ def preset_rows(examinee: Examinee, facts: Sequence[Fact]) -> list[Row]:
     layouts = [
         Layout(preset, positions, SHARED_TEXTS[0] if preset == "shared-prefix" else "")
         for preset in PRESETS
-        for positions in POSITIONS
+        for positions in POSITION_MODES
     ]
     return [
         examinee.row(

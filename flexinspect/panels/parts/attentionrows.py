@@ -10,31 +10,40 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexinspect.attention import Bools, Floats, Gate, Row, key_head, row_scores, row_weights, worst
-from flexinspect.panels.base import Missing, Place
+from flexinspect.attention import (
+    AttentionRow,
+    Bools,
+    Floats,
+    LseCheck,
+    kv_head_of,
+    row_scores,
+    row_weights,
+    worst_check,
+)
+from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.source import Source
 from flexinspect.records import Array, CallRecord
-from flexinspect.trace.bits import find_cells, mask_arrays, packed_rows
+from flexinspect.trace.bits import find_mask_cells, read_mask_arrays, read_packed_rows
 from flexinspect.trace.callranges import lineage
-from flexinspect.trace.ranges import holder
+from flexinspect.trace.ranges import branch_of_step
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 
-TOGETHER = 64
+KEY_CHUNK_STEPS = 64
 """Decode steps whose keys are kept together."""
 
-MAX_BYTES = 256 << 20
+MAX_READ_BYTES = 256 << 20
 """Keys (or queries) that are read for one picture at most, as they lie in memory."""
 
 
-WHOLE_MASK = 1 << 22
+MAX_CACHED_MASK_CELLS = 1 << 22
 """Cells of a head up to which a mask is kept whole; of larger ones, the row that is shown."""
 
 
 EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
 
 
-class Unrecorded(Exception):
+class RowNotRecordedError(Exception):
     """A row cannot be recomputed; the sentence says why."""
 
 
@@ -44,22 +53,22 @@ class StepView:
     its first step and the step after its last; `branch` is the one that holds this step."""
 
     source: Source
-    place: Place
-    owners: tuple[tuple[int, int, int | None], ...]
+    place: TracePlace
+    lineage: tuple[tuple[int, int, int | None], ...]
     branch: int
-    about: StepRow
+    step_row: StepRow
     calls: tuple[CallRecord, ...]
 
-    def array(self, stream: str, layer: int | None = None) -> Array | None:
+    def load_array(self, stream: str, layer: int | None = None) -> Array | None:
         """Return an array of this step, None when it is not stored."""
-        return _array(self, self.about.step, stream, layer)
+        return _load_array(self, self.step_row.step, stream, layer)
 
 
-def view_step(source: Source, place: Place) -> StepView:
+def load_step_view(source: Source, place: TracePlace) -> StepView:
     """Return the step of a place. Raises `Missing` when it is not recorded."""
     reader = source.reader
     owners = tuple(lineage(reader, place.generation, place.branch))
-    branch = holder(reader, place.generation, place.step, place.branch)
+    branch = branch_of_step(reader, place.generation, place.step, place.branch)
     about = reader.step(place.generation, place.step, branch)
     if about is None:
         raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
@@ -67,29 +76,31 @@ def view_step(source: Source, place: Place) -> StepView:
     return StepView(source, place, owners, branch, about, calls)
 
 
-def _array(view: StepView, step: int, stream: str, layer: int | None) -> Array | None:
+def _load_array(view: StepView, step: int, stream: str, layer: int | None) -> Array | None:
     reader, generation = view.source.reader, view.place.generation
-    branch = holder(reader, generation, step, view.place.branch)
+    branch = branch_of_step(reader, generation, step, view.place.branch)
     return reader.array(generation, step, stream, layer, branch)
 
 
-def _bytes(array: Array | None) -> int:
+def _array_bytes(array: Array | None) -> int:
     return 512 + (0 if array is None else array.nbytes)
 
 
-def queries(view: StepView, layer: int) -> Array:
+def load_queries(view: StepView, layer: int) -> Array:
     """Return the queries of a layer in this step, (heads, rows, width)."""
-    key = ("attention.q", view.place.generation, view.branch, view.about.step, layer)
-    found = view.source.keep(key, lambda: view.array("q", layer), _bytes)
+    key = ("attention.q", view.place.generation, view.branch, view.step_row.step, layer)
+    found = view.source.get_or_create(key, lambda: view.load_array("q", layer), _array_bytes)
     if found is None:
-        raise Unrecorded(_not_stored(view, layer))
+        raise RowNotRecordedError(_describe_not_stored(view, layer))
     if found.ndim != 3:
-        raise Unrecorded(f"The stored queries of layer {layer} have the shape {found.shape}.")
+        raise RowNotRecordedError(
+            f"The stored queries of layer {layer} have the shape {found.shape}."
+        )
     return found
 
 
-def _not_stored(view: StepView, layer: int) -> str:
-    infos = view.source.reader.arrays(view.place.generation, view.about.step, view.branch)
+def _describe_not_stored(view: StepView, layer: int) -> str:
+    infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
     stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
     if not stored:
         return EXTREME_ONLY
@@ -97,73 +108,79 @@ def _not_stored(view: StepView, layer: int) -> str:
     return f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
 
 
-def keys(view: StepView, call: CallRecord) -> list[Array]:
+def load_keys(view: StepView, call: CallRecord) -> list[Array]:
     """Return the keys of the call's layer up to this step: pieces (key heads, rows, width)."""
-    size = view.about.kv_after * call.kv_heads * call.head_dim * 4
-    if size > MAX_BYTES:
-        raise Unrecorded(
+    size = view.step_row.kv_after * call.kv_heads * call.head_dim * 4
+    if size > MAX_READ_BYTES:
+        raise RowNotRecordedError(
             f"The keys of this row take {size >> 20} MiB, "
-            f"and a picture reads {MAX_BYTES >> 20} MiB at most."
+            f"and a picture reads {MAX_READ_BYTES >> 20} MiB at most."
         )
-    last = view.about.step
-    pieces = [_piece(view, call.layer, 0, 1)]
-    for start in range(1, last + 1, TOGETHER):
-        pieces.append(_piece(view, call.layer, start, min(start + TOGETHER, last + 1)))
+    last = view.step_row.step
+    pieces = [_load_key_chunk(view, call.layer, 0, 1)]
+    for start in range(1, last + 1, KEY_CHUNK_STEPS):
+        pieces.append(
+            _load_key_chunk(view, call.layer, start, min(start + KEY_CHUNK_STEPS, last + 1))
+        )
     n_keys = sum(piece.shape[1] for piece in pieces)
-    if n_keys != view.about.kv_after:
-        raise Unrecorded(f"The stored keys are {n_keys}, but this row had {view.about.kv_after}.")
+    if n_keys != view.step_row.kv_after:
+        raise RowNotRecordedError(
+            f"The stored keys are {n_keys}, but this row had {view.step_row.kv_after}."
+        )
     return pieces
 
 
-def _piece(view: StepView, layer: int, start: int, stop: int) -> Array:
+def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
     def read() -> Array:
-        return _joined(view, layer, start, stop)
+        return _join_keys(view, layer, start, stop)
 
-    if start > 0 and stop - start < TOGETHER:
+    if start > 0 and stop - start < KEY_CHUNK_STEPS:
         return read()
     # A branch of its own has keys of its own, so the branch that was asked for is in the name.
     key = ("attention.k", view.place.generation, view.place.branch, layer, start)
-    return view.source.keep(key, read, _bytes)
+    return view.source.get_or_create(key, read, _array_bytes)
 
 
-def _joined(view: StepView, layer: int, start: int, stop: int) -> Array:
+def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
     parts = []
     for step in range(start, stop):
-        part = _array(view, step, "k", layer)
+        part = _load_array(view, step, "k", layer)
         if part is None or part.ndim != 3:
-            raise Unrecorded(f"The keys of layer {layer} in step {step} are not stored.")
+            raise RowNotRecordedError(f"The keys of layer {layer} in step {step} are not stored.")
         parts.append(part)
     try:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
     except ValueError:
-        raise Unrecorded(f"The keys of layer {layer} change their shape between steps.") from None
+        raise RowNotRecordedError(
+            f"The keys of layer {layer} change their shape between steps."
+        ) from None
 
 
-def mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
+def load_mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
     """Return a row (from 0 in this step) of the executed mask, bool (mask heads, keys)."""
-    small = call.q_len * call.kv_len <= WHOLE_MASK
+    small = call.q_len * call.kv_len <= MAX_CACHED_MASK_CELLS
 
     def read() -> Bools | None:
         if call.mask is None:
             return None
         if not small:
-            return _read_row(view.source.reader, call.mask, row)
+            return _read_mask_row(view.source.reader, call.mask, row)
         mask = view.source.reader.mask(call.mask)
         return None if mask is None else mask.cells
 
     key = ("attention.mask", call.mask, None if small else row)
-    cells = view.source.keep(key, read, _bytes)
+    cells = view.source.get_or_create(key, read, _array_bytes)
     # One row of a mask for many stands for all of them.
     at = row if small and cells is not None and cells.shape[1] != 1 else 0
     if cells is None or not 0 <= at < cells.shape[1]:
-        raise Unrecorded(f"The executed mask of layer {call.layer} was not recorded.")
+        raise RowNotRecordedError(f"The executed mask of layer {call.layer} was not recorded.")
     found: Bools = cells[:, at]
     return found
 
 
-def _read_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
+def _read_mask_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
     """Return a row of a mask of any size, bool (heads, 1, keys), None where it has none."""
-    cells = find_cells(reader, fingerprint)
+    cells = find_mask_cells(reader, fingerprint)
     if cells is None:
         return None
     at = 0 if cells.n_rows == 1 else row
@@ -172,100 +189,106 @@ def _read_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
     rows = [
         packed[0]
         for head in range(cells.heads)
-        for _, packed in packed_rows(reader, cells, head, at, at + 1)
+        for _, packed in read_packed_rows(reader, cells, head, at, at + 1)
     ]
     packed = np.stack(rows)[:, None] if rows else np.zeros((0, 1, 0), np.uint8)
     return np.unpackbits(packed, axis=2, count=cells.n_keys).astype(np.bool_)
 
 
-def _is_averaged(view: StepView, call: CallRecord, head: int, row: int) -> bool:
+def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> bool:
     """Say whether nothing of a row's scores is left under its mask (`MaskRecord.averaged`)."""
 
     def read() -> Bools | None:
-        found = dict(mask_arrays(view.source.reader, [str(call.mask)], "mask.averaged"))
+        found = dict(read_mask_arrays(view.source.reader, [str(call.mask)], "mask.averaged"))
         return found.get(str(call.mask))
 
-    averaged = view.source.keep(("attention.averaged", call.mask), read, _bytes)
+    averaged = view.source.get_or_create(("attention.averaged", call.mask), read, _array_bytes)
     if averaged is None:
         return False
-    told = averaged[head if averaged.shape[0] == call.q_heads else 0]
-    return bool(told[row if len(told) > 1 else 0])
+    flags = averaged[head if averaged.shape[0] == call.q_heads else 0]
+    return bool(flags[row if len(flags) > 1 else 0])
 
 
 @dataclass(frozen=True, slots=True)
-class Recomputed:
+class RecomputedRow:
     """A row over the keys from position `first_pos` on; `visible` says which were open.
 
     `gate` is the row's own, unchecked for all rows but the newest.
     """
 
-    row: Row
-    visible: Bools
+    row: AttentionRow
+    open_keys: Bools
     first_pos: int
-    gate: Gate
+    lse_check: LseCheck
 
 
-def recompute(view: StepView, index: int, head: int, q_idx: int) -> Recomputed:
+def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> RecomputedRow:
     """Return a row of call `index` of a step. Raises `Unrecorded`.
 
     The newest row is normalised with the stored log-sum-exp. Where the kernel gave none, that is
     capture's own (under the same mask), which capture checked by the layer's output: then both
     must hold.
     """
-    call, about = view.calls[index], view.about
-    query = queries(view, call.layer)
+    call, about = view.calls[index], view.step_row
+    query = load_queries(view, call.layer)
     row_in_step = q_idx - about.kv_before
     if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
-        raise Unrecorded(f"The query of row {q_idx}, head {head} is not stored.")
-    scores = _scores(view, call, query[head, row_in_step], head, query.shape[0])
+        raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
+    scores = _recompute_scores(view, call, query[head, row_in_step], head, query.shape[0])
     # Not the mask record's own offset: a mask is stored once, with the step that had it first.
     first_pos = max(about.kv_after - call.kv_len, 0)
-    visible = _visible(mask_row(view, call, row_in_step), head, query.shape[0])
-    visible = _fitted(visible, len(scores) - first_pos)
-    if _is_averaged(view, call, head, row_in_step):
+    visible = _select_head(load_mask_row(view, call, row_in_step), head, query.shape[0])
+    visible = _fit_to_cache(visible, len(scores) - first_pos)
+    if _is_row_averaged(view, call, head, row_in_step):
         scores = np.zeros_like(scores)
     newest = q_idx == about.kv_after - 1
     lse = _stored_lse(view, index, head) if newest else None
     row = row_weights(scores[first_pos:], visible, lse)
-    return Recomputed(row, visible, first_pos, _gate(row.gate, call))
+    return RecomputedRow(row, visible, first_pos, _make_lse_check(row.lse_error, call))
 
 
-def _scores(view: StepView, call: CallRecord, query: Array, head: int, q_heads: int) -> Floats:
-    pieces = keys(view, call)
-    group = key_head(head, q_heads, pieces[0].shape[0])
+def _recompute_scores(
+    view: StepView, call: CallRecord, query: Array, head: int, q_heads: int
+) -> Floats:
+    pieces = load_keys(view, call)
+    group = kv_head_of(head, q_heads, pieces[0].shape[0])
     if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
-        raise Unrecorded(f"The stored queries and keys of layer {call.layer} do not fit.")
+        raise RowNotRecordedError(f"The stored queries and keys of layer {call.layer} do not fit.")
     return np.concatenate(
         [row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces]
     )
 
 
-def _visible(cells: Bools, head: int, q_heads: int) -> Bools:
+def _select_head(cells: Bools, head: int, q_heads: int) -> Bools:
     # A mask made for another number of heads is read at its first, as capture reads it.
     found: Bools = cells[head if cells.shape[0] == q_heads else 0]
     return found
 
 
-def _fitted(visible: Bools, n_keys: int) -> Bools:
+def _fit_to_cache(visible: Bools, n_keys: int) -> Bools:
     """Return the row over the keys that there are: a static cache has room for more."""
     if len(visible) < n_keys or visible[n_keys:].any():
-        raise Unrecorded(f"The mask has {len(visible)} keys in this row, the cache {n_keys}.")
+        raise RowNotRecordedError(
+            f"The mask has {len(visible)} keys in this row, the cache {n_keys}."
+        )
     return visible[:n_keys]
 
 
 def _stored_lse(view: StepView, index: int, head: int) -> float | None:
-    lse = view.array("attention.lse")
+    lse = view.load_array("attention.lse")
     if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
         return None
     return float(lse[index, head])
 
 
-def _gate(own: float | None, call: CallRecord) -> Gate:
+def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
     if own is None:
-        return Gate()
+        return LseCheck()
     if call.gate_kind != "output":
-        return Gate(own, "lse")
-    return worst([Gate(own, "output", call.dtype), Gate(call.gate, "output", call.dtype)])
+        return LseCheck(own, "lse")
+    return worst_check(
+        [LseCheck(own, "output", call.dtype), LseCheck(call.gate, "output", call.dtype)]
+    )
 
 
 def first_token_weights(view: StepView) -> Floats | None:
@@ -274,33 +297,33 @@ def first_token_weights(view: StepView) -> Floats | None:
     Needs no other key, as the stored log-sum-exp normalises; NaN for layers that are not stored.
     None where the queries of all layers would be too much to read, or none is stored.
     """
-    if view.about.q_len > 1:
+    if view.step_row.q_len > 1:
         return None
-    lse = view.array("attention.lse")
+    lse = view.load_array("attention.lse")
     if lse is None or lse.ndim != 2 or len(lse) != len(view.calls):
         return None
     widths = sum(call.kv_heads * call.head_dim for call in view.calls)
-    if widths * view.about.kv_after * 4 > 4 * MAX_BYTES:
+    if widths * view.step_row.kv_after * 4 > 4 * MAX_READ_BYTES:
         return None
     out = np.full(lse.shape, np.nan)
     for index, call in enumerate(view.calls):
         try:
-            out[index] = _first_weights(view, call, lse[index])
-        except Unrecorded:
+            out[index] = _first_token_weights_of(view, call, lse[index])
+        except RowNotRecordedError:
             continue
     return None if np.isnan(out).all() else out
 
 
-def _first_weights(view: StepView, call: CallRecord, lse: Array) -> Floats:
-    query = queries(view, call.layer)
-    if view.about.kv_after > call.kv_len:
+def _first_token_weights_of(view: StepView, call: CallRecord, lse: Array) -> Floats:
+    query = load_queries(view, call.layer)
+    if view.step_row.kv_after > call.kv_len:
         return np.zeros(len(lse))  # a sliding cache has dropped the first key
-    first = _first_key(view, call.layer)
-    cells = mask_row(view, call, 0)[:, 0]
+    first = _load_first_key(view, call.layer)
+    cells = load_mask_row(view, call, 0)[:, 0]
     cells = cells if len(cells) == len(lse) else cells[:1]
     if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
-        raise Unrecorded("")
-    groups = [key_head(head, len(lse), len(first)) for head in range(len(lse))]
+        raise RowNotRecordedError("")
+    groups = [kv_head_of(head, len(lse), len(first)) for head in range(len(lse))]
     scores = np.array(
         [
             row_scores(query[h, 0], first[g][None], call.scale, call.softcap)[0]
@@ -312,9 +335,9 @@ def _first_weights(view: StepView, call: CallRecord, lse: Array) -> Floats:
     return weights
 
 
-def _first_key(view: StepView, layer: int) -> Array:
+def _load_first_key(view: StepView, layer: int) -> Array:
     def read() -> Array:
-        return _joined(view, layer, 0, 1)[:, 0].copy()
+        return _join_keys(view, layer, 0, 1)[:, 0].copy()
 
     key = ("attention.first", view.place.generation, view.place.branch, layer)
-    return view.source.keep(key, read, _bytes)
+    return view.source.get_or_create(key, read, _array_bytes)

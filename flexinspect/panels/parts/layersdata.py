@@ -8,23 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.panels.base import Missing, Place
-from flexinspect.panels.parts.windows import StepWindow, load_steps
+from flexinspect.panels.base import Missing, TracePlace
+from flexinspect.panels.parts.windows import StepWindow, load_step_window
 from flexinspect.panels.source import Source
 from flexinspect.records import LayerStatRecord
-from flexinspect.text import visible
-from flexinspect.trace.callranges import lineage, spans
+from flexinspect.text import escape_unprintable
+from flexinspect.trace.callranges import format_ranges, lineage
 from flexinspect.trace.ranges import (
-    BadOutput,
+    NonfiniteOutput,
     StatCell,
     Statistic,
-    first_bad_output,
-    holder,
+    branch_of_step,
+    first_nonfinite_output,
     layer_stats_range,
     step_range,
 )
 from flexinspect.trace.reader import TraceReader
-from flexinspect.widgets.plots import number
+from flexinspect.widgets.plots import format_number
 
 MEASURES: dict[Statistic, str] = {
     "norm": "norm per row",
@@ -36,15 +36,15 @@ MEASURES: dict[Statistic, str] = {
 """Measures and how they are called. The norm is over all rows of a step, so it is divided by the
 root of their number: a prefill would outshine every decode step."""
 
-SCAN = 2048
+SCAN_STEPS = 2048
 """Steps that are searched for NaN and Inf at once, and whose answer is kept."""
 
-MOST_CELLS = 1 << 14
+MAX_CELLS = 1 << 14
 """Values that a window holds at most; it has fewer steps where a step has very many modules."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
+class FirstBadOutput:
     """The first bad output of a branch: where, how much, and what of that step is bad too.
 
     `n_values` is None where the number of values is not known; `later` are the other layers.
@@ -55,21 +55,21 @@ class Bad:
     n_values: int | None
     later: tuple[int, ...]
 
-    def place(self) -> str:
+    def format_place(self) -> str:
         """Return "step 3, layer 5"."""
         return f"step {self.step}, layer {self.stat.layer}"
 
-    def amount(self) -> str:
+    def format_counts(self) -> str:
         """Return "12 NaN and 1 Inf of 192 values"."""
         of = "" if self.n_values is None else f" of {self.n_values} values"
         return f"{self.stat.n_nan} NaN and {self.stat.n_inf} Inf{of}"
 
     def sentence(self) -> str:
         """Return the whole of it in one sentence."""
-        module = visible(self.stat.module)
-        also = f"; in that step also layers {spans(self.later)}" if self.later else ""
+        module = escape_unprintable(self.stat.module)
+        also = f"; in that step also layers {format_ranges(self.later)}" if self.later else ""
         also = also.replace("layers", "layer") if len(self.later) == 1 else also
-        return f"First NaN/Inf at {self.place()} ({module}): {self.amount()}{also}."
+        return f"First NaN/Inf at {self.format_place()} ({module}): {self.format_counts()}{also}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class LayersData:
     the layer itself; `kinds` are those of the window. `now` are all modules of the current step.
     """
 
-    place: Place
+    place: TracePlace
     window: StepWindow
     measure: Statistic
     kind: str
@@ -88,9 +88,9 @@ class LayersData:
     layers: tuple[int, ...]
     values: npt.NDArray[np.float64]
     n_bad: npt.NDArray[np.int64]
-    now: tuple[LayerStatRecord, ...]
+    step_stats: tuple[LayerStatRecord, ...]
     rows: int
-    bad: Bad | None
+    first_bad: FirstBadOutput | None
 
     def scale(self) -> tuple[float, float, bool]:
         """Return the lowest and highest finite value, and whether the colours are logarithmic."""
@@ -102,13 +102,15 @@ class LayersData:
         low, high = float(fine.min()), float(fine.max())
         return low, high, low > 0 and high > 30 * low
 
-    def here(self) -> LayerStatRecord | None:
+    def current_stat(self) -> LayerStatRecord | None:
         """Return the shown module of the place's layer at the current step."""
-        mine = (stat for stat in self.now if stat.layer == self.place.layer)
-        return next((stat for stat in mine if kind_of(stat.layer, stat.module) == self.kind), None)
+        mine = (stat for stat in self.step_stats if stat.layer == self.place.layer)
+        return next(
+            (stat for stat in mine if module_kind(stat.layer, stat.module) == self.kind), None
+        )
 
 
-def kind_of(layer: int, module: str) -> str:
+def module_kind(layer: int, module: str) -> str:
     """Return a module's name within its layer: "" for "model.layers.3", "mlp" for "...3.mlp"."""
     parts = module.split(".")
     if str(layer) not in parts:
@@ -116,44 +118,44 @@ def kind_of(layer: int, module: str) -> str:
     return ".".join(parts[parts.index(str(layer)) + 1 :])
 
 
-def kind_words(kind: str) -> str:
+def format_kind(kind: str) -> str:
     """Return the name of a kind of module for people."""
-    return visible(kind) or "layer"
+    return escape_unprintable(kind) or "layer"
 
 
 def load_layers(
-    source: Source, place: Place, n_columns: int, measure: Statistic, wanted: str
+    source: Source, place: TracePlace, n_columns: int, measure: Statistic, chosen: str
 ) -> LayersData:
     """Read the window that fits in `n_columns`: the step, one statistic of its neighbours.
 
     Raises `Missing` when there are no statistics in the window and nothing bad anywhere.
     """
     reader = source.reader
-    owner = holder(reader, place.generation, place.step, place.branch)
+    owner = branch_of_step(reader, place.generation, place.step, place.branch)
     now = tuple(reader.layer_stats(place.generation, place.step, owner))
-    most = max(MOST_CELLS // max(len(now), 1), 8)
-    window = load_steps(reader, place, min(n_columns, most))
+    most = max(MAX_CELLS // max(len(now), 1), 8)
+    window = load_step_window(reader, place, min(n_columns, most))
     span = (place.generation, window.start, window.stop, place.branch)
     cells = layer_stats_range(reader, *span, statistic=measure)
-    bad = first_bad(source, place, window)
+    bad = find_first_bad(source, place, window)
     if not cells and bad is None:
         raise Missing(
-            f"No layer statistics are recorded in {window.words()}, and no NaN or Inf.",
+            f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
             "Level basic records only layers with NaN or Inf; record with --level advanced.",
         )
     lengths = {row.step: row.q_len for row in step_range(reader, *span)}
-    kinds = tuple(dict.fromkeys(kind_of(cell.layer, cell.module) for cell in cells))
-    kind = wanted if wanted in kinds else "" if "" in kinds or not kinds else kinds[0]
-    mine = [cell for cell in cells if kind_of(cell.layer, cell.module) == kind]
+    kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
+    kind = chosen if chosen in kinds else "" if "" in kinds or not kinds else kinds[0]
+    mine = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
     layers = tuple(sorted({cell.layer for cell in mine}))
-    values, n_bad = arrays_of(mine, window, layers)
+    values, n_bad = stat_arrays(mine, window, layers)
     if measure == "norm":
         values /= np.sqrt([max(lengths.get(step, 1), 1) for step in window.steps])
     rows = max(lengths.get(place.step, 1), 1)
     return LayersData(place, window, measure, kind, kinds, layers, values, n_bad, now, rows, bad)
 
 
-def arrays_of(
+def stat_arrays(
     cells: Sequence[StatCell], window: StepWindow, layers: Sequence[int]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return values and counts of NaN and Inf, each (layers, steps).
@@ -170,7 +172,7 @@ def arrays_of(
     return values, n_bad
 
 
-def first_bad(source: Source, place: Place, window: StepWindow) -> Bad | None:
+def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> FirstBadOutput | None:
     """Return the first bad output of the place's branch, parents included.
 
     Searched `SCAN` steps at a time; what is known of a finished part is kept.
@@ -178,31 +180,43 @@ def first_bad(source: Source, place: Place, window: StepWindow) -> Bad | None:
     reader, generation = source.reader, place.generation
     for branch, first, stop in reversed(lineage(reader, generation, place.branch)):
         end = window.last + 1 if stop is None else min(stop, window.last + 1)
-        for start in range(first, end, SCAN):
-            part = (generation, start, min(start + SCAN, end), branch)
-            found = _bad_in(source, part, done=start + SCAN <= window.last)
+        for start in range(first, end, SCAN_STEPS):
+            part = (generation, start, min(start + SCAN_STEPS, end), branch)
+            found = _search_steps(source, part, done=start + SCAN_STEPS <= window.last)
             if found is not None:
-                return _explained(reader, generation, branch, found)
+                return _with_details(reader, generation, branch, found)
     return None
 
 
-def _bad_in(source: Source, part: tuple[int, int, int, int], *, done: bool) -> BadOutput | None:
-    def search() -> BadOutput | None:
-        return first_bad_output(source.reader, *part)
+def _search_steps(
+    source: Source, part: tuple[int, int, int, int], *, done: bool
+) -> NonfiniteOutput | None:
+    def search() -> NonfiniteOutput | None:
+        return first_nonfinite_output(source.reader, *part)
 
-    return source.keep(("first bad output", part), search, lambda _: 400) if done else search()
+    return (
+        source.get_or_create(("first bad output", part), search, lambda _: 400)
+        if done
+        else search()
+    )
 
 
-def _explained(reader: TraceReader, generation: int, branch: int, found: BadOutput) -> Bad:
+def _with_details(
+    reader: TraceReader, generation: int, branch: int, found: NonfiniteOutput
+) -> FirstBadOutput:
     stats = reader.layer_stats(generation, found.step, branch)
-    sick = {stat.layer for stat in stats if stat.n_nan or stat.n_inf}
-    later = tuple(sorted(sick - {found.stat.layer}))
-    return Bad(found.step, found.stat, _n_values(reader, generation, branch, found), later)
+    bad_layers = {stat.layer for stat in stats if stat.n_nan or stat.n_inf}
+    later = tuple(sorted(bad_layers - {found.stat.layer}))
+    return FirstBadOutput(
+        found.step, found.stat, _count_values(reader, generation, branch, found), later
+    )
 
 
-def _n_values(reader: TraceReader, generation: int, branch: int, found: BadOutput) -> int | None:
+def _count_values(
+    reader: TraceReader, generation: int, branch: int, found: NonfiniteOutput
+) -> int | None:
     """Return how many values a layer's output has: rows times width, both as recorded."""
-    if kind_of(found.stat.layer, found.stat.module):
+    if module_kind(found.stat.layer, found.stat.module):
         return None
     step = reader.step(generation, found.step, branch)
     hidden = reader.model(generation).get("hidden")
@@ -216,38 +230,38 @@ def describe_layers(data: LayersData) -> list[str]:
     """Return what is bad, the current step as a table, and the range of the measure."""
     span = f"steps {data.window.first}-{data.window.last}"
     fine = f"No recorded layer output has NaN or Inf in {span}."
-    lines = [data.bad.sentence() if data.bad else fine]
+    lines = [data.first_bad.sentence() if data.first_bad else fine]
     lines += stat_table(data)
-    lines.append(_range_words(data))
+    lines.append(_describe_range(data))
     if len(data.kinds) > 1:
-        names = ", ".join(kind_words(kind) for kind in data.kinds)
-        lines.append(f"Modules recorded per layer: {names}; shown: {kind_words(data.kind)}.")
+        names = ", ".join(format_kind(kind) for kind in data.kinds)
+        lines.append(f"Modules recorded per layer: {names}; shown: {format_kind(data.kind)}.")
     return lines
 
 
 def stat_table(data: LayersData) -> list[str]:
     """Return all modules of the current step as a table between empty lines."""
-    if not data.now:
+    if not data.step_stats:
         none = f"No layer statistics are recorded at step {data.window.current}"
         return [f"{none}; level basic records only layers with NaN or Inf."]
     names = ("norm", "norm/row", "min", "max", "mean", "std")
     head = f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"
     rows = []
-    for stat in data.now:
+    for stat in data.step_stats:
         per_row = stat.norm / data.rows**0.5
         values = (stat.norm, per_row, stat.min, stat.max, stat.mean, stat.std)
-        figures = "".join(f" {number(value, 9)}" for value in values)
+        figures = "".join(f" {format_number(value, 9)}" for value in values)
         rows.append(
-            f"{stat.layer:>5}{figures}{stat.n_nan:>8}{stat.n_inf:>8}  {visible(stat.module)}"
+            f"{stat.layer:>5}{figures}{stat.n_nan:>8}{stat.n_inf:>8}  {escape_unprintable(stat.module)}"
         )
     rows_word = f"{data.rows} rows" if data.rows > 1 else "1 row"
     return ["", f"Step {data.window.current} ({rows_word}):", head, *rows, ""]
 
 
-def _range_words(data: LayersData) -> str:
+def _describe_range(data: LayersData) -> str:
     name = MEASURES[data.measure]
     what = name[0].upper() + name[1:]
-    shown = data.window.words()
+    shown = data.window.format_steps()
     if data.measure == "bad":
         n_sick, n_known = int((data.n_bad > 0).sum()), int((data.n_bad >= 0).sum())
         return f"{what} in {shown}: {n_sick} of {n_known} layer outputs have some."
@@ -256,7 +270,7 @@ def _range_words(data: LayersData) -> str:
         return f"{what} in {shown}: no finite value."
     ends = [np.unravel_index(find(fine), fine.shape) for find in (np.nanargmin, np.nanargmax)]
     words = [
-        f"{number(float(fine[at]))} (step {data.window.start + int(at[1])}, layer "
+        f"{format_number(float(fine[at]))} (step {data.window.start + int(at[1])}, layer "
         f"{data.layers[int(at[0])]})"
         for at in ends
     ]

@@ -9,11 +9,11 @@ from itertools import groupby
 import numpy as np
 
 from flexinspect.masks import IntArray
-from flexinspect.masksheets.windows import Blocks
-from flexinspect.panels.parts.maskparts import Fed, Part
+from flexinspect.masksheets.windows import BlockLayout
+from flexinspect.panels.parts.maskparts import MaskPart, StepMaskRows
 from flexinspect.panels.source import Source
 from flexinspect.records import Array, MaskRecord
-from flexinspect.trace.bits import mask_arrays
+from flexinspect.trace.bits import read_mask_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class BlockPart:
     `dense` says that the rows were given no block mask at all. `size` is (rows, keys) of a block.
     """
 
-    blocks: tuple[Blocks, ...] = ()
+    blocks: tuple[BlockLayout, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
-    dense: bool = False
+    is_dense: bool = False
     size: tuple[int, int] | None = None
 
     def at(self, row: int, key: int) -> str:
@@ -48,71 +48,77 @@ class BlockPart:
         return partial, full, sum(one.full.size for one in self.blocks) - partial - full
 
 
-def load_blocks(source: Source, part: Part, head: int) -> BlockPart:
+def load_blocks(source: Source, part: MaskPart, head: int) -> BlockPart:
     """Return the block tables of a part. Raises `TraceError`."""
-    return source.keep(
-        ("mask.blocks", part.serial, head), lambda: _make(source, part, head), _n_bytes
+    return source.get_or_create(
+        ("mask.blocks", part.serial, head),
+        lambda: _make_block_part(source, part, head),
+        _block_part_bytes,
     )
 
 
-def _n_bytes(found: BlockPart) -> int:
+def _block_part_bytes(found: BlockPart) -> int:
     return 512 + sum(
         2 * one.full.size + 8 * (len(one.rows) + len(one.keys)) for one in found.blocks
     )
 
 
-def _make(source: Source, part: Part, head: int) -> BlockPart:
-    names = list(dict.fromkeys(fed.mask for fed in part.fed if fed.mask is not None))
+def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
+    names = list(dict.fromkeys(fed.mask for fed in part.steps if fed.mask is not None))
     about = {name: source.reader.mask_summary(name) for name in names}
     kinds = {mask.kind for mask in about.values() if mask is not None}
     if "block" not in kinds:
-        return BlockPart(dense=bool(kinds))
+        return BlockPart(is_dense=bool(kinds))
     tables = {
-        stream: dict(mask_arrays(source.reader, names, stream))
+        stream: dict(read_mask_arrays(source.reader, names, stream))
         for stream in ("mask.partial", "mask.full")
     }
-    blocks: list[Blocks] = []
+    blocks: list[BlockLayout] = []
     spans: list[tuple[int, int]] = []
     row = part.row
     known = {name: mask for name, mask in about.items() if name in tables["mask.partial"]}
-    for (mask, offset), group in groupby(part.fed, key=lambda fed: _form(fed, known)):
-        fed = list(group)
-        start, row = row, row + sum(one.n_rows for one in fed)
+    for (mask, offset), group in groupby(part.steps, key=lambda fed: _block_size(fed, known)):
+        steps = list(group)
+        start, row = row, row + sum(one.n_rows for one in steps)
         if mask is None:
             continue
-        rows = _edges(start, row, 1 if len(fed) > 1 else mask[0])
+        rows = _row_edges(start, row, 1 if len(steps) > 1 else mask[0])
         partial, full = (
-            _stacked(fed, tables[name], tables["mask.partial"], head) for name in tables
+            _stack_tables(steps, tables[name], tables["mask.partial"], head) for name in tables
         )
-        keys = _keys(offset, mask[1], partial.shape[1], part.n_keys)
-        blocks.append(Blocks(rows[: len(partial) + 1], keys, partial, full))
+        keys = _key_edges(offset, mask[1], partial.shape[1], part.n_keys)
+        blocks.append(BlockLayout(rows[: len(partial) + 1], keys, partial, full))
         spans.append((start, row))
-    size = next((m for m, _ in (_form(fed, about) for fed in part.fed) if m is not None), None)
+    size = next(
+        (m for m, _ in (_block_size(fed, about) for fed in part.steps) if m is not None), None
+    )
     return BlockPart(tuple(blocks), tuple(spans), False, size)
 
 
-def _form(fed: Fed, about: Mapping[str, MaskRecord | None]) -> tuple[tuple[int, int] | None, int]:
+def _block_size(
+    step_rows: StepMaskRows, about: Mapping[str, MaskRecord | None]
+) -> tuple[tuple[int, int] | None, int]:
     """Return the size of a block and the offset of its keys."""
-    mask = about.get(fed.mask) if fed.mask is not None else None
+    mask = about.get(step_rows.mask) if step_rows.mask is not None else None
     if mask is None or mask.kind != "block" or not mask.block_q or not mask.block_kv:
-        return None, fed.kv_offset
-    return (mask.block_q, mask.block_kv), fed.kv_offset
+        return None, step_rows.kv_offset
+    return (mask.block_q, mask.block_kv), step_rows.kv_offset
 
 
-def _edges(start: int, stop: int, size: int) -> IntArray:
+def _row_edges(start: int, stop: int, size: int) -> IntArray:
     n_blocks = -(-(stop - start) // size)
     return np.minimum(start + size * np.arange(n_blocks + 1), stop).astype(np.int32)
 
 
-def _keys(offset: int, size: int, n_blocks: int, n_keys: int) -> IntArray:
+def _key_edges(offset: int, size: int, n_blocks: int, n_keys: int) -> IntArray:
     return np.minimum(offset + size * np.arange(n_blocks + 1), n_keys).astype(np.int32)
 
 
-def _stacked(
-    fed: list[Fed], tables: dict[str, Array], shapes: dict[str, Array], head: int
+def _stack_tables(
+    steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
 ) -> Array:
     """Return the tables of some steps one below the other, bool (row blocks, key blocks)."""
-    found = list(_table(fed, tables, shapes, head))
+    found = list(_head_tables(steps, tables, shapes, head))
     width = max(table.shape[1] for table in found)
     stacked = np.zeros((sum(map(len, found)), width), np.bool_)
     row = 0
@@ -122,11 +128,11 @@ def _stacked(
     return stacked
 
 
-def _table(
-    fed: list[Fed], tables: dict[str, Array], shapes: dict[str, Array], head: int
+def _head_tables(
+    steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
 ) -> Iterator[Array]:
-    for one in fed:
+    for one in steps:
         assert one.mask is not None
         table = tables.get(one.mask, np.zeros_like(shapes[one.mask]))
         own = table[min(head, len(table) - 1)]
-        yield own[:1] if len(fed) > 1 else own
+        yield own[:1] if len(steps) > 1 else own

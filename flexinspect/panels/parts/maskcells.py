@@ -24,32 +24,32 @@ from flexinspect.masksheets.windows import (
     UNKNOWN,
 )
 from flexinspect.panels.parts.maskdata import MaskData
-from flexinspect.panels.parts.maskwords import block_label
+from flexinspect.panels.parts.maskwords import format_block_counts
 from flexinspect.prompts import SegmentKind
 from flexinspect.widgets.heat import heat
 from flexinspect.widgets.lines import Span
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.look import Theme
 
 EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)
 """Tints of a cell: neighbouring segments, generated text, the cursor's row and column, the cursor,
 and what the block tables say."""
 
-_CLOSED: tuple[RGB, ...] = (
+_CLOSED_RGB: tuple[RGB, ...] = (
     *((22, 26, 38), (33, 39, 56), (20, 42, 46), (62, 66, 84), (120, 70, 160)),
     *((40, 40, 44), (24, 36, 74), (20, 60, 44)),
 )
-_OPEN: tuple[RGB, ...] = (
+_OPEN_RGB: tuple[RGB, ...] = (
     *((233, 206, 92), (206, 172, 58), (140, 208, 160), (255, 240, 178), (255, 255, 255)),
     *((220, 150, 130), (240, 222, 120), (150, 225, 150)),
 )
-_OTHER: dict[int, RGB] = {
+_STATE_RGB: dict[int, RGB] = {
     UNKNOWN: (96, 62, 84),
     LOST: (86, 180, 233),
     LEAKED: (240, 52, 92),
     BOTH: (205, 120, 230),
     APPLIED: (106, 140, 196),
 }
-_NAMES = {
+_STATE_NAMES = {
     CLOSED: "closed",
     3: "partly open",
     OPEN: "open",
@@ -59,26 +59,28 @@ _NAMES = {
     BOTH: "both",
     UNKNOWN: "not recorded",
 }
-_LETTERS = {LOST: "-", LEAKED: "+", BOTH: "±", UNKNOWN: "?", APPLIED: "▒"}
+_STATE_CHARS = {LOST: "-", LEAKED: "+", BOTH: "±", UNKNOWN: "?", APPLIED: "▒"}
 """Characters of states without colours; open and closed cells are half blocks."""
 
 _CLOSED_CELL = "·"
-_SHADES = "·░░▒▓▓█"
+_SHADE_CHARS = "·░░▒▓▓█"
 
 
 @cache
-def palette() -> Palette:
+def mask_palette() -> Palette:
     """Return the colours of all states in all tints: level `tint * N_STATES + state`."""
     rgb: list[RGB] = []
-    for closed, open_ in zip(_CLOSED, _OPEN, strict=True):
+    for closed, open_ in zip(_CLOSED_RGB, _OPEN_RGB, strict=True):
         # Halves, so that what is partly open is told from both ends however little it is.
-        between = blend((_mixed(closed, open_, 0.28), _mixed(closed, open_, 0.72)), OPEN - 1)
+        between = blend(
+            (_mix_colors(closed, open_, 0.28), _mix_colors(closed, open_, 0.72)), OPEN - 1
+        )
         rgb += [closed, *between, open_]
-        rgb += [_OTHER[state] for state in sorted(_OTHER)]
+        rgb += [_STATE_RGB[state] for state in sorted(_STATE_RGB)]
     return Palette(rgb, " " * len(rgb))
 
 
-def _mixed(low: RGB, high: RGB, share: float) -> RGB:
+def _mix_colors(low: RGB, high: RGB, share: float) -> RGB:
     red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
     return red, green, blue
 
@@ -86,21 +88,21 @@ def _mixed(low: RGB, high: RGB, share: float) -> RGB:
 # -- the grid -------------------------------------------------------------------------------------
 
 
-def grid_strips(data: MaskData, look: Look) -> list[Strip]:
+def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
     """Return the lines of the grid, each as wide as the grid."""
-    times = data.frame.enlarged
-    if look.plain:
-        return _plain(_enlarged(data.states, times), _enlarged(_tints(data), times), look)
-    return heat(_enlarged(_levels(data), times), palette(), look)
+    times = data.layout.cell_width
+    if theme.no_color:
+        return _colorless_strips(_enlarge(data.states, times), _enlarge(_tints(data), times), theme)
+    return heat(_enlarge(_palette_levels(data), times), mask_palette(), theme)
 
 
-def _enlarged(pixels: Levels, times: int) -> Levels:
+def _enlarge(pixels: Levels, times: int) -> Levels:
     if times == 1:
         return pixels
     return pixels.repeat(times, axis=0).repeat(times, axis=1)
 
 
-def _levels(data: MaskData) -> Levels:
+def _palette_levels(data: MaskData) -> Levels:
     levels: Levels = _tints(data) * np.uint8(N_STATES) + data.states
     return levels
 
@@ -110,7 +112,7 @@ def _tints(data: MaskData) -> Levels:
     tables = data.tables
     tints = _segment_tints(data) if tables is None else _block_tints(tables)
     if data.cursor is not None:
-        _cross(tints, data)
+        _add_cursor_cross(tints, data)
     return tints
 
 
@@ -123,11 +125,11 @@ def _block_tints(tables: Levels) -> Levels:
 
 
 def _segment_tints(data: MaskData) -> Levels:
-    grid, sheet = data.frame.grid, data.sheet
-    rows = np.minimum(grid.row + grid.row_scale * np.arange(grid.height), sheet.n_rows - 1)
+    grid, mask_view = data.layout.grid, data.mask_view
+    rows = np.minimum(grid.row + grid.row_scale * np.arange(grid.height), mask_view.n_rows - 1)
     keys = grid.key + grid.key_scale * np.arange(grid.width)
     starts, numbers, generated = _tint_groups(data)
-    of_row = np.searchsorted(starts, sheet.positions[rows], side="right") - 1
+    of_row = np.searchsorted(starts, mask_view.positions[rows], side="right") - 1
     of_key = np.searchsorted(starts, keys, side="right") - 1
     tints = ((numbers[of_row][:, None] + numbers[of_key][None]) % 2).astype(np.uint8)
     tints[generated[of_row]] = GENERATED
@@ -150,9 +152,9 @@ def _tint_groups(
     return np.array(starts), np.array(numbers), np.array(generated)
 
 
-def _cross(tints: Levels, data: MaskData) -> None:
+def _add_cursor_cross(tints: Levels, data: MaskData) -> None:
     assert data.cursor is not None
-    grid = data.frame.grid
+    grid = data.layout.grid
     row = (data.cursor[0] - grid.row) // grid.row_scale
     key = (data.cursor[1] - grid.key) // grid.key_scale
     if 0 <= row < grid.height:
@@ -163,7 +165,7 @@ def _cross(tints: Levels, data: MaskData) -> None:
         tints[row, key] = CURSOR
 
 
-def _plain(states: Levels, tints: Levels, look: Look) -> list[Strip]:
+def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip]:
     """Return half blocks and shades of one colour; generated text and the cursor in styles."""
     if len(states) % 2:
         states, tints = (np.vstack([part, part[-1:]]) for part in (states, tints))
@@ -172,32 +174,34 @@ def _plain(states: Levels, tints: Levels, look: Look) -> list[Strip]:
     for upper, lower, tint, under in pairs:
         marks = np.where(under == CURSOR, under, tint).tolist()
         cells = [
-            (_dots(_character(a, b), mark), mark)
+            (_closed_cell_char(_cell_char(a, b), mark), mark)
             for a, b, mark in zip(upper.tolist(), lower.tolist(), marks, strict=True)
         ]
         segments = [
-            RichSegment("".join(text for text, _ in run), look.style(_MARKS.get(mark, "text")))
+            RichSegment(
+                "".join(text for text, _ in run), theme.style(_TINT_STYLES.get(mark, "text"))
+            )
             for mark, run in groupby(cells, key=lambda cell: cell[1])
         ]
         strips.append(Strip(segments, states.shape[1]))
     return strips
 
 
-_MARKS = {CURSOR: "cursor", CROSS: "strong"}
+_TINT_STYLES = {CURSOR: "cursor", CROSS: "strong"}
 
 
-_DOTS = {UNVISITED: " ", FULL: ":"}
+_CLOSED_CELL_CHARS = {UNVISITED: " ", FULL: ":"}
 """A closed cell, by what the block tables say of it."""
 
 
-def _dots(character: str, tint: int) -> str:
-    return _DOTS.get(tint, character) if character == _CLOSED_CELL else character
+def _closed_cell_char(character: str, tint: int) -> str:
+    return _CLOSED_CELL_CHARS.get(tint, character) if character == _CLOSED_CELL else character
 
 
-def _character(upper: int, lower: int) -> str:
+def _cell_char(upper: int, lower: int) -> str:
     for letter in (BOTH, LEAKED, LOST, UNKNOWN):
         if letter in (upper, lower):
-            return _LETTERS[letter]
+            return _STATE_CHARS[letter]
     ends = {
         (CLOSED, CLOSED): _CLOSED_CELL,
         (OPEN, OPEN): "█",
@@ -208,36 +212,38 @@ def _character(upper: int, lower: int) -> str:
     if found is not None:
         return found
     if APPLIED in (upper, lower):
-        return _LETTERS[APPLIED]
-    return _SHADES[min(max((upper + lower) // 2, 1), OPEN - 1)]
+        return _STATE_CHARS[APPLIED]
+    return _SHADE_CHARS[min(max((upper + lower) // 2, 1), OPEN - 1)]
 
 
 # -- what they mean -------------------------------------------------------------------------------
 
 
-def legend(data: MaskData, look: Look) -> list[Span]:
+def mask_legend(data: MaskData, theme: Theme) -> list[Span]:
     """Return what the colours on screen mean, and the label of the block layer."""
     seen = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
-    text = look.style("text")
+    text = theme.style("text")
     spans: list[Span] = []
-    for state in (n for n in _NAMES if n in seen):
-        spans.append(_swatch(state, EVEN, look))
-        name = "full block" if data.view == "received" and state == OPEN else _NAMES[state]
+    for state in (n for n in _STATE_NAMES if n in seen):
+        spans.append(_swatch(state, EVEN, theme))
+        name = (
+            "full block" if data.view_mode == "received" and state == OPEN else _STATE_NAMES[state]
+        )
         spans.append((f" {name}  ", text))
     if data.tables is not None:
-        label = block_label(data)
-        spans.append((f"{label}  " if label else "", look.style("title")))
-        if look.plain:
+        label = format_block_counts(data)
+        spans.append((f"{label}  " if label else "", theme.style("title")))
+        if theme.no_color:
             spans.append(("closed cells: blank not visited, · partial, : full", text))
         else:
             for tint, name in ((UNVISITED, "not visited"), (PARTIAL, "partial"), (FULL, "full")):
-                spans += [_swatch(CLOSED, tint, look), _swatch(OPEN, tint, look)]
+                spans += [_swatch(CLOSED, tint, theme), _swatch(OPEN, tint, theme)]
                 spans.append((f" {name}  ", text))
     return spans
 
 
-def _swatch(state: int, tint: int, look: Look) -> Span:
-    if look.plain:
-        return _character(state, state), look.style("text")
-    rgb = palette().rgb[tint * N_STATES + state]
-    return "■", look.style("text") + Style(color=Color.from_rgb(*rgb))
+def _swatch(state: int, tint: int, theme: Theme) -> Span:
+    if theme.no_color:
+        return _cell_char(state, state), theme.style("text")
+    rgb = mask_palette().rgb[tint * N_STATES + state]
+    return "■", theme.style("text") + Style(color=Color.from_rgb(*rgb))

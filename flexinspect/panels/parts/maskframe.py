@@ -6,14 +6,14 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
-from flexinspect.masksheets.windows import SCALES, Grid
+from flexinspect.masksheets.windows import SCALES, PixelGrid
 
-View = Literal["executed", "received", "declared", "difference"]
+MaskViewMode = Literal["executed", "received", "declared", "difference"]
 
-ENLARGED = (8, 6, 4, 2)
+CELL_WIDTHS = (8, 6, 4, 2)
 """Columns per cell of small masks, most first; half as many lines, so that a cell is square."""
 
-FLAT = 4
+FLAT_RATIO = 4
 """Keys per row of a sheet from which both sides are scaled each by itself."""
 
 
@@ -26,7 +26,7 @@ class MaskOptions:
     around the cursor or the current step.
     """
 
-    view: View = "executed"
+    view: MaskViewMode = "executed"
     blocks: bool = False
     zoom: int = 0
     q: int | None = None
@@ -36,7 +36,7 @@ class MaskOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class MaskLayout:
     """The layout of a picture of `width` and `height` cells.
 
     From the top: `header` lines for segments, `words` lines for the words of the keys, `lines` of
@@ -48,44 +48,44 @@ class Frame:
     height: int
     left: int
     header: int
-    words: int
+    token_lines: int
     lines: int
     footer: int
-    grid: Grid
-    enlarged: int
+    grid: PixelGrid
+    cell_width: int
     zoom: int
     last_zoom: int
 
     @property
     def top(self) -> int:
         """The first line of the grid."""
-        return self.header + self.words
+        return self.header + self.token_lines
 
     @property
     def columns(self) -> int:
         """Columns of the grid."""
-        return self.grid.width * self.enlarged
+        return self.grid.width * self.cell_width
 
     def cell_at(self, x: int, y: int) -> tuple[int, int] | None:
         """Return the (row, key) at a cell of the picture: the upper one of two."""
         column, line = x - self.left, y - self.top
         if not (0 <= column < self.columns and 0 <= line < self.lines):
             return None
-        row = self.grid.row + 2 * line // self.enlarged * self.grid.row_scale
-        key = self.grid.key + column // self.enlarged * self.grid.key_scale
+        row = self.grid.row + 2 * line // self.cell_width * self.grid.row_scale
+        key = self.grid.key + column // self.cell_width * self.grid.key_scale
         return row, key
 
 
-def arrange(
+def mask_layout(
     width: int,
     height: int,
     shape: tuple[int, int],
     zoom: int,
     focus: tuple[int, int],
     options: MaskOptions,
-) -> Frame:
+) -> MaskLayout:
     """Return the frame of a sheet of `shape` (rows, keys), around (row, key) `focus`."""
-    left, header, footer = _left(width), int(height >= 5), _footer(height)
+    left, header, footer = _margin_width(width), int(height >= 5), _footer_height(height)
     lines, columns = max(height - header - footer, 1), max(width - left, 1)
     steps = zoom_steps(shape, lines, columns)
     zoom = min(max(zoom, 0), len(steps) - 1)
@@ -93,30 +93,32 @@ def arrange(
     needed = -(-(-(-shape[0] // row_scale) * enlarged) // 2)
     words = 0
     if (row_scale, key_scale) == (1, 1) and height >= 12:
-        words = _word_lines(enlarged, lines - needed, whole=needed <= lines and zoom == 0)
+        words = _token_header_lines(enlarged, lines - needed, whole=needed <= lines and zoom == 0)
     lines = min(lines - words, needed)
     rows = max(2 * lines // enlarged, 1)
-    row, rows = _span(shape[0], row_scale, rows, focus[0], options.row)
-    key, keys = _span(shape[1], key_scale, max(columns // enlarged, 1), focus[1], options.key)
-    grid = Grid(row, key, rows, keys, row_scale, key_scale)
+    row, rows = _visible_span(shape[0], row_scale, rows, focus[0], options.row)
+    key, keys = _visible_span(
+        shape[1], key_scale, max(columns // enlarged, 1), focus[1], options.key
+    )
+    grid = PixelGrid(row, key, rows, keys, row_scale, key_scale)
     lines = -(-rows * enlarged // 2)
-    return Frame(
+    return MaskLayout(
         width, height, left, header, words, lines, footer, grid, enlarged, zoom, len(steps) - 1
     )
 
 
-def _left(width: int) -> int:
+def _margin_width(width: int) -> int:
     for least, columns in ((80, 15), (56, 11), (34, 7), (20, 3)):
         if width >= least:
             return columns
     return 0
 
 
-def _footer(height: int) -> int:
+def _footer_height(height: int) -> int:
     return (height >= 3) + (height >= 10) + (height >= 26)
 
 
-def _word_lines(enlarged: int, spare: int, *, whole: bool) -> int:
+def _token_header_lines(enlarged: int, spare: int, *, whole: bool) -> int:
     most = 1 if enlarged >= 6 else 6
     words = min(spare, most) if whole else most
     return words if most == 1 or words >= 3 else 0
@@ -124,31 +126,33 @@ def _word_lines(enlarged: int, spare: int, *, whole: bool) -> int:
 
 def zoom_steps(shape: tuple[int, int], lines: int, columns: int) -> list[tuple[int, int, int]]:
     """Return (row scale, key scale, enlarged) from the whole sheet to single large cells."""
-    for enlarged in ENLARGED:
+    for enlarged in CELL_WIDTHS:
         if shape[0] * enlarged <= 2 * lines and shape[1] * enlarged <= columns:
             return [(1, 1, enlarged)] + [
                 (1, 1, more) for more in (4, 8) if enlarged < more <= min(columns, 2 * lines)
             ]
-    rows, keys = _scale(shape[0], 2 * lines), _scale(shape[1], columns)
-    if keys <= FLAT * rows:
+    rows, keys = _fit_scale(shape[0], 2 * lines), _fit_scale(shape[1], columns)
+    if keys <= FLAT_RATIO * rows:
         rows = keys = max(rows, keys)
     steps = [(rows, keys, 1)]
     while (rows, keys) != (1, 1):
-        rows, keys = _finer(rows), _finer(keys)
+        rows, keys = _finer_scale(rows), _finer_scale(keys)
         steps.append((rows, max(keys, rows), 1))
     most = min(columns, 2 * lines)
     return steps + [(1, 1, more) for more in (2, 4, 8) if more <= most]
 
 
-def _scale(total: int, room: int) -> int:
+def _fit_scale(total: int, room: int) -> int:
     return SCALES[min(bisect_left(SCALES, -(-total // max(room, 1))), len(SCALES) - 1)]
 
 
-def _finer(scale: int) -> int:
+def _finer_scale(scale: int) -> int:
     return SCALES[max(bisect_right(SCALES, scale // 2) - 1, 0)]
 
 
-def _span(total: int, scale: int, room: int, focus: int, start: int | None) -> tuple[int, int]:
+def _visible_span(
+    total: int, scale: int, room: int, focus: int, start: int | None
+) -> tuple[int, int]:
     """Return (first cell, pixels) of what is seen of an axis of `total` cells.
 
     Without a `start` the focus lies in the second half of the room, and the window moves by whole
@@ -166,12 +170,12 @@ def _span(total: int, scale: int, room: int, focus: int, start: int | None) -> t
     return min(max(first, 0), pixels - room) * scale, room
 
 
-def moved_window(frame: Frame, row: int, key: int) -> tuple[int | None, int | None]:
+def scroll_window(layout: MaskLayout, row: int, key: int) -> tuple[int | None, int | None]:
     """Return the first row and key of a window that holds a cell: as it is, or moved by a half.
 
     None where the cell is seen already.
     """
-    grid = frame.grid
+    grid = layout.grid
     first_row, first_key = grid.row, grid.key
     if not grid.row <= row < grid.row_stop:
         first_row = row - grid.height * grid.row_scale // 2
@@ -180,11 +184,11 @@ def moved_window(frame: Frame, row: int, key: int) -> tuple[int | None, int | No
     return max(first_row, 0), max(first_key, 0)
 
 
-def scale_words(frame: Frame) -> str:
+def format_scale(layout: MaskLayout) -> str:
     """Return the scale: "1:4", "2:1", "1:8 x 1:512" (rows, then keys)."""
-    grid = frame.grid
-    if frame.enlarged > 1:
-        return f"{frame.enlarged}:1"
+    grid = layout.grid
+    if layout.cell_width > 1:
+        return f"{layout.cell_width}:1"
     if grid.row_scale == grid.key_scale:
         return f"1:{grid.row_scale}"
     return f"1:{grid.row_scale} x 1:{grid.key_scale}"

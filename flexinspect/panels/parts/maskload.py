@@ -11,41 +11,47 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexinspect.masks import IntArray, MaskRule
+from flexinspect.masks import IntArray, MaskSpec
 from flexinspect.masksheets.counting import (
     CHUNK_ROWS,
-    Groups,
-    Packed,
-    Tally,
-    moved,
-    packed_rule,
-    tally,
+    MaskCounts,
+    PackedMask,
+    PositionGroups,
+    count_cells,
+    pack_spec,
+    shift_keys,
 )
-from flexinspect.panels.parts.maskparts import WHOLE, Fed, Part, Sheet, close_dropped
+from flexinspect.panels.parts.maskparts import (
+    MAX_PACKED_BYTES,
+    MaskPart,
+    MaskView,
+    StepMaskRows,
+    close_dropped_keys,
+)
 from flexinspect.panels.source import Source
 from flexinspect.trace.bits import (
-    Cells,
     StepCalls,
-    find_cells,
-    mask_arrays,
-    most_heads,
-    packed_rows,
-    step_calls,
+    StoredCells,
+    find_mask_cells,
+    max_mask_heads,
+    read_mask_arrays,
+    read_packed_rows,
+    read_step_calls,
 )
-from flexinspect.trace.branchfacts import own_family
+from flexinspect.trace.branchfacts import visible_lineage
 
-TOGETHER = 64
+PART_STEPS = 64
 """Decode steps of one part."""
 
-REACH = 256
+WINDOW_STEPS = 256
 """A long generation is shown from one to two times this many steps before the current one on ..."""
 
-MOST_STEPS = 1024
+MAX_STEPS = 1024
 """... and this many steps in all."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MaskViewRequest:
     """Which sheet: of which layer and head, compared with which rule, counted by which groups."""
 
     generation: int
@@ -53,185 +59,210 @@ class Wanted:
     step: int
     layer: int
     head: int
-    rule: MaskRule | None
-    groups: Groups
+    spec: MaskSpec | None
+    groups: PositionGroups
 
 
-def load_sheet(source: Source, wanted: Wanted) -> Sheet | None:
+def load_mask_view(source: Source, request: MaskViewRequest) -> MaskView | None:
     """Return the mask around a step, None when no step fed a row. Raises `TraceError`."""
     reader = source.reader
-    owners = own_family(reader, wanted.generation, wanted.branch, wanted.step)
-    ends = [(reader.last_step(wanted.generation, owner), stop) for owner, _, stop in owners]
+    owners = visible_lineage(reader, request.generation, request.branch, request.step)
+    ends = [(reader.last_step(request.generation, owner), stop) for owner, _, stop in owners]
     lasts = [
         last if stop is None else min(last, stop - 1) for last, stop in ends if last is not None
     ]
     if not lasts:
         return None
     last = max(lasts)
-    first = _first_step(last, wanted.step)
-    parts: list[Part] = []
-    for fed in _fed(source, wanted, owners, first, last + 1):
+    first = _first_step(last, request.step)
+    parts: list[MaskPart] = []
+    for steps in _load_step_rows(source, request, owners, first, last + 1):
         row = parts[-1].stop if parts else 0
-        parts.append(_part(source, fed, row, wanted))
+        parts.append(_load_part(source, steps, row, request))
     if not parts:
         return None
     heads = max(part.heads for part in parts)
-    head = min(max(wanted.head, 0), heads - 1)
-    rule, groups = wanted.rule, wanted.groups
-    shown = min(first + MOST_STEPS - 1, last)
-    return Sheet(source, tuple(parts), head, heads, rule, groups, first, shown, last + 1)
+    head = min(max(request.head, 0), heads - 1)
+    rule, groups = request.spec, request.groups
+    shown = min(first + MAX_STEPS - 1, last)
+    return MaskView(source, tuple(parts), head, heads, rule, groups, first, shown, last + 1)
 
 
 def _first_step(last: int, step: int) -> int:
-    if last < MOST_STEPS:
+    if last < MAX_STEPS:
         return 0
-    low, high = step // REACH * REACH - REACH, last // REACH * REACH + REACH - MOST_STEPS
+    low, high = (
+        step // WINDOW_STEPS * WINDOW_STEPS - WINDOW_STEPS,
+        last // WINDOW_STEPS * WINDOW_STEPS + WINDOW_STEPS - MAX_STEPS,
+    )
     return max(0, min(low, high))
 
 
-def _fed(
+def _load_step_rows(
     source: Source,
-    wanted: Wanted,
+    request: MaskViewRequest,
     owners: list[tuple[int, int, int | None]],
     first: int,
     stop: int,
-) -> Iterator[tuple[Fed, ...]]:
+) -> Iterator[tuple[StepMaskRows, ...]]:
     """Yield what the first step fed, then what the steps of the window did, in parts."""
     ranges = [(0, 1)] if first > 0 else []
-    stop = min(stop, first + MOST_STEPS)
-    ranges += [(low, min(low + TOGETHER, stop)) for low in range(first, stop, TOGETHER)]
+    stop = min(stop, first + MAX_STEPS)
+    ranges += [(low, min(low + PART_STEPS, stop)) for low in range(first, stop, PART_STEPS)]
     for low, high in ranges:
         for owner, begin, end in reversed(owners):
             own = max(low, begin), high if end is None else min(high, end)
             if own[0] < own[1]:
-                yield from _split(_calls(source, wanted.generation, owner, *own), wanted.layer)
+                yield from _split_parts(
+                    _load_calls(source, request.generation, owner, *own), request.layer
+                )
 
 
-def _calls(source: Source, generation: int, branch: int, start: int, stop: int) -> list[StepCalls]:
+def _load_calls(
+    source: Source, generation: int, branch: int, start: int, stop: int
+) -> list[StepCalls]:
     # All steps below `stop` are written, so that what is kept will never be different.
-    return source.keep(
+    return source.get_or_create(
         ("mask.calls", generation, branch, start, stop),
-        lambda: step_calls(source.reader, generation, branch, start, stop),
+        lambda: read_step_calls(source.reader, generation, branch, start, stop),
         lambda calls: sum(256 + 200 * len(call.by_layer) for call in calls),
     )
 
 
-def _split(calls: list[StepCalls], layer: int) -> Iterator[tuple[Fed, ...]]:
-    together: list[Fed] = []
+def _split_parts(calls: list[StepCalls], layer: int) -> Iterator[tuple[StepMaskRows, ...]]:
+    together: list[StepMaskRows] = []
     for call in calls:
         mask, kv_len = call.by_layer.get(layer, (None, call.kv_after))
         offset = max(call.kv_after - kv_len, 0)
-        fed = Fed(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
+        step_rows = StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
         if call.q_len == 1:
-            together.append(fed)
+            together.append(step_rows)
             continue
         if together:
             yield tuple(together)
         together = []
         if call.q_len > 0:
-            yield (fed,)
+            yield (step_rows,)
     if together:
         yield tuple(together)
 
 
-def _part(source: Source, fed: tuple[Fed, ...], row: int, wanted: Wanted) -> Part:
-    names = [one.mask for one in fed if one.mask is not None]
-    heads = source.keep(
-        ("mask.heads", *names), lambda: most_heads(source.reader, names), lambda _: 100 * len(names)
+def _load_part(
+    source: Source, steps: tuple[StepMaskRows, ...], row: int, request: MaskViewRequest
+) -> MaskPart:
+    names = [one.mask for one in steps if one.mask is not None]
+    heads = source.get_or_create(
+        ("mask.heads", *names),
+        lambda: max_mask_heads(source.reader, names),
+        lambda _: 100 * len(names),
     )
     # A mask that all heads share is one part for all of them.
-    wanted = replace(wanted, head=min(max(wanted.head, 0), heads - 1))
-    key: Hashable = ("mask.part", fed, row, wanted.head, wanted.rule, wanted.groups)
-    return source.keep(key, lambda: _make_part(source, fed, row, wanted), _part_bytes)
+    request = replace(request, head=min(max(request.head, 0), heads - 1))
+    key: Hashable = ("mask.part", steps, row, request.head, request.spec, request.groups)
+    return source.get_or_create(key, lambda: _make_part(source, steps, row, request), _part_bytes)
 
 
-def _part_bytes(part: Part) -> int:
+def _part_bytes(part: MaskPart) -> int:
     packed = 0 if part.packed is None else part.packed.nbytes
-    return 1024 + 256 * len(part.fed) + packed + part.tally.n_bytes
+    return 1024 + 256 * len(part.steps) + packed + part.counts.n_bytes
 
 
-def _make_part(source: Source, fed: tuple[Fed, ...], row: int, wanted: Wanted) -> Part:
-    if len(fed) == 1 and fed[0].n_rows > 1:
-        return _long_part(source, fed[0], row, wanted)
-    found: dict[str, tuple[int, Packed]] = {}
+def _make_part(
+    source: Source, steps: tuple[StepMaskRows, ...], row: int, request: MaskViewRequest
+) -> MaskPart:
+    if len(steps) == 1 and steps[0].n_rows > 1:
+        return _make_prefill_part(source, steps[0], row, request)
+    found: dict[str, tuple[int, PackedMask]] = {}
     heads = 1
-    for name, cells in mask_arrays(source.reader, [f.mask for f in fed if f.mask], "mask.cells"):
+    for name, cells in read_mask_arrays(
+        source.reader, [f.mask for f in steps if f.mask], "mask.cells"
+    ):
         if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
             heads = max(heads, cells.shape[0])
-            own = min(wanted.head, cells.shape[0] - 1)
+            own = min(request.head, cells.shape[0] - 1)
             found[name] = cells.shape[2], np.packbits(cells[own], axis=1)
-    width = [found[f.mask][0] if f.mask in found else f.kv_len for f in fed]
-    n_keys = max(f.kv_offset + keys for f, keys in zip(fed, width, strict=True))
-    packed = np.zeros((len(fed), -(-n_keys // 8)), np.uint8)
-    for number, one in enumerate(fed):
+    width = [found[f.mask][0] if f.mask in found else f.kv_len for f in steps]
+    n_keys = max(f.kv_offset + keys for f, keys in zip(steps, width, strict=True))
+    packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
+    for number, one in enumerate(steps):
         if one.mask in found:
-            line = moved(found[one.mask][1], found[one.mask][0], one.kv_offset)
+            line = shift_keys(found[one.mask][1], found[one.mask][0], one.kv_offset)
             packed[number, : line.shape[1]] = line[0]
-    positions = np.array([one.pos for one in fed], np.int32)
-    known = tuple(one.mask in found for one in fed)
-    counted = _tally([(0, packed)], positions, n_keys, row, wanted, known, fed)
-    return Part(row, fed, positions, n_keys, heads, known, counted, packed)
+    positions = np.array([one.pos for one in steps], np.int32)
+    known = tuple(one.mask in found for one in steps)
+    counted = _count_cells([(0, packed)], positions, n_keys, row, request, known, steps)
+    return MaskPart(row, steps, positions, n_keys, heads, known, counted, packed)
 
 
-def _long_part(source: Source, fed: Fed, row: int, wanted: Wanted) -> Part:
-    positions = np.arange(fed.pos, fed.pos + fed.n_rows, dtype=np.int32)
-    cells = find_cells(source.reader, fed.mask) if fed.mask is not None else None
-    if cells is not None and (cells.n_rows not in (1, fed.n_rows) or cells.heads < 1):
+def _make_prefill_part(
+    source: Source, step_rows: StepMaskRows, row: int, request: MaskViewRequest
+) -> MaskPart:
+    positions = np.arange(step_rows.pos, step_rows.pos + step_rows.n_rows, dtype=np.int32)
+    cells = find_mask_cells(source.reader, step_rows.mask) if step_rows.mask is not None else None
+    if cells is not None and (cells.n_rows not in (1, step_rows.n_rows) or cells.heads < 1):
         cells = None
-    n_keys = fed.kv_offset + (fed.kv_len if cells is None else cells.n_keys)
+    n_keys = step_rows.kv_offset + (step_rows.kv_len if cells is None else cells.n_keys)
     if cells is None:
-        counted = _tally([], positions, n_keys, row, wanted, False, (fed,))
-        return Part(row, (fed,), positions, n_keys, 1, False, counted, None)
-    n_bytes = fed.n_rows * -(-n_keys // 8)
-    whole = np.empty((fed.n_rows, n_bytes // fed.n_rows), np.uint8) if n_bytes <= WHOLE else None
-    chunks = _chunks(source, cells, fed, min(max(wanted.head, 0), cells.heads - 1), whole)
-    counted = _tally(chunks, positions, n_keys, row, wanted, True, (fed,))
-    return Part(row, (fed,), positions, n_keys, cells.heads, True, counted, whole, cells)
+        counted = _count_cells([], positions, n_keys, row, request, False, (step_rows,))
+        return MaskPart(row, (step_rows,), positions, n_keys, 1, False, counted, None)
+    n_bytes = step_rows.n_rows * -(-n_keys // 8)
+    whole = (
+        np.empty((step_rows.n_rows, n_bytes // step_rows.n_rows), np.uint8)
+        if n_bytes <= MAX_PACKED_BYTES
+        else None
+    )
+    chunks = _row_chunks(
+        source, cells, step_rows, min(max(request.head, 0), cells.heads - 1), whole
+    )
+    counted = _count_cells(chunks, positions, n_keys, row, request, True, (step_rows,))
+    return MaskPart(row, (step_rows,), positions, n_keys, cells.heads, True, counted, whole, cells)
 
 
-def _chunks(
-    source: Source, cells: Cells, fed: Fed, head: int, whole: Packed | None
-) -> Iterator[tuple[int, Packed]]:
+def _row_chunks(
+    source: Source, cells: StoredCells, step_rows: StepMaskRows, head: int, whole: PackedMask | None
+) -> Iterator[tuple[int, PackedMask]]:
     """Yield the rows of a mask on the sheet's keys; fill `whole` with them where it is given."""
-    if cells.n_rows == 1 < fed.n_rows:  # one row that is broadcast
-        row = next(packed_rows(source.reader, cells, head, 0, 1))[1]
-        starts = range(0, fed.n_rows, CHUNK_ROWS)
-        found: Iterable[tuple[int, Packed]] = (
-            (n, row.repeat(min(CHUNK_ROWS, fed.n_rows - n), axis=0)) for n in starts
+    if cells.n_rows == 1 < step_rows.n_rows:  # one row that is broadcast
+        row = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
+        starts = range(0, step_rows.n_rows, CHUNK_ROWS)
+        found: Iterable[tuple[int, PackedMask]] = (
+            (n, row.repeat(min(CHUNK_ROWS, step_rows.n_rows - n), axis=0)) for n in starts
         )
     else:
-        found = packed_rows(source.reader, cells, head, 0, fed.n_rows, at_most=CHUNK_ROWS)
+        found = read_packed_rows(
+            source.reader, cells, head, 0, step_rows.n_rows, at_most=CHUNK_ROWS
+        )
     for start, packed in found:
-        rows = moved(packed, cells.n_keys, fed.kv_offset)
+        rows = shift_keys(packed, cells.n_keys, step_rows.kv_offset)
         if whole is not None:
             whole[start : start + len(rows)] = rows
         yield start, rows
 
 
-def _tally(
-    chunks: Iterable[tuple[int, Packed]],
+def _count_cells(
+    chunks: Iterable[tuple[int, PackedMask]],
     positions: IntArray,
     n_keys: int,
     row: int,
-    wanted: Wanted,
+    request: MaskViewRequest,
     known: bool | tuple[bool, ...],
-    fed: tuple[Fed, ...],
-) -> Tally:
-    rule = wanted.rule
+    steps: tuple[StepMaskRows, ...],
+) -> MaskCounts:
+    rule = request.spec
 
-    def declared(start: int, stop: int) -> Packed:
+    def declared(start: int, stop: int) -> PackedMask:
         assert rule is not None
-        rows = packed_rule(rule, positions[start:stop], n_keys)
-        close_dropped(rows, fed, start)
+        rows = pack_spec(rule, positions[start:stop], n_keys)
+        close_dropped_keys(rows, steps, start)
         if not isinstance(known, bool):
             rows[~np.array(known[start:stop])] = 0  # nothing is lost where nothing is known
         return rows
 
-    return tally(
+    return count_cells(
         chunks,
         positions,
         n_keys,
         first_row=row,
-        groups=wanted.groups,
+        groups=request.groups,
         declared=declared if rule is not None else None,
     )

@@ -9,20 +9,26 @@ from itertools import count
 
 import numpy as np
 
-from flexinspect.masks import IntArray, MaskRule
-from flexinspect.masksheets.counting import Groups, Packed, Tally, moved, packed_rule
+from flexinspect.masks import IntArray, MaskSpec
+from flexinspect.masksheets.counting import (
+    MaskCounts,
+    PackedMask,
+    PositionGroups,
+    pack_spec,
+    shift_keys,
+)
 from flexinspect.panels.source import Source
-from flexinspect.trace.bits import Cells, packed_rows
+from flexinspect.trace.bits import StoredCells, read_packed_rows
 
-WHOLE = 16 << 20
+MAX_PACKED_BYTES = 16 << 20
 """Bytes of packed cells up to which a mask is kept whole; of larger ones, bands of rows are."""
 
-BAND = 1024
+BAND_ROWS = 1024
 _serials = count()
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class StepMaskRows:
     """The rows that a step fed into a layer, and the mask that they were given there.
 
     `pos` is the position of the first row, `kv_offset` that of the first key, `kv_len` the number
@@ -37,35 +43,35 @@ class Fed:
     kv_len: int
 
 
-def close_dropped(rows: Packed, fed: Sequence[Fed], start: int) -> None:
+def close_dropped_keys(rows: PackedMask, steps: Sequence[StepMaskRows], start: int) -> None:
     """Close the keys that a sliding cache had dropped when the rows were fed: nobody lost them.
 
     `rows` are packed, from row `start` of a part on; `fed` is the part's.
     """
-    for number, one in enumerate(fed[start : start + len(rows)] if len(fed) > 1 else fed):
+    for number, one in enumerate(steps[start : start + len(rows)] if len(steps) > 1 else steps):
         whole, rest = divmod(one.kv_offset, 8)
-        some = rows if len(fed) == 1 else rows[number : number + 1]
+        some = rows if len(steps) == 1 else rows[number : number + 1]
         some[:, :whole] = 0
         if rest and whole < some.shape[1]:
             some[:, whole] &= 0xFF >> rest
 
 
 @dataclass(frozen=True)
-class Part:
+class MaskPart:
     """Rows of a sheet from `row` on. `known` says of which rows the cells were recorded.
 
     `packed` is None for a mask that is too large to be held; `source` reads it then.
     """
 
     row: int
-    fed: tuple[Fed, ...]
+    steps: tuple[StepMaskRows, ...]
     positions: IntArray
     n_keys: int
     heads: int
     known: bool | tuple[bool, ...]
-    tally: Tally
-    packed: Packed | None
-    cells: Cells | None = None
+    counts: MaskCounts
+    packed: PackedMask | None
+    cells: StoredCells | None = None
     serial: int = field(default_factory=lambda: next(_serials))
 
     @property
@@ -78,9 +84,9 @@ class Part:
         """The row of the sheet after its last one."""
         return self.row + self.n_rows
 
-    def fed_at(self, row: int) -> Fed:
+    def step_at(self, row: int) -> StepMaskRows:
         """Return what a row (of the sheet) was fed with."""
-        return self.fed[0] if len(self.fed) == 1 else self.fed[row - self.row]
+        return self.steps[0] if len(self.steps) == 1 else self.steps[row - self.row]
 
     def is_known(self, row: int) -> bool:
         """Tell whether the cells of a row (of the sheet) were recorded."""
@@ -96,45 +102,48 @@ class Part:
             if known:
                 yield self.row + number, self.row + number + 1
 
-    def rows(self, source: Source, head: int, start: int, stop: int) -> Packed:
+    def rows(self, source: Source, head: int, start: int, stop: int) -> PackedMask:
         """Return its packed rows `start <= row < stop`, counted from its own first one."""
         if self.packed is not None:
             return self.packed[start:stop]
         if self.cells is None:
             return np.zeros((stop - start, -(-self.n_keys // 8)), np.uint8)
-        bands = [self._band(source, head, band) for band in range(start // BAND, -(-stop // BAND))]
-        first = start // BAND * BAND
+        bands = [
+            self._load_band(source, head, band)
+            for band in range(start // BAND_ROWS, -(-stop // BAND_ROWS))
+        ]
+        first = start // BAND_ROWS * BAND_ROWS
         return np.concatenate(bands)[start - first : stop - first]
 
-    def _band(self, source: Source, head: int, band: int) -> Packed:
-        cells, about = self.cells, self.fed[0]
+    def _load_band(self, source: Source, head: int, band: int) -> PackedMask:
+        cells, about = self.cells, self.steps[0]
         assert cells is not None
-        start, stop = band * BAND, min((band + 1) * BAND, self.n_rows)
+        start, stop = band * BAND_ROWS, min((band + 1) * BAND_ROWS, self.n_rows)
 
-        def read() -> Packed:
+        def read() -> PackedMask:
             if cells.n_rows == 1:  # one row that is broadcast
-                row = next(packed_rows(source.reader, cells, head, 0, 1))[1]
-                return moved(row, cells.n_keys, about.kv_offset).repeat(stop - start, axis=0)
-            found = packed_rows(source.reader, cells, head, start, stop)
-            return np.concatenate([moved(p, cells.n_keys, about.kv_offset) for _, p in found])
+                row = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
+                return shift_keys(row, cells.n_keys, about.kv_offset).repeat(stop - start, axis=0)
+            found = read_packed_rows(source.reader, cells, head, start, stop)
+            return np.concatenate([shift_keys(p, cells.n_keys, about.kv_offset) for _, p in found])
 
         key = ("mask.band", about.mask, about.kv_offset, head, band)
-        return source.keep(key, read, lambda packed: packed.nbytes)
+        return source.get_or_create(key, read, lambda packed: packed.nbytes)
 
 
 @dataclass(frozen=True)
-class Sheet:
+class MaskView:
     """The mask of a layer and head: `parts` one below the other, row 0 first.
 
     `first_step` to `last_step` are the steps among them (step 0 always is), of `n_steps` in all.
     """
 
     source: Source
-    parts: tuple[Part, ...]
+    parts: tuple[MaskPart, ...]
     head: int
     heads: int
-    rule: MaskRule | None
-    groups: Groups
+    spec: MaskSpec | None
+    groups: PositionGroups
     first_step: int
     last_step: int
     n_steps: int
@@ -155,11 +164,11 @@ class Sheet:
         return np.concatenate([part.positions for part in self.parts])
 
     @property
-    def is_cut(self) -> bool:
+    def is_truncated(self) -> bool:
         """Whether only a window of the decode steps is shown."""
         return self.last_step - self.first_step + 1 < self.n_steps
 
-    def part_of(self, row: int) -> Part:
+    def part_of(self, row: int) -> MaskPart:
         """Return the part that holds a row."""
         return next(part for part in self.parts if row < part.stop)
 
@@ -171,17 +180,17 @@ class Sheet:
     def rows_of_step(self, step: int) -> range | None:
         """Return the rows that a step fed, None when they are not on the sheet."""
         for part in self.parts:
-            if len(part.fed) == 1 and part.fed[0].step == step:
+            if len(part.steps) == 1 and part.steps[0].step == step:
                 return range(part.row, part.stop)
-            for number, fed in enumerate(part.fed):
-                if fed.step == step:
+            for number, step_rows in enumerate(part.steps):
+                if step_rows.step == step:
                     return range(part.row + number, part.row + number + 1)
         return None
 
-    def declared(self, row: int, stop: int, n_keys: int) -> Packed:
+    def declared(self, row: int, stop: int, n_keys: int) -> PackedMask:
         """Return the declared rows from one to another, packed; there must be a rule."""
-        assert self.rule is not None
-        return packed_rule(self.rule, self.positions[row:stop], n_keys)
+        assert self.spec is not None
+        return pack_spec(self.spec, self.positions[row:stop], n_keys)
 
     def cell(self, row: int, key: int) -> bool | None:
         """Return whether a cell is open in what was executed, None where that is not known."""
@@ -197,21 +206,21 @@ class Sheet:
     def row_count(self, row: int) -> int:
         """Return how many keys a row sees."""
         part = self.part_of(row)
-        return int(part.tally.open.rows[row - part.row])
+        return int(part.counts.open.row_counts[row - part.row])
 
     def column_count(self, key: int) -> int:
         """Return how many rows see a key."""
-        return sum(int(p.tally.columns[key]) for p in self.parts if key < p.n_keys)
+        return sum(int(p.counts.key_counts[key]) for p in self.parts if key < p.n_keys)
 
-    def total(self, kind: str) -> int:
+    def count(self, kind: str) -> int:
         """Return how many cells are "open", "lost" or "leaked"."""
-        planes = [getattr(part.tally, kind) for part in self.parts]
+        planes = [getattr(part.counts, kind) for part in self.parts]
         return sum(plane.n for plane in planes if plane is not None)
 
-    def first(self, kind: str) -> tuple[int, int] | None:
+    def first_cell(self, kind: str) -> tuple[int, int] | None:
         """Return (row, key) of the first cell that is "lost" or "leaked"."""
         for part in self.parts:
-            plane = getattr(part.tally, kind)
+            plane = getattr(part.counts, kind)
             if plane is not None and plane.first is not None:
                 return part.row + plane.first[0], plane.first[1]
         return None

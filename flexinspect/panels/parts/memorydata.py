@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from flexinspect.panels.base import Missing, Place
-from flexinspect.panels.parts.windows import StepWindow, load_steps
+from flexinspect.panels.base import Missing, TracePlace
+from flexinspect.panels.parts.windows import StepWindow, load_step_window
 from flexinspect.prompts import Segment
 from flexinspect.records import MemoryRecord
 from flexinspect.sizes import human_bytes
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.callranges import lineage
-from flexinspect.trace.ranges import holder, memory_range
+from flexinspect.trace.ranges import branch_of_step, memory_range
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 
@@ -40,7 +40,7 @@ LEAK_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CachePart:
     """The tokens of a segment that are in the cache, and the bytes they take."""
 
     label: str
@@ -54,11 +54,11 @@ class MemoryData:
 
     window: StepWindow
     records: Mapping[int, MemoryRecord]
-    about: StepRow | None
-    parts: tuple[Part, ...]
+    step_row: StepRow | None
+    parts: tuple[CachePart, ...]
 
     @property
-    def now(self) -> MemoryRecord | None:
+    def current_record(self) -> MemoryRecord | None:
         """The current step's memory."""
         return self.records.get(self.window.current)
 
@@ -86,29 +86,29 @@ class MemoryData:
         return found
 
 
-def load_memory(reader: TraceReader, place: Place, n_columns: int) -> MemoryData:
+def load_memory(reader: TraceReader, place: TracePlace, n_columns: int) -> MemoryData:
     """Read the memory of the window that fits in `n_columns`, one step more, and the segments.
 
     Raises `Missing` when the window has no memory.
     """
-    window = load_steps(reader, place, n_columns)
+    window = load_step_window(reader, place, n_columns)
     before = max(window.start - 1, window.first)
     records = memory_range(reader, place.generation, before, window.stop, place.branch)
     if not any(step in records for step in window.steps):
         raise Missing(
-            f"No memory is recorded in {window.words()}.",
+            f"No memory is recorded in {window.format_steps()}.",
             "The memory hook records it at every level; 'flexinspect dump' shows whether it was "
             "switched off.",
         )
-    branch = holder(reader, place.generation, window.current, place.branch)
+    branch = branch_of_step(reader, place.generation, window.current, place.branch)
     about = reader.step(place.generation, window.current, branch)
     now = records.get(window.current)
-    segments = _segments(reader, place)
+    segments = _load_segments(reader, place)
     parts = cache_parts(segments, about, now.kv_cache) if about and now else ()
     return MemoryData(window, records, about, parts)
 
 
-def _segments(reader: TraceReader, place: Place) -> list[Segment]:
+def _load_segments(reader: TraceReader, place: TracePlace) -> list[Segment]:
     """Return the segments of the branch; a fork that is still open has those of its parent."""
     for branch, _, _ in lineage(reader, place.generation, place.branch):
         if found := reader.segments(place.generation, branch):
@@ -116,24 +116,24 @@ def _segments(reader: TraceReader, place: Place) -> list[Segment]:
     return []
 
 
-def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tuple[Part, ...]:
+def cache_parts(segments: Sequence[Segment], step: StepRow, kv_cache: int) -> tuple[CachePart, ...]:
     """Return the cache by segment: its bytes in proportion to the tokens of each, which is exact.
 
     The cache holds the last `kv_after` of the tokens fed so far, each of them in as many bytes.
     The token that a step chose is not fed yet.
     """
     n_cached = step.kv_after
-    fed = n_cached if step.first_pos is None else max(step.first_pos, n_cached)
-    found: list[Part] = []
+    n_processed = n_cached if step.first_pos is None else max(step.first_pos, n_cached)
+    found: list[CachePart] = []
     for segment in segments:
-        n_tokens = min(segment.stop, fed) - max(segment.start, fed - n_cached)
+        n_tokens = min(segment.stop, n_processed) - max(segment.start, n_processed - n_cached)
         if n_tokens > 0:
             n_bytes = round(kv_cache * n_tokens / n_cached)
-            found.append(Part(visible(segment.label), n_tokens, n_bytes))
+            found.append(CachePart(escape_unprintable(segment.label), n_tokens, n_bytes))
     return tuple(found)
 
 
-def signed(n: float | None) -> str:
+def format_growth(n: float | None) -> str:
     """Return growth as "+2 kB", "-16 kB" or "0 B"; "-" for None."""
     if n is None:
         return "-"
@@ -141,13 +141,13 @@ def signed(n: float | None) -> str:
     return size if round(n) == 0 else f"{'+' if n > 0 else '-'}{size}"
 
 
-def usual_growth(data: MemoryData, name: str) -> float | None:
+def median_growth(data: MemoryData, name: str) -> float | None:
     """Return the median growth of a figure per step of the window, None without any."""
     values = list(data.growth(name).values())
     return median(values) if values else None
 
 
-def trend(data: MemoryData, name: str) -> float | None:
+def growth_trend(data: MemoryData, name: str) -> float | None:
     """Return the usual growth per step of a figure that grows throughout, None if it does not.
 
     Throughout: the window has at least `LEAK_STEPS` growths, and the figure rises in each quarter
@@ -159,18 +159,18 @@ def trend(data: MemoryData, name: str) -> float | None:
     marks = [values[index * (len(values) - 1) // 4] for index in range(5)]
     if any(new <= old for old, new in pairwise(marks)):
         return None
-    return usual_growth(data, name)
+    return median_growth(data, name)
 
 
 @dataclass(frozen=True, slots=True)
-class Leak:
+class MemoryLeak:
     """A figure that grows much faster than the cache: both in bytes per step."""
 
     name: str
     rate: int
     cache: int
 
-    def note(self) -> str:
+    def format_note(self) -> str:
         """Return it in few words."""
         rates = f"{human_bytes(self.rate)} a step", human_bytes(self.cache)
         return f"{self.name} grows by {rates[0]}, the KV cache by {rates[1]}"
@@ -178,67 +178,69 @@ class Leak:
     def sentence(self, window: StepWindow) -> str:
         """Return it in whole sentences."""
         return (
-            f"{self.note()}, throughout {window.words()}: something else keeps memory at every "
+            f"{self.format_note()}, throughout {window.format_steps()}: something else keeps memory at every "
             "step."
         )
 
 
-def leak_of(data: MemoryData) -> Leak | None:
+def find_leak(data: MemoryData) -> MemoryLeak | None:
     """Return what grows much faster than the cache in the window, None if nothing does."""
-    cache = trend(data, "KV cache") or 0.0
+    cache = growth_trend(data, "KV cache") or 0.0
     for name in ("CUDA allocated", "RSS"):
-        rate = trend(data, name) if name in data.figures else None
+        rate = growth_trend(data, name) if name in data.figures else None
         if rate is not None and rate >= max(LEAK_FACTOR * cache, LEAK_BYTES):
-            return Leak(name, round(rate), round(cache))
+            return MemoryLeak(name, round(rate), round(cache))
     return None
 
 
 def describe_memory(data: MemoryData) -> list[str]:
     """Return the growth that stands out, the figures as a table, and the cache by segment."""
-    leak = leak_of(data)
+    leak = find_leak(data)
     lines = [leak.sentence(data.window)] if leak else []
     current = data.window.current
-    if data.now is None:
+    if data.current_record is None:
         lines.append(f"No memory is recorded at step {current}.")
     lines += [f"Memory at the end of step {current}, growth from step {current - 1}:"]
     if current == data.window.first:
         lines[-1] = f"Memory at the end of step {current}, the first one: no growth yet."
-    lines += _table(data)
-    lines += _cache_lines(data)
+    lines += _figures_table(data)
+    lines += _describe_cache(data)
     for name in data.figures:
         if name != "model":
-            lines.append(_range_words(data, name))
+            lines.append(_describe_range(data, name))
     return lines
 
 
-def _table(data: MemoryData) -> list[str]:
+def _figures_table(data: MemoryData) -> list[str]:
     rows = [f"{'':<14}  {'now':>9}  {'growth':>9}  {'usual growth per step':>21}"]
     for name in data.figures:
-        now = None if data.now is None else FIGURES[name](data.now)
+        now = None if data.current_record is None else FIGURES[name](data.current_record)
         step = data.growth(name).get(data.window.current)
-        usual = usual_growth(data, name)
-        rows.append(f"{name:<14}  {human_bytes(now):>9}  {signed(step):>9}  {signed(usual):>21}")
+        usual = median_growth(data, name)
+        rows.append(
+            f"{name:<14}  {human_bytes(now):>9}  {format_growth(step):>9}  {format_growth(usual):>21}"
+        )
     return rows
 
 
-def _cache_lines(data: MemoryData) -> list[str]:
-    if not data.parts or data.about is None:
+def _describe_cache(data: MemoryData) -> list[str]:
+    if not data.parts or data.step_row is None:
         return []
     n_tokens = sum(part.n_tokens for part in data.parts)
     each = human_bytes(round(sum(part.n_bytes for part in data.parts) / n_tokens))
     width = max(len(part.label) for part in data.parts)
     rows = [
-        f"  {part.label:<{width}}  {_tokens(part.n_tokens):>13}  {human_bytes(part.n_bytes):>8}"
+        f"  {part.label:<{width}}  {_format_tokens(part.n_tokens):>13}  {human_bytes(part.n_bytes):>8}"
         for part in data.parts
     ]
-    return [f"KV cache by segment, by length: {data.about.kv_after} keys of {each} each.", *rows]
+    return [f"KV cache by segment, by length: {data.step_row.kv_after} keys of {each} each.", *rows]
 
 
-def _tokens(n: int) -> str:
+def _format_tokens(n: int) -> str:
     return "1 token " if n == 1 else f"{n} tokens"
 
 
-def _range_words(data: MemoryData, name: str) -> str:
+def _describe_range(data: MemoryData, name: str) -> str:
     values = {
         step: value
         for step, value in data.series(name).items()
@@ -246,6 +248,6 @@ def _range_words(data: MemoryData, name: str) -> str:
     }
     low, high = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
     return (
-        f"{name} in {data.window.words()}: {human_bytes(values[low])} (step {low}) to "
+        f"{name} in {data.window.format_steps()}: {human_bytes(values[low])} (step {low}) to "
         f"{human_bytes(values[high])} (step {high}), by {human_bytes(values[high] - values[low])}."
     )

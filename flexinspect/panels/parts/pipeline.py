@@ -14,19 +14,19 @@ from textual.strip import Strip
 
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import CallRecord, MaskRecord
-from flexinspect.text import visible
-from flexinspect.trace.callranges import spans
+from flexinspect.text import escape_unprintable
+from flexinspect.trace.callranges import format_ranges
 from flexinspect.trace.rows import BranchRow, GenerationRow, StepRow
-from flexinspect.widgets.lines import Span, clipped, line
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.lines import Span, clip_text, line
+from flexinspect.widgets.look import Theme
 
-_NARROWEST = 25
-_GAP = 3
-_MOST_SEGMENTS = 7
-_MOST_ROWS = 9
-_MOST_LETTERS = 1000
+_MIN_BOX_WIDTH = 25
+_BOX_GAP = 3
+_MAX_SEGMENTS = 7
+_MAX_BOX_LINES = 9
+_MAX_LINE_CHARS = 1000
 """Characters of a line of a box that are looked at."""
-_MOST_ANSWER = 240
+_MAX_ANSWER_CHARS = 240
 """Characters of an answer that are shown in its box; the verdict stands below them."""
 
 
@@ -34,7 +34,7 @@ _MOST_ANSWER = 240
 class RunFacts:
     """What the diagram and the manifest are made from; whatever is not recorded is empty or None.
 
-    `decode` is a window of decode steps around the place, `decode_time` their number and
+    `decode` is a window of decode steps around the place, `decode_phase_time` their number and
     milliseconds in the whole branch; `n_steps` counts all steps; `calls` are
     those of the current step, or of the nearest one that has any; `open_share` is the part of the
     cells of `mask` that are open. `right` says whether the answer is one of those expected, None
@@ -50,7 +50,7 @@ class RunFacts:
     segments: tuple[Segment, ...] = ()
     question: str = ""
     answer: str = ""
-    right: bool | None = None
+    is_correct: bool | None = None
     prefill: StepRow | None = None
     n_steps: int = 0
     decode: tuple[StepRow, ...] = ()
@@ -77,36 +77,39 @@ class Box:
     style: str = "title"
 
 
-def boxes(facts: RunFacts) -> list[Box]:
+def generation_stages(facts: RunFacts) -> list[Box]:
     """Return the stages of a generation, in order, with printable text."""
     stages = (
-        ("input", _input(facts)),
-        ("concatenation", _concatenation(facts)),
-        ("mask", _mask(facts)),
-        ("patch", _patch(facts)),
-        ("prefill", _prefill(facts)),
-        ("decode loop ↻", _decode(facts)),
+        ("input", _input_lines(facts)),
+        ("concatenation", _concatenation_lines(facts)),
+        ("mask", _mask_lines(facts)),
+        ("patch", _patch_lines(facts)),
+        ("prefill", _prefill_lines(facts)),
+        ("decode loop ↻", _decode_lines(facts)),
     )
-    lines, style = _text(facts)
-    return [*(box(title, said) for title, said in stages), box("text", lines, style)]
+    lines, style = _text_lines(facts)
+    return [
+        *(make_box(title, box_lines) for title, box_lines in stages),
+        make_box("text", lines, style),
+    ]
 
 
-def box(title: str, lines: Iterable[str], style: str = "title") -> Box:
+def make_box(title: str, lines: Iterable[str], style: str = "title") -> Box:
     """Return a stage whose lines may be drawn; empty ones are left out."""
-    return Box(title, _clean(lines), style)
+    return Box(title, _printable_lines(lines), style)
 
 
-def _clean(lines: Iterable[str]) -> tuple[str, ...]:
-    return tuple(visible(_cut(text, _MOST_LETTERS).strip()) for text in lines if text) or (
-        "not recorded",
-    )
+def _printable_lines(lines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(
+        escape_unprintable(_truncate(text, _MAX_LINE_CHARS).strip()) for text in lines if text
+    ) or ("not recorded",)
 
 
-def _cut(text: str, most: int) -> str:
+def _truncate(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def _input(facts: RunFacts) -> list[str]:
+def _input_lines(facts: RunFacts) -> list[str]:
     about = facts.generation
     source = "typed prompts" if facts.fact("job", "prompts") else facts.fact("job", "dataset")
     n = sum(segment.kind is SegmentKind.PARAPHRASE for segment in facts.segments)
@@ -117,14 +120,14 @@ def _input(facts: RunFacts) -> list[str]:
     ]
 
 
-def _concatenation(facts: RunFacts) -> list[str]:
+def _concatenation_lines(facts: RunFacts) -> list[str]:
     prompt = [s for s in facts.segments if s.kind is not SegmentKind.GENERATED]
     if not prompt:
         return []
     n_tokens, positions = prompt[-1].stop, facts.generation.positions if facts.generation else ""
     pieces = [s for s in prompt if s.kind is not SegmentKind.SEPARATOR]
-    more = len(pieces) - _MOST_SEGMENTS
-    head = pieces if more <= 0 else [*pieces[: _MOST_SEGMENTS - 1], pieces[-1]]
+    more = len(pieces) - _MAX_SEGMENTS
+    head = pieces if more <= 0 else [*pieces[: _MAX_SEGMENTS - 1], pieces[-1]]
     named = [f"{s.label} [{s.start}, {s.stop})" for s in head]
     if more > 0:
         named.insert(-1, f"… {more} more")
@@ -137,7 +140,7 @@ def _concatenation(facts: RunFacts) -> list[str]:
     ]
 
 
-def _mask(facts: RunFacts) -> list[str]:
+def _mask_lines(facts: RunFacts) -> list[str]:
     mask, about = facts.mask, facts.generation
     lines = [about.mask if about else ""]
     separators = about.declared.get("separators") if about else None
@@ -152,11 +155,11 @@ def _mask(facts: RunFacts) -> list[str]:
     return lines
 
 
-def _patch(facts: RunFacts) -> list[str]:
+def _patch_lines(facts: RunFacts) -> list[str]:
     parts = (("prefill", facts.prefill_calls), ("decode", facts.calls))
-    said = [(name, _paths(calls)) for name, calls in parts if calls]
-    same = len({text for _, text in said}) == 1
-    lines = [said[0][1]] if same and said else [f"{name}: {text}" for name, text in said]
+    paths = [(name, _format_paths(calls)) for name, calls in parts if calls]
+    same = len({text for _, text in paths}) == 1
+    lines = [paths[0][1]] if same and paths else [f"{name}: {text}" for name, text in paths]
     backends = dict.fromkeys(call.backend for call in (*facts.prefill_calls, *facts.calls))
     compiled = facts.fact("compiled")
     return [
@@ -166,16 +169,16 @@ def _patch(facts: RunFacts) -> list[str]:
     ]
 
 
-def _paths(calls: Sequence[CallRecord]) -> str:
+def _format_paths(calls: Sequence[CallRecord]) -> str:
     ordered = sorted({(call.path, call.layer) for call in calls})
-    said = []
+    parts = []
     for path, run in groupby(ordered, key=lambda pair: pair[0]):
         layers = [layer for _, layer in run]
-        said.append(f"{path}, layer{'s' if len(layers) > 1 else ''} {spans(layers)}")
-    return "; ".join(said)
+        parts.append(f"{path}, layer{'s' if len(layers) > 1 else ''} {format_ranges(layers)}")
+    return "; ".join(parts)
 
 
-def _prefill(facts: RunFacts) -> list[str]:
+def _prefill_lines(facts: RunFacts) -> list[str]:
     step = facts.prefill
     if step is None:
         return []
@@ -186,7 +189,7 @@ def _prefill(facts: RunFacts) -> list[str]:
     ]
 
 
-def _decode(facts: RunFacts) -> list[str]:
+def _decode_lines(facts: RunFacts) -> list[str]:
     n_decode = max(facts.n_steps - (facts.prefill is not None), 0)
     n_timed, total_ms = facts.decode_time
     ratio = facts.fact("cost", "ratio")
@@ -199,93 +202,93 @@ def _decode(facts: RunFacts) -> list[str]:
     return lines
 
 
-def _text(facts: RunFacts) -> tuple[list[str], str]:
+def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
     about, branch = facts.generation, facts.branch
     if about is None:
         return [], "title"
-    answer, expected = _cut(facts.answer, _MOST_ANSWER), about.expected
-    lines = [f"“{answer}”" if answer else "nothing yet" if _is_open(branch) else "(nothing)"]
+    answer, expected = _truncate(facts.answer, _MAX_ANSWER_CHARS), about.expected
+    lines = [f"“{answer}”" if answer else "nothing yet" if _is_recording(branch) else "(nothing)"]
     style = "title"
     if expected:
-        named = (_cut(text, _MOST_ANSWER // 4) for text in expected[:4])
+        named = (_truncate(text, _MAX_ANSWER_CHARS // 4) for text in expected[:4])
         lines.append(f"expected {' | '.join(named)}")
-        if facts.right is not None:
-            lines.append("✓ correct" if facts.right else "✗ not among those expected")
-            style = "good" if facts.right else "bad"
+        if facts.is_correct is not None:
+            lines.append("✓ correct" if facts.is_correct else "✗ not among those expected")
+            style = "good" if facts.is_correct else "bad"
     if branch is not None:
         reason = f", {branch.stop_reason}" if branch.stop_reason else ""
         lines.append(f"{branch.state}{reason}")
     return lines, style
 
 
-def _is_open(branch: BranchRow | None) -> bool:
+def _is_recording(branch: BranchRow | None) -> bool:
     return branch is not None and branch.state == "recording"
 
 
 # -- drawing -------------------------------------------------------------------------------------
 
 
-def diagram(stages: Sequence[Box], width: int, look: Look) -> list[Strip]:
+def draw_diagram(stages: Sequence[Box], width: int, theme: Theme) -> list[Strip]:
     """Return the boxes from left to right, in as many rows as they need, one below the other."""
-    per_row = max(1, min(len(stages), (width + _GAP) // (_NARROWEST + _GAP)))
+    per_row = max(1, min(len(stages), (width + _BOX_GAP) // (_MIN_BOX_WIDTH + _BOX_GAP)))
     n_rows = -(-len(stages) // per_row)
     per_row = -(-len(stages) // n_rows)  # rows of equal length
-    each = max((width - _GAP * (per_row - 1)) // per_row, 1)
+    each = max((width - _BOX_GAP * (per_row - 1)) // per_row, 1)
     strips: list[Strip] = []
     for start in range(0, len(stages), per_row):
         row = stages[start : start + per_row]
-        strips += _row(row, each, width, look)
+        strips += _draw_box_row(row, each, width, theme)
         if start + per_row < len(stages):
-            strips.append(_turn(len(row), each, width, look))
+            strips.append(_draw_connector(len(row), each, width, theme))
     return strips
 
 
-def _row(row: Sequence[Box], box: int, width: int, look: Look) -> list[Strip]:
-    texts = [_wrapped(stage.lines, box - 4) for stage in row]
+def _draw_box_row(row: Sequence[Box], box: int, width: int, theme: Theme) -> list[Strip]:
+    texts = [_wrap_lines(stage.lines, box - 4) for stage in row]
     height = max(map(len, texts))
-    edge, body = look.style("muted"), look.style("text")
+    edge, body = theme.style("muted"), theme.style("text")
     lines: list[list[Span]] = [[] for _ in range(height + 2)]
     for index, (stage, text) in enumerate(zip(row, texts, strict=True)):
         if index:
             for number, spans_ in enumerate(lines):
-                spans_.append(("──▶" if number == 1 else " " * _GAP, edge))
-        title = clipped(f" {stage.title} ", min(cell_len(stage.title) + 2, max(box - 3, 0)))
+                spans_.append(("──▶" if number == 1 else " " * _BOX_GAP, edge))
+        title = clip_text(f" {stage.title} ", min(cell_len(stage.title) + 2, max(box - 3, 0)))
         rest = "─" * (box - 3 - cell_len(title))
-        lines[0] += [("╭─", edge), (title, look.style(stage.style)), (f"{rest}╮", edge)]
+        lines[0] += [("╭─", edge), (title, theme.style(stage.style)), (f"{rest}╮", edge)]
         for number in range(height):
-            shown = clipped(text[number] if number < len(text) else "", max(box - 4, 0))
+            shown = clip_text(text[number] if number < len(text) else "", max(box - 4, 0))
             lines[number + 1] += [("│ ", edge), (shown, body), (" │", edge)]
         lines[-1].append((f"╰{'─' * (box - 2)}╯", edge))
     return [line(spans_, width, body) for spans_ in lines]
 
 
-def _turn(n_boxes: int, box: int, width: int, look: Look) -> Strip:
+def _draw_connector(n_boxes: int, box: int, width: int, theme: Theme) -> Strip:
     """Return the line that leads from the end of a row of boxes to the start of the next."""
-    first, last = box // 2, (n_boxes - 1) * (box + _GAP) + box // 2
+    first, last = box // 2, (n_boxes - 1) * (box + _BOX_GAP) + box // 2
     text = "▼" if first == last else f"▼{'─' * (last - first - 1)}╯"
-    return line([(" " * first + text, look.style("muted"))], width, look.style("text"))
+    return line([(" " * first + text, theme.style("muted"))], width, theme.style("text"))
 
 
-def _wrapped(texts: Iterable[str], width: int) -> list[str]:
+def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
     rows: list[str] = []
-    most = 2 * _MOST_ROWS * max(width, 8)
-    for text in (_cut(text, most) for text in texts):
+    most = 2 * _MAX_BOX_LINES * max(width, 8)
+    for text in (_truncate(text, most) for text in texts):
         for row in textwrap.wrap(text, max(width, 8), break_on_hyphens=False) or [""]:
             rows += chop_cells(row, width) if cell_len(row) > width > 1 else [row]
-    return rows if len(rows) <= _MOST_ROWS * 2 else [*rows[: _MOST_ROWS * 2 - 1], "…"]
+    return rows if len(rows) <= _MAX_BOX_LINES * 2 else [*rows[: _MAX_BOX_LINES * 2 - 1], "…"]
 
 
-def facts_table(pairs: Iterable[tuple[str, str]], width: int, look: Look) -> list[Strip]:
+def draw_facts_table(pairs: Iterable[tuple[str, str]], width: int, theme: Theme) -> list[Strip]:
     """Return names and values, one below the other, long values wrapped under themselves."""
     listed = list(pairs)
     longest = max((cell_len(name) for name, _ in listed), default=0)
     label = min(longest + 2, max(width // 3, 10), max(width - 1, 0))
-    muted, plain = look.style("muted"), look.style("text")
+    muted, plain = theme.style("muted"), theme.style("text")
     strips = []
     for name, value in listed:
-        rows = _wrapped([value], max(width - label, 1)) or [""]
+        rows = _wrap_lines([value], max(width - label, 1)) or [""]
         for number, row in enumerate(rows):
-            head = clipped("" if number else name, max(label - 1, 0))
+            head = clip_text("" if number else name, max(label - 1, 0))
             shown = set_cell_size(head, label)
             strips.append(line([(shown, muted), (row, plain)], width, plain))
     return strips

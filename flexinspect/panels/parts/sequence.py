@@ -6,23 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from flexinspect.panels.base import Missing, Place
+from flexinspect.panels.base import Missing, TracePlace
 from flexinspect.panels.source import Source
 from flexinspect.prompts import Segment, SegmentKind
 from flexinspect.records import TokenRecord
 from flexinspect.trace.callranges import lineage
-from flexinspect.trace.ranges import holder, step_range
+from flexinspect.trace.ranges import branch_of_step, step_range
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
-from flexinspect.trace.sequences import last_pos, tokens_of
-from flexinspect.widgets.tokencells import Word, shown
+from flexinspect.trace.sequences import last_pos, read_tokens
+from flexinspect.widgets.tokencells import TokenCell, display_text
 
-CHUNK = 64
+CHUNK_TOKENS = 64
 """Tokens that are read, made into words and kept together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class TokenChunk:
     """`CHUNK` neighbouring tokens (fewer at the end), and the steps that chose them.
 
     `words` holds what they look like, by colour, once somebody asked.
@@ -30,17 +30,17 @@ class Chunk:
 
     tokens: tuple[TokenRecord, ...]
     by_step: dict[int, StepRow]
-    words: dict[str, list[Word]] = field(default_factory=dict)
+    cells: dict[str, list[TokenCell]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TokenWindow:
     """Tokens of a sequence around a place, with what their steps say.
 
     `current` is the position that the place stands on, None when its step chose none.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TokenChunk, ...]
     segments: tuple[Segment, ...]
     current: int | None
     n_tokens: int
@@ -75,16 +75,16 @@ class Window:
         return next((step for step in found if step is not None), None)
 
 
-def current_pos(reader: TraceReader, place: Place) -> int | None:
+def current_pos(reader: TraceReader, place: TracePlace) -> int | None:
     """Return the position that a place stands on."""
     if place.pos is not None:
         return place.pos
-    branch = holder(reader, place.generation, place.step, place.branch)
+    branch = branch_of_step(reader, place.generation, place.step, place.branch)
     step = reader.step(place.generation, place.step, branch)
     return step.last_pos if step else None
 
 
-def load_window(source: Source, place: Place, reach: int) -> Window:
+def load_token_window(source: Source, place: TracePlace, reach: int) -> TokenWindow:
     """Return the tokens about `reach` before and after the place, all of a shorter sequence.
 
     Raises `Missing` when the generation has no tokens.
@@ -95,16 +95,16 @@ def load_window(source: Source, place: Place, reach: int) -> Window:
     if last is None:
         raise Missing("This generation has no tokens yet.")
     middle = last if current is None else min(current, last)
-    first = max(0, min(middle - reach, last + 1 - 2 * reach)) // CHUNK
-    final = min(max(middle + reach, 2 * reach), last) // CHUNK
-    chunks = (_chunk(source, place, number, last) for number in range(first, final + 1))
+    first = max(0, min(middle - reach, last + 1 - 2 * reach)) // CHUNK_TOKENS
+    final = min(max(middle + reach, 2 * reach), last) // CHUNK_TOKENS
+    chunks = (_load_chunk(source, place, number, last) for number in range(first, final + 1))
     found = tuple(chunk for chunk in chunks if chunk.tokens)
     if not found:
         raise Missing("The tokens of this place are not recorded.")
-    return Window(found, tuple(segments_of(reader, place)), current, last + 1)
+    return TokenWindow(found, tuple(load_segments(reader, place)), current, last + 1)
 
 
-def segments_of(reader: TraceReader, place: Place) -> list[Segment]:
+def load_segments(reader: TraceReader, place: TracePlace) -> list[Segment]:
     """Return the segments of a place's branch, those of its parent where it has none yet."""
     for branch, _, _ in lineage(reader, place.generation, place.branch):
         if found := reader.segments(place.generation, branch):
@@ -112,43 +112,49 @@ def segments_of(reader: TraceReader, place: Place) -> list[Segment]:
     return []
 
 
-def _chunk(source: Source, place: Place, number: int, last: int) -> Chunk:
+def _load_chunk(source: Source, place: TracePlace, number: int, last: int) -> TokenChunk:
     """Read a chunk, or take it from what is kept if it is complete."""
-    if (number + 1) * CHUNK > last:
+    if (number + 1) * CHUNK_TOKENS > last:
         return _read_chunk(source.reader, place, number)
     key = ("tokens", place.generation, place.branch, number)
-    return source.keep(key, lambda: _read_chunk(source.reader, place, number), lambda _: 64 << 10)
+    return source.get_or_create(
+        key, lambda: _read_chunk(source.reader, place, number), lambda _: 64 << 10
+    )
 
 
-def _read_chunk(reader: TraceReader, place: Place, number: int) -> Chunk:
+def _read_chunk(reader: TraceReader, place: TracePlace, number: int) -> TokenChunk:
     where = (place.generation, place.branch)
-    tokens = tokens_of(reader, *where, number * CHUNK, (number + 1) * CHUNK)
+    tokens = read_tokens(reader, *where, number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
     chosen = [token.step for token in tokens if token.step is not None]
     bounds = (min(chosen), max(chosen) + 1) if chosen else (0, 0)
     steps = step_range(reader, place.generation, *bounds, place.branch)
-    return Chunk(tuple(tokens), {step.step: step for step in steps})
+    return TokenChunk(tuple(tokens), {step.step: step for step in steps})
 
 
-def words(window: Window, colour: str) -> list[Word]:
+def token_cells(window: TokenWindow, colour: str) -> list[TokenCell]:
     """Return the window's tokens as words; `colour` is segment, probability or entropy."""
-    found: list[Word] = []
+    found: list[TokenCell] = []
     for chunk in window.chunks:
-        if colour not in chunk.words:
-            chunk.words[colour] = [
-                _word(token, chunk, window.segments, colour) for token in chunk.tokens
+        if colour not in chunk.cells:
+            chunk.cells[colour] = [
+                _token_cell(token, chunk, window.segments, colour) for token in chunk.tokens
             ]
-        found += chunk.words[colour]
+        found += chunk.cells[colour]
     return found
 
 
-def _word(token: TokenRecord, chunk: Chunk, segments: Sequence[Segment], colour: str) -> Word:
-    text, invisible = shown(token.token, token.text, special=token.special)
+def _token_cell(
+    token: TokenRecord, chunk: TokenChunk, segments: Sequence[Segment], colour: str
+) -> TokenCell:
+    text, invisible = display_text(token.token, token.text, special=token.special)
     step = chunk.by_step.get(token.step) if token.step is not None else None
-    heat = None if step is None else heat_of(step, colour)
-    return Word(token.pos, text, band(token.segment, segments), token.special, invisible, heat)
+    heat = None if step is None else uncertainty(step, colour)
+    return TokenCell(
+        token.pos, text, segment_color(token.segment, segments), token.special, invisible, heat
+    )
 
 
-def band(number: int, segments: Sequence[Segment]) -> int:
+def segment_color(number: int, segments: Sequence[Segment]) -> int:
     """Return the colour of a segment: counted without separators, which have none (-1).
 
     So the first eight segments that matter, five paraphrases with what is around them, all differ.
@@ -160,7 +166,7 @@ def band(number: int, segments: Sequence[Segment]) -> int:
     return sum(segment.kind != SegmentKind.SEPARATOR for segment in segments[:number])
 
 
-def heat_of(step: StepRow, colour: str) -> float | None:
+def uncertainty(step: StepRow, colour: str) -> float | None:
     """Return how unsure a step was, from 0 to 1: one minus the probability, or the entropy.
 
     Entropy is in nats; 3 nats (as many as twenty equal choices) and more count as 1.

@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flexinspect.panels.parts.pipeline import Box, RunFacts, box, boxes
+from flexinspect.panels.parts.pipeline import Box, RunFacts, generation_stages, make_box
 from flexinspect.sizes import human_count
 
 
-def stages(facts: RunFacts) -> list[Box]:
+def run_stages(facts: RunFacts) -> list[Box]:
     """Return the stages of a generation, or of a training run, in order, with printable text."""
     about = facts.generation.declared.get("training") if facts.generation else None
     if not isinstance(about, Mapping):
-        return boxes(facts)
+        return generation_stages(facts)
     return [
-        box("model", _model(facts, about)),
-        box("optimizer", [str(about.get("optimizer") or "none: steps are told")]),
-        box("training loop ↻", _loop(facts)),
-        box("outcome", _outcome(facts)),
+        make_box("model", _model_lines(facts, about)),
+        make_box("optimizer", [str(about.get("optimizer") or "none: steps are told")]),
+        make_box("training loop ↻", _loop_lines(facts)),
+        make_box("outcome", _outcome_lines(facts)),
     ]
 
 
-def placed(about: Mapping[str, Any]) -> str:
+def format_placement(about: Mapping[str, Any]) -> str:
     """Return on which devices the weights of a training run are, and what share on each."""
-    held = about.get("placement")
-    named = held if isinstance(held, Mapping) else {}
+    placement = about.get("placement")
+    named = placement if isinstance(placement, Mapping) else {}
     sizes = {name: n for name, n in named.items() if _is_count(n)}
     whole = sum(sizes.values())
     if len(sizes) < 2 or not whole:
@@ -33,7 +33,7 @@ def placed(about: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} ({n / whole:.0%})" for name, n in sizes.items())
 
 
-def _model(facts: RunFacts, about: Mapping[str, Any]) -> list[str]:
+def _model_lines(facts: RunFacts, about: Mapping[str, Any]) -> list[str]:
     values, parameters = about.get("values"), about.get("parameters")
     named = about.get("groups")
     groups = f" in {len(named)} groups" if isinstance(named, list) else ""
@@ -41,11 +41,11 @@ def _model(facts: RunFacts, about: Mapping[str, Any]) -> list[str]:
         str(facts.fact("model", "class") or ""),
         f"{human_count(values)} weights are trained" if _is_count(values) else "",
         f"{parameters} parameters{groups}" if _is_count(parameters) else "",
-        f"on {placed(about)}" if placed(about) else "",
+        f"on {format_placement(about)}" if format_placement(about) else "",
     ]
 
 
-def _loop(facts: RunFacts) -> list[str]:
+def _loop_lines(facts: RunFacts) -> list[str]:
     ratio = facts.fact("cost", "ratio")
     return [
         f"{facts.n_steps} step{'' if facts.n_steps == 1 else 's'}",
@@ -54,7 +54,7 @@ def _loop(facts: RunFacts) -> list[str]:
     ]
 
 
-def _outcome(facts: RunFacts) -> list[str]:
+def _outcome_lines(facts: RunFacts) -> list[str]:
     branch, wrong = facts.branch, facts.fact("training", "anomaly_steps")
     reason = f", {branch.stop_reason}" if branch is not None and branch.stop_reason else ""
     return [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexinspect.errors import TraceError
-from flexinspect.panels.base import Missing, Panel, Place
+from flexinspect.panels.base import Missing, Panel, TracePlace
 from flexinspect.panels.source import Source
 
 
@@ -27,7 +27,7 @@ def training_facts(source: Source, generation: int) -> Mapping[str, Any] | None:
     return about if isinstance(about, dict) else None
 
 
-def check_suits(panel: Panel[Any, Any], source: Source, place: Place) -> None:
+def check_panel_applies(panel: Panel[Any, Any], source: Source, place: TracePlace) -> None:
     """Raise `Missing`, in a sentence, for a panel of tokens and a generation without any."""
     if panel.needs_tokens and training_facts(source, place.generation) is not None:
         raise Missing(
@@ -36,7 +36,7 @@ def check_suits(panel: Panel[Any, Any], source: Source, place: Place) -> None:
         )
 
 
-def run_of(source: Source, place: Place) -> Mapping[str, Any]:
+def require_training_facts(source: Source, place: TracePlace) -> Mapping[str, Any]:
     """Return what the training run says of itself. Raises `Missing` where there is none."""
     about = training_facts(source, place.generation)
     if about is None:

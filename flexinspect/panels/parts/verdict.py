@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexinspect.answers import matches
+from flexinspect.answers import is_correct_answer
 from flexinspect.panels.source import Source
 
 
-def is_right(
+def is_answer_correct(
     source: Source, branch: tuple[int, int], state: str, answer: str, expected: Sequence[str]
 ) -> bool | None:
     """Return whether the answer of (generation, branch) is right.
@@ -18,4 +18,4 @@ def is_right(
     if not expected or state == "recording":
         return None
     key = ("right", *branch, state)
-    return source.keep(key, lambda: matches(answer, expected), lambda _: 64)
+    return source.get_or_create(key, lambda: is_correct_answer(answer, expected), lambda _: 64)

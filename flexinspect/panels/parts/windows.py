@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from textual.strip import Strip
 
-from flexinspect.panels.base import Go, Missing, Place
+from flexinspect.panels.base import Missing, Navigate, TracePlace
 from flexinspect.trace.ranges import step_bounds
 from flexinspect.trace.reader import TraceReader
-from flexinspect.widgets.lines import Span, beside, line
-from flexinspect.widgets.look import Look
+from flexinspect.widgets.lines import Span, join_blocks, line
+from flexinspect.widgets.look import Theme
 from flexinspect.widgets.plots import timeline
 
-MOST_STEPS = 256
+MAX_WINDOW_STEPS = 256
 """Steps that a window holds at most, whatever the width."""
 
-_WIDEST = 4
+_MAX_STEP_WIDTH = 4
 """Columns that one step takes at most."""
 
 
-BESIDE = 84
+MIN_TWO_COLUMN_WIDTH = 84
 """Columns from which timelines stand beside the rest of a panel, not below it."""
 
-GAP = 3
+COLUMN_GAP = 3
 """Columns between the two."""
 
 
@@ -48,31 +48,31 @@ class StepWindow:
         return range(self.start, self.stop)
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether all steps are in the window."""
         return self.start <= self.first and self.stop > self.last
 
-    def words(self) -> str:
+    def format_steps(self) -> str:
         """Return "step 4", "steps 0-40" or "steps 3-9 of 0-40"."""
         many = len(self) > 1
         shown = f"steps {self.start}-{self.stop - 1}" if many else f"step {self.start}"
-        return shown if self.whole else f"{shown} of {self.first}-{self.last}"
+        return shown if self.is_whole else f"{shown} of {self.first}-{self.last}"
 
 
-def window_of(step: int, first: int, last: int, n_columns: int) -> StepWindow:
+def step_window(step: int, first: int, last: int, n_columns: int) -> StepWindow:
     """Return the steps that fit in `n_columns`, around `step` and within `first` to `last`."""
     current = min(max(step, first), last)
-    size = min(max(n_columns, 1), MOST_STEPS, last - first + 1)
+    size = min(max(n_columns, 1), MAX_WINDOW_STEPS, last - first + 1)
     start = max(first, min(current - size // 2, last + 1 - size))
     return StepWindow(start, start + size, current, first, last)
 
 
-def load_steps(reader: TraceReader, place: Place, n_columns: int) -> StepWindow:
+def load_step_window(reader: TraceReader, place: TracePlace, n_columns: int) -> StepWindow:
     """Return the window around a place: two look-ups. Raises `Missing` without any step."""
     bounds = step_bounds(reader, place.generation, place.branch)
     if bounds is None:
         raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
-    return window_of(place.step, *bounds, n_columns)
+    return step_window(place.step, *bounds, n_columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,44 +91,44 @@ class Area:
 
 def left_width(width: int) -> int:
     """Return the columns of what the timelines stand beside, or above."""
-    return (width - GAP) // 2 if width >= BESIDE else width
+    return (width - COLUMN_GAP) // 2 if width >= MIN_TWO_COLUMN_WIDTH else width
 
 
 def timeline_columns(width: int) -> int:
     """Return the columns of the timelines in a picture of this width."""
-    return width - left_width(width) - GAP if width >= BESIDE else width
+    return width - left_width(width) - COLUMN_GAP if width >= MIN_TWO_COLUMN_WIDTH else width
 
 
-def put_beside(
-    left: Sequence[Strip], timelines: Sequence[Strip], width: int, height: int, look: Look
+def draw_two_columns(
+    left: Sequence[Strip], timelines: Sequence[Strip], width: int, height: int, theme: Theme
 ) -> list[Strip]:
     """Return a picture of this size with timelines, `timeline_columns` wide, at its right."""
-    plain = look.style("text")
-    gap = [line([], GAP, plain)] * height
+    plain = theme.style("text")
+    gap = [line([], COLUMN_GAP, plain)] * height
     empty = line([], timeline_columns(width), plain)
     filled = [*timelines, *[empty] * (height - len(timelines))]
-    return beside(beside(left, gap, plain), filled, plain)
+    return join_blocks(join_blocks(left, gap, plain), filled, plain)
 
 
-def go_to_step(x: int, y: int, areas: Iterable[Area], window: StepWindow) -> Go | None:
+def navigate_to_step(x: int, y: int, areas: Iterable[Area], window: StepWindow) -> Navigate | None:
     """Return the step of the timeline's column at a cell as a place to go to, None beside all."""
     for area in areas:
         if (x, y) in area:
             step = step_at(x - area.x, window, area.width)
-            return None if step is None else Go(step=step)
+            return None if step is None else Navigate(step=step)
     return None
 
 
 def columns_per_step(window: StepWindow, width: int) -> int:
     """Return how many columns a step takes: more than one where there are few steps."""
-    return max(1, min(width // len(window), _WIDEST))
+    return max(1, min(width // len(window), _MAX_STEP_WIDTH))
 
 
 def draw_timeline(
     values: Mapping[int, float | None],
     window: StepWindow,
     area: Area,
-    look: Look,
+    theme: Theme,
     *,
     style: str = "accent",
 ) -> list[Strip]:
@@ -136,10 +136,10 @@ def draw_timeline(
     each = columns_per_step(window, area.width)
     columns = [values.get(step) for step in window.steps for _ in range(each)]
     middle = (window.current - window.start) * each + each // 2
-    return timeline(columns, area.width, area.height, look, marked=middle, style=style)
+    return timeline(columns, area.width, area.height, theme, marked=middle, style=style)
 
 
-def fitting(spans: Sequence[Span], width: int) -> Sequence[Span]:
+def drop_cut_span(spans: Sequence[Span], width: int) -> Sequence[Span]:
     """Return the pieces of a title without its last one where it would be cut."""
     return spans if sum(cell_len(text) for text, _ in spans) <= width else spans[:-1]
 

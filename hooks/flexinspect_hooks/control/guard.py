@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flexinspect.control.addresses import is_loopback
 from flexinspect.control.codec import to_json
-from flexinspect.control.messages import Refusal
+from flexinspect.control.messages import ErrorResponse
 from flexinspect.errors import ControlError
 
-LARGEST_BODY = 64 << 10
+MAX_BODY_BYTES = 64 << 10
 """Bytes of a request's body."""
 
-LONGEST_PATH = 256
+MAX_PATH_LENGTH = 256
 """Characters of a request's path."""
 
 
@@ -26,11 +26,11 @@ class TooLargeError(ControlError):
     """A body that says nothing of its size has grown past the limit."""
 
     def __init__(self) -> None:
-        super().__init__(f"The body is larger than {LARGEST_BODY >> 10} KiB.")
+        super().__init__(f"The body is larger than {MAX_BODY_BYTES >> 10} KiB.")
 
 
 class SizeGuard:
-    """Refuses paths above `LONGEST_PATH`, and bodies above `LARGEST_BODY` that say how large.
+    """Refuses paths above `MAX_PATH_LENGTH`, and bodies above `MAX_BODY_BYTES` that say how large.
 
     Of other bodies so much is read, and then the application gets a `TooLargeError`.
     """
@@ -43,24 +43,24 @@ class SizeGuard:
         if scope["type"] != "http":
             return
         size = _header(scope, b"content-length")
-        if len(scope["path"]) > LONGEST_PATH:  # a number of any length would be read
-            said = Refusal(f"The path is longer than {LONGEST_PATH} characters.")
-            await _refuse(414, said, scope, receive, send)
-        elif size is not None and (not size.isdecimal() or int(size) > LARGEST_BODY):
-            said = Refusal(TooLargeError().message)
-            await _refuse(413, said, scope, receive, send)
+        if len(scope["path"]) > MAX_PATH_LENGTH:  # a number of any length would be read
+            said = ErrorResponse(f"The path is longer than {MAX_PATH_LENGTH} characters.")
+            await _send_error(414, said, scope, receive, send)
+        elif size is not None and (not size.isdecimal() or int(size) > MAX_BODY_BYTES):
+            said = ErrorResponse(TooLargeError().message)
+            await _send_error(413, said, scope, receive, send)
         else:
-            await self._app(scope, _counted(receive), send)
+            await self._app(scope, _limited(receive), send)
 
 
-def _counted(receive: Receive) -> Receive:
+def _limited(receive: Receive) -> Receive:
     n = 0
 
     async def counted() -> Message:
         nonlocal n
         message = await receive()
         n += len(message.get("body", b""))
-        if n > LARGEST_BODY:
+        if n > MAX_BODY_BYTES:
             raise TooLargeError
         return message
 
@@ -83,20 +83,20 @@ class NetworkGuard:
         """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             return
-        if not self._is_ours(_header(scope, b"host") or ""):
-            said = Refusal("The Host header does not name this server.", _HOST_HINT)
-            await _refuse(403, said, scope, receive, send)
-        elif not self._is_known(_header(scope, b"authorization") or ""):
-            said = Refusal("The token is missing or wrong.", _TOKEN_HINT)
-            await _refuse(401, said, scope, receive, send)
+        if not self._is_allowed_host(_header(scope, b"host") or ""):
+            said = ErrorResponse("The Host header does not name this server.", _HOST_HINT)
+            await _send_error(403, said, scope, receive, send)
+        elif not self._has_token(_header(scope, b"authorization") or ""):
+            said = ErrorResponse("The token is missing or wrong.", _TOKEN_HINT)
+            await _send_error(401, said, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_allowed_host(self, host: str) -> bool:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         return name.strip("[]").lower() in self._hosts
 
-    def _is_known(self, authorization: str) -> bool:
+    def _has_token(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")
         given = token.strip().encode("latin-1", "replace")
         return hmac.compare_digest(given, self._token) and scheme.lower() == "bearer"
@@ -109,7 +109,7 @@ _TOKEN_HINT = (
 )
 
 
-def hosts_of(host: str) -> frozenset[str]:
+def allowed_hosts(host: str) -> frozenset[str]:
     """Return the names that a Host header may have for a server that listens on `host`."""
     if not is_loopback(host):
         try:
@@ -125,6 +125,8 @@ def _header(scope: Scope, name: bytes) -> str | None:
     return values[0].decode("latin-1") if len(values) == 1 else None
 
 
-async def _refuse(status: int, said: Refusal, scope: Scope, receive: Receive, send: Send) -> None:
+async def _send_error(
+    status: int, said: ErrorResponse, scope: Scope, receive: Receive, send: Send
+) -> None:
     answer: Any = JSONResponse(to_json(said), status, headers={"Connection": "close"})
     await answer(scope, receive, send)

@@ -13,7 +13,7 @@ from flexinspect.records import LEVELS
 if TYPE_CHECKING:
     from flexinspect_hooks.session import CaptureSession
 
-_MANY = 1 << 20
+_MAX_LAYERS = 1 << 20
 
 
 class SessionLevels:
@@ -21,7 +21,7 @@ class SessionLevels:
 
     def __init__(self, level: str, layers: str | None = None) -> None:
         self.level, self.layers = level, layers or "all"
-        self._is_asked = False
+        self._has_layer_choice = False
         self._sessions: weakref.WeakSet[CaptureSession] = weakref.WeakSet()
         # Sessions come in their models' threads, and what is asked for in the server's.
         self._lock = Lock()
@@ -31,8 +31,8 @@ class SessionLevels:
         with self._lock:
             self._sessions.add(session)
             session.switch(level=self.level)
-            if self._is_asked:
-                self._choose(session)
+            if self._has_layer_choice:
+                self._apply_layers(session)
 
     def set_level(self, level: str) -> None:
         """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
@@ -50,12 +50,12 @@ class SessionLevels:
         """
         with self._lock:
             known = [layer for one in self._sessions for layer in one.context.layer_of.values()]
-            parse_layers(layers, max(known, default=_MANY - 1) + 1)
-            self.layers, self._is_asked = layers, True
+            parse_layers(layers, max(known, default=_MAX_LAYERS - 1) + 1)
+            self.layers, self._has_layer_choice = layers, True
             for session in self._sessions:
-                self._choose(session)
+                self._apply_layers(session)
 
-    def _choose(self, session: CaptureSession) -> None:
+    def _apply_layers(self, session: CaptureSession) -> None:
         known = sorted(set(session.context.layer_of.values()))
-        asked = parse_layers(self.layers, _MANY)
+        asked = parse_layers(self.layers, _MAX_LAYERS)
         session.switch(layers=[layer for layer in known if asked is None or layer in asked])

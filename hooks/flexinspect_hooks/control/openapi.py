@@ -9,11 +9,11 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from flexinspect import __version__
-from flexinspect.control.codec import hints_of, to_json
-from flexinspect.control.messages import Refusal
+from flexinspect.control.codec import field_types, to_json
+from flexinspect.control.messages import ErrorResponse
 from flexinspect_hooks.control.verbs import ROUTES, Route
 
-_PLAIN: Mapping[Any, Mapping[str, Any]] = {
+_SCALAR_SCHEMAS: Mapping[Any, Mapping[str, Any]] = {
     int: {"type": "integer"},
     float: {"type": "number"},
     str: {"type": "string"},
@@ -21,7 +21,7 @@ _PLAIN: Mapping[Any, Mapping[str, Any]] = {
 }
 _LIMITS = ("minimum", "maximum")
 
-REFUSALS: Mapping[int, str] = {
+ERROR_STATUSES: Mapping[int, str] = {
     400: "What was asked cannot be read.",
     401: "The token is missing or wrong (only over TCP).",
     403: "The Host header is not that of this server (only over TCP).",
@@ -32,13 +32,16 @@ REFUSALS: Mapping[int, str] = {
 }
 
 
-def document() -> dict[str, Any]:
+def openapi_document() -> dict[str, Any]:
     """Return the document, as `json.dumps` takes it."""
     schemas: dict[str, Any] = {}
     paths: dict[str, dict[str, Any]] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schemas)
-    refused = {f"Refused{n}": _content(Refusal, words, schemas) for n, words in REFUSALS.items()}
+    refused = {
+        f"Refused{n}": _content(ErrorResponse, words, schemas)
+        for n, words in ERROR_STATUSES.items()
+    }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -59,11 +62,14 @@ def document() -> dict[str, Any]:
 
 def _operation(route: Route, schemas: dict[str, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": route.verb.rstrip("_"),
+        "operationId": route.handler.rstrip("_"),
         "summary": route.summary,
         "responses": {
-            "200": _content(route.answer, "What was asked for.", schemas),
-            **{str(code): {"$ref": f"#/components/responses/Refused{code}"} for code in REFUSALS},
+            "200": _content(route.response, "What was asked for.", schemas),
+            **{
+                str(code): {"$ref": f"#/components/responses/Refused{code}"}
+                for code in ERROR_STATUSES
+            },
         },
     }
     if route.body is not None:
@@ -89,8 +95,8 @@ def _ref(kind: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(kind: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    hints = hints_of(kind)
-    needed = [f.name for f in fields(kind) if _is_needed(f)]
+    hints = field_types(kind)
+    needed = [f.name for f in fields(kind) if _is_required(f)]
     return {
         "type": "object",
         "description": inspect.cleandoc(kind.__doc__ or ""),
@@ -100,28 +106,28 @@ def _schema(kind: type[Any], schemas: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_needed(field: Field[Any]) -> bool:
+def _is_required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
 def _property(field: Field[Any], hint: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    schema = _of(hint, schemas, field.metadata)
+    schema = _type_schema(hint, schemas, field.metadata)
     if field.default is not MISSING:
         schema = {**schema, "default": to_json(field.default)}
     return schema
 
 
-def _of(hint: Any, schemas: dict[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
+def _type_schema(hint: Any, schemas: dict[str, Any], limits: Mapping[str, Any]) -> dict[str, Any]:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         inner = next(one for one in args if one is not type(None))
-        return {"anyOf": [_of(inner, schemas, limits), {"type": "null"}]}
+        return {"anyOf": [_type_schema(inner, schemas, limits), {"type": "null"}]}
     if origin is Literal:
         return {"type": "string", "enum": list(args)}
     if origin is tuple:
         longest = {"maxItems": limits["longest"]} if "longest" in limits else {}
-        return {"type": "array", "items": _of(args[0], schemas, {}), **longest}
+        return {"type": "array", "items": _type_schema(args[0], schemas, {}), **longest}
     if is_dataclass(hint):
         return _ref(hint, schemas)  # type: ignore[arg-type]
     longest = {"maxLength": limits["longest"]} if "longest" in limits else {}
-    return {**_PLAIN[hint], **longest, **{k: limits[k] for k in _LIMITS if k in limits}}
+    return {**_SCALAR_SCHEMAS[hint], **longest, **{k: limits[k] for k in _LIMITS if k in limits}}

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
-from flexinspect.control.messages import BreakpointInfo, Cost, Order
+from flexinspect.control.messages import BreakpointInfo, Cost, QueuedRewind
 from flexinspect.trainingfacts import TrainingSummary
-from flexinspect_hooks.control.gate import Gate
+from flexinspect_hooks.control.gate import StepBarrier
 
 
 class Levels(Protocol):
@@ -33,7 +33,7 @@ class Levels(Protocol):
         ...
 
 
-class BreakpointBook(Protocol):
+class BreakpointControl(Protocol):
     """The breakpoints of a run. Methods are called from the server's thread."""
 
     def add(
@@ -55,14 +55,14 @@ class BreakpointBook(Protocol):
         ...
 
 
-class Traveller(Protocol):
+class RewindTarget(Protocol):
     """What obeys restore, fork and edit: it looks at an order here, and the engine carries it out.
 
     The order itself is handed to the engine by `Gate.between_steps` or `Gate.hold`, in the model's
     thread, and its result told through `Gate.done`.
     """
 
-    def check(self, order: Order) -> Cost:
+    def estimate_cost(self, order: QueuedRewind) -> Cost:
         """Say what an order would cost. Raises `FlexInspectError` saying why it cannot be obeyed.
 
         Called from the server's thread while the model may run: it only looks. The order's number
@@ -72,7 +72,7 @@ class Traveller(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Counts(TrainingSummary):
+class AnomalyCounts(TrainingSummary):
     """What a debugger has met since it was last cleared: anomalies, and steps of it in all kinds.
 
     `debug_history_length` is over how much it has looked.
@@ -82,10 +82,10 @@ class Counts(TrainingSummary):
     debug_history_length: int = 0
 
 
-class Summaries(Protocol):
+class AnomalyCounter(Protocol):
     """A debugger that counts anomalies: training, diffusion, or the general one."""
 
-    def counts(self) -> Counts:
+    def counts(self) -> AnomalyCounts:
         """Return the counts. Called from the server's thread."""
         ...
 
@@ -95,7 +95,7 @@ class Summaries(Protocol):
 
 
 @runtime_checkable
-class Levelled(Protocol):
+class SupportsLevel(Protocol):
     """A debugger whose level can be set from outside too."""
 
     def set_level(self, level: str) -> None:
@@ -103,34 +103,34 @@ class Levelled(Protocol):
         ...
 
 
-Debugger = Literal["training", "diffusion", "general"]
+DebuggerKind = Literal["training", "diffusion", "general"]
 
-_providers: dict[Debugger, list[Summaries]] = {}
+_providers: dict[DebuggerKind, list[AnomalyCounter]] = {}
 
 
-def provide(debugger: Debugger, summaries: Summaries) -> None:
+def register_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
     """Let the summaries of this process come from here; the newest provider of a name counts."""
-    withdraw(debugger, summaries)
-    _providers.setdefault(debugger, []).append(summaries)
+    unregister_counter(debugger, counter)
+    _providers.setdefault(debugger, []).append(counter)
 
 
-def withdraw(debugger: Debugger, summaries: Summaries) -> None:
+def unregister_counter(debugger: DebuggerKind, counter: AnomalyCounter) -> None:
     """Take a provider back; if it is the one that counts, the one before it counts again."""
     held = _providers.get(debugger, [])
-    _providers[debugger] = [each for each in held if each is not summaries]
+    _providers[debugger] = [each for each in held if each is not counter]
 
 
-def provided(debugger: Debugger) -> Summaries | None:
+def active_counter(debugger: DebuggerKind) -> AnomalyCounter | None:
     """Return who counts for a debugger, None when nobody does."""
     held = _providers.get(debugger)
     return held[-1] if held else None
 
 
 @dataclass(slots=True)
-class Parts:
+class ControlTargets:
     """All that is commanded in one process; a part that is None is refused with a sentence."""
 
-    gate: Gate
+    barrier: StepBarrier
     levels: Levels
-    breakpoints: BreakpointBook | None = None
-    traveller: Traveller | None = None
+    breakpoints: BreakpointControl | None = None
+    rewind_target: RewindTarget | None = None

@@ -6,21 +6,26 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.control.addresses import Serving
-from flexinspect.control.messages import Place
+from flexinspect.control.addresses import ServeOptions
+from flexinspect.control.messages import StepRef
 from flexinspect.errors import ControlError
 from flexinspect.records import EventRecord
-from flexinspect_hooks.control.findingcount import FindingCount
-from flexinspect_hooks.control.gate import Gate
-from flexinspect_hooks.control.parts import Levels, Parts, provide, withdraw
+from flexinspect_hooks.control.findingcount import FindingCounter
+from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect_hooks.control.parts import (
+    ControlTargets,
+    Levels,
+    register_counter,
+    unregister_counter,
+)
 from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.verbs import About
+from flexinspect_hooks.control.verbs import CaptureInfo
 
 if TYPE_CHECKING:
     from flexinspect_hooks.recorder import Recorder
 
 
-class Running:
+class CaptureControl:
     """What a capture that can be controlled holds from its first check to its closed trace.
 
     Without `is_served` there is a gate, and nobody who could command it. `note` says why there is
@@ -30,22 +35,22 @@ class Running:
 
     def __init__(
         self,
-        about: About,
+        info: CaptureInfo,
         levels: Levels,
         *,
         is_served: bool,
-        serving: Serving | None,
-        tell: Callable[[str], None],
+        serving: ServeOptions | None,
+        report: Callable[[str], None],
     ) -> None:
-        self._tell = tell
-        self.gate = Gate()
-        self.parts = Parts(self.gate, levels)
+        self._report = report
+        self.barrier = StepBarrier()
+        self.targets = ControlTargets(self.barrier, levels)
         self.note = ""
         self._server: ControlServer | None = None
-        self._count = FindingCount(about.trace)
+        self._finding_counter = FindingCounter(info.trace)
         if is_served:
             try:
-                self._server = ControlServer(self.parts, about, serving)
+                self._server = ControlServer(self.targets, info, serving)
             except ControlError as error:
                 self.note = error.sentence()
 
@@ -56,40 +61,40 @@ class Running:
 
     def start(self) -> None:
         """Begin to answer."""
-        provide("general", self._count)
+        register_counter("general", self._finding_counter)
         if self._server is not None:
             try:
-                self._server.start(self._failed)
+                self._server.start(self._on_server_failure)
             except ControlError as error:
                 self.note = error.sentence()
         if self.note:
-            self._tell(f"No commands are taken: {self.note}")
+            self._report(f"No commands are taken: {self.note}")
         elif self.url:
-            self._tell(f"commands are taken at {self.url}")
+            self._report(f"commands are taken at {self.url}")
 
-    def _failed(self, error: Exception) -> None:
+    def _on_server_failure(self, error: Exception) -> None:
         self.note = f"{type(error).__name__}: {error}"
-        self._tell(f"No commands are taken: {self.note}")
+        self._report(f"No commands are taken: {self.note}")
 
-    def record_with(self, recorder: Recorder) -> None:
+    def attach_recorder(self, recorder: Recorder) -> None:
         """Let what is commanded be told in the trace, and pauses wait for its steps."""
 
-        def tell(kind: str, text: str, place: Place, facts: Mapping[str, Any]) -> None:
+        def tell(kind: str, text: str, place: StepRef, facts: Mapping[str, Any]) -> None:
             begun = place.step >= 0
             generation, step = (place.generation, place.step) if begun else (None, None)
             data = {"branch": place.branch, **facts} if place.branch else facts
             recorder.put(EventRecord(kind, text, time.time(), generation, step, data))
 
-        self.gate.tell, self.gate.settle = tell, recorder.drain
+        self.barrier.record_event, self.barrier.drain = tell, recorder.drain
 
     def close(self) -> None:
         """Say that the run is over, and stop answering."""
-        self.gate.finish()
-        withdraw("general", self._count)
+        self.barrier.finish()
+        unregister_counter("general", self._finding_counter)
         if self._server is not None:
             self._server.close()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Let go of everything: this is a forked child."""
         if self._server is not None:
-            self._server.forget()
+            self._server.close_in_child()

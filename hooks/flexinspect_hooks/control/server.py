@@ -16,24 +16,24 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.control.addresses import Serving
+from flexinspect.control.addresses import ServeOptions
 from flexinspect.control.registry import (
     Address,
-    Entry,
+    CaptureEntry,
     new_socket_path,
     register,
     runtime_folder,
     unregister,
 )
 from flexinspect.errors import ControlError, UsageError
-from flexinspect_hooks.control.parts import Parts
-from flexinspect_hooks.control.verbs import About, Verbs
-from flexinspect_hooks.debugging.threads import run_on
+from flexinspect_hooks.control.parts import ControlTargets
+from flexinspect_hooks.control.verbs import CaptureInfo, RouteHandlers
+from flexinspect_hooks.debugging.threads import keep_running_when_stopped
 
 if TYPE_CHECKING:
     import asyncio
 
-CLOSE_S = 1.0
+CLOSE_TIMEOUT_S = 1.0
 """How long the end of the process waits for answers that are on their way."""
 
 BACKLOG = 16
@@ -46,8 +46,10 @@ class ControlServer:
     for the Unix socket, or none can be made in it.
     """
 
-    def __init__(self, parts: Parts, about: About, serving: Serving | None = None) -> None:
-        self._parts, self._about, self._serving = parts, about, serving
+    def __init__(
+        self, targets: ControlTargets, info: CaptureInfo, serving: ServeOptions | None = None
+    ) -> None:
+        self._targets, self._info, self._serving = targets, info, serving
         self._tcp = _bind_tcp(serving) if serving is not None else None
         try:
             self._path = new_socket_path(runtime_folder())
@@ -60,8 +62,8 @@ class ControlServer:
         self._stop: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         server = threading.Thread(target=self._run, name="flexinspect-server", daemon=True)
-        self._thread = run_on(server)
-        self._failed: Callable[[Exception], None] = lambda _: None
+        self._thread = keep_running_when_stopped(server)
+        self._on_failure: Callable[[Exception], None] = lambda _: None
 
     @property
     def address(self) -> Address:
@@ -72,14 +74,16 @@ class ControlServer:
         name = f"[{host}]" if ":" in host else host
         return Address(str(self._path), f"http://{name}:{port}", self._serving.token)
 
-    def start(self, failed: Callable[[Exception], None] = lambda _: None) -> None:
+    def start(self, on_failure: Callable[[Exception], None] = lambda _: None) -> None:
         """Let the capture be found, and answer from a thread of its own.
 
         `failed` is told there if it cannot answer; the capture is not found any more then.
         """
-        self._failed = failed
-        about = self._about
-        entry = Entry(os.getpid(), time.time(), self.address, about.trace, about.title, about.kind)
+        self._on_failure = on_failure
+        about = self._info
+        entry = CaptureEntry(
+            os.getpid(), time.time(), self.address, about.trace, about.title, about.kind
+        )
         self._file = register(entry)
         self._thread.start()
 
@@ -91,12 +95,12 @@ class ControlServer:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
         self._close_sockets()
         with suppress(OSError):
             self._path.unlink()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Let go of the sockets: this is a forked child, and the capture is its parent's."""
         self._close_sockets()
 
@@ -117,20 +121,20 @@ class ControlServer:
             if self._file is not None:
                 unregister(self._file)
             self._close_sockets()
-            self._failed(error)
+            self._on_failure(error)
 
     async def _serve(self) -> None:
         import asyncio
 
         from flexinspect_hooks.control.app import make_app
-        from flexinspect_hooks.control.guard import NetworkGuard, SizeGuard, hosts_of
+        from flexinspect_hooks.control.guard import NetworkGuard, SizeGuard, allowed_hosts
         from flexinspect_hooks.control.silent import serve
 
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        app: Any = SizeGuard(make_app(Verbs(self._parts, self._about)))
+        app: Any = SizeGuard(make_app(RouteHandlers(self._targets, self._info)))
         served = [serve(app, self._unix, self._stop)]
         if self._tcp is not None and self._serving is not None:
-            hosts = hosts_of(self._serving.host)
+            hosts = allowed_hosts(self._serving.host)
             guarded = NetworkGuard(app, self._serving.token, hosts)
             served.append(serve(guarded, self._tcp, self._stop))
         await asyncio.gather(*served)
@@ -156,7 +160,7 @@ def _bind_unix(path: Path) -> socket.socket:
     return found
 
 
-def _bind_tcp(serving: Serving) -> socket.socket:
+def _bind_tcp(serving: ServeOptions) -> socket.socket:
     host, port = serving.host, serving.port
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_SILENT = logging.Logger("flexinspect.control", logging.CRITICAL + 1)
-_SILENT.addHandler(logging.NullHandler())
+_NULL_LOGGER = logging.Logger("flexinspect.control", logging.CRITICAL + 1)
+_NULL_LOGGER.addHandler(logging.NullHandler())
 
 IDLE_S = 30
 """How long a connection may be idle, or its request incomplete."""
@@ -20,11 +20,11 @@ IDLE_S = 30
 MOST_CONNECTIONS = 64
 """Connections of one socket at a time: whoever opens more than that takes the program's files."""
 
-LAST_WORDS_S = 0.5
+SHUTDOWN_TIMEOUT_S = 0.5
 """How long the end waits for answers."""
 
 
-class _SilentProtocol(H11Protocol):
+class _EmbeddedProtocol(H11Protocol):
     """HTTP that does not tell the program's log what strangers send, and closes on the silent.
 
     Uvicorn itself waits for a request for ever.
@@ -32,8 +32,8 @@ class _SilentProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.logger = _SILENT
-        self._silence: asyncio.TimerHandle | None = None
+        self.logger = _NULL_LOGGER
+        self._idle_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, unless there are too many who make us wait."""
@@ -50,16 +50,16 @@ class _SilentProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
-        if self._silence is not None:
-            self._silence.cancel()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         super().connection_lost(exc)
 
     def _wait_for_request(self) -> None:
-        if self._silence is not None:
-            self._silence.cancel()
-        self._silence = self.loop.call_later(IDLE_S, self._end_if_silent)
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = self.loop.call_later(IDLE_S, self._close_if_idle)
 
-    def _end_if_silent(self) -> None:
+    def _close_if_idle(self) -> None:
         is_answering = (
             self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
         )
@@ -67,7 +67,7 @@ class _SilentProtocol(H11Protocol):
             self.transport.abort()
 
 
-class _SleepingServer(uvicorn.Server):
+class _EmbeddedServer(uvicorn.Server):
     """Uvicorn's server without its tick ten times a second, which would take the interpreter."""
 
     def __init__(self, config: uvicorn.Config, stop: asyncio.Event) -> None:
@@ -82,7 +82,7 @@ class _SleepingServer(uvicorn.Server):
         """Let the answers that are on their way go out, and no more."""
         for server in self.servers:
             server.close()
-        state, until = self.server_state, time.monotonic() + LAST_WORDS_S
+        state, until = self.server_state, time.monotonic() + SHUTDOWN_TIMEOUT_S
         while state.tasks and time.monotonic() < until:
             await asyncio.sleep(0.002)
 
@@ -91,7 +91,7 @@ async def serve(app: Any, listening: socket.socket, stop: asyncio.Event) -> None
     """Answer what comes through a listening socket until `stop` is set."""
     config = uvicorn.Config(
         app,
-        http=_SilentProtocol,
+        http=_EmbeddedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -100,4 +100,4 @@ async def serve(app: Any, listening: socket.socket, stop: asyncio.Event) -> None
         date_header=False,
         timeout_keep_alive=IDLE_S,
     )
-    await _SleepingServer(config, stop).serve([listening])
+    await _EmbeddedServer(config, stop).serve([listening])

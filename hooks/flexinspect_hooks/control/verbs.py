@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from flexinspect.control.messages import (
-    Answer,
     BreakpointBody,
     BreakpointInfo,
     Breakpoints,
-    DebugSummary,
+    CommandResponse,
+    DebugSummaryResponse,
     EditBody,
     EditMask,
     Fork,
@@ -21,26 +21,26 @@ from flexinspect.control.messages import (
     LayersBody,
     Level,
     LevelBody,
-    Order,
+    QueuedRewind,
     Restore,
     RestoreBody,
+    RewindCommand,
     RunToBody,
-    Status,
+    StatusResponse,
     StepBody,
-    TrainingSummary,
-    Wish,
+    TrainingSummaryResponse,
 )
 from flexinspect.errors import ControlError
 from flexinspect_hooks.control import summaries
-from flexinspect_hooks.control.parts import BreakpointBook, Parts, Traveller
+from flexinspect_hooks.control.parts import BreakpointControl, ControlTargets, RewindTarget
 
 
-class AbsentError(ControlError):
+class NotFoundError(ControlError):
     """What a path names is not there."""
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class CaptureInfo:
     """What a capture says of itself: see `Status`."""
 
     kind: Literal["generation", "program", "watch"]
@@ -48,21 +48,21 @@ class About:
     trace: str
 
 
-class Verbs:
+class RouteHandlers:
     """What each route does. Nothing here waits for the model."""
 
-    def __init__(self, parts: Parts, about: About) -> None:
-        self._parts, self._about = parts, about
+    def __init__(self, targets: ControlTargets, info: CaptureInfo) -> None:
+        self._targets, self._info = targets, info
 
     # -- looking ---------------------------------------------------------------------------------
 
-    def status(self) -> Status:
-        parts, about = self._parts, self._about
-        view = parts.gate.view()
-        return Status(
+    def status(self) -> StatusResponse:
+        parts, about = self._targets, self._info
+        view = parts.barrier.view()
+        return StatusResponse(
             state=view.state,
             place=view.place,
-            says=view.says,
+            description=view.description,
             reason=view.reason,
             until=view.until,
             level=cast(Level, parts.levels.level),
@@ -71,61 +71,63 @@ class Verbs:
             title=about.title,
             pid=os.getpid(),
             trace=about.trace,
-            travels=parts.traveller is not None,
+            can_rewind=parts.rewind_target is not None,
             n_breakpoints=len(parts.breakpoints.list()) if parts.breakpoints is not None else 0,
-            order=view.order,
+            last_rewind=view.last_rewind,
         )
 
-    def _answer(self, said: str) -> Answer:
-        self._parts.gate.is_commanded = True
-        return Answer(said, self.status())
+    def _respond(self, said: str) -> CommandResponse:
+        self._targets.barrier.has_received_command = True
+        return CommandResponse(said, self.status())
 
     # -- going and stopping ----------------------------------------------------------------------
 
-    def pause(self) -> Answer:
-        return self._answer(self._parts.gate.pause())
+    def pause(self) -> CommandResponse:
+        return self._respond(self._targets.barrier.pause())
 
-    def continue_(self) -> Answer:
-        return self._answer(self._parts.gate.continue_())
+    def continue_(self) -> CommandResponse:
+        return self._respond(self._targets.barrier.continue_())
 
-    def step(self, body: StepBody) -> Answer:
-        return self._answer(self._parts.gate.step(body.n))
+    def step(self, body: StepBody) -> CommandResponse:
+        return self._respond(self._targets.barrier.step(body.n))
 
-    def run_to(self, body: RunToBody) -> Answer:
-        return self._answer(self._parts.gate.run_to(body.step, body.generation))
+    def run_to(self, body: RunToBody) -> CommandResponse:
+        return self._respond(self._targets.barrier.run_to(body.step, body.generation))
 
-    def stop(self) -> Answer:
-        is_loading = self._parts.gate.view().state == "loading"
-        answer = self._answer(self._parts.gate.stop())
-        if is_loading and self._about.kind == "generation":
+    def stop(self) -> CommandResponse:
+        is_loading = self._targets.barrier.view().state == "loading"
+        answer = self._respond(self._targets.barrier.stop())
+        if is_loading and self._info.kind == "generation":
             # No boundary comes until the weights are there; Ctrl-C would end it now.
             os.kill(os.getpid(), signal.SIGINT)
         return answer
 
     # -- how much is recorded --------------------------------------------------------------------
 
-    def level(self, body: LevelBody) -> Answer:
-        self._parts.levels.set_level(body.level)
-        return self._answer(f"level {body.level} from the next step on")
+    def level(self, body: LevelBody) -> CommandResponse:
+        self._targets.levels.set_level(body.level)
+        return self._respond(f"level {body.level} from the next step on")
 
-    def layers(self, body: LayersBody) -> Answer:
-        levels = self._parts.levels
+    def layers(self, body: LayersBody) -> CommandResponse:
+        levels = self._targets.levels
         levels.set_layers(body.layers)
         only = "" if levels.level == "extreme" else "; only level extreme stores activations"
-        return self._answer(f"layers {body.layers} from the next step on{only}")
+        return self._respond(f"layers {body.layers} from the next step on{only}")
 
     # -- breakpoints -----------------------------------------------------------------------------
 
     def breakpoints(self) -> Breakpoints:
-        book = self._parts.breakpoints
+        book = self._targets.breakpoints
         return Breakpoints(tuple(book.list()) if book is not None else ())
 
     def add_breakpoint(self, body: BreakpointBody) -> BreakpointInfo:
-        return self._book().add(body.text, hits=body.hits, once=body.once, log_only=body.log_only)
+        return self._breakpoint_control().add(
+            body.text, hits=body.hits, once=body.once, log_only=body.log_only
+        )
 
     def remove_breakpoint(self, number: int) -> Breakpoints:
         try:
-            self._book().remove(number)
+            self._breakpoint_control().remove(number)
         except KeyError:
             raise _no_breakpoint(number) from None
         return self.breakpoints()
@@ -138,46 +140,50 @@ class Verbs:
 
     def _enable(self, number: int, on: bool) -> BreakpointInfo:
         try:
-            return self._book().enable(number, on)
+            return self._breakpoint_control().enable(number, on)
         except KeyError:
             raise _no_breakpoint(number) from None
 
-    def _book(self) -> BreakpointBook:
+    def _breakpoint_control(self) -> BreakpointControl:
         """Return what takes breakpoints; whoever changes one could continue the model as well."""
-        self._parts.gate.is_commanded = True
-        if self._parts.breakpoints is None:
+        self._targets.barrier.has_received_command = True
+        if self._targets.breakpoints is None:
             raise ControlError("This capture takes no breakpoints.")
-        return self._parts.breakpoints
+        return self._targets.breakpoints
 
     # -- going elsewhere -------------------------------------------------------------------------
 
-    def restore(self, body: RestoreBody) -> Answer:
-        return self._order(Restore(body.place), dry=body.dry_run)
+    def restore(self, body: RestoreBody) -> CommandResponse:
+        return self._queue_rewind(Restore(body.place), dry=body.dry_run)
 
-    def fork(self, body: ForkBody) -> Answer:
+    def fork(self, body: ForkBody) -> CommandResponse:
         if (body.token_id is None) == (body.text is None):
             raise ControlError("A fork needs either a token_id or a text.")
         if body.text == "":
             raise ControlError("The text of a fork is empty.")
-        wish = Fork(body.place, body.token_id, body.text, body.stays)
-        return self._order(wish, dry=body.dry_run)
+        wish = Fork(body.place, body.token_id, body.text, body.stay_paused)
+        return self._queue_rewind(wish, dry=body.dry_run)
 
-    def edit(self, body: EditBody) -> Answer:
+    def edit(self, body: EditBody) -> CommandResponse:
         if not body.edits:
             raise ControlError("An edit of the mask needs at least one change.")
-        return self._order(EditMask(body.place, body.edits, body.stays), dry=body.dry_run)
+        return self._queue_rewind(
+            EditMask(body.place, body.edits, body.stay_paused), dry=body.dry_run
+        )
 
-    def _order(self, wish: Wish, *, dry: bool) -> Answer:
-        cost = self._traveller().check(Order(0, wish))
+    def _queue_rewind(self, wish: RewindCommand, *, dry: bool) -> CommandResponse:
+        cost = self._rewind_target().estimate_cost(QueuedRewind(0, wish))
         if dry:
-            return Answer(cost.sentence, self.status(), None, cost)
-        order = self._parts.gate.order(wish)
-        return replace(self._answer(f"the {order.kind} is next"), order=order.number, cost=cost)
+            return CommandResponse(cost.sentence, self.status(), None, cost)
+        order = self._targets.barrier.queue_rewind(wish)
+        return replace(
+            self._respond(f"the {order.kind} is next"), rewind_number=order.number, cost=cost
+        )
 
-    def _traveller(self) -> Traveller:
-        traveller = self._parts.traveller
+    def _rewind_target(self) -> RewindTarget:
+        traveller = self._targets.rewind_target
         if traveller is None:
-            own = self._about.kind != "generation"
+            own = self._info.kind != "generation"
             why = "its loop is the program's own, which cannot be put back" if own else "it is off"
             raise ControlError(
                 f"This capture cannot restore, fork or edit: {why}.",
@@ -187,26 +193,26 @@ class Verbs:
 
     # -- summaries -------------------------------------------------------------------------------
 
-    def debug_summary(self) -> DebugSummary:
+    def debug_summary(self) -> DebugSummaryResponse:
         return summaries.debug_summary()
 
-    def training_summary(self) -> TrainingSummary:
+    def training_summary(self) -> TrainingSummaryResponse:
         return summaries.training_summary()
 
-    def debug_level(self, level: str) -> Answer:
+    def debug_level(self, level: str) -> CommandResponse:
         if level not in get_args(Level):
             known = ", ".join(get_args(Level))
-            raise AbsentError(f"There is no level {level}.", hint=f"The levels are {known}.")
+            raise NotFoundError(f"There is no level {level}.", hint=f"The levels are {known}.")
         summaries.set_level(level)
         return self.level(LevelBody(cast(Level, level)))
 
-    def debug_clear(self) -> DebugSummary:
+    def debug_clear(self) -> DebugSummaryResponse:
         summaries.clear()
         return summaries.debug_summary()
 
 
-def _no_breakpoint(number: int) -> AbsentError:
-    return AbsentError(f"There is no breakpoint {number}.")
+def _no_breakpoint(number: int) -> NotFoundError:
+    return NotFoundError(f"There is no breakpoint {number}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,15 +224,15 @@ class Route:
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    verb: str
+    handler: str
     summary: str
-    answer: type[Any]
+    response: type[Any]
     body: type[Any] | None = None
     parameter: tuple[str, Mapping[str, Any]] | None = None
 
-    def call(self, verbs: Verbs) -> Callable[..., Any]:
+    def bind(self, handlers: RouteHandlers) -> Callable[..., Any]:
         """Return the verb to be called with its parameter or body."""
-        return cast(Callable[..., Any], getattr(verbs, self.verb))
+        return cast(Callable[..., Any], getattr(handlers, self.handler))
 
 
 _NUMBER = ("number", {"type": "integer", "minimum": 0, "maximum": 2**31 - 1})
@@ -234,28 +240,28 @@ _LEVEL = ("level", {"type": "string", "enum": list(get_args(Level))})
 _DEBUG = "/training-logs/debug"
 
 ROUTES: tuple[Route, ...] = (
-    Route("GET", "/status", "status", "How the capture stands.", Status),
-    Route("POST", "/pause", "pause", "Pause after this step.", Answer),
-    Route("POST", "/continue", "continue_", "Go on; a run that is held ends.", Answer),
-    Route("POST", "/step", "step", "Go on for some steps, then pause.", Answer, StepBody),
-    Route("POST", "/run-to", "run_to", "Go on until a step has finished.", Answer, RunToBody),
-    Route("POST", "/stop", "stop", "End the run after this step, as Ctrl-C does.", Answer),
-    Route("POST", "/level", "level", "Record at another level.", Answer, LevelBody),
+    Route("GET", "/status", "status", "How the capture stands.", StatusResponse),
+    Route("POST", "/pause", "pause", "Pause after this step.", CommandResponse),
+    Route("POST", "/continue", "continue_", "Go on; a run that is held ends.", CommandResponse),
+    Route("POST", "/step", "step", "Go on for some steps, then pause.", CommandResponse, StepBody),
+    Route("POST", "/run-to", "run_to", "Go on until a step has finished.", CommandResponse, RunToBody),
+    Route("POST", "/stop", "stop", "End the run after this step, as Ctrl-C does.", CommandResponse),
+    Route("POST", "/level", "level", "Record at another level.", CommandResponse, LevelBody),
     Route(
         "POST", "/layers", "layers", "Store other layers' activations at level extreme.",
-        Answer, LayersBody,
+        CommandResponse, LayersBody,
     ),
     Route(
         "POST", "/restore", "restore", "Rebuild the live state after a step, and pause there.",
-        Answer, RestoreBody,
+        CommandResponse, RestoreBody,
     ),
     Route(
         "POST", "/fork", "fork", "Go on from a step with another token, as a new branch.",
-        Answer, ForkBody,
+        CommandResponse, ForkBody,
     ),
     Route(
         "POST", "/edit", "edit", "Go on from a step with another mask, as a new branch.",
-        Answer, EditBody,
+        CommandResponse, EditBody,
     ),
     Route("GET", "/breakpoints", "breakpoints", "All breakpoints.", Breakpoints),
     Route(
@@ -276,17 +282,17 @@ ROUTES: tuple[Route, ...] = (
     ),
     Route(
         "GET", f"{_DEBUG}/summary", "debug_summary", "Anomalies that were met so far.",
-        DebugSummary,
+        DebugSummaryResponse,
     ),
     Route(
         "GET", f"{_DEBUG}/training/summary", "training_summary",
-        "Anomalies of training; all 0 until training is monitored.", TrainingSummary,
+        "Anomalies of training; all 0 until training is monitored.", TrainingSummaryResponse,
     ),
     Route(
         "POST", f"{_DEBUG}/level/{{level}}", "debug_level", "Record at another level.",
-        Answer, None, _LEVEL,
+        CommandResponse, None, _LEVEL,
     ),
     Route(
-        "POST", f"{_DEBUG}/clear", "debug_clear", "Forget the history of anomalies.", DebugSummary
+        "POST", f"{_DEBUG}/clear", "debug_clear", "Forget the history of anomalies.", DebugSummaryResponse
     ),
 )  # fmt: skip

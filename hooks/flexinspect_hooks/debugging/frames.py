@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-_ROOT = ("_call_impl", "module.py")
+_MODULE_CALL = ("_call_impl", "module.py")
 """What runs a module's forward, in torch's `nn/modules/module.py`."""
 
 
-def best_frame(frame: FrameType) -> FrameType:
+def frame_to_stop_in(frame: FrameType) -> FrameType:
     """Return where a debugger should stop for something that was noticed in `frame`.
 
     That is the innermost frame of the user's own code that runs inside of the outermost model's
@@ -23,28 +23,28 @@ def best_frame(frame: FrameType) -> FrameType:
     a module that is not ours, the layer's; else, between two forwards, the user's innermost frame;
     and in our own generation, which has none, the one that calls the model.
     """
-    stack = list(_up(frame))
-    inside = _in_the_model(stack)
-    between = (*_folders_of("torch"), *_where_stops_come_from())
+    stack = list(_walk_up(frame))
+    inside = _model_frames(stack)
+    between = (*_package_folders("torch"), *_stop_code_folders())
     callers = [one for one in stack[len(inside) :] if not _is_in(one, between)]
-    own = next((one for one in inside if is_users(one)), None)
+    own = next((one for one in inside if is_user_frame(one)), None)
     layer = next((one for one in inside if _is_forward(one)), None)
-    anywhere = next((one for one in stack if is_users(one)), None)
+    anywhere = next((one for one in stack if is_user_frame(one)), None)
     return own or layer or anywhere or (callers[0] if callers else frame)
 
 
-def is_users(frame: FrameType) -> bool:
+def is_user_frame(frame: FrameType) -> bool:
     """Say whether a frame runs code of the user's: no library, nothing of ours, nothing made."""
-    return _is_users_file(frame.f_code.co_filename)
+    return _is_user_file(frame.f_code.co_filename)
 
 
-def _up(frame: FrameType | None) -> Iterator[FrameType]:
+def _walk_up(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _in_the_model(stack: list[FrameType]) -> list[FrameType]:
+def _model_frames(stack: list[FrameType]) -> list[FrameType]:
     """Return the part of a stack that lies in the outermost module call."""
     calls = [n for n, frame in enumerate(stack) if _is_module_call(frame)]
     return stack[: calls[-1]] if calls else []
@@ -52,14 +52,14 @@ def _in_the_model(stack: list[FrameType]) -> list[FrameType]:
 
 def _is_module_call(frame: FrameType) -> bool:
     code = frame.f_code
-    return (code.co_name, os.path.basename(code.co_filename)) == _ROOT  # noqa: PTH119
+    return (code.co_name, os.path.basename(code.co_filename)) == _MODULE_CALL  # noqa: PTH119
 
 
 def _is_forward(frame: FrameType) -> bool:
     """Say whether a frame is a module's own forward: none of ours, none of torch.nn."""
     code = frame.f_code
     is_method = code.co_name == "forward" and "self" in code.co_varnames
-    return is_method and not _is_in(frame, (*_ours(), *_folders_of("torch")))
+    return is_method and not _is_in(frame, (*_own_folders(), *_package_folders("torch")))
 
 
 def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
@@ -67,7 +67,7 @@ def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
 
 
 @cache
-def _is_users_file(filename: str) -> bool:
+def _is_user_file(filename: str) -> bool:
     if filename.startswith("<"):
         # A cell of a notebook has a file of its own; what is left was made by a library.
         return filename.startswith("<ipython-input")
@@ -75,32 +75,32 @@ def _is_users_file(filename: str) -> bool:
     parts = Path(path).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return False
-    return not path.startswith((*_ours(), *_libraries()))
+    return not path.startswith((*_own_folders(), *_library_folders()))
 
 
 @cache
-def _ours() -> tuple[str, ...]:
-    return _folders_of("flexinspect", "flexinspect_hooks")
+def _own_folders() -> tuple[str, ...]:
+    return _package_folders("flexinspect", "flexinspect_hooks")
 
 
 @cache
-def _where_stops_come_from() -> tuple[str, ...]:
-    return _folders_of("flexinspect_hooks.debugging", "flexinspect_hooks.control")
+def _stop_code_folders() -> tuple[str, ...]:
+    return _package_folders("flexinspect_hooks.debugging", "flexinspect_hooks.control")
 
 
 @cache
-def _libraries() -> tuple[str, ...]:
+def _library_folders() -> tuple[str, ...]:
     """Return the folders of the standard library, and of what may be installed for development."""
     paths = sysconfig.get_paths()
     found = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages()}
     real = {os.path.realpath(one) for one in found}
     folders = tuple(os.path.join(one, "") for one in found | real)  # noqa: PTH118
-    return (*folders, *_folders_of("torch", "transformers", "accelerate", "debugpy"))
+    return (*folders, *_package_folders("torch", "transformers", "accelerate", "debugpy"))
 
 
 @cache
-def _folders_of(*packages: str) -> tuple[str, ...]:
+def _package_folders(*packages: str) -> tuple[str, ...]:
     specs = (importlib.util.find_spec(name) for name in packages)
     places = (spec.submodule_search_locations for spec in specs if spec is not None)
     return tuple(os.path.join(one, "") for found in places for one in found or ())  # noqa: PTH118

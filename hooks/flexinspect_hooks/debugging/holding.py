@@ -12,35 +12,35 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flexinspect.heartbeat import Held, hold, let_go
+from flexinspect.heartbeat import DebuggerStop, remove_stop, write_stop
 
 _traces: list[Path] = []
 """The trace that this process records for whoever started it; at most one."""
 
-_telling_one = threading.Lock()
+_announcer_lock = threading.Lock()
 """Held by the thread that stopped first: others that are held with it say nothing."""
 
 _reasons: dict[int, str] = {}
 """Why a thread is about to stop, by its id, where a model event is the reason."""
 
 
-def tell_of_stops(trace: Path) -> None:
+def announce_stops(trace: Path) -> None:
     """Say beside this trace from now on when a debugger holds the process."""
     if not _traces:
         os.register_at_fork(after_in_child=_traces.clear)
     _traces[:] = [trace]
 
 
-def tell_no_more() -> None:
+def end_announcements() -> None:
     """Say nothing any more; the trace is closed."""
     while _traces:
-        let_go(_traces.pop())
+        remove_stop(_traces.pop())
 
 
 @contextmanager
-def held(by: str, frame: FrameType) -> Iterator[None]:
+def announced_stop(by: str, frame: FrameType) -> Iterator[None]:
     """While entered, this thread is held by the debugger of this name in this frame."""
-    if not _telling_one.acquire(blocking=False):
+    if not _announcer_lock.acquire(blocking=False):
         yield
         return
     code = frame.f_code
@@ -48,16 +48,16 @@ def held(by: str, frame: FrameType) -> Iterator[None]:
     try:
         for trace in _traces:
             at = (code.co_filename, frame.f_lineno, code.co_name)
-            hold(trace, Held(os.getpid(), by, *at, time.time(), reason))
+            write_stop(trace, DebuggerStop(os.getpid(), by, *at, time.time(), reason))
         yield
     finally:
         for trace in _traces:
-            let_go(trace)
-        _telling_one.release()
+            remove_stop(trace)
+        _announcer_lock.release()
 
 
 @contextmanager
-def because(reason: str) -> Iterator[None]:
+def stop_reason(reason: str) -> Iterator[None]:
     """While entered, a stop of this thread has this reason."""
     me = threading.get_ident()
     _reasons[me] = reason
@@ -67,7 +67,7 @@ def because(reason: str) -> Iterator[None]:
         _reasons.pop(me, None)
 
 
-def watch_pydevd() -> None:
+def announce_pydevd_stops() -> None:
     """Let pydevd, which is loaded, tell of its waits. It offers no event that we could hear."""
     from pydevd import PyDB
 
@@ -77,7 +77,7 @@ def watch_pydevd() -> None:
 
     @functools.wraps(wait)
     def do_wait_suspend(debugger: Any, thread: Any, frame: FrameType, *args: Any, **kw: Any) -> Any:
-        with held("debugpy", frame):
+        with announced_stop("debugpy", frame):
             return wait(debugger, thread, frame, *args, **kw)
 
     PyDB.do_wait_suspend = do_wait_suspend

@@ -42,11 +42,11 @@ def wait_for_client() -> None:
 
 def is_attached() -> bool:
     """Say whether a client of debugpy is attached; loads nothing."""
-    found = debugger()
+    found = active_pydevd()
     return found is not None and bool(found.is_attached())
 
 
-def debugger() -> Any:
+def active_pydevd() -> Any:
     """Return pydevd's debugger of this process, None where there is none; loads nothing."""
     if "pydevd" not in sys.modules:
         return None

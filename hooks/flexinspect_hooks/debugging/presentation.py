@@ -17,19 +17,19 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import _disable_current_modes
 
-EXACT = 1 << 24
+MAX_EXACT = 1 << 24
 """Elements up to which a CPU tensor is read whole, while there is time."""
 
-SAMPLE = 4096
+SAMPLE_SIZE = 4096
 """Elements that are read of a larger one, or of one on another device."""
 
 BUDGET_S = 0.3
 """Seconds per second that may go into reading tensors whole."""
 
-FIRST = 6
+MAX_VALUES = 6
 """Values that are written out."""
 
-MOST = 20
+MAX_MEMBERS = 20
 """Members of a container that are looked at."""
 
 _spent = [0.0, 0.0]
@@ -37,7 +37,7 @@ _spent = [0.0, 0.0]
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def torch_modes_disabled() -> Iterator[None]:
     """While entered, torch computes as if no mode, no vmap and no gradient were there."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -47,7 +47,7 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def unwrapped(tensor: Tensor) -> Tensor:
+def unwrap_tensor(tensor: Tensor) -> Tensor:
     """Return the tensor under vmap's and grad's wrappers."""
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
@@ -55,36 +55,36 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def describe(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
     """Return a tensor in one line: shape, dtype, device, values, the first of them.
 
     The values say "sample of" where not all were read. Whatever fails is said in place of them.
     """
-    with undisturbed():
-        real = unwrapped(tensor)
-        head = f"{_shape(tensor)} {_dtype(tensor)} {tensor.device}"
+    with torch_modes_disabled():
+        real = unwrap_tensor(tensor)
+        head = f"{_format_shape(tensor)} {_format_dtype(tensor)} {tensor.device}"
         if real is not tensor:
-            head += f", one of {_shape(real)} under vmap"
+            head += f", one of {_format_shape(real)} under vmap"
         try:
-            return f"{head}  {_values(real)}"
+            return f"{head}  {_describe_values(real)}"
         except Exception as error:
             return f"{head}  values not readable: {type(error).__name__}"
 
 
-def short(tensor: Tensor) -> str:
+def describe_shape(tensor: Tensor) -> str:
     """Return shape and dtype alone."""
-    return f"{_shape(tensor)} {_dtype(tensor)}"
+    return f"{_format_shape(tensor)} {_format_dtype(tensor)}"
 
 
-def _shape(tensor: Tensor) -> str:
+def _format_shape(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "0-dim"
 
 
-def _dtype(tensor: Tensor) -> str:
+def _format_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _values(tensor: Tensor) -> str:
+def _describe_values(tensor: Tensor) -> str:
     if tensor.numel() == 0:
         return "empty"
     if tensor.is_meta or type(tensor).__name__ in ("FakeTensor", "FunctionalTensor"):
@@ -95,17 +95,17 @@ def _values(tensor: Tensor) -> str:
         return "values not readable while a CUDA graph is recorded"
     if tensor.numel() == 1:
         return str(tensor.item())
-    first = _written(_picked(tensor, torch.arange(min(FIRST, tensor.numel()))))
-    more = ", …" if tensor.numel() > FIRST else ""
-    return f"{_numbers(tensor)}  [{first}{more}]"
+    first = _format_values(_take_elements(tensor, torch.arange(min(MAX_VALUES, tensor.numel()))))
+    more = ", …" if tensor.numel() > MAX_VALUES else ""
+    return f"{_sampled_statistics(tensor)}  [{first}{more}]"
 
 
-def _numbers(tensor: Tensor) -> str:
+def _sampled_statistics(tensor: Tensor) -> str:
     """Return the statistics: of all elements where that is cheap, else of a sample."""
     read, said = tensor, ""
-    if tensor.numel() > SAMPLE and not _may_read_whole(tensor):
-        at = torch.linspace(0, tensor.numel() - 1, SAMPLE, dtype=torch.float64).long()
-        read, said = _picked(tensor, at), f" (sample of {SAMPLE} of {tensor.numel():,})"
+    if tensor.numel() > SAMPLE_SIZE and not _can_read_all(tensor):
+        at = torch.linspace(0, tensor.numel() - 1, SAMPLE_SIZE, dtype=torch.float64).long()
+        read, said = _take_elements(tensor, at), f" (sample of {SAMPLE_SIZE} of {tensor.numel():,})"
     elif tensor.device.type != "cpu":
         read = tensor.cpu()
     started = time.perf_counter()
@@ -114,14 +114,14 @@ def _numbers(tensor: Tensor) -> str:
     return text + said
 
 
-def _may_read_whole(tensor: Tensor) -> bool:
+def _can_read_all(tensor: Tensor) -> bool:
     now = time.perf_counter()
     if now - _spent[0] > 1.0:
         _spent[:] = now, 0.0
-    return tensor.device.type == "cpu" and tensor.numel() <= EXACT and _spent[1] < BUDGET_S
+    return tensor.device.type == "cpu" and tensor.numel() <= MAX_EXACT and _spent[1] < BUDGET_S
 
 
-def _picked(tensor: Tensor, at: Tensor) -> Tensor:
+def _take_elements(tensor: Tensor, at: Tensor) -> Tensor:
     """Return elements by their number, as a copy on the CPU; strides do not matter."""
     at = at.to(tensor.device)
     return tensor[torch.unravel_index(at, tensor.shape)].cpu()
@@ -142,10 +142,10 @@ def _statistics(values: Tensor) -> str:
         low, high = torch.aminmax(values)
         mean = total / values.numel()
         return f"min {float(low):.4g} mean {mean:.4g} max {float(high):.4g} no NaN or Inf"
-    return _statistics_of_sick(values.float())
+    return _nonfinite_statistics(values.float())
 
 
-def _statistics_of_sick(values: Tensor) -> str:
+def _nonfinite_statistics(values: Tensor) -> str:
     n_nan, n_inf = int(values.isnan().sum()), int(values.isinf().sum())
     said = f"{n_nan:,} NaN {n_inf:,} Inf"
     finite = values[values.isfinite()]
@@ -156,7 +156,7 @@ def _statistics_of_sick(values: Tensor) -> str:
     return f"min {float(low):.4g} mean {mean:.4g} max {float(high):.4g} {said}"
 
 
-def _written(values: Tensor) -> str:
+def _format_values(values: Tensor) -> str:
     as_text: Callable[[Any], str] = str if not values.is_floating_point() else "{:.4g}".format
     return ", ".join(as_text(value) for value in values.tolist())
 
@@ -166,18 +166,18 @@ def _written(values: Tensor) -> str:
 
 def describe_mask(mask: BlockMask) -> str:
     """Return a block mask in one line: its lengths, its blocks by kind, its rule."""
-    from flexinspect_hooks.ruleidentity import rule_name
+    from flexinspect_hooks.ruleidentity import mask_mod_name
 
-    with undisturbed():
+    with torch_modes_disabled():
         batch, heads, q_len, kv_len = mask.shape
-        partial = int(unwrapped(mask.kv_num_blocks).sum())
+        partial = int(unwrap_tensor(mask.kv_num_blocks).sum())
         full = 0 if mask.full_kv_num_blocks is None else int(mask.full_kv_num_blocks.sum())
         rows, cols = mask.kv_num_blocks.shape[-1], mask.kv_indices.shape[-1]
         size = "×".join(map(str, mask.BLOCK_SIZE))
         return (
             f"{q_len} rows × {kv_len} keys, batch {batch}, heads {heads}; "
             f"{rows}×{cols} blocks of {size}: {full} full, {partial} partial; "
-            f"rule {rule_name(mask.mask_mod)}"
+            f"rule {mask_mod_name(mask.mask_mod)}"
         )
 
 
@@ -193,7 +193,7 @@ def describe_cache(cache: Any) -> str:
     alike = "" if len({key.shape for key in filled}) == 1 else ", not alike"
     return (
         f"{len(filled)} of {len(layers)} layers filled, {first.shape[-2]} positions, "
-        f"keys {short(first)} {first.device}{alike}, {n_bytes / 1e6:.1f} MB"
+        f"keys {describe_shape(first)} {first.device}{alike}, {n_bytes / 1e6:.1f} MB"
     )
 
 
@@ -201,36 +201,38 @@ def describe_module(module: nn.Module) -> str:
     """Return a module in one line, whatever it holds."""
     layer = getattr(module, "layer_idx", None)
     where = f" of layer {layer}" if isinstance(layer, int) else ""
-    own = ", ".join(name for name, _ in list(module.named_children())[:MOST])
+    own = ", ".join(name for name, _ in list(module.named_children())[:MAX_MEMBERS])
     state = "training" if module.training else "eval"
     return f"{type(module).__name__}{where} ({state}): {own or 'no children'}"
 
 
 def describe_container(value: Any) -> str | None:
     """Return a list, tuple or dict that holds such things in one line; None for any other one."""
-    members = list(value.values() if isinstance(value, Mapping) else value)[:MOST]
-    if not any(_is_ours(one) for one in members):
+    members = list(value.values() if isinstance(value, Mapping) else value)[:MAX_MEMBERS]
+    if not any(_holds_torch_values(one) for one in members):
         return None
     names = (
-        [f"{key!r:.40}: " for key in value][:MOST] if isinstance(value, Mapping) else [""] * MOST
+        [f"{key!r:.40}: " for key in value][:MAX_MEMBERS]
+        if isinstance(value, Mapping)
+        else [""] * MAX_MEMBERS
     )
-    texts = [name + _member(one) for name, one in zip(names, members, strict=False)]
-    more = ", …" if len(value) > MOST else ""
+    texts = [name + _describe_member(one) for name, one in zip(names, members, strict=False)]
+    more = ", …" if len(value) > MAX_MEMBERS else ""
     return f"{type(value).__name__} of {len(value)}: {', '.join(texts)}{more}"
 
 
-def _is_ours(value: Any, depth: int = 2) -> bool:
+def _holds_torch_values(value: Any, depth: int = 2) -> bool:
     if isinstance(value, (list, tuple)) and depth:
-        return any(_is_ours(one, depth - 1) for one in value[:MOST])
+        return any(_holds_torch_values(one, depth - 1) for one in value[:MAX_MEMBERS])
     return isinstance(value, (Tensor, BlockMask, nn.Module))
 
 
-def _member(value: Any, depth: int = 2) -> str:
+def _describe_member(value: Any, depth: int = 2) -> str:
     if isinstance(value, Tensor):
-        return short(value)
+        return describe_shape(value)
     if isinstance(value, (BlockMask, nn.Module)):
         return type(value).__name__
     if isinstance(value, (list, tuple)) and depth:
-        return f"({', '.join(_member(one, depth - 1) for one in value[:MOST])})"
+        return f"({', '.join(_describe_member(one, depth - 1) for one in value[:MAX_MEMBERS])})"
     text = repr(value) if isinstance(value, (str, int, float, type(None))) else type(value).__name__
     return text if len(text) <= 40 else text[:39] + "…"

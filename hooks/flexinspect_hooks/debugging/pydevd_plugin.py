@@ -16,7 +16,7 @@ from _pydevd_bundle.pydevd_resolver import defaultResolver
 
 __all__ = ["ContainerText", "TensorChildren", "TorchText"]
 
-SLICES = 20
+MAX_SLICES = 20
 """Slices of a tensor, or layers of a cache, that are listed."""
 
 Child = tuple[str, Any, str | None]
@@ -65,7 +65,7 @@ class TorchText(StrPresentationProvider):  # type: ignore[misc]
         from flexinspect_hooks.debugging import presentation
 
         texts: dict[str, Callable[[Any], str]] = {
-            "tensor": presentation.describe,
+            "tensor": presentation.describe_tensor,
             "mask": presentation.describe_mask,
             "cache": presentation.describe_cache,
             "module": presentation.describe_module,
@@ -77,9 +77,9 @@ class TorchText(StrPresentationProvider):  # type: ignore[misc]
         from flexinspect_hooks.debugging import presentation
 
         if context in ("repl", "clipboard") and _kind(type(val)) in ("tensor", "module"):
-            with presentation.undisturbed():
+            with presentation.torch_modes_disabled():
                 tensor = _kind(type(val)) == "tensor"
-                return repr(presentation.unwrapped(val) if tensor else val)
+                return repr(presentation.unwrap_tensor(val) if tensor else val)
         return self.get_str(val)
 
 
@@ -114,11 +114,11 @@ class TensorChildren(TypeResolveProvider):  # type: ignore[misc]
 
     def get_contents_debug_adapter_protocol(self, var: Any, fmt: Any = None) -> list[Child]:
         """Return the children, in order."""
-        makers = {"tensor": _of_tensor, "mask": _of_mask, "cache": _of_cache}
+        makers = {"tensor": _tensor_children, "mask": _mask_children, "cache": _cache_children}
         return makers[_kind(type(var)) or "tensor"](var)
 
 
-def _of_tensor(tensor: Any) -> list[Child]:
+def _tensor_children(tensor: Any) -> list[Child]:
     from flexinspect_hooks.debugging import pictures, presentation
 
     found: list[Child] = [
@@ -133,12 +133,12 @@ def _of_tensor(tensor: Any) -> list[Child]:
     elif tensor.grad_fn is not None:
         found.append(("grad_fn", str(tensor.grad_fn), None))
     if pictures.is_mask(tensor):
-        found += _lines("picture", pictures.picture_of(tensor))
+        found += _picture_children("picture", pictures.render_mask(tensor))
     if tensor.dim():
-        with presentation.undisturbed():
+        with presentation.torch_modes_disabled():
             # Of what is shown under vmap there are no slices to evaluate.
-            real = presentation.unwrapped(tensor)
-            slices = [real[n] for n in range(min(len(real), SLICES))] if real is tensor else []
+            real = presentation.unwrap_tensor(tensor)
+            slices = [real[n] for n in range(min(len(real), MAX_SLICES))] if real is tensor else []
         found += [(f"[{n}]", one, f"[{n}]") for n, one in enumerate(slices)]
     return found
 
@@ -150,7 +150,7 @@ def _stride(tensor: Any) -> tuple[int, ...] | None:
         return None
 
 
-def _of_mask(mask: Any) -> list[Child]:
+def _mask_children(mask: Any) -> list[Child]:
     from flexinspect_hooks.debugging import pictures
 
     found: list[Child] = [
@@ -160,22 +160,22 @@ def _of_mask(mask: Any) -> list[Child]:
         ("mask_mod", mask.mask_mod, ".mask_mod"),
     ]
     try:
-        found += _lines("rule", pictures.picture_of_rule(mask))
+        found += _picture_children("rule", pictures.render_mask_mod(mask))
     except Exception as error:
         found.append(("rule", f"it raises {type(error).__name__}: {error}", None))
-    found += _lines("blocks", pictures.picture_of_blocks(mask))
+    found += _picture_children("blocks", pictures.render_blocks(mask))
     tables = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
     return found + [(name, getattr(mask, name, None), f".{name}") for name in tables]
 
 
-def _lines(name: str, rows: list[str]) -> list[Child]:
+def _picture_children(name: str, rows: list[str]) -> list[Child]:
     """Return a picture as children, as a pane shows one line of each."""
     return [(f"{name} {n:02}", row, None) for n, row in enumerate(rows)]
 
 
-def _of_cache(cache: Any) -> list[Child]:
+def _cache_children(cache: Any) -> list[Child]:
     found: list[Child] = []
-    for n, layer in enumerate(list(getattr(cache, "layers", ()))[:SLICES]):
+    for n, layer in enumerate(list(getattr(cache, "layers", ()))[:MAX_SLICES]):
         for part in ("keys", "values"):
             name = f".layers[{n}].{part}"
             found.append((f"layer {n} {part}", getattr(layer, part, None), name))

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_told: list[Callable[[str], None]] = []
+_listeners: list[Callable[[str], None]] = []
 """Who is to be told where rules do not run, once for each reason; empty when nobody debugs."""
 
-_said: set[str] = set()
+_reported: set[str] = set()
 
-_lock = threading.Lock()
-_inside = [0, False]
+_switch_lock = threading.Lock()
+_switch_state = [0, False]
 """How many calls have the switch on now, and how it stood before the first."""
 
 COMPILED = (
@@ -32,71 +32,71 @@ WITH_GRADIENTS = (
 )
 
 
-def run_rules(tell: Callable[[str], None]) -> None:
+def run_mods_as_python(report: Callable[[str], None]) -> None:
     """Let uncompiled FlexAttention run its rules as Python; `tell` hears where it cannot."""
     # What a stop will need is loaded here: it must answer at once.
     from flexinspect_hooks.debugging import pictures  # noqa: F401
 
-    _told[:] = [tell]
-    _said.clear()
+    _listeners[:] = [report]
+    _reported.clear()
 
 
-def run_rules_no_more() -> None:
+def stop_running_mods() -> None:
     """The run is over."""
-    _told.clear()
+    _listeners.clear()
 
 
-def are_debugged() -> bool:
+def are_mods_debugged() -> bool:
     """Say whether a debugger may stop in a rule that runs as Python."""
-    return bool(_told)
+    return bool(_listeners)
 
 
-def saw_compiled() -> None:
+def on_compiled_call() -> None:
     """A compiled call of FlexAttention was seen; costs nothing when nobody debugs."""
-    if _told:
-        _tell(COMPILED)
+    if _listeners:
+        _report_once(COMPILED)
 
 
-def plainly(own: Callable[..., Any], score_mod: Any) -> Callable[..., Any]:
+def with_python_mods(flex_attention: Callable[..., Any], score_mod: Any) -> Callable[..., Any]:
     """Return what calls uncompiled `flex_attention`: `own` itself when nobody debugs.
 
     `score_mod` is that of the call, None for none.
     """
-    if not _told:
-        return own
+    if not _listeners:
+        return flex_attention
     import torch
 
     if score_mod is not None and torch.is_grad_enabled():
-        _tell(WITH_GRADIENTS)
-        return own
+        _report_once(WITH_GRADIENTS)
+        return flex_attention
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _switched():
-            return own(*args, **kwargs)
+        with _compile_disabled():
+            return flex_attention(*args, **kwargs)
 
     return call
 
 
 @contextmanager
-def _switched() -> Iterator[None]:
+def _compile_disabled() -> Iterator[None]:
     import torch.nn.attention.flex_attention as flex_module
 
-    with _lock:
-        if not _inside[0]:
-            _inside[1] = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
-        _inside[0] += 1
+    with _switch_lock:
+        if not _switch_state[0]:
+            _switch_state[1] = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+        _switch_state[0] += 1
         flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
         yield
     finally:
-        with _lock:
-            _inside[0] -= 1
-            if not _inside[0]:
-                flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = bool(_inside[1])
+        with _switch_lock:
+            _switch_state[0] -= 1
+            if not _switch_state[0]:
+                flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = bool(_switch_state[1])
 
 
-def _tell(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        for tell in _told:
+def _report_once(text: str) -> None:
+    if text not in _reported:
+        _reported.add(text)
+        for tell in _listeners:
             tell(text)

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flexinspect import protocol
-from flexinspect.debugger import DebuggerOptions, address, listening_sentence
-from flexinspect_hooks.arrivals import Arrivals
+from flexinspect.debugger import DebuggerOptions, format_address, listening_message
+from flexinspect_hooks.arrivals import PostImportHooks
 from flexinspect_hooks.debugging import rules
 
-Event = Callable[[str, str], None]
+RecordDebugEvent = Callable[[str, str], None]
 """Records an event of a kind and a text."""
 
 
-class Say(Protocol):
+class SendMessage(Protocol):
     """Sends a line to whoever started the process."""
 
     def __call__(self, kind: str, **facts: Any) -> None:
         """Send it."""
 
 
-class Debugging:
+class DebuggerSession:
     """What was asked for, begun before there is a trace so that a taken port leaves none.
 
     A debugger that comes by itself, because VSCode launched the whole run under it or attached to
@@ -35,12 +35,12 @@ class Debugging:
     Raises `UsageError` when debugpy cannot listen.
     """
 
-    def __init__(self, options: DebuggerOptions, say: Say) -> None:
+    def __init__(self, options: DebuggerOptions, send: SendMessage) -> None:
         self.options = options
-        self._say = say
+        self._send = send
         self._address: tuple[str, int] | None = None
-        self._flex_event: Event | None = None
-        self._is_on = options.is_asked_for
+        self._flex_event: RecordDebugEvent | None = None
+        self._is_enabled = options.is_requested
         self._trace: Path | None = None
         if options.port is not None:
             from flexinspect_hooks.debugging.listening import listen
@@ -49,29 +49,31 @@ class Debugging:
         elif options.pdb and options.tty is not None:
             from flexinspect_hooks.debugging import terminal
 
-            terminal.use(options.tty, lambda wanted: say(protocol.TERMINAL, wanted=wanted))
+            terminal.use_terminal(
+                options.tty, lambda wanted: send(protocol.TERMINAL, wanted=wanted)
+            )
 
-    def begin(self, trace: Path, event: Event) -> None:
+    def begin(self, trace: Path, event: RecordDebugEvent) -> None:
         """The trace is open: say where debugpy listens, and wait for a client if that was asked."""
         self._trace = trace
-        self._arrivals = Arrivals(
+        self._import_hooks = PostImportHooks(
             {"pydevd": self._on_pydevd},
-            coming=lambda name: None,
-            failed=lambda name, error: event("debugger", f"not prepared for it: {error!r}"),
+            on_import_begin=lambda name: None,
+            on_error=lambda name, error: event("debugger", f"not prepared for it: {error!r}"),
         )
-        self._arrivals.install()
+        self._import_hooks.install()
         if self.options.pdb:
-            from flexinspect_hooks.debugging.holding import tell_of_stops
+            from flexinspect_hooks.debugging.holding import announce_stops
 
-            tell_of_stops(trace)
+            announce_stops(trace)
         if self._address is not None:
-            self._listening(*self._address, event)
+            self._report_listening(*self._address, event)
 
-    def _listening(self, host: str, port: int, event: Event) -> None:
+    def _report_listening(self, host: str, port: int, event: RecordDebugEvent) -> None:
         waiting = self.options.wait
-        self._tell(listening_sentence(host, port, waiting=waiting), event)
+        self._report(listening_message(host, port, waiting=waiting), event)
         if waiting:
-            event("phase", f"waiting for a debugger on {address(host, port)}")
+            event("phase", f"waiting for a debugger on {format_address(host, port)}")
             from flexinspect_hooks.debugging.listening import wait_for_client
 
             wait_for_client()
@@ -80,48 +82,48 @@ class Debugging:
     def _on_pydevd(self) -> None:
         """debugpy is loaded in this process, whoever asked for it."""
         from flexinspect_hooks.debugging import holding, pydevd_plugin
-        from flexinspect_hooks.debugging.tracing import trace_no_more_without_client
+        from flexinspect_hooks.debugging.tracing import stop_tracing_on_detach
 
         pydevd_plugin.register()
-        trace_no_more_without_client()
-        holding.watch_pydevd()
+        stop_tracing_on_detach()
+        holding.announce_pydevd_stops()
         if self._trace is not None:
-            holding.tell_of_stops(self._trace)
-        self._is_on = True
+            holding.announce_stops(self._trace)
+        self._is_enabled = True
         if self._flex_event is not None:
-            self.on_flex(self._flex_event)
+            self.on_flex_attention(self._flex_event)
 
-    def on_flex(self, event: Event, *, compiled: bool = False) -> None:
+    def on_flex_attention(self, event: RecordDebugEvent, *, compiled: bool = False) -> None:
         """FlexAttention is loaded: let its rules run as Python, and tell where they cannot.
 
         `compiled` says that it is known to be compiled; else the first call that is tells.
         """
         self._flex_event = event
-        if not self._is_on:
+        if not self._is_enabled:
             return
-        rules.run_rules(lambda text: self._tell(text, event))
+        rules.run_mods_as_python(lambda text: self._report(text, event))
         if compiled:
-            rules.saw_compiled()
+            rules.on_compiled_call()
 
-    def _tell(self, text: str, event: Event) -> None:
+    def _report(self, text: str, event: RecordDebugEvent) -> None:
         """Tell of a breakpoint that cannot be hit, while somebody waits for it."""
-        self._say(protocol.DEBUGGER, text=text)
+        self._send(protocol.DEBUGGER, text=text)
         event("debugger", text)
 
-    def stop_between(self, reason: str, facts: Mapping[str, Any]) -> bool:
+    def stop_between_steps(self, reason: str, facts: Mapping[str, Any]) -> bool:
         """Stop between two forwards, in the user's loop; False when no debugger could."""
-        if not self._is_on:
+        if not self._is_enabled:
             return False
         from flexinspect_hooks.debugging.stopping import stop_in
 
         return stop_in(sys._getframe(1), reason, facts)
 
-    def granted(self) -> None:
+    def on_terminal_granted(self) -> None:
         """Whoever has the terminal lets pdb have it."""
         if self.options.pdb:
             from flexinspect_hooks.debugging import terminal
 
-            terminal.granted()
+            terminal.on_granted()
 
     def post_mortem(self, error: BaseException) -> None:
         """Let the user look at what the run failed with, if pdb was asked for."""
@@ -132,9 +134,9 @@ class Debugging:
 
     def end(self) -> None:
         """The trace is about to be closed."""
-        self._arrivals.remove()
-        rules.run_rules_no_more()
-        if self._is_on:
-            from flexinspect_hooks.debugging.holding import tell_no_more
+        self._import_hooks.remove()
+        rules.stop_running_mods()
+        if self._is_enabled:
+            from flexinspect_hooks.debugging.holding import end_announcements
 
-            tell_no_more()
+            end_announcements()

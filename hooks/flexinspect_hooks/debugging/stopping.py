@@ -10,18 +10,18 @@ from types import FrameType
 from typing import Any
 
 from flexinspect_hooks.debugging import terminal
-from flexinspect_hooks.debugging.frames import best_frame
-from flexinspect_hooks.debugging.holding import because
-from flexinspect_hooks.debugging.listening import debugger, is_attached
+from flexinspect_hooks.debugging.frames import frame_to_stop_in
+from flexinspect_hooks.debugging.holding import stop_reason
+from flexinspect_hooks.debugging.listening import active_pydevd, is_attached
 
-NAME = "flexinspect"
+VARIABLE_NAME = "flexinspect"
 """The variable of the stopped frame that says why it stopped."""
 
-_OTHER_NAME = "flexinspect_stop"
+_FALLBACK_VARIABLE_NAME = "flexinspect_stop"
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopReason:
     """Why a frame was stopped; `facts` are what else was said (finding, module, entropy, ...)."""
 
     reason: str
@@ -44,13 +44,13 @@ def stop_in(frame: FrameType, reason: str, facts: Mapping[str, Any] | None = Non
     if not can_stop():
         return False
     said = dict(facts or {})
-    stop = Stop(reason, said.pop("step", None), said.pop("layer", None), said)
-    where = best_frame(frame)
-    with _variable(where, stop), because(reason):
+    stop = StopReason(reason, said.pop("step", None), said.pop("layer", None), said)
+    where = frame_to_stop_in(frame)
+    with _stop_variable(where, stop), stop_reason(reason):
         if is_attached():
             _stop_pydevd(where)
         else:
-            terminal.stop(where, reason)
+            terminal.stop_in_pdb(where, reason)
     return True
 
 
@@ -63,7 +63,7 @@ def _stop_pydevd(frame: FrameType) -> None:
     from _pydevd_bundle.pydevd_additional_thread_info import set_additional_thread_info
     from _pydevd_bundle.pydevd_comm_constants import CMD_SET_BREAK
 
-    found, thread = debugger(), threading.current_thread()
+    found, thread = active_pydevd(), threading.current_thread()
     info = set_additional_thread_info(thread)
     info.pydev_original_step_cmd = CMD_SET_BREAK
     found.set_suspend(thread, CMD_SET_BREAK)
@@ -75,12 +75,16 @@ def _stop_pydevd(frame: FrameType) -> None:
 
 
 @contextmanager
-def _variable(frame: FrameType, stop: Stop) -> Iterator[None]:
+def _stop_variable(frame: FrameType, stop: StopReason) -> Iterator[None]:
     """Show the stop as a variable of the frame, and take it away afterwards."""
     taken = {*frame.f_code.co_varnames, *frame.f_code.co_cellvars, *frame.f_code.co_freevars}
     # A module's variables are the real ones, which a stop must not replace.
     is_module = frame.f_locals is frame.f_globals
-    name = _OTHER_NAME if NAME in taken or (is_module and NAME in frame.f_globals) else NAME
+    name = (
+        _FALLBACK_VARIABLE_NAME
+        if VARIABLE_NAME in taken or (is_module and VARIABLE_NAME in frame.f_globals)
+        else VARIABLE_NAME
+    )
     frame.f_locals[name] = stop
     try:
         yield

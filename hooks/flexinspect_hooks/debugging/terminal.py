@@ -18,25 +18,25 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from flexinspect.ending import answered_here
-from flexinspect_hooks.debugging.frames import is_users
-from flexinspect_hooks.debugging.holding import because, held
+from flexinspect.ending import allow_interrupts
+from flexinspect_hooks.debugging.frames import is_user_frame
+from flexinspect_hooks.debugging.holding import announced_stop, stop_reason
 
-ANSWER_S = 10.0
+GRANT_TIMEOUT_S = 10.0
 """How long an answer of whoever has the terminal is waited for."""
 
 _terminals: list[Terminal] = []
 """The one of this process, where pdb was asked for."""
 
 
-def use(name: str, ask: Callable[[bool], None]) -> None:
+def use_terminal(name: str, request: Callable[[bool], None]) -> None:
     """Let pdb stop on the terminal of this name, for `breakpoint()`, exceptions and model events.
 
     `ask` is told True when the terminal is wanted, which `granted` answers, and False when it is
     free again.
     """
-    _terminals[:] = [Terminal(name, ask)]
-    sys.breakpointhook = lambda *args, **kwargs: stop(sys._getframe(1), "breakpoint()")
+    _terminals[:] = [Terminal(name, request)]
+    sys.breakpointhook = lambda *args, **kwargs: stop_in_pdb(sys._getframe(1), "breakpoint()")
 
 
 def is_ready() -> bool:
@@ -44,13 +44,13 @@ def is_ready() -> bool:
     return bool(_terminals)
 
 
-def granted() -> None:
+def on_granted() -> None:
     """The terminal is ours."""
     for one in _terminals:
-        one.granted()
+        one.on_granted()
 
 
-def stop(frame: FrameType, reason: str) -> None:
+def stop_in_pdb(frame: FrameType, reason: str) -> None:
     """Show pdb's prompt at once in a frame; returns when the run goes on.
 
     Raises `KeyboardInterrupt` when the user quits.
@@ -66,51 +66,51 @@ def post_mortem(error: BaseException) -> None:
         cause = cause.__cause__
     if cause.__traceback__ is not None:
         for one in _terminals:
-            one.pdb().look_at(cause)
+            one.pdb().post_mortem(cause)
 
 
 class Terminal:
     """The user's terminal, lent by whoever has it."""
 
-    def __init__(self, name: str, ask: Callable[[bool], None]) -> None:
-        self._name, self._ask = name, ask
-        self._is_lent = False
-        self._answer = threading.Event()
-        self._pdb: Pdb | None = None
+    def __init__(self, name: str, request: Callable[[bool], None]) -> None:
+        self._name, self._request = name, request
+        self._is_acquired = False
+        self._grant_event = threading.Event()
+        self._pdb: TerminalPdb | None = None
 
-    def pdb(self) -> Pdb:
+    def pdb(self) -> TerminalPdb:
         """Return the debugger on it; one for all stops, as breakpoints are set in it."""
         if self._pdb is None:
             # Two streams: one that reads and writes would have to be able to seek.
             path = Path(self._name)
             reads = path.open(encoding="utf-8")
             writes = path.open("w", encoding="utf-8")
-            self._pdb = Pdb(self, reads, writes)
+            self._pdb = TerminalPdb(self, reads, writes)
         return self._pdb
 
-    def borrow(self) -> None:
+    def acquire(self) -> None:
         """Have it, from now to `give_back`."""
-        if not self._is_lent:
-            self._is_lent = True
+        if not self._is_acquired:
+            self._is_acquired = True
             for stream in (sys.stdout, sys.stderr):
                 with suppress(AttributeError, OSError, ValueError):
                     stream.flush()  # what was printed before comes before
-            self._answer.clear()
-            self._ask(True)
-            self._answer.wait(ANSWER_S)
+            self._grant_event.clear()
+            self._request(True)
+            self._grant_event.wait(GRANT_TIMEOUT_S)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The run goes on."""
-        if self._is_lent:
-            self._is_lent = False
-            self._ask(False)
+        if self._is_acquired:
+            self._is_acquired = False
+            self._request(False)
 
-    def granted(self) -> None:
+    def on_granted(self) -> None:
         """It was given."""
-        self._answer.set()
+        self._grant_event.set()
 
 
-class Pdb(pdb.Pdb):
+class TerminalPdb(pdb.Pdb):
     """pdb that borrows its terminal, and whose `quit` ends the run as Ctrl-C does."""
 
     def __init__(self, terminal: Terminal, reads: Any, writes: Any) -> None:
@@ -125,8 +125,8 @@ class Pdb(pdb.Pdb):
         while above is not None:
             above.f_trace = self.trace_dispatch
             self.botframe, above = above, above.f_back
-        self._terminal.borrow()
-        with because(reason):
+        self._terminal.acquire()
+        with stop_reason(reason):
             self.message(f"> stopped: {reason}")
             self.interaction(frame, None)
         if self.quitting:
@@ -134,29 +134,29 @@ class Pdb(pdb.Pdb):
         if self.stopframe is not self.botframe or self.breaks:
             sys.settrace(self.trace_dispatch)
 
-    def look_at(self, error: BaseException) -> None:
+    def post_mortem(self, error: BaseException) -> None:
         """Prompt where an exception came from, in the user's innermost frame of it."""
         trace = error.__traceback__
         assert trace is not None
         self.reset()
         said = traceback.format_exception_only(error)[-1].strip()
-        self._terminal.borrow()
+        self._terminal.acquire()
         self.message(f"> {said}")
-        with because(said):
-            self.interaction(None, _to_users(trace))
-        self._terminal.give_back()
+        with stop_reason(said):
+            self.interaction(None, _trim_to_user_frame(trace))
+        self._terminal.release()
 
     def interaction(self, frame: FrameType | None, traceback: Any) -> None:
         """Prompt; the terminal is kept between two steps, and given back when the run goes on."""
-        self._terminal.borrow()
+        self._terminal.acquire()
         last = traceback if isinstance(traceback, TracebackType) else None
         while last is not None and last.tb_next is not None:
             last = last.tb_next
         where = frame or (last.tb_frame if last is not None else sys._getframe())
-        with held("pdb", where), answered_here():
+        with announced_stop("pdb", where), allow_interrupts():
             super().interaction(frame, traceback)
         if self.quitting or self.stopframe is self.botframe:
-            self._terminal.give_back()
+            self._terminal.release()
 
     def trace_dispatch(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Trace; a quit ends the run."""
@@ -166,14 +166,14 @@ class Pdb(pdb.Pdb):
             raise KeyboardInterrupt from None
 
 
-def _to_users(trace: TracebackType) -> TracebackType:
+def _trim_to_user_frame(trace: TracebackType) -> TracebackType:
     """Return a traceback that ends in the user's innermost frame, whole where there is none."""
     links = []
     one: TracebackType | None = trace
     while one is not None:
         links.append(one)
         one = one.tb_next
-    own = [n for n, link in enumerate(links) if is_users(link.tb_frame)]
+    own = [n for n, link in enumerate(links) if is_user_frame(link.tb_frame)]
     if not own:
         return trace
     made: TracebackType | None = None

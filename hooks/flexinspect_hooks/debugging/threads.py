@@ -5,7 +5,7 @@ from __future__ import annotations
 from threading import Thread
 
 
-def run_on(thread: Thread) -> Thread:
+def keep_running_when_stopped(thread: Thread) -> Thread:
     """Let a thread run on while a debugger holds all others; give it before it is started.
 
     For threads whose use is to go on meanwhile: they write finished steps, or answer a viewer.

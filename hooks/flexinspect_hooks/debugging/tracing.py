@@ -16,11 +16,11 @@ def trace_only_while_attached() -> None:
     """Stop tracing until a client has attached, and again when it has left."""
     import pydevd_tracing
 
-    if trace_no_more_without_client():
+    if stop_tracing_on_detach():
         pydevd_tracing.SetTrace(None)
 
 
-def trace_no_more_without_client() -> bool:
+def stop_tracing_on_detach() -> bool:
     """Stop tracing whenever a client leaves, whoever let debugpy in; False where that cannot be."""
     import pydevd_tracing
     from _pydevd_bundle.pydevd_constants import PYDEVD_USE_SYS_MONITORING
@@ -31,16 +31,18 @@ def trace_no_more_without_client() -> bool:
         return False
     if not hasattr(PyDB.on_disconnect, "__wrapped__"):
         # That the client is ready is what lets a waiting program go on: tracing comes first.
-        PyDB.on_configuration_done = _around(PyDB.on_configuration_done, before=_on)
-        PyDB.on_disconnect = _around(PyDB.on_disconnect, after=_off)
+        PyDB.on_configuration_done = _wrap_method(
+            PyDB.on_configuration_done, before=_enable_tracing
+        )
+        PyDB.on_disconnect = _wrap_method(PyDB.on_disconnect, after=_disable_tracing)
         # An editor that attached by process id may take its adapter with it, and says no word.
-        PyDB.dispose_and_kill_all_pydevd_threads = _around(
-            PyDB.dispose_and_kill_all_pydevd_threads, after=_off
+        PyDB.dispose_and_kill_all_pydevd_threads = _wrap_method(
+            PyDB.dispose_and_kill_all_pydevd_threads, after=_disable_tracing
         )
     return True
 
 
-def _around(
+def _wrap_method(
     method: Callable[..., Any],
     before: Callable[[Any], None] = lambda debugger: None,
     after: Callable[[Any], None] = lambda debugger: None,
@@ -57,20 +59,20 @@ def _around(
     return all_three
 
 
-def _on(debugger: Any) -> None:
+def _enable_tracing(debugger: Any) -> None:
     import pydevd_tracing
 
     pydevd_tracing.set_trace_to_threads(debugger.trace_dispatch)
     debugger.set_tracing_for_untraced_contexts()
 
 
-def _off(debugger: Any) -> None:
+def _disable_tracing(debugger: Any) -> None:
     import pydevd_tracing
 
-    pydevd_tracing.set_trace_to_threads(_trace_no_more)
+    pydevd_tracing.set_trace_to_threads(_untrace_thread)
 
 
-def _trace_no_more(frame: FrameType, event: str, arg: Any) -> None:
+def _untrace_thread(frame: FrameType, event: str, arg: Any) -> None:
     """Turn the tracing of the running thread off, which only that thread can do."""
     import pydevd_tracing
 

@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flexinspect_hooks.debugging.listening import debugger, is_attached
+from flexinspect_hooks.debugging.listening import active_pydevd, is_attached
 
-_MONITORS = sys.version_info >= (3, 12)
+_USES_MONITORING = sys.version_info >= (3, 12)
 """Whether pydevd watches a thread without tracing it."""
 
-_lock = threading.Lock()
-_inside: list[Any] = [0, None]
+_active_lock = threading.Lock()
+_active: list[Any] = [0, None]
 """How many threads are within, and the hook of `breakpoint()` that was there before the first."""
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def breakpoints_disabled() -> Iterator[None]:
     """While entered, neither breakpoints nor `breakpoint()` stop this thread."""
-    found = debugger() if is_attached() else None
+    found = active_pydevd() if is_attached() else None
     trace = sys.gettrace()
-    _hush()
+    _disable_breakpointhook()
     if found is not None:  # pydevd has ways of its own
         found.disable_tracing()
     elif trace is not None:
@@ -39,24 +39,24 @@ def unseen() -> Iterator[None]:
         if found is None:
             if trace is not None:
                 sys.settrace(trace)
-        elif trace is not None or _MONITORS:
+        elif trace is not None or _USES_MONITORING:
             found.enable_tracing()
-        _speak()
+        _restore_breakpointhook()
 
 
-def _hush() -> None:
-    with _lock:
-        if not _inside[0]:
-            _inside[1], sys.breakpointhook = sys.breakpointhook, _pass_by
-        _inside[0] += 1
+def _disable_breakpointhook() -> None:
+    with _active_lock:
+        if not _active[0]:
+            _active[1], sys.breakpointhook = sys.breakpointhook, _ignore_breakpoint
+        _active[0] += 1
 
 
-def _speak() -> None:
-    with _lock:
-        _inside[0] -= 1
-        if not _inside[0]:
-            sys.breakpointhook = _inside[1]
+def _restore_breakpointhook() -> None:
+    with _active_lock:
+        _active[0] -= 1
+        if not _active[0]:
+            sys.breakpointhook = _active[1]
 
 
-def _pass_by(*args: Any, **kwargs: Any) -> None:
+def _ignore_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Do nothing at a `breakpoint()`."""

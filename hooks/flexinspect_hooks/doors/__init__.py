@@ -43,19 +43,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncTrainingLogger": "asynclog",
+    "AsyncTrainingLogger": "async_logger",
     "DiffusionModelDebugger": "diffusion",
-    "EarlyStopping": "loop",
-    "PyTorchDebugger": "general",
-    "SwitchBoard": "switches",
-    "TrainingDebugger": "steps",
-    "TrainingLoop": "loop",
-    "board_of_settings": "switches",
-    "debug_context": "general",
-    "debug_logging": "logs",
-    "disable_debugging": "switches",
-    "enable_debugging": "switches",
-    "get_debugging_status": "switches",
+    "EarlyStopping": "training_loop",
+    "PyTorchDebugger": "pytorch_debugger",
+    "SwitchBoard": "switch_board",
+    "TrainingDebugger": "training_debugger",
+    "TrainingLoop": "training_loop",
+    "board_of_settings": "switch_board",
+    "debug_context": "pytorch_debugger",
+    "debug_logging": "debugger_base",
+    "disable_debugging": "switch_board",
+    "enable_debugging": "switch_board",
+    "get_debugging_status": "switch_board",
     "profile_model_performance": "profiling",
 }
 

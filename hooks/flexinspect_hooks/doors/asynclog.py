@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flexinspect.debugging import DebugLevel, Facts, TrainingPhase
+from flexinspect.debugging import DebugLevel, DictDataclass, TrainingPhase
 from flexinspect.errors import UsageError
 from flexinspect_hooks import given
-from flexinspect_hooks.doors.base import HISTORY, log
+from flexinspect_hooks.doors.base import DEFAULT_HISTORY, log
 from flexinspect_hooks.doors.general import PyTorchDebugger
 from flexinspect_hooks.doors.results import LogEntry
 from flexinspect_hooks.doors.switches import SwitchBoard
 
 
 @dataclass(frozen=True, eq=False)
-class TensorAnomalies(Facts):
+class TensorAnomalies(DictDataclass):
     """Whether a tensor holds NaN or Inf."""
 
     name: str
@@ -38,7 +38,7 @@ class TensorAnomalies(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class GradientAnomalies(Facts):
+class GradientAnomalies(DictDataclass):
     """What is wrong with the gradients of a model; the lists name parameters."""
 
     total_norm: float
@@ -55,7 +55,7 @@ class GradientAnomalies(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class Progress(Facts):
+class TrainingProgress(DictDataclass):
     """Where a training is; `share` and `remaining_s` are None without `total_steps`."""
 
     epoch: int
@@ -82,16 +82,16 @@ class AsyncTrainingLogger:
         model_name: str,
         enable_autograd_debug: bool = False,
         level: DebugLevel | str = DebugLevel.BASIC,
-        history: int = HISTORY,
+        history: int = DEFAULT_HISTORY,
     ) -> None:
         self.user_id, self.model_name = user_id, model_name
         self.debugger = PyTorchDebugger(level, history=history)
         self.phase = TrainingPhase.SETUP
-        self._wants_autograd = enable_autograd_debug
+        self._enable_autograd_debug = enable_autograd_debug
         self._board = SwitchBoard()
         self._entries: deque[LogEntry] = deque(maxlen=history)
-        self._progress: deque[Progress] = deque(maxlen=history)
-        self._started = time.monotonic()
+        self._progress: deque[TrainingProgress] = deque(maxlen=history)
+        self._started_at = time.monotonic()
         self._total_epochs: int | None = None
         self._total_steps: int | None = None
 
@@ -106,20 +106,20 @@ class AsyncTrainingLogger:
         """
         for name, total in (("total_epochs", total_epochs), ("total_steps", total_steps)):
             if total is not None:
-                given.count(total, name)
+                given.check_count(total, name)
         self._total_epochs, self._total_steps = total_epochs, total_steps
-        self._started = time.monotonic()
+        self._started_at = time.monotonic()
         self.phase = TrainingPhase.TRAINING
-        if self._wants_autograd:
+        if self._enable_autograd_debug:
             self._board.enable_debugging(["autograd_anomaly"])
-        self._enter(logging.INFO, f"Training starts: {total_epochs} epochs, {total_steps} steps")
+        self._log(logging.INFO, f"Training starts: {total_epochs} epochs, {total_steps} steps")
 
     def finish_training(self) -> None:
         """Say that it is over, and put autograd's anomaly mode back."""
         self._board.disable_debugging()
         self.phase = TrainingPhase.FINISHED
         found = self.debugger.get_debug_summary().total_anomalies
-        self._enter(logging.INFO, f"Training is over: {found} anomalies")
+        self._log(logging.INFO, f"Training is over: {found} anomalies")
 
     async def __aenter__(self) -> AsyncTrainingLogger:
         return self
@@ -156,36 +156,36 @@ class AsyncTrainingLogger:
 
     async def update_progress_async(
         self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None
-    ) -> Progress:
+    ) -> TrainingProgress:
         """Log where the training is; a thread waits for the loss of a GPU and writes the log.
 
         Raises `UsageError` for a loss that is not a single number.
         """
-        elapsed = time.monotonic() - self._started
+        elapsed = time.monotonic() - self._started_at
         progress = await asyncio.to_thread(
-            self._progressed, epoch, step, loss, learning_rate, elapsed
+            self._log_progress, epoch, step, loss, learning_rate, elapsed
         )
         self._progress.append(progress)
         return progress
 
-    def _progressed(
+    def _log_progress(
         self,
         epoch: int,
         step: int,
         loss: Tensor | float,
         learning_rate: float | None,
         elapsed: float,
-    ) -> Progress:
-        value = given.number(loss, "The loss")
+    ) -> TrainingProgress:
+        value = given.check_number(loss, "The loss")
         share = min((step + 1) / self._total_steps, 1.0) if self._total_steps else None
         left = elapsed * (1 - share) / share if share else None
-        progress = Progress(epoch, step, value, learning_rate, elapsed, share, left)
-        self._enter(logging.DEBUG, self._words(progress), facts=progress)
+        progress = TrainingProgress(epoch, step, value, learning_rate, elapsed, share, left)
+        self._log(logging.DEBUG, self._format_progress(progress), facts=progress)
         return progress
 
     def log_warning(self, text: str, phase: TrainingPhase | str | None = None) -> LogEntry:
         """Log a warning, of the phase that the training is in unless told."""
-        return self._enter(logging.WARNING, text, phase)
+        return self._log(logging.WARNING, text, phase)
 
     def log_error(
         self,
@@ -200,11 +200,11 @@ class AsyncTrainingLogger:
         if not isinstance(error, BaseException):
             raise UsageError("log_error needs an exception; log_warning takes a text.")
         if not isinstance(context or {}, Mapping):
-            raise UsageError(f"context must be a dict, not {given.kind_of(context)}.")
+            raise UsageError(f"context must be a dict, not {given.describe_type(context)}.")
         stack = "".join(traceback.format_exception(error))
         self.debugger.report_error(error)
         facts = {**(context or {}), "stack": stack}
-        return self._enter(logging.ERROR, f"{type(error).__name__}: {error}", phase, facts)
+        return self._log(logging.ERROR, f"{type(error).__name__}: {error}", phase, facts)
 
     @property
     def entries(self) -> tuple[LogEntry, ...]:
@@ -212,11 +212,11 @@ class AsyncTrainingLogger:
         return tuple(self._entries)
 
     @property
-    def progress(self) -> tuple[Progress, ...]:
+    def progress(self) -> tuple[TrainingProgress, ...]:
         """Where the training was at each update that is still kept."""
         return tuple(self._progress)
 
-    def _words(self, progress: Progress) -> str:
+    def _format_progress(self, progress: TrainingProgress) -> str:
         of = f" of {self._total_steps}" if self._total_steps else ""
         epochs = f" of {self._total_epochs}" if self._total_epochs else ""
         rate = "" if progress.learning_rate is None else f", rate {progress.learning_rate:.4g}"
@@ -224,14 +224,14 @@ class AsyncTrainingLogger:
         where = f"Epoch {progress.epoch}{epochs}, step {progress.step}{of}"
         return f"{where}: loss {progress.loss:.6g}{rate}{left}"
 
-    def _enter(
+    def _log(
         self,
         level: int,
         text: str,
         phase: TrainingPhase | str | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> LogEntry:
-        where = self.phase if phase is None else _phase(phase)
+        where = self.phase if phase is None else _parse_phase(phase)
         name = logging.getLevelName(level)
         entry = LogEntry(time.time(), name, text, where.value, dict(facts or {}))
         self._entries.append(entry)
@@ -240,7 +240,7 @@ class AsyncTrainingLogger:
         return entry
 
 
-def _phase(phase: TrainingPhase | str) -> TrainingPhase:
+def _parse_phase(phase: TrainingPhase | str) -> TrainingPhase:
     try:
         return TrainingPhase(phase)
     except ValueError:

@@ -14,29 +14,29 @@ from typing import Any, ClassVar
 import torch
 
 from flexinspect.advice import advice
-from flexinspect.debugging import DebugLevel, level_named
+from flexinspect.debugging import DebugLevel, parse_level
 from flexinspect_hooks import given
-from flexinspect_hooks.control.parts import Counts
-from flexinspect_hooks.control.parts import Debugger as Kind
+from flexinspect_hooks.control.parts import AnomalyCounts
+from flexinspect_hooks.control.parts import DebuggerKind as Kind
 from flexinspect_hooks.doors import registry
 from flexinspect_hooks.doors.logs import LOGGER
 from flexinspect_hooks.doors.results import Anomaly, DebugSummary, TensorInfo
 
-HISTORY = 1000
+DEFAULT_HISTORY = 1000
 """Entries that a debugger keeps unless told otherwise."""
-ALERT_AFTER = 10
+MIN_ANALYSES_FOR_ALERT = 10
 """Analyses before a rate of anomalies says anything."""
 
-LINES = 10
+MAX_LOGGED_ANOMALIES = 10
 """Anomalies of one analysis that the log names; the others are counted, and kept."""
-_OURS = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
+_OWN_FILES = tuple(str(path) for path in Path(__file__).parent.glob("*.py"))
 
 log = logging.getLogger(LOGGER)
 
 OnAnomaly = Callable[[Anomaly], Any]
 
 
-class Debugger:
+class BaseDebugger:
     """Base of the debuggers; `kind` is the name under which the control server asks for it.
 
     `history` bounds the entries kept (older ones go). `alert_above` is the rate of anomalies from
@@ -50,27 +50,27 @@ class Debugger:
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = HISTORY,
+        history: int = DEFAULT_HISTORY,
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
-        self._level = level_named(level)
-        self._history: deque[Any] = deque(maxlen=given.count(history, "history"))
-        self._alert_above = given.limit(alert_above, "alert_above")
+        self._level = parse_level(level)
+        self._history: deque[Any] = deque(maxlen=given.check_count(history, "history"))
+        self._alert_above = given.check_limit(alert_above, "alert_above")
         if on_anomaly is not None:
-            given.function(on_anomaly, "on_anomaly", "an anomaly")
+            given.check_function(on_anomaly, "on_anomaly", "an anomaly")
         self._on_anomaly = on_anomaly
         self._lock = threading.RLock()  # never held while a callback or the log runs
         self._reset()
-        registry.register(self)
+        registry.register_debugger(self)
 
     def _reset(self) -> None:
         """Count from 0; called with the lock held."""
         self._kinds: Counter[str] = Counter()
-        self._n_anomalies = self._n_analyses = self._n_bad = 0
+        self._n_anomalies = self._n_analyses = self._n_anomalous = 0
         self._alerts: deque[str] = deque(maxlen=20)
-        self._is_alerted = False
-        self._stacked: tuple[tuple[int, int] | None, str] = (None, "")
+        self._is_above_alert = False
+        self._cached_stack: tuple[tuple[int, int] | None, str] = (None, "")
         self._history.clear()
 
     @property
@@ -80,7 +80,7 @@ class Debugger:
 
     @level.setter
     def level(self, level: DebugLevel | str) -> None:
-        self._level = level_named(level)
+        self._level = parse_level(level)
 
     @property
     def history(self) -> tuple[Any, ...]:
@@ -96,7 +96,7 @@ class Debugger:
                 total_anomalies=self._n_anomalies,
                 debug_history_length=len(self._history),
                 analyses=self._n_analyses,
-                anomaly_rate=self._n_bad / self._n_analyses if self._n_analyses else 0.0,
+                anomaly_rate=self._n_anomalous / self._n_analyses if self._n_analyses else 0.0,
                 anomalies_by_kind=dict(self._kinds),
                 alerts=tuple(self._alerts),
             )
@@ -106,14 +106,14 @@ class Debugger:
         with self._lock:
             self._reset()
 
-    def counts(self) -> Counts:
+    def counts(self) -> AnomalyCounts:
         """Return the counts that the control server gives out; may be called from any thread."""
         with self._lock:
-            return Counts(
+            return AnomalyCounts(
                 total_anomalies=self._n_anomalies,
                 debug_history_length=len(self._history),
                 total_steps=self._n_analyses,
-                anomaly_steps=self._n_bad,
+                anomaly_steps=self._n_anomalous,
             )
 
     @contextmanager
@@ -139,78 +139,80 @@ class Debugger:
         sentence = f"{type(error).__name__}: {error}"
         anomaly = Anomaly("error", "exception", sentence, tensor=tensor, stack=stack)
         with self._lock:
-            self._met([anomaly])
-        self._say([anomaly])
+            self._count_anomalies([anomaly])
+        self._report([anomaly])
         return anomaly
 
-    def _anomaly(
+    def _make_anomaly(
         self, kind: str, where: str, sentence: str, *, step: int | None = None, tensor: Any = None
     ) -> Anomaly:
-        stack = self._stack() if self._level is DebugLevel.EXTREME else ""
+        stack = self._current_stack() if self._level is DebugLevel.EXTREME else ""
         return Anomaly(kind, where, sentence, step, advice(kind), tensor, stack)
 
-    def _stack(self) -> str:
+    def _current_stack(self) -> str:
         """Return where the program is; made once for the anomalies of one analysis."""
         analysis = (threading.get_ident(), self._n_analyses)
-        of, text = self._stacked
+        of, text = self._cached_stack
         if of != analysis:
             frames = traceback.extract_stack()
             text = "".join(
-                traceback.format_list([one for one in frames if one.filename not in _OURS])
+                traceback.format_list([one for one in frames if one.filename not in _OWN_FILES])
             )
-            self._stacked = (analysis, text)
+            self._cached_stack = (analysis, text)
         return text
 
-    def _keep(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
+    def _record_analysis(self, entries: Iterable[Any], anomalies: Iterable[Anomaly]) -> None:
         """Count one analysis, keep its entries, and meet its anomalies."""
         found = list(anomalies)
         with self._lock:
             self._n_analyses += 1
-            self._n_bad += bool(found)
+            self._n_anomalous += bool(found)
             self._history.extend(entries)
-            self._met(found)
-            alert = self._alert()
-        self._say(found)
+            self._count_anomalies(found)
+            alert = self._check_alert()
+        self._report(found)
         if alert:
             with suppress(Exception):
                 log.warning("%s", alert)
 
-    def _met(self, anomalies: Sequence[Anomaly]) -> None:
+    def _count_anomalies(self, anomalies: Sequence[Anomaly]) -> None:
         self._n_anomalies += len(anomalies)
         self._kinds.update(anomaly.kind for anomaly in anomalies)
         self._history.extend(anomalies)
 
-    def _say(self, anomalies: Sequence[Anomaly]) -> None:
+    def _report(self, anomalies: Sequence[Anomaly]) -> None:
         for number, anomaly in enumerate(anomalies):
-            if number < LINES:
+            if number < MAX_LOGGED_ANOMALIES:
                 log.warning("%s", anomaly.sentence, extra={"facts": anomaly})
             if self._on_anomaly is not None:
-                self._tell(self._on_anomaly, anomaly)
-        if len(anomalies) > LINES:
-            log.warning("… and %d more anomalies of the same time", len(anomalies) - LINES)
+                self._call_on_anomaly(self._on_anomaly, anomaly)
+        if len(anomalies) > MAX_LOGGED_ANOMALIES:
+            log.warning(
+                "… and %d more anomalies of the same time", len(anomalies) - MAX_LOGGED_ANOMALIES
+            )
 
-    def _tell(self, callback: OnAnomaly, anomaly: Anomaly) -> None:
+    def _call_on_anomaly(self, callback: OnAnomaly, anomaly: Anomaly) -> None:
         try:
             callback(anomaly)
         except Exception as error:
             log.warning("on_anomaly failed: %s: %s", type(error).__name__, error)
 
-    def _alert(self) -> str:
+    def _check_alert(self) -> str:
         """Return what is to be said once the rate of anomalies is high, else nothing."""
         said = ""
-        rate = self._n_bad / self._n_analyses
-        is_high = self._n_analyses >= ALERT_AFTER and rate > self._alert_above
-        if is_high and not self._is_alerted:
+        rate = self._n_anomalous / self._n_analyses
+        is_high = self._n_analyses >= MIN_ANALYSES_FOR_ALERT and rate > self._alert_above
+        if is_high and not self._is_above_alert:
             said = (
                 f"High anomaly rate: {rate:.1%} of {self._n_analyses} analyses, above "
                 f"{self._alert_above:.1%}. {' '.join(advice('anomaly rate'))}"
             )
             self._alerts.append(said)
-        self._is_alerted = is_high
+        self._is_above_alert = is_high
         return said
 
 
-def sick(info: TensorInfo) -> list[tuple[str, str]]:
+def find_nonfinite(info: TensorInfo) -> list[tuple[str, str]]:
     """Return (kind, sentence) for the NaN and the Inf of a tensor."""
     shape = "x".join(map(str, info.shape)) or "a single value"
     found = []

@@ -19,8 +19,8 @@ from flexinspect_hooks.training.gradstats import tensor_norms
 def component_info(module: nn.Module, name: str) -> ComponentInfo:
     """Return what a module is and holds; its weights are looked at for NaN and Inf."""
     parameters = list(module.parameters())
-    values = [one.detach() for one in _values(module)]
-    has_nan, has_inf = _sick(values)
+    values = [one.detach() for one in _float_tensors(module)]
+    has_nan, has_inf = _nan_and_inf(values)
     return ComponentInfo(
         name=name,
         kind=type(module).__name__,
@@ -40,7 +40,7 @@ def component_infos(model: nn.Module) -> dict[str, ComponentInfo]:
     return {name: component_info(part, name) for name, part in parts.items()}
 
 
-def problems_of(infos: Iterable[ComponentInfo]) -> Iterator[str]:
+def weight_problems(infos: Iterable[ComponentInfo]) -> Iterator[str]:
     """Say in sentences what does not go together in some parts."""
     found = list(infos)
     for info in found:
@@ -94,18 +94,18 @@ def _tensors_in(output: object, above: set[int]) -> Iterator[Tensor]:
             yield from _tensors_in(part, above | {id(output)})
 
 
-def is_sick(tensors: Iterable[Tensor]) -> bool:
+def has_nonfinite(tensors: Iterable[Tensor]) -> bool:
     """Say whether any of some tensors has a NaN or Inf."""
-    return any(_sick([one.detach() for one in tensors]))
+    return any(_nan_and_inf([one.detach() for one in tensors]))
 
 
-def _values(module: nn.Module) -> Iterator[Tensor]:
+def _float_tensors(module: nn.Module) -> Iterator[Tensor]:
     for one in chain(module.parameters(), module.buffers()):
         if one.is_floating_point() and one.numel():
             yield one
 
 
-def _sick(values: list[Tensor]) -> tuple[bool, bool]:
+def _nan_and_inf(values: list[Tensor]) -> tuple[bool, bool]:
     values = [
         one.float() if one.dtype.itemsize == 1 else one  # float8 has no norm of its own
         for one in values

@@ -13,22 +13,28 @@ from torch import Tensor, nn
 from flexinspect.debugging import DebugLevel
 from flexinspect.errors import UsageError
 from flexinspect_hooks import given
-from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log, sick
+from flexinspect_hooks.doors.base import (
+    DEFAULT_HISTORY,
+    BaseDebugger,
+    OnAnomaly,
+    find_nonfinite,
+    log,
+)
 from flexinspect_hooks.doors.components import (
     component_info,
-    is_sick,
+    has_nonfinite,
     memory_of,
-    problems_of,
     tensors_in,
+    weight_problems,
 )
 from flexinspect_hooks.doors.results import Anomaly, DiffusionStepInfo, PipelineAnalysis
 from flexinspect_hooks.doors.tensors import tensor_info
 from flexinspect_hooks.training.gradstats import tensor_norms
 
-JUMP = 5.0
+MAX_SPREAD_GROWTH = 5.0
 """From ADVANCED on: latents whose spread is this many times that of the step before are wrong."""
 
-ROLES: Mapping[str, tuple[str, ...]] = {
+COMPONENT_PREFIXES: Mapping[str, tuple[str, ...]] = {
     "denoiser": ("unet", "transformer", "denoiser", "prior"),
     "text encoder": ("text_encoder",),
     "vae": ("vae", "vqvae", "movq", "decoder"),
@@ -36,7 +42,7 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 """Role → how the names of its parts begin in the pipelines of diffusers."""
 
 
-class DiffusionModelDebugger(Debugger):
+class DiffusionModelDebugger(BaseDebugger):
     """Looks at a pipeline's parts, and at the latents of each denoising step.
 
     `jump` is how many times the spread of the latents may grow in one step (from ADVANCED on).
@@ -48,18 +54,18 @@ class DiffusionModelDebugger(Debugger):
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = HISTORY,
-        jump: float = JUMP,
+        history: int = DEFAULT_HISTORY,
+        jump: float = MAX_SPREAD_GROWTH,
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
-        self._jump = given.limit(jump, "jump")
+        self._max_growth = given.check_limit(jump, "jump")
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     def _reset(self) -> None:
-        self._before: Tensor | None = None
-        self._latest: tuple[int, float | None] | None = None
-        self._made_by: str | None = None
+        self._previous_latents: Tensor | None = None
+        self._previous_step: tuple[int, float | None] | None = None
+        self._nonfinite_source: str | None = None
         super()._reset()
 
     def analyze_diffusion_pipeline(self, pipeline: Any) -> PipelineAnalysis:
@@ -69,8 +75,10 @@ class DiffusionModelDebugger(Debugger):
         """
         modules = components_of(pipeline)
         infos = {name: component_info(module, name) for name, module in modules.items()}
-        problems = tuple(problems_of(infos.values()))
-        self._keep([], [self._anomaly("model", "pipeline", problem) for problem in problems])
+        problems = tuple(weight_problems(infos.values()))
+        self._record_analysis(
+            [], [self._make_anomaly("model", "pipeline", problem) for problem in problems]
+        )
         return PipelineAnalysis(
             total_parameters=sum(info.parameters for info in infos.values()),
             trainable_parameters=sum(info.trainable for info in infos.values()),
@@ -87,30 +95,33 @@ class DiffusionModelDebugger(Debugger):
 
         Raises `UsageError` for latents that are no tensor, and what is no step's number.
         """
-        given.tensor(latents, "monitor_diffusion_step")
-        step = given.count(step, "step", 0)
-        before, spread = self._latest or (-1, None)  # at once: a clearing may come in between
+        given.check_tensor(latents, "monitor_diffusion_step")
+        step = given.check_count(step, "step", 0)
+        before, spread = self._previous_step or (
+            -1,
+            None,
+        )  # at once: a clearing may come in between
         if step <= before or step == 0:
-            self._before = spread = None
+            self._previous_latents = spread = None
         info = tensor_info(latents, f"latents of step {step}", self.level)
         is_advanced = self.level.includes(DebugLevel.ADVANCED)
-        made_by, self._made_by = self._made_by, None
+        made_by, self._nonfinite_source = self._nonfinite_source, None
         by = f" First made by {made_by}." if made_by else ""
         anomalies = [
-            self._anomaly(kind, "latents", said + by, step=step, tensor=info)
-            for kind, said in sick(info)
+            self._make_anomaly(kind, "latents", said + by, step=step, tensor=info)
+            for kind, said in find_nonfinite(info)
         ]
-        anomalies += self._jumps(step, spread, info.std)
+        anomalies += self._check_spread(step, spread, info.std)
         found = DiffusionStepInfo(
             step=step,
             latents=info,
-            change=self._change(latents) if is_advanced else None,
+            change=self._relative_change(latents) if is_advanced else None,
             anomalies=tuple(anomalies),
-            memory=_memory(pipeline) if is_advanced else None,
+            memory=_pipeline_memory(pipeline) if is_advanced else None,
             made_by=made_by,
         )
-        self._latest = (step, info.std)
-        self._keep([found], anomalies)
+        self._previous_step = (step, info.std)
+        self._record_analysis([found], anomalies)
         if self.level is DebugLevel.EXTREME:
             log.info("Denoising step %d: %s", step, info)
         return found
@@ -123,7 +134,7 @@ class DiffusionModelDebugger(Debugger):
         other methods (such as `vae.decode`).
         """
         handles = [
-            module.register_forward_hook(partial(self._came_out, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._on_component_output, name), with_kwargs=True)
             for name, module in components_of(pipeline).items()
         ]
         try:
@@ -132,26 +143,26 @@ class DiffusionModelDebugger(Debugger):
             for handle in handles:
                 handle.remove()
 
-    def _came_out(
+    def _on_component_output(
         self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if self._made_by is not None or not is_sick(tensors_in(output)):
+        if self._nonfinite_source is not None or not has_nonfinite(tensors_in(output)):
             return
-        was_fed = is_sick(tensors_in([args, kwargs]))
-        self._made_by = f"{name} (from inputs that were not finite)" if was_fed else name
+        was_fed = has_nonfinite(tensors_in([args, kwargs]))
+        self._nonfinite_source = f"{name} (from inputs that were not finite)" if was_fed else name
 
-    def _jumps(self, step: int, before: float | None, spread: float | None) -> list[Anomaly]:
-        if spread is None or not before or not spread > self._jump * before:
+    def _check_spread(self, step: int, before: float | None, spread: float | None) -> list[Anomaly]:
+        if spread is None or not before or not spread > self._max_growth * before:
             return []
         said = (
             f"The latents of step {step} spread {spread / before:.1f} times as far as those "
             f"of the step before ({before:.4g}, now {spread:.4g})."
         )
-        return [self._anomaly("jump", "latents", said, step=step)]
+        return [self._make_anomaly("jump", "latents", said, step=step)]
 
     @torch.no_grad()
-    def _change(self, latents: Tensor) -> float | None:
-        before, self._before = self._before, latents.detach().clone()
+    def _relative_change(self, latents: Tensor) -> float | None:
+        before, self._previous_latents = self._previous_latents, latents.detach().clone()
         if before is None or before.shape != latents.shape or before.device != latents.device:
             return None
         moved, size = tensor_norms([latents.detach() - before, before])
@@ -181,11 +192,11 @@ def roles_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
     """Return which parts are denoiser, text encoder and VAE, by the names that pipelines use."""
     return {
         role: tuple(name for name in modules if name.startswith(starts))
-        for role, starts in ROLES.items()
+        for role, starts in COMPONENT_PREFIXES.items()
     }
 
 
-def _memory(pipeline: Any) -> dict[str, int]:
+def _pipeline_memory(pipeline: Any) -> dict[str, int]:
     sizes = [memory_of(module) for module in components_of(pipeline).values()]
     around = ("process", "system_used", "cuda_allocated", "cuda_reserved")
     return {

@@ -10,15 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel
-from flexinspect.trainingfacts import EXPLOSION, VANISHING, GradientFacts
+from flexinspect.trainingfacts import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
 from flexinspect_hooks import given
-from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log, sick
+from flexinspect_hooks.doors.base import (
+    DEFAULT_HISTORY,
+    BaseDebugger,
+    OnAnomaly,
+    find_nonfinite,
+    log,
+)
 from flexinspect_hooks.doors.components import (
     component_infos,
     memory_of,
     output_problems,
-    problems_of,
     tensors_in,
+    weight_problems,
 )
 from flexinspect_hooks.doors.results import Anomaly, GradientAnalysis, ModelReport, TensorInfo
 from flexinspect_hooks.doors.tensors import (
@@ -31,7 +37,7 @@ from flexinspect_hooks.training import gradstats
 from flexinspect_hooks.training.parameters import trainable
 
 
-class PyTorchDebugger(Debugger):
+class PyTorchDebugger(BaseDebugger):
     """Looks at tensors and models when asked, counts what is wrong, and keeps a bounded history.
 
     `explosion` and `vanishing` are the norms of one parameter's gradient beyond which it is an
@@ -42,14 +48,14 @@ class PyTorchDebugger(Debugger):
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = HISTORY,
-        explosion: float = EXPLOSION,
-        vanishing: float = VANISHING,
+        history: int = DEFAULT_HISTORY,
+        explosion: float = EXPLODING_NORM,
+        vanishing: float = VANISHING_NORM,
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
     ) -> None:
-        self._explosion = given.limit(explosion, "explosion")
-        self._vanishing = given.limit(vanishing, "vanishing")
+        self._explosion = given.check_limit(explosion, "explosion")
+        self._vanishing = given.check_limit(vanishing, "vanishing")
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     # -- tensors ---------------------------------------------------------------------------------
@@ -66,48 +72,62 @@ class PyTorchDebugger(Debugger):
 
         `shape` (None stands for any size) and `dtype` are what the tensor is meant to have.
         """
-        info = tensor_info(given.tensor(tensor, "analyze_tensor"), name, self.level)
-        anomalies = [*self._sick(info), *self._unlike(info, tensor, shape, dtype)]
-        self._keep([info], anomalies)
+        info = tensor_info(given.check_tensor(tensor, "analyze_tensor"), name, self.level)
+        anomalies = [
+            *self._nonfinite_anomalies(info),
+            *self._check_shape_and_dtype(info, tensor, shape, dtype),
+        ]
+        self._record_analysis([info], anomalies)
         return info
 
     def analyze_model_parameters(self, model: nn.Module) -> dict[str, TensorInfo]:
         """Return what this level measures of each parameter, by name."""
-        given.module(model, "analyze_model_parameters")
+        given.check_module(model, "analyze_model_parameters")
         infos = tensor_infos(dict(model.named_parameters()), self.level)
-        self._keep(self._kept(infos), [bad for info in infos.values() for bad in self._sick(info)])
+        self._record_analysis(
+            self._history_entries(infos),
+            [bad for info in infos.values() for bad in self._nonfinite_anomalies(info)],
+        )
         return infos
 
     def analyze_gradients(self, model: nn.Module) -> GradientAnalysis:
         """Return each parameter's gradient by name; those that have none are left out."""
         level, limits = self.level, (self._explosion, self._vanishing)
-        given.module(model, "analyze_gradients")
+        given.check_module(model, "analyze_gradients")
         facts = gradients_of(trainable(model), level)
         found = gradient_analysis(model, facts, level, *limits)
         anomalies = [
-            self._anomaly(kind, one.name, said, tensor=found[one.name].tensor)
-            for one in facts.odd(*limits)
-            for kind, said in gradient_troubles(one, *limits)
+            self._make_anomaly(kind, one.name, said, tensor=found[one.name].tensor)
+            for one in facts.outliers(*limits)
+            for kind, said in gradient_problems(one, *limits)
         ]
-        self._keep(self._kept(found), anomalies)
+        self._record_analysis(self._history_entries(found), anomalies)
         return found
 
-    def check_gradient_explosion(self, model: nn.Module, threshold: float = EXPLOSION) -> list[str]:
+    def check_gradient_explosion(
+        self, model: nn.Module, threshold: float = EXPLODING_NORM
+    ) -> list[str]:
         """Return the parameters whose gradient norm is above the threshold.
 
         A gradient with Inf or NaN is not among them: `analyze_gradients` names those.
         """
-        given.module(model, "check_gradient_explosion")
-        given.limit(threshold, "threshold")
+        given.check_module(model, "check_gradient_explosion")
+        given.check_limit(threshold, "threshold")
         facts = gradstats.model_gradients(model, with_max=False)
-        return self._checked("explosion", gradstats.exploding(facts, threshold), threshold)
+        return self._record_threshold_check(
+            "explosion", gradstats.exploding(facts, threshold), threshold
+        )
 
-    def check_gradient_vanishing(self, model: nn.Module, threshold: float = VANISHING) -> list[str]:
+    def check_gradient_vanishing(
+        self, model: nn.Module, threshold: float = VANISHING_NORM
+    ) -> list[str]:
         """Return the parameters whose gradient norm is below the threshold, 0 too."""
-        given.module(model, "check_gradient_vanishing")
-        given.limit(threshold, "threshold")
+        given.check_module(model, "check_gradient_vanishing")
+        given.check_limit(threshold, "threshold")
         facts = gradstats.model_gradients(model, with_max=False)
-        return self._checked("vanishing", gradstats.vanishing(facts, threshold), threshold)
+        return self._record_threshold_check(
+            "vanishing", gradstats.vanishing(facts, threshold), threshold
+        )
 
     # -- models ----------------------------------------------------------------------------------
 
@@ -117,63 +137,68 @@ class PyTorchDebugger(Debugger):
         `process` is resident, `system_used` that of all processes, `cuda_allocated` and
         `cuda_reserved` are 0 without CUDA.
         """
-        return memory_of(given.module(model, "profile_memory_usage"))
+        return memory_of(given.check_module(model, "profile_memory_usage"))
 
     def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
         """Look at a model's weights and parts and, with inputs, run it once and look at its output.
 
         The run is without gradients and in the mode that the model is in.
         """
-        parts = component_infos(given.module(model, "validate_model"))
+        parts = component_infos(given.check_module(model, "validate_model"))
         output: tuple[TensorInfo, ...] = ()
         if inputs or named_inputs:
             with torch.no_grad():
                 tensors = tensors_in(model(*inputs, **named_inputs))
                 named = {f"output {number}": one for number, one in enumerate(tensors)}
             output = tuple(tensor_infos(named, self.level).values())
-        problems = (*problems_of(parts.values()), *output_problems(output))
-        self._keep([], [self._anomaly("model", "model", problem) for problem in problems])
+        problems = (*weight_problems(parts.values()), *output_problems(output))
+        self._record_analysis(
+            [], [self._make_anomaly("model", "model", problem) for problem in problems]
+        )
         return ModelReport(not problems, problems, parts, memory_of(model), output)
 
     # -- what is wrong ---------------------------------------------------------------------------
 
-    def _sick(self, info: TensorInfo) -> list[Anomaly]:
+    def _nonfinite_anomalies(self, info: TensorInfo) -> list[Anomaly]:
         return [
-            self._anomaly(kind, info.name, sentence, tensor=info) for kind, sentence in sick(info)
+            self._make_anomaly(kind, info.name, sentence, tensor=info)
+            for kind, sentence in find_nonfinite(info)
         ]
 
-    def _unlike(
+    def _check_shape_and_dtype(
         self,
         info: TensorInfo,
         tensor: Tensor,
         shape: Sequence[int | None] | None,
         dtype: torch.dtype | None,
     ) -> Iterator[Anomaly]:
-        if shape is not None and not _fits(info.shape, shape):
+        if shape is not None and not _shape_matches(info.shape, shape):
             said = f"{info.name} has shape {info.shape}, and {tuple(shape)} is meant."
-            yield self._anomaly("shape", info.name, said, tensor=info)
+            yield self._make_anomaly("shape", info.name, said, tensor=info)
         if dtype is not None and tensor.dtype != dtype:
             meant = str(dtype).removeprefix("torch.")
             said = f"{info.name} is {info.dtype}, and {meant} is meant."
-            yield self._anomaly("dtype", info.name, said, tensor=info)
+            yield self._make_anomaly("dtype", info.name, said, tensor=info)
 
-    def _checked(self, kind: str, names: list[str], threshold: float) -> list[str]:
+    def _record_threshold_check(self, kind: str, names: list[str], threshold: float) -> list[str]:
         beyond = "above" if kind == "explosion" else "below"
         said = f"Gradient {kind} in {{}}: its norm is {beyond} {threshold:g}."
-        self._keep([], [self._anomaly(kind, name, said.format(name)) for name in names])
+        self._record_analysis(
+            [], [self._make_anomaly(kind, name, said.format(name)) for name in names]
+        )
         return names
 
-    def _kept(self, infos: Any) -> list[Any]:
+    def _history_entries(self, infos: Any) -> list[Any]:
         """Return what of an analysis of many tensors the history keeps: at EXTREME each."""
         return list(infos.values()) if self.level is DebugLevel.EXTREME else []
 
 
-def gradient_troubles(
-    facts: GradientFacts, explosion: float, vanishing: float
+def gradient_problems(
+    facts: ParameterGradient, explosion: float, vanishing: float
 ) -> Iterator[tuple[str, str]]:
     """Return (kind, sentence) for what is wrong with a gradient; only a matrix vanishes."""
     name, norm = facts.name, facts.norm
-    if facts.is_sick:
+    if facts.has_nonfinite:
         value = "nan" if facts.n_nan else "inf"
         yield value, f"NaN/Inf gradient detected in {name}: {value}"
     if facts.explodes(explosion):
@@ -182,9 +207,9 @@ def gradient_troubles(
         yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."
 
 
-def _fits(shape: Sequence[int], meant: Sequence[int | None]) -> bool:
-    return len(shape) == len(meant) and all(
-        want is None or have == want for have, want in zip(shape, meant, strict=True)
+def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    return len(shape) == len(expected) and all(
+        want is None or have == want for have, want in zip(shape, expected, strict=True)
     )
 
 

@@ -13,13 +13,13 @@ from flexinspect_hooks import given
 LOGGER = "flexinspect.debugging"
 """The logger of all debuggers; figures are DEBUG, anomalies WARNING, errors ERROR."""
 FORMAT = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
-SIGNS = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "❌", "CRITICAL": "❌"}
+LEVEL_EMOJI = {"DEBUG": "🔍", "INFO": "✅", "WARNING": "⚠️", "ERROR": "❌", "CRITICAL": "❌"}
 
 
-class _WithSigns(logging.Formatter):
+class _EmojiFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Put the level's sign before the line."""
-        return f"{SIGNS.get(record.levelname, '·')} {super().format(record)}"
+        return f"{LEVEL_EMOJI.get(record.levelname, '·')} {super().format(record)}"
 
 
 class DebugLog:
@@ -67,7 +67,7 @@ def debug_logging(
     Raises `UsageError` for a file that cannot be written, and for a level that is no number of
     `logging`.
     """
-    given.count(level, "level", 0)
+    given.check_count(level, "level", 0)
     handler: logging.Handler
     try:
         handler = (
@@ -79,5 +79,5 @@ def debug_logging(
         )
     except OSError as error:
         raise UsageError(f"The log {file} cannot be written: {error.strerror}.") from error
-    handler.setFormatter((_WithSigns if signs else logging.Formatter)(FORMAT))
+    handler.setFormatter((_EmojiFormatter if signs else logging.Formatter)(FORMAT))
     return DebugLog(handler, level)

@@ -12,19 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flexinspect.debugging import DebugLevel, DebugSwitches, Facts
+from flexinspect.debugging import DebugLevel, DebugSwitches, DictDataclass
 from flexinspect.errors import UsageError
 from flexinspect_hooks import given
-from flexinspect_hooks.doors.profiling import FOLDER, ProfileSummary, profile_model_performance
-from flexinspect_hooks.doors.saying import samples_in
+from flexinspect_hooks.doors.profiling import (
+    PROFILE_FOLDER,
+    ProfileSummary,
+    profile_model_performance,
+)
+from flexinspect_hooks.doors.saying import batch_size
 from flexinspect_hooks.doors.splits import DatasetSplits, make_splits
 from flexinspect_hooks.doors.steps import TrainingDebugger
-from flexinspect_hooks.doors.switches import SwitchBoard, When
-from flexinspect_hooks.training.optimizers import rates_of
+from flexinspect_hooks.doors.switches import StepCondition, SwitchBoard
+from flexinspect_hooks.training.optimizers import learning_rates
 
 
 @dataclass(frozen=True, eq=False)
-class EvaluationInfo(Facts):
+class EvaluationInfo(DictDataclass):
     """A validation; `accuracy` is None where the outputs are not classes."""
 
     batches: int
@@ -34,7 +38,7 @@ class EvaluationInfo(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class EpochInfo(Facts):
+class EpochInfo(DictDataclass):
     """An epoch: its mean loss over samples, the steps with an anomaly, and what validation said."""
 
     batches: int
@@ -87,32 +91,32 @@ class TrainingLoop:
         tokenizer: Callable[..., Mapping[str, Any]] | None = None,
         level: DebugLevel | str = DebugLevel.BASIC,
         switches: SwitchBoard | DebugSwitches | None = None,
-        profile_folder: str | Path = FOLDER,
+        profile_folder: str | Path = PROFILE_FOLDER,
     ) -> None:
         if scheduler_each not in ("epoch", "batch"):
             raise UsageError(f'scheduler_each is "epoch" or "batch", not {scheduler_each!r}.')
-        given.module(model, "TrainingLoop")
-        given.optimizer(optimizer, "TrainingLoop")
+        given.check_module(model, "TrainingLoop")
+        given.check_optimizer(optimizer, "TrainingLoop")
         board = SwitchBoard(switches) if isinstance(switches, DebugSwitches) else switches
         self.debugger = TrainingDebugger(level, switches=board, profile_folder=profile_folder)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
-        self._scheduler, self._each = scheduler, scheduler_each
+        self._scheduler, self._scheduler_each = scheduler, scheduler_each
         self._scaler, self._autocast = scaler, autocast
         first = next(model.parameters(), None)
-        self._device = _device(device or (first.device if first is not None else "cpu"))
+        self._device = _parse_device(device or (first.device if first is not None else "cpu"))
         self._tokenizer = tokenizer
-        self._says = self.debugger.says
+        self._switch_log = self.debugger.switch_log
         self._step = 0
         self._setup_debugging_tools()
 
     def _setup_debugging_tools(self) -> None:
         """Say what the switches ask for at the start: anomaly mode, devices, memory."""
-        self._says.setup(self.model)
+        self._switch_log.log_setup(self.model)
 
     # -- the switches ----------------------------------------------------------------------------
 
     def enable_debugging(
-        self, names: str | list[str] | None = None, *, when: When | None = None
+        self, names: str | list[str] | None = None, *, when: StepCondition | None = None
     ) -> None:
         """Turn switches on, short names or full; without names all. See `SwitchBoard`."""
         self.debugger.enable_debugging(names, when=when)
@@ -137,26 +141,28 @@ class TrainingLoop:
 
         Raises `UsageError` for what has no batches, and for what cannot be asked.
         """
-        given.batches(train_loader, "train_epoch")
+        given.check_batches(train_loader, "train_epoch")
         if early_stopping is not None:
             step = getattr(early_stopping, "step", None)
-            given.function(step, "early_stopping.step", "the newest loss")
+            given.check_function(step, "early_stopping.step", "the newest loss")
         self.model.train()
         before = self.debugger.get_training_summary().anomaly_steps
         batches = samples = 0
         loss = 0.0
         try:
-            for batch, waited_ms in _timed(train_loader):
-                self._says.loading(self._step, batch, waited_ms)
-                n_samples = samples_in(batch)
-                loss += self._train(batch) * n_samples
+            for batch, waited_ms in _timed_batches(train_loader):
+                self._switch_log.log_data_loading(self._step, batch, waited_ms)
+                n_samples = batch_size(batch)
+                loss += self._train_batch(batch) * n_samples
                 batches, samples = batches + 1, samples + n_samples
         finally:
             self.debugger.close()
-        self._schedule("epoch", max(self._step - 1, 0))
+        self._scheduler_step("epoch", max(self._step - 1, 0))
         validation = None if val_loader is None else self.evaluate_model(val_loader)
         mean = loss / samples if samples else float("nan")
-        stops = self._ask(early_stopping, mean if validation is None else validation.loss)
+        stops = self._check_early_stopping(
+            early_stopping, mean if validation is None else validation.loss
+        )
         bad = self.debugger.get_training_summary().anomaly_steps - before
         return EpochInfo(batches, samples, mean, bad, validation, stops)
 
@@ -168,20 +174,20 @@ class TrainingLoop:
         batches = samples = right = judged = 0
         loss = 0.0
         try:
-            for batch in given.batches(dataloader, "evaluate_model"):
-                moved = self._moved(batch)
+            for batch in given.check_batches(dataloader, "evaluate_model"):
+                moved = self._to_device(batch)
                 value, output = self._forward(moved)
-                n_samples = samples_in(moved)
+                n_samples = batch_size(moved)
                 loss += float(value) * n_samples
                 batches, samples = batches + 1, samples + n_samples
-                n_right, n_judged = _right(output, labels_in(moved))
+                n_right, n_judged = _count_correct(output, labels_in(moved))
                 right, judged = right + n_right, judged + n_judged
         finally:
             for module, was_training in modes:
                 module.training = was_training
         mean = loss / samples if samples else float("nan")
         info = EvaluationInfo(batches, samples, mean, right / judged if judged else None)
-        self._says.validation(info, self.model)
+        self._switch_log.log_validation(info, self.model)
         return info
 
     def create_training_dataset(
@@ -201,7 +207,7 @@ class TrainingLoop:
             raise UsageError("create_training_dataset needs TrainingLoop(..., tokenizer=...).")
         splits = make_splits(self._tokenizer, texts, labels, name, ratios=ratios, seed=seed)
         about = {"classes": len(set(labels)), "tokens": splits.length}
-        self._says.dataset(name, splits.sizes(), about)
+        self._switch_log.log_dataset(name, splits.sizes(), about)
         return splits
 
     def profile_model_performance(
@@ -209,7 +215,7 @@ class TrainingLoop:
         dataloader: Iterable[Any],
         num_batches: int = 10,
         *,
-        folder: str | Path | None = FOLDER,
+        folder: str | Path | None = PROFILE_FOLDER,
         **options: Any,
     ) -> ProfileSummary:
         """Profile forward and backward over some batches; the weights are not changed.
@@ -218,7 +224,7 @@ class TrainingLoop:
         """
 
         def step(batch: Any) -> None:
-            loss, _ = self._forward(self._moved(batch))
+            loss, _ = self._forward(self._to_device(batch))
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.zero_grad()
 
@@ -228,11 +234,11 @@ class TrainingLoop:
 
     # -- a batch ---------------------------------------------------------------------------------
 
-    def _train(self, batch: Any) -> float:
-        moved = self._moved(batch)
+    def _train_batch(self, batch: Any) -> float:
+        moved = self._to_device(batch)
         self.optimizer.zero_grad()
         loss, output = self._forward(moved)
-        self._says.forward(self._step, moved, output, float(loss.detach()))
+        self._switch_log.log_forward(self._step, moved, output, float(loss.detach()))
         scaled = loss if self._scaler is None else self._scaler.scale(loss)
         scaled.backward()
         if self._scaler is not None:
@@ -245,34 +251,36 @@ class TrainingLoop:
             scaler=self._scaler,
             autocast=self._autocast,
         )
-        self._update()
-        self._schedule("batch", self._step)
+        self._optimizer_step()
+        self._scheduler_step("batch", self._step)
         self._step += 1
         return float(loss.detach())
 
-    def _update(self) -> None:
+    def _optimizer_step(self) -> None:
         if self._scaler is None:
             self.optimizer.step()
         else:
             self._scaler.step(self.optimizer)
             self._scaler.update()
 
-    def _schedule(self, each: str, step: int) -> None:
-        if self._scheduler is None or self._each != each:
+    def _scheduler_step(self, each: str, step: int) -> None:
+        if self._scheduler is None or self._scheduler_each != each:
             return
         before: list[float] = []
         board = self.debugger.switches
         if board.now.debug_lr_scheduling:
-            board.guarded("debug_lr_scheduling", lambda: before.extend(rates_of(self.optimizer)))
+            board.run_guarded(
+                "debug_lr_scheduling", lambda: before.extend(learning_rates(self.optimizer))
+            )
         self._scheduler.step()
-        self._says.learning_rate(step, self._scheduler, each, tuple(before))
+        self._switch_log.log_learning_rate(step, self._scheduler, each, tuple(before))
 
     def _forward(self, batch: Any) -> tuple[Tensor, Any]:
         dtype = self._autocast
         context = nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
         with context:
             if self.loss_fn is not None:
-                inputs, labels = _parted(batch)
+                inputs, labels = _split_batch(batch)
                 output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
                 return self.loss_fn(getattr(output, "logits", output), labels), output
             output = self.model(**batch) if isinstance(batch, Mapping) else self.model(batch)
@@ -281,37 +289,37 @@ class TrainingLoop:
             raise UsageError("The model returned no .loss; give TrainingLoop a loss_fn.")
         return loss, output
 
-    def _moved(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         if isinstance(batch, Tensor):
             return batch.to(self._device)
         if isinstance(batch, Mapping):
-            return {name: self._moved(one) for name, one in batch.items()}
+            return {name: self._to_device(one) for name, one in batch.items()}
         if isinstance(batch, (tuple, list)):
-            return tuple(self._moved(one) for one in batch)
+            return tuple(self._to_device(one) for one in batch)
         return batch
 
-    def _ask(self, early_stopping: Any, value: float) -> bool:
+    def _check_early_stopping(self, early_stopping: Any, value: float) -> bool:
         if early_stopping is None:
             return False
         stops = bool(early_stopping.step(value))
-        self._says.early_stopping(value, stops, early_stopping)
+        self._switch_log.log_early_stopping(value, stops, early_stopping)
         return stops
 
 
-def _device(named: torch.device | str) -> torch.device:
+def _parse_device(device: torch.device | str) -> torch.device:
     try:
-        return torch.device(named)
+        return torch.device(device)
     except RuntimeError:
-        raise UsageError(f"torch knows no device {named!r}.") from None
+        raise UsageError(f"torch knows no device {device!r}.") from None
 
 
 def labels_in(batch: Any) -> Tensor | None:
     """Return the labels of a batch, None where it has none."""
-    labels = _parted(batch)[1] if isinstance(batch, (Mapping, tuple, list)) else None
+    labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple, list)) else None
     return labels if isinstance(labels, Tensor) else None
 
 
-def _parted(batch: Any) -> tuple[Any, Any]:
+def _split_batch(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         return {name: one for name, one in batch.items() if name != "labels"}, batch.get("labels")
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -319,7 +327,7 @@ def _parted(batch: Any) -> tuple[Any, Any]:
     raise UsageError('A batch must be a dict with "labels" or a pair (inputs, labels).')
 
 
-def _right(output: Any, labels: Tensor | None) -> tuple[int, int]:
+def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
     """Return how many of the outputs' classes are right, of how many; 0 of 0 where not classes."""
     scores = getattr(output, "logits", output)
     if labels is None or labels.is_floating_point() or not isinstance(scores, Tensor):
@@ -329,7 +337,7 @@ def _right(output: Any, labels: Tensor | None) -> tuple[int, int]:
     return int((scores.argmax(-1) == labels).sum()), int(labels.numel())
 
 
-def _timed(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
     """Give each batch with the milliseconds that it was waited for."""
     batches = iter(loader)
     while True:

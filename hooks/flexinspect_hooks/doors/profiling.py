@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
-from flexinspect.debugging import Facts
+from flexinspect.debugging import DictDataclass
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect_hooks import given
 
-WAIT, WARMUP = 1, 1
+WAIT_BATCHES, WARMUP_BATCHES = 1, 1
 """Batches that are run before those that are profiled: one unprofiled, one to warm up."""
-FOLDER = "./logs/profiler"
+PROFILE_FOLDER = "./logs/profiler"
 N_OPERATORS = 15
 """Operators that a summary names, those with the most time of their own first."""
 
 
 @dataclass(frozen=True, eq=False)
-class OperatorCost(Facts):
+class OperatorCost(DictDataclass):
     """What one operator took over the profiled batches; times in ms, memory in bytes.
 
     `self_*` is without the operators it called; `share` is its part of all `self_*` time. `flops`
@@ -43,7 +43,7 @@ class OperatorCost(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class ProfileSummary(Facts):
+class ProfileSummary(DictDataclass):
     """What `profile_model_performance` found.
 
     `batches` were profiled. `batch_ms` is their wall time each (profiling included), `batch_memory`
@@ -69,7 +69,7 @@ def profile_model_performance(
     num_batches: int = 10,
     *,
     step: Callable[[Any], Any],
-    folder: str | Path | None = FOLDER,
+    folder: str | Path | None = PROFILE_FOLDER,
     record_shapes: bool = True,
     with_stack: bool = True,
     profile_memory: bool = True,
@@ -85,32 +85,34 @@ def profile_model_performance(
 
     Raises `UsageError` for a loader with too few batches or a folder that cannot be written.
     """
-    given.count(num_batches, "num_batches")
-    given.function(step, "step", "a batch")
-    given.batches(dataloader, "profile_model_performance")
-    before = _files(folder)
-    batches = _at_least(dataloader, WAIT + WARMUP + 1)
+    given.check_count(num_batches, "num_batches")
+    given.check_function(step, "step", "a batch")
+    given.check_batches(dataloader, "profile_model_performance")
+    before = _trace_files(folder)
+    batches = _require_batches(dataloader, WAIT_BATCHES + WARMUP_BATCHES + 1)
     timed: list[float] = []
     memory: list[int] = []
     with profile(
         activities=activities(),
-        schedule=schedule(wait=WAIT, warmup=WARMUP, active=num_batches, repeat=1),
-        on_trace_ready=exporter(folder),
+        schedule=schedule(wait=WAIT_BATCHES, warmup=WARMUP_BATCHES, active=num_batches, repeat=1),
+        on_trace_ready=trace_exporter(folder),
         record_shapes=record_shapes,
         with_stack=with_stack,
         profile_memory=profile_memory,
         with_flops=with_flops,
         acc_events=True,
     ) as profiler:
-        for number, batch in enumerate(islice(batches, WAIT + WARMUP + num_batches)):
-            started, held = time.perf_counter(), _held()
+        for number, batch in enumerate(
+            islice(batches, WAIT_BATCHES + WARMUP_BATCHES + num_batches)
+        ):
+            started, held = time.perf_counter(), _allocated_bytes()
             step(batch)
-            _finish()
-            if number >= WAIT + WARMUP:
+            _synchronize()
+            if number >= WAIT_BATCHES + WARMUP_BATCHES:
                 timed.append((time.perf_counter() - started) * 1e3)
-                memory += [_held() - held] if torch.cuda.is_available() else []
+                memory += [_allocated_bytes() - held] if torch.cuda.is_available() else []
             profiler.step()
-    return _summary(profiler, timed, memory, _files(folder) - before, tuple(scopes))
+    return _profile_summary(profiler, timed, memory, _trace_files(folder) - before, tuple(scopes))
 
 
 def activities() -> list[ProfilerActivity]:
@@ -119,7 +121,7 @@ def activities() -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU, *with_cuda]
 
 
-def exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
+def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
     """Return what writes a profile into `folder`, as TensorBoard's plug-in reads it.
 
     Raises `UsageError` for a folder that cannot be made.
@@ -136,11 +138,11 @@ def exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
     return handler
 
 
-def _files(folder: str | Path | None) -> set[str]:
+def _trace_files(folder: str | Path | None) -> set[str]:
     return set() if folder is None else {str(path) for path in Path(folder).glob("*.pt.trace.json")}
 
 
-def _at_least(batches: Iterable[Any], needed: int) -> Iterable[Any]:
+def _require_batches(batches: Iterable[Any], needed: int) -> Iterable[Any]:
     iterator = iter(batches)
     first = list(islice(iterator, needed))
     if len(first) < needed:
@@ -151,16 +153,16 @@ def _at_least(batches: Iterable[Any], needed: int) -> Iterable[Any]:
     return chain(first, iterator)
 
 
-def _finish() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _held() -> int:
+def _allocated_bytes() -> int:
     return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
 
 
-def _summary(
+def _profile_summary(
     profiler: Any, timed: list[float], memory: list[int], files: set[str], scopes: tuple[str, ...]
 ) -> ProfileSummary:
     costs = operator_costs(profiler)
@@ -179,24 +181,26 @@ def _summary(
         flops=sum(cost.flops for cost in costs),
         operators=(*costs[:N_OPERATORS], *named),
         files=tuple(sorted(files)),
-        advice=tuple(_advice(costs, sum(timed), cpu, cuda)),
+        advice=tuple(_profile_advice(costs, sum(timed), cpu, cuda)),
     )
 
 
 def operator_costs(profiler: Any) -> list[OperatorCost]:
     """Return what a profiler that has ended says of each operator, the dearest first."""
-    events = [event for event in profiler.key_averages() if not _is_frame(event.key)]
+    events = [event for event in profiler.key_averages() if not _is_profiler_event(event.key)]
     cpu = sum(event.self_cpu_time_total for event in events) / 1e3
     cuda = sum(event.self_device_time_total for event in events) / 1e3
-    return sorted((_cost(event, cpu, cuda) for event in events), key=lambda cost: -cost.share)
+    return sorted(
+        (_operator_cost(event, cpu, cuda) for event in events), key=lambda cost: -cost.share
+    )
 
 
-def _is_frame(name: str) -> bool:
+def _is_profiler_event(name: str) -> bool:
     """Say whether an event is the profiler's own, or a Python frame that `with_stack` records."""
     return "ProfilerStep" in name or name.startswith("<") or ".py(" in name
 
 
-def _cost(event: Any, cpu: float, cuda: float) -> OperatorCost:
+def _operator_cost(event: Any, cpu: float, cuda: float) -> OperatorCost:
     own, own_cuda = event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3
     whole, part = (cuda, own_cuda) if cuda else (cpu, own)
     return OperatorCost(
@@ -212,8 +216,8 @@ def _cost(event: Any, cpu: float, cuda: float) -> OperatorCost:
     )
 
 
-_COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
-_WAITS = (
+_COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
+_SYNC_OPERATORS = (
     "aten::item",
     "aten::_local_scalar_dense",
     "cudaStreamSynchronize",
@@ -221,15 +225,17 @@ _WAITS = (
 )
 
 
-def _advice(costs: list[OperatorCost], wall: float, cpu: float, cuda: float) -> Iterable[str]:
+def _profile_advice(
+    costs: list[OperatorCost], wall: float, cpu: float, cuda: float
+) -> Iterable[str]:
     """Say what stands out; a sentence each."""
     top = costs[0]
     if top.share >= 0.5:
         yield f"{top.name} takes {top.share:.0%} of the time: a change elsewhere gains little."
-    copies = sum(cost.share for cost in costs if cost.name in _COPIES)
+    copies = sum(cost.share for cost in costs if cost.name in _COPY_OPERATORS)
     if copies >= 0.15:
         yield f"Copies and conversions take {copies:.0%}: look for dtypes or layouts that differ."
-    waits = sum(cost.calls for cost in costs if cost.name in _WAITS)
+    waits = sum(cost.calls for cost in costs if cost.name in _SYNC_OPERATORS)
     if cuda and waits > 20:
         yield f"The host waited for the device {waits} times: look for .item() in the loop."
     if cuda and cuda < 0.5 * wall:

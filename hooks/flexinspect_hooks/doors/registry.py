@@ -9,62 +9,62 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from flexinspect_hooks.control.parts import Counts, provide, withdraw
-from flexinspect_hooks.control.parts import Debugger as Kind
+from flexinspect_hooks.control.parts import AnomalyCounts, register_counter, unregister_counter
+from flexinspect_hooks.control.parts import DebuggerKind as Kind
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.doors.base import Debugger
+    from flexinspect_hooks.doors.base import BaseDebugger
 
-_living: dict[Kind, list[weakref.ref[Any]]] = {}
+_debuggers: dict[Kind, list[weakref.ref[Any]]] = {}
 
 
-class NewestOf:
+class NewestDebugger:
     """What the control server asks of a kind of debugger."""
 
     def __init__(self, kind: Kind) -> None:
         self._kind = kind
 
-    def counts(self) -> Counts:
+    def counts(self) -> AnomalyCounts:
         """Return the counts of the newest living debugger, zeros without one."""
-        debugger = newest(self._kind)
-        return Counts() if debugger is None else debugger.counts()
+        debugger = newest_debugger(self._kind)
+        return AnomalyCounts() if debugger is None else debugger.counts()
 
     def clear(self) -> None:
         """Clear every living debugger of the kind."""
-        for debugger in _alive(self._kind):
+        for debugger in _live_debuggers(self._kind):
             debugger.clear_debug_history()
 
     def set_level(self, level: str) -> None:
         """Set the level of every living debugger of the kind. Raises `UsageError`: unknown."""
-        for debugger in _alive(self._kind):
+        for debugger in _live_debuggers(self._kind):
             debugger.level = level
 
 
-_asked: dict[Kind, NewestOf] = {
-    "training": NewestOf("training"),
-    "diffusion": NewestOf("diffusion"),
-    "general": NewestOf("general"),
+_newest_by_kind: dict[Kind, NewestDebugger] = {
+    "training": NewestDebugger("training"),
+    "diffusion": NewestDebugger("diffusion"),
+    "general": NewestDebugger("general"),
 }
 
 
-def register(debugger: Debugger) -> None:
+def register_debugger(debugger: BaseDebugger) -> None:
     """Let a debugger answer for its kind, until a newer one does or it is gone."""
     kind = debugger.kind
-    _living[kind] = [weakref.ref(each) for each in (*_alive(kind), debugger)]
-    weakref.finalize(debugger, _gone, kind)
-    provide(kind, _asked[kind])
+    _debuggers[kind] = [weakref.ref(each) for each in (*_live_debuggers(kind), debugger)]
+    weakref.finalize(debugger, _on_collected, kind)
+    register_counter(kind, _newest_by_kind[kind])
 
 
-def newest(kind: Kind) -> Debugger | None:
+def newest_debugger(kind: Kind) -> BaseDebugger | None:
     """Return the newest living debugger of a kind."""
-    found = _alive(kind)
+    found = _live_debuggers(kind)
     return found[-1] if found else None
 
 
-def _alive(kind: Kind) -> list[Debugger]:
-    return [debugger for each in _living.get(kind, []) if (debugger := each()) is not None]
+def _live_debuggers(kind: Kind) -> list[BaseDebugger]:
+    return [debugger for each in _debuggers.get(kind, []) if (debugger := each()) is not None]
 
 
-def _gone(kind: Kind) -> None:
-    if not _alive(kind):
-        withdraw(kind, _asked[kind])
+def _on_collected(kind: Kind) -> None:
+    if not _live_debuggers(kind):
+        unregister_counter(kind, _newest_by_kind[kind])

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexinspect.debugging import Facts
+from flexinspect.debugging import DictDataclass
 
 
 @dataclass(frozen=True, eq=False)
-class TensorInfo(Facts):
+class TensorInfo(DictDataclass):
     """One tensor. `std`, `min` and `max` are measured from ADVANCED on, over finite values.
 
-    `mean_value` is of the finite values (NaN without any). `norm` is the Euclidean one. `first_bad`
+    `mean_value` is of the finite values (NaN without any). `norm` is the Euclidean one. `find_first_bad`
     is the index of the first value that is NaN or Inf (EXTREME).
     """
 
@@ -38,7 +38,7 @@ class TensorInfo(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class GradientInfo(Facts):
+class GradientInfo(DictDataclass):
     """The gradient of one parameter; `largest` (absolute) from ADVANCED on, `tensor` at EXTREME."""
 
     name: str
@@ -71,7 +71,7 @@ class GradientAnalysis(dict[str, GradientInfo]):
 
 
 @dataclass(frozen=True, eq=False)
-class Anomaly(Facts):
+class Anomaly(DictDataclass):
     """One thing that is wrong: what, where, and what usually helps.
 
     `kind` is one of nan, inf, explosion, vanishing, loss, shape, dtype, model, jump, error.
@@ -88,7 +88,7 @@ class Anomaly(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class DebugSummary(Facts):
+class DebugSummary(DictDataclass):
     """What a debugger has met since it was made or cleared.
 
     `total_anomalies` and `analyses` count all, `debug_history_length` is what is still kept.
@@ -106,7 +106,7 @@ class DebugSummary(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class ComponentInfo(Facts):
+class ComponentInfo(DictDataclass):
     """One part of a model or of a pipeline."""
 
     name: str
@@ -121,7 +121,7 @@ class ComponentInfo(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class ModelReport(Facts):
+class ModelReport(DictDataclass):
     """Whether a model is fit to run: see `PyTorchDebugger.validate_model`."""
 
     is_valid: bool
@@ -132,7 +132,7 @@ class ModelReport(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class StepInfo(Facts):
+class StepInfo(DictDataclass):
     """One training step. `memory` is measured from ADVANCED on.
 
     `anomalies` are this step's; `params_*` name parameters. `memory` is as `profile_memory_usage`
@@ -162,7 +162,7 @@ class StepInfo(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class TrainingFigures(Facts):
+class TrainingFigures(DictDataclass):
     """How many monitored steps were wrong, and in what; all rates are of `total_steps`."""
 
     total_steps: int
@@ -177,7 +177,7 @@ class TrainingFigures(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class PipelineAnalysis(Facts):
+class PipelineAnalysis(DictDataclass):
     """What a diffusion pipeline consists of; `roles` maps denoiser, text encoder, VAE to names."""
 
     total_parameters: int
@@ -189,7 +189,7 @@ class PipelineAnalysis(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class DiffusionStepInfo(Facts):
+class DiffusionStepInfo(DictDataclass):
     """One denoising step. `change` is the norm of what moved over that of the latents before.
 
     `change` and `memory` are measured from ADVANCED on; `made_by` is the component whose output was
@@ -205,7 +205,7 @@ class DiffusionStepInfo(Facts):
 
 
 @dataclass(frozen=True, eq=False)
-class LogEntry(Facts):
+class LogEntry(DictDataclass):
     """One line of a training's log; `at` in seconds since the epoch."""
 
     at: float

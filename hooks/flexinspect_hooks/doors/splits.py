@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from flexinspect.errors import UsageError
 
 
-class TokenisedTexts(Dataset[dict[str, Tensor]]):
+class TokenizedDataset(Dataset[dict[str, Tensor]]):
     """Samples as dicts: what the tokenizer gave, and "labels"."""
 
     def __init__(self, columns: Mapping[str, Tensor]) -> None:
@@ -28,10 +28,10 @@ class TokenisedTexts(Dataset[dict[str, Tensor]]):
         """Return one sample."""
         return {name: column[index] for name, column in self._columns.items()}
 
-    def taken(self, chosen: Sequence[int]) -> TokenisedTexts:
+    def subset(self, indices: Sequence[int]) -> TokenizedDataset:
         """Return the samples of these numbers."""
-        where = torch.tensor(list(chosen), dtype=torch.long)
-        return TokenisedTexts({name: column[where] for name, column in self._columns.items()})
+        where = torch.tensor(list(indices), dtype=torch.long)
+        return TokenizedDataset({name: column[where] for name, column in self._columns.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class DatasetSplits:
     """The three parts of a dataset; `length` is the tokens of each padded sample."""
 
     name: str
-    train: TokenisedTexts
-    validation: TokenisedTexts
-    test: TokenisedTexts
+    train: TokenizedDataset
+    validation: TokenizedDataset
+    test: TokenizedDataset
     length: int
 
     def sizes(self) -> dict[str, int]:
@@ -72,14 +72,14 @@ def make_splits(
         raise UsageError(f"The split ratios of {name} must add up to 1, and are {ratios}.")
     coded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
     columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
-    whole = TokenisedTexts({**columns, "labels": torch.as_tensor(list(labels))})
+    whole = TokenizedDataset({**columns, "labels": torch.as_tensor(list(labels))})
     order = random.Random(seed).sample(range(len(texts)), len(texts))
     train, validation = (round(ratio * len(order)) for ratio in ratios[:2])
     length = max((column.shape[-1] for column in columns.values() if column.dim() == 2), default=0)
     return DatasetSplits(
         name,
-        whole.taken(order[:train]),
-        whole.taken(order[train : train + validation]),
-        whole.taken(order[train + validation :]),
+        whole.subset(order[:train]),
+        whole.subset(order[train : train + validation]),
+        whole.subset(order[train + validation :]),
         length,
     )

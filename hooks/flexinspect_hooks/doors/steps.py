@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from flexinspect.debugging import DebugLevel
 from flexinspect.errors import UsageError
 from flexinspect.trainingfacts import (
-    EXPLOSION,
-    LOSS_TOLD,
-    VANISHING,
-    GradientFacts,
-    SummaryCount,
+    EXPLODING_NORM,
+    LOSS_REPORTED,
+    VANISHING_NORM,
+    ParameterGradient,
     TrainingStepRecord,
-    is_warming,
+    TrainingSummaryCounter,
+    is_warming_up,
 )
 from flexinspect_hooks import given
-from flexinspect_hooks.control.parts import Counts
-from flexinspect_hooks.doors.base import HISTORY, Debugger, OnAnomaly, log
+from flexinspect_hooks.control.parts import AnomalyCounts
+from flexinspect_hooks.doors.base import DEFAULT_HISTORY, BaseDebugger, OnAnomaly, log
 from flexinspect_hooks.doors.components import memory_of
-from flexinspect_hooks.doors.general import gradient_troubles
-from flexinspect_hooks.doors.profiling import FOLDER
+from flexinspect_hooks.doors.general import gradient_problems
+from flexinspect_hooks.doors.profiling import PROFILE_FOLDER
 from flexinspect_hooks.doors.results import (
     Anomaly,
     DebugSummary,
@@ -39,24 +39,24 @@ from flexinspect_hooks.doors.results import (
     TrainingFigures,
 )
 from flexinspect_hooks.doors.saying import SwitchLog
-from flexinspect_hooks.doors.switches import SwitchBoard, When, checked_board, common_board
+from flexinspect_hooks.doors.switches import StepCondition, SwitchBoard, check_board, common_board
 from flexinspect_hooks.doors.tensors import gradient_infos, gradients_of, tensor_infos
 from flexinspect_hooks.doors.windows import ProfilerWindows
 from flexinspect_hooks.training.gradstats import Gradients
-from flexinspect_hooks.training.optimizers import rates_of
+from flexinspect_hooks.training.optimizers import learning_rates
 from flexinspect_hooks.training.parameters import ParameterList
 
 PROFILED_STEPS = 10
 """Steps in one window of the profiler switches."""
-TURNS = 16
+ROTATION_STEPS = 16
 """At EXTREME every weight is looked at once in so many steps, or in fewer where they are few."""
-AT_LEAST = 4
+MIN_WEIGHTS_PER_STEP = 4
 """Weights that are looked at in one step."""
 
 Metric = Callable[[nn.Module, float, int], float]
 
 
-class TrainingDebugger(Debugger):
+class TrainingDebugger(BaseDebugger):
     """Looks at each training step once its gradients are there, before the optimizer uses them.
 
     `switches` are its own board, or the one that all debuggers share. `explosion` and `vanishing`
@@ -72,39 +72,39 @@ class TrainingDebugger(Debugger):
         self,
         level: DebugLevel | str = DebugLevel.BASIC,
         *,
-        history: int = HISTORY,
-        explosion: float = EXPLOSION,
-        vanishing: float = VANISHING,
+        history: int = DEFAULT_HISTORY,
+        explosion: float = EXPLODING_NORM,
+        vanishing: float = VANISHING_NORM,
         alert_above: float = 0.1,
         on_anomaly: OnAnomaly | None = None,
         switches: SwitchBoard | None = None,
-        profile_folder: str | Path = FOLDER,
+        profile_folder: str | Path = PROFILE_FOLDER,
     ) -> None:
-        self.switches = checked_board(switches) or common_board()
-        self.says = SwitchLog(self.switches)
+        self.switches = check_board(switches) or common_board()
+        self.switch_log = SwitchLog(self.switches)
         self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
-        self._explosion = given.limit(explosion, "explosion")
-        self._vanishing = given.limit(vanishing, "vanishing")
+        self._explosion = given.check_limit(explosion, "explosion")
+        self._vanishing = given.check_limit(vanishing, "vanishing")
         self._metrics: dict[str, Metric] = {}
-        self._norms: deque[tuple[int, tuple[str, ...], array[float]]] = deque(
-            maxlen=given.count(history, "history")
+        self._norm_history: deque[tuple[int, tuple[str, ...], array[float]]] = deque(
+            maxlen=given.check_count(history, "history")
         )
-        self._names: tuple[str, ...] = ()
+        self._parameter_names: tuple[str, ...] = ()
         self._parameters = ParameterList()
-        self._rates: tuple[float, ...] = ()
-        self._low = 0.0  # below which a gradient vanishes in the step that is looked at
-        self._turn = 0
+        self._last_rates: tuple[float, ...] = ()
+        self._vanishing_limit = 0.0  # below which a gradient vanishes in the step that is looked at
+        self._next_weight = 0
         super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
 
     def _reset(self) -> None:
-        self._count = SummaryCount()
-        self._norms.clear()
+        self._summary_count = TrainingSummaryCounter()
+        self._norm_history.clear()
         super()._reset()
 
     # -- the switches ----------------------------------------------------------------------------
 
     def enable_debugging(
-        self, names: str | list[str] | None = None, *, when: When | None = None
+        self, names: str | list[str] | None = None, *, when: StepCondition | None = None
     ) -> None:
         """Turn switches on, short names or full; without names all. See `SwitchBoard`."""
         self.switches.enable_debugging(names, when=when)
@@ -141,49 +141,53 @@ class TrainingDebugger(Debugger):
         `UsageError` for what is no model, no optimizer, no step's number, and for a loss that is
         not a single number.
         """
-        value = given.number(loss, "The loss")
-        given.module(model, "monitor_training_step")
-        step = given.count(step, "step", 0)
+        value = given.check_number(loss, "The loss")
+        given.check_module(model, "monitor_training_step")
+        step = given.check_count(step, "step", 0)
         if optimizer is not None:
-            given.optimizer(optimizer, "monitor_training_step")
+            given.check_optimizer(optimizer, "monitor_training_step")
         try:
-            self._low = self._vanishing_now(optimizer)
-            info = self._monitor(model, value, step, has_scaler=_is_on(scaler))
-            self.says.around(step, model, scaler, autocast)
+            self._vanishing_limit = self._current_vanishing_limit(optimizer)
+            info = self._monitor(model, value, step, has_scaler=_is_scaler_enabled(scaler))
+            self.switch_log.log_environment(step, model, scaler, autocast)
         except Exception as error:
             kind = type(error).__name__
             log.warning("Step %d could not be looked at: %s: %s", step, kind, error)
             return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
         return info
 
-    def _vanishing_now(self, optimizer: Any) -> float:
+    def _current_vanishing_limit(self, optimizer: Any) -> float:
         """Return the norm below which a gradient vanishes in this step: 0 while a rate rises."""
         if optimizer is None:
             return self._vanishing
-        before, self._rates = self._rates, rates_of(optimizer)
-        return 0.0 if is_warming(before, self._rates) else self._vanishing
+        before, self._last_rates = self._last_rates, learning_rates(optimizer)
+        return 0.0 if is_warming_up(before, self._last_rates) else self._vanishing
 
     def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
-        self._windows.boundary(step)
-        gradients = gradients_of(self._parameters.of(model), self.level)
-        odd = gradients.odd(self._explosion, self._low)
+        self._windows.on_step(step)
+        gradients = gradients_of(self._parameters.trainable_of(model), self.level)
+        odd = gradients.outliers(self._explosion, self._vanishing_limit)
         # The scaler leaves such a step out; it finds its scale that way.
-        is_skipped = has_scaler and gradients.is_sick
-        record = self._record(value, len(gradients), odd, is_skipped=is_skipped)
+        is_skipped = has_scaler and gradients.has_nonfinite
+        record = self._step_record(value, len(gradients), odd, is_skipped=is_skipped)
         with self._lock:
-            self._count.add(record)
-        info = self._info(model, value, step, gradients, odd, is_skipped=is_skipped)
-        self._remember(step, gradients)
+            self._summary_count.add(record)
+        info = self._step_info(model, value, step, gradients, odd, is_skipped=is_skipped)
+        self._store_norms(step, gradients)
         tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
-        self._keep([info, *tensors], info.anomalies)
-        self.says.gradients(step, model, gradients, (self._explosion, self._low))
+        self._record_analysis([info, *tensors], info.anomalies)
+        self.switch_log.log_gradients(
+            step, model, gradients, (self._explosion, self._vanishing_limit)
+        )
         if self.level is DebugLevel.EXTREME:
             log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
         return info
 
     def add_metric(self, name: str, measure: Metric) -> None:
         """Measure something of your own each step: `measure(model, loss, step)` gives a number."""
-        self._metrics[name] = given.function(measure, f"The metric {name}", "(model, loss, step)")
+        self._metrics[name] = given.check_function(
+            measure, f"The metric {name}", "(model, loss, step)"
+        )
 
     def close(self) -> None:
         """End a profile that a switch began."""
@@ -193,15 +197,15 @@ class TrainingDebugger(Debugger):
 
     def get_training_summary(self) -> TrainingFigures:
         """Return how many steps were wrong, and in what, since the debugger was made or cleared."""
-        return TrainingFigures(**self._count.summary.as_dict())  # type: ignore[arg-type]
+        return TrainingFigures(**self._summary_count.summary.as_dict())  # type: ignore[arg-type]
 
-    def counts(self) -> Counts:
+    def counts(self) -> AnomalyCounts:
         """Return the counts that the control server gives out; may be called from any thread."""
         with self._lock:
-            summary = self._count.summary
+            summary = self._summary_count.summary
             return replace(
                 super().counts(),
-                total_anomalies=self._n_total(),
+                total_anomalies=self._total_anomalies(),
                 total_steps=summary.total_steps,
                 anomaly_steps=summary.anomaly_steps,
                 gradient_explosions=summary.gradient_explosions,
@@ -212,17 +216,17 @@ class TrainingDebugger(Debugger):
     def get_debug_summary(self) -> DebugSummary:
         """Return the counts; `total_anomalies` counts steps with any, and reported errors."""
         with self._lock:
-            return replace(super().get_debug_summary(), total_anomalies=self._n_total())
+            return replace(super().get_debug_summary(), total_anomalies=self._total_anomalies())
 
-    def _n_total(self) -> int:
-        return self._count.summary.anomaly_steps + self._kinds["error"]
+    def _total_anomalies(self) -> int:
+        return self._summary_count.summary.anomaly_steps + self._kinds["error"]
 
     def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
         """Return (step, norm) of all gradients together, or of one parameter's (from ADVANCED on).
 
         As many steps as the history holds, the oldest first.
         """
-        kept = tuple(self._norms)  # another thread may add to it or clear it
+        kept = tuple(self._norm_history)  # another thread may add to it or clear it
         if name is None:
             return [(step, norms[0]) for step, _, norms in kept]
         return [
@@ -263,18 +267,18 @@ class TrainingDebugger(Debugger):
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _info(
+    def _step_info(
         self,
         model: nn.Module,
         loss: float,
         step: int,
         gradients: Gradients,
-        odd: Sequence[GradientFacts],
+        odd: Sequence[ParameterGradient],
         *,
         is_skipped: bool,
     ) -> StepInfo:
-        anomalies = self._anomalies(loss, step, () if is_skipped else odd)
-        weights, grads = self._looked_at(model, is_full=bool(anomalies))
+        anomalies = self._find_anomalies(loss, step, () if is_skipped else odd)
+        weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
         return StepInfo(
             step=step,
             loss=loss,
@@ -289,22 +293,22 @@ class TrainingDebugger(Debugger):
             memory=memory_of(model) if self.level.includes(DebugLevel.ADVANCED) else None,
             parameters=weights,
             gradients=grads,
-            metrics=self._measured(model, loss, step),
+            metrics=self._run_metrics(model, loss, step),
         )
 
-    def _anomalies(
-        self, loss: float, step: int, gradients: Sequence[GradientFacts]
+    def _find_anomalies(
+        self, loss: float, step: int, gradients: Sequence[ParameterGradient]
     ) -> list[Anomaly]:
         found = []
         if not math.isfinite(loss):
             said = f"The loss is {loss} at step {step}."
-            found.append(self._anomaly("loss", "loss", said, step=step))
+            found.append(self._make_anomaly("loss", "loss", said, step=step))
         for one in gradients:
-            for kind, said in gradient_troubles(one, self._explosion, self._low):
-                found.append(self._anomaly(kind, one.name, said, step=step))
+            for kind, said in gradient_problems(one, self._explosion, self._vanishing_limit):
+                found.append(self._make_anomaly(kind, one.name, said, step=step))
         return found
 
-    def _looked_at(
+    def _inspect_tensors(
         self, model: nn.Module, *, is_full: bool
     ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
         """At EXTREME, return figures of weights and gradients: of some in turn, or of all."""
@@ -312,13 +316,15 @@ class TrainingDebugger(Debugger):
             return None, None
         named = dict(model.named_parameters())
         if not is_full:
-            count = max(AT_LEAST, math.ceil(len(named) / TURNS))
-            names = list(named)[self._turn : self._turn + count]
-            self._turn = self._turn + count if self._turn + count < len(named) else 0
+            count = max(MIN_WEIGHTS_PER_STEP, math.ceil(len(named) / ROTATION_STEPS))
+            names = list(named)[self._next_weight : self._next_weight + count]
+            self._next_weight = (
+                self._next_weight + count if self._next_weight + count < len(named) else 0
+            )
             named = {name: named[name] for name in names}
         return tensor_infos(named, self.level), gradient_infos(named, self.level)
 
-    def _measured(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
+    def _run_metrics(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
         found = {}
         for name, measure in list(self._metrics.items()):
             try:
@@ -329,32 +335,34 @@ class TrainingDebugger(Debugger):
                 log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
         return found
 
-    def _remember(self, step: int, gradients: Gradients) -> None:
+    def _store_norms(self, step: int, gradients: Gradients) -> None:
         norms = array("d", [gradients.total])
         names: tuple[str, ...] = ()
         if self.level.includes(DebugLevel.ADVANCED):
             norms.extend(gradients.norms)
-            names = tuple(one.name for one in gradients.of)
+            names = tuple(one.name for one in gradients.parameters)
             # One tuple for all steps that have the same parameters.
-            self._names = names = self._names if names == self._names else names
-        self._norms.append((step, names, norms))
+            self._parameter_names = names = (
+                self._parameter_names if names == self._parameter_names else names
+            )
+        self._norm_history.append((step, names, norms))
 
-    def _record(
-        self, loss: float, n_parameters: int, odd: Sequence[GradientFacts], *, is_skipped: bool
+    def _step_record(
+        self, loss: float, n_parameters: int, odd: Sequence[ParameterGradient], *, is_skipped: bool
     ) -> TrainingStepRecord:
         """Return a step as the engine counts it."""
         return TrainingStepRecord(
             loss=loss,
-            loss_source=LOSS_TOLD,
+            loss_source=LOSS_REPORTED,
             learning_rates=(),
             n_parameters=n_parameters,
             n_exploding=sum(one.explodes(self._explosion) for one in odd),
-            n_vanishing=sum(one.is_matrix and one.vanishes(self._low) for one in odd),
+            n_vanishing=sum(one.is_matrix and one.vanishes(self._vanishing_limit) for one in odd),
             n_dead=sum(one.is_dead for one in odd),
-            n_sick=sum(one.is_sick for one in odd),
+            n_sick=sum(one.has_nonfinite for one in odd),
             is_skipped=is_skipped,
         )
 
 
-def _is_on(scaler: Any) -> bool:
+def _is_scaler_enabled(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from flexinspect.config import load_config
-from flexinspect.debugging import SWITCHES, DebugSwitches, short_name, switch_named
+from flexinspect.debugging import SWITCHES, DebugSwitches, parse_switch, short_name
 from flexinspect.errors import UsageError
 
 _log = logging.getLogger("flexinspect.debugging")
 
-When = Callable[[int], bool]
+StepCondition = Callable[[int], bool]
 """Says of a step's number whether a switch is to act in it."""
 
 
@@ -29,13 +29,13 @@ class SwitchBoard:
 
     def __init__(self, switches: DebugSwitches | None = None) -> None:
         self.now = DebugSwitches()
-        self._when: dict[str, When] = {}
+        self._conditions: dict[str, StepCondition] = {}
         self._lock = threading.Lock()
-        weakref.finalize(self, _anomaly_mode.wanted_by, id(self), False)
-        self._turn(switches or DebugSwitches(), {})
+        weakref.finalize(self, _anomaly_mode.request, id(self), False)
+        self._set(switches or DebugSwitches(), {})
 
     def enable_debugging(
-        self, names: str | Iterable[str] | None = None, *, when: When | None = None
+        self, names: str | Iterable[str] | None = None, *, when: StepCondition | None = None
     ) -> None:
         """Turn on the switches named, short ("memory_usage") or in full; without names, all.
 
@@ -45,36 +45,36 @@ class SwitchBoard:
         chosen = _full_names(names)
         if when is not None and not callable(when):
             raise UsageError("when needs a function of the step's number.")
-        conditions = {name: held for name, held in self._when.items() if name not in chosen}
+        conditions = {name: held for name, held in self._conditions.items() if name not in chosen}
         if when is not None:
             conditions |= dict.fromkeys(chosen, when)
-        self._turn(self.now.turned(chosen, True), conditions)
+        self._set(self.now.with_switches(chosen, True), conditions)
 
     def disable_debugging(self, names: str | Iterable[str] | None = None) -> None:
         """Turn off the switches named; without names, all."""
         chosen = _full_names(names)
-        conditions = {name: held for name, held in self._when.items() if name not in chosen}
-        self._turn(self.now.turned(chosen, False), conditions)
+        conditions = {name: held for name, held in self._conditions.items() if name not in chosen}
+        self._set(self.now.with_switches(chosen, False), conditions)
 
     def get_debugging_status(self) -> dict[str, bool]:
         """Return each of the thirteen switches by its full name."""
         return self.now.status()
 
-    def acts(self, switch: str, step: int) -> bool:
+    def is_active(self, switch: str, step: int) -> bool:
         """Say whether a switch, by its full name, is on and acts in this step.
 
         A switch whose `when` fails is turned off.
         """
         if not getattr(self.now, switch):
             return False
-        when = self._when.get(switch)
+        when = self._conditions.get(switch)
         if when is None:
             return True
         said: list[bool] = []
-        self.guarded(switch, lambda: said.append(bool(when(step))))
+        self.run_guarded(switch, lambda: said.append(bool(when(step))))
         return said == [True]
 
-    def guarded(self, switch: str, work: Callable[[], Any]) -> None:
+    def run_guarded(self, switch: str, work: Callable[[], Any]) -> None:
         """Do a switch's work; when that fails, say so and turn the switch off."""
         try:
             work()
@@ -87,10 +87,10 @@ class SwitchBoard:
                 error,
             )
 
-    def _turn(self, switches: DebugSwitches, when: Mapping[str, When]) -> None:
+    def _set(self, switches: DebugSwitches, when: Mapping[str, StepCondition]) -> None:
         with self._lock:
-            self.now, self._when = switches, dict(when)
-            _anomaly_mode.wanted_by(id(self), switches.enable_autograd_anomaly)
+            self.now, self._conditions = switches, dict(when)
+            _anomaly_mode.request(id(self), switches.enable_autograd_anomaly)
 
 
 def _full_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -98,31 +98,31 @@ def _full_names(names: str | Iterable[str] | None) -> tuple[str, ...]:
         return SWITCHES
     if not isinstance(names, Iterable):
         raise UsageError(f"Switches are turned by their names, and {names!r} is none.")
-    return tuple(switch_named(name) for name in ([names] if isinstance(names, str) else names))
+    return tuple(parse_switch(name) for name in ([names] if isinstance(names, str) else names))
 
 
 class _AnomalyMode:
     """Autograd's anomaly mode is one for the process: on while any board wants it."""
 
     def __init__(self) -> None:
-        self._wanting: set[int] = set()
-        self._before = (False, True)
+        self._requesters: set[int] = set()
+        self._mode_before = (False, True)
         self._lock = threading.Lock()
 
-    def wanted_by(self, board: int, wants: bool) -> None:
+    def request(self, board: int, enabled: bool) -> None:
         """Note what a board wants, and turn the mode accordingly."""
         with self._lock:
-            had = bool(self._wanting)
-            (self._wanting.add if wants else self._wanting.discard)(board)
-            if had == bool(self._wanting):
+            had = bool(self._requesters)
+            (self._requesters.add if enabled else self._requesters.discard)(board)
+            if had == bool(self._requesters):
                 return
-            if wants:
+            if enabled:
                 self._turn_on()
             else:
-                torch.autograd.set_detect_anomaly(*self._before)
+                torch.autograd.set_detect_anomaly(*self._mode_before)
 
     def _turn_on(self) -> None:
-        self._before = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
+        self._mode_before = (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled())
         torch.autograd.set_detect_anomaly(True)
         _log.warning(
             "Autograd anomaly detection is on: every backward pass is slower, for small models "
@@ -131,10 +131,10 @@ class _AnomalyMode:
 
 
 _anomaly_mode = _AnomalyMode()
-_common: list[SwitchBoard] = []
+_common_boards: list[SwitchBoard] = []
 
 
-def checked_board(board: SwitchBoard | None) -> SwitchBoard | None:
+def check_board(board: SwitchBoard | None) -> SwitchBoard | None:
     """Return a board as it is. Raises `UsageError` for what is none."""
     if board is not None and not isinstance(board, SwitchBoard):
         raise UsageError(f"switches must be a SwitchBoard, and is of type {type(board).__name__}.")
@@ -146,9 +146,9 @@ def common_board() -> SwitchBoard:
 
     Raises `UsageError` for a settings file that cannot be used.
     """
-    if not _common:
-        _common.append(board_of_settings())
-    return _common[0]
+    if not _common_boards:
+        _common_boards.append(board_of_settings())
+    return _common_boards[0]
 
 
 def board_of_settings(profile: str = "") -> SwitchBoard:
@@ -163,7 +163,9 @@ def board_of_settings(profile: str = "") -> SwitchBoard:
     return SwitchBoard(DebugSwitches(**profiles.get(profile, {})))
 
 
-def enable_debugging(names: str | Iterable[str] | None = None, *, when: When | None = None) -> None:
+def enable_debugging(
+    names: str | Iterable[str] | None = None, *, when: StepCondition | None = None
+) -> None:
     """Turn switches of the common board on: see `SwitchBoard.enable_debugging`."""
     common_board().enable_debugging(names, when=when)
 

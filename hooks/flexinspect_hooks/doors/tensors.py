@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.debugging import DebugLevel
-from flexinspect.trainingfacts import GradientFacts, TensorFacts
+from flexinspect.trainingfacts import ParameterGradient, TensorStats
 from flexinspect_hooks.doors.results import GradientAnalysis, GradientInfo, TensorInfo
-from flexinspect_hooks.training.analysis import facts_of, tensor_facts
+from flexinspect_hooks.training.analysis import facts_of_tensors, tensor_facts
 from flexinspect_hooks.training.gradstats import (
     Gradients,
     gradient_facts,
     gradient_of,
     tensor_norms,
 )
-from flexinspect_hooks.training.parameters import Named
+from flexinspect_hooks.training.parameters import NamedParameters
 
 
 def tensor_info(tensor: Tensor, name: str, level: DebugLevel) -> TensorInfo:
@@ -33,27 +33,27 @@ def tensor_infos(tensors: Mapping[str, Tensor], level: DebugLevel) -> dict[str, 
     Inf out.
     """
     if level.includes(DebugLevel.ADVANCED):
-        facts = facts_of(tensors)
-        return {name: _full(facts[name], tensor, level) for name, tensor in tensors.items()}
+        facts = facts_of_tensors(tensors)
+        return {name: _full_info(facts[name], tensor, level) for name, tensor in tensors.items()}
     found, plain = {}, {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.is_sparse and tensor.numel():
             plain[name] = tensor.detach()
         else:
-            found[name] = _full(tensor_facts(tensor, name), tensor, level)
-    found |= _quick(plain)
+            found[name] = _full_info(tensor_facts(tensor, name), tensor, level)
+    found |= _basic_infos(plain)
     return {name: found[name] for name in tensors}
 
 
 @torch.no_grad()
-def _quick(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
+def _basic_infos(tensors: Mapping[str, Tensor]) -> dict[str, TensorInfo]:
     names, values = list(tensors), list(tensors.values())
     norms, means = tensor_norms(values), _means(values)
     return {
         name: (
-            TensorInfo(name, *_form(tensor), False, False, mean, norm=norm)
+            TensorInfo(name, *_tensor_header(tensor), False, False, mean, norm=norm)
             if math.isfinite(norm)
-            else _full(tensor_facts(tensor, name), tensor, DebugLevel.BASIC)
+            else _full_info(tensor_facts(tensor, name), tensor, DebugLevel.BASIC)
         )
         for name, tensor, norm, mean in zip(names, values, norms, means, strict=True)
     }
@@ -66,24 +66,24 @@ def _means(tensors: Sequence[Tensor]) -> list[float]:
         by_device.setdefault(tensor.device, []).append(index)
     found = [0.0] * len(tensors)
     for where in by_device.values():
-        means = [tensors[index].mean(dtype=_wide(tensors[index])) for index in where]
+        means = [tensors[index].mean(dtype=_accumulation_dtype(tensors[index])) for index in where]
         for index, mean in zip(where, torch.stack(means).tolist(), strict=True):
             found[index] = mean
     return found
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _accumulation_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _form(tensor: Tensor) -> tuple[tuple[int, ...], str, str, int]:
+def _tensor_header(tensor: Tensor) -> tuple[tuple[int, ...], str, str, int]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return tuple(tensor.shape), dtype, str(tensor.device), tensor.nbytes
 
 
-def _full(facts: TensorFacts, tensor: Tensor, level: DebugLevel) -> TensorInfo:
+def _full_info(facts: TensorStats, tensor: Tensor, level: DebugLevel) -> TensorInfo:
     has_spread = level.includes(DebugLevel.ADVANCED)
-    looks_for_place = facts.is_sick and level is DebugLevel.EXTREME
+    looks_for_place = facts.has_nonfinite and level is DebugLevel.EXTREME
     return TensorInfo(
         name=facts.name,
         shape=facts.shape,
@@ -109,7 +109,7 @@ def _first_bad(tensor: Tensor) -> tuple[int, ...] | None:
     return tuple(int(index) for index in (~tensor.detach().isfinite()).nonzero()[0].tolist())
 
 
-def gradients_of(named: Named, level: DebugLevel) -> Gradients:
+def gradients_of(named: NamedParameters, level: DebugLevel) -> Gradients:
     """Return the engine's facts of every gradient; the largest values from ADVANCED on."""
     return gradient_facts(named, with_max=level.includes(DebugLevel.ADVANCED))
 
@@ -130,12 +130,12 @@ def gradient_analysis(
     """Return every gradient by name; at EXTREME with the figures of its tensor."""
     is_extreme = level is DebugLevel.EXTREME
     tensors = gradient_infos(dict(model.named_parameters()), level) if is_extreme else {}
-    found = {one.name: _gradient(one, explosion, vanishing, tensors) for one in facts}
+    found = {one.name: _gradient_info(one, explosion, vanishing, tensors) for one in facts}
     return GradientAnalysis(found, facts.total)
 
 
-def _gradient(
-    facts: GradientFacts, explosion: float, vanishing: float, tensors: Mapping[str, TensorInfo]
+def _gradient_info(
+    facts: ParameterGradient, explosion: float, vanishing: float, tensors: Mapping[str, TensorInfo]
 ) -> GradientInfo:
     return GradientInfo(
         facts.name,

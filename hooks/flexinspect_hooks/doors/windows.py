@@ -10,13 +10,18 @@ from typing import Any
 from torch.profiler import profile
 
 from flexinspect_hooks.doors.base import log
-from flexinspect_hooks.doors.profiling import FOLDER, activities, exporter, operator_costs
+from flexinspect_hooks.doors.profiling import (
+    PROFILE_FOLDER,
+    activities,
+    operator_costs,
+    trace_exporter,
+)
 from flexinspect_hooks.doors.switches import SwitchBoard
 
-TABLE = "enable_autograd_profiler"
-EXPORT = "enable_tensorboard_profiler"
-OPERATORS_SAID = 5
-REST = 5
+PROFILER_SWITCH = "enable_autograd_profiler"
+TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
+N_LOGGED_OPERATORS = 5
+PAUSE_FACTOR = 5
 """A window is followed by a rest of so many times what it took to end it and to read it."""
 
 
@@ -33,38 +38,42 @@ class ProfilerWindows:
         board: SwitchBoard,
         *,
         steps: int,
-        folder: str | Path = FOLDER,
+        folder: str | Path = PROFILE_FOLDER,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._board, self._steps, self._folder = board, steps, folder
+        self._board, self._window_steps, self._folder = board, steps, folder
         self._profiler: Any = None
-        self._clock, self._rests_until = clock, 0.0
-        self._seen = 0
+        self._clock, self._paused_until = clock, 0.0
+        self._n_profiled = 0
         self._exports = False
 
-    def boundary(self, step: int) -> None:
+    def on_step(self, step: int) -> None:
         """End a window that is full, or that nobody wants any more; begin one that is wanted."""
-        wanted = [switch for switch in (TABLE, EXPORT) if self._board.acts(switch, step)]
+        wanted = [
+            switch
+            for switch in (PROFILER_SWITCH, TENSORBOARD_SWITCH)
+            if self._board.is_active(switch, step)
+        ]
         if self._profiler is not None:
-            self._seen += 1
-            if self._seen >= self._steps or not wanted:
+            self._n_profiled += 1
+            if self._n_profiled >= self._window_steps or not wanted:
                 self.close()
         if not wanted:
-            self._rests_until = 0.0
-        elif self._profiler is None and self._clock() >= self._rests_until:
-            self._board.guarded(wanted[0], lambda: self._begin(EXPORT in wanted))
+            self._paused_until = 0.0
+        elif self._profiler is None and self._clock() >= self._paused_until:
+            self._board.run_guarded(wanted[0], lambda: self._begin(TENSORBOARD_SWITCH in wanted))
 
     def close(self) -> None:
         """End the window that is open, and say what it saw."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
-            switch, began = EXPORT if self._exports else TABLE, self._clock()
-            self._board.guarded(switch, lambda: self._end(profiler))
+            switch, began = TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH, self._clock()
+            self._board.run_guarded(switch, lambda: self._end(profiler))
             ended = self._clock()
-            self._rests_until = ended + REST * (ended - began)
+            self._paused_until = ended + PAUSE_FACTOR * (ended - began)
 
     def _begin(self, exports: bool) -> None:
-        ready = exporter(self._folder) if exports else None
+        ready = trace_exporter(self._folder) if exports else None
         profiler = profile(
             activities=activities(),
             on_trace_ready=ready,
@@ -72,15 +81,15 @@ class ProfilerWindows:
             profile_memory=exports,
         )
         profiler.start()
-        self._profiler, self._seen, self._exports = profiler, 0, exports
+        self._profiler, self._n_profiled, self._exports = profiler, 0, exports
 
     def _end(self, profiler: Any) -> None:
         profiler.stop()
         costs = operator_costs(profiler)
-        top = ", ".join(f"{cost.name} {cost.share:.0%}" for cost in costs[:OPERATORS_SAID])
+        top = ", ".join(f"{cost.name} {cost.share:.0%}" for cost in costs[:N_LOGGED_OPERATORS])
         where = f", exported to {self._folder}" if self._exports else ""
         log.debug(
             "%s",
-            f"Profiler - {self._seen} steps: {top}{where}",
-            extra={"facts": {"steps": self._seen, "operators": costs}},
+            f"Profiler - {self._n_profiled} steps: {top}{where}",
+            extra={"facts": {"steps": self._n_profiled, "operators": costs}},
         )

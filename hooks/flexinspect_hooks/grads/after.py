@@ -13,22 +13,22 @@ from flexinspect.gradientrecords import GradientRecord
 from flexinspect.job import Job, parse_steps
 from flexinspect.prompts import Prompt
 from flexinspect.records import EventRecord
-from flexinspect_hooks.grads.backward import Before, Differentiator, Wish
-from flexinspect_hooks.grads.gate import KeptLogits, keep
-from flexinspect_hooks.grads.patch import DENSE
+from flexinspect_hooks.grads.backward import Differentiator, GradientSpec, TokenContext
+from flexinspect_hooks.grads.gate import SampledLogits, sample_logits
+from flexinspect_hooks.grads.patch import DENSE_REFERENCE
 from flexinspect_hooks.layers import attention_layers, decoder_blocks
 from flexinspect_hooks.masksource import MaskSource
 from flexinspect_hooks.recorder import Recorder
 
-PHASE = "gradients"
+GRADIENTS_PHASE = "gradients"
 """The phase of a run while they are taken."""
 
-COST = "cost"
+COST_EVENT = "cost"
 """The kind of the event that sums up what they took."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedBranch:
     """A branch that has come to its end: what it was fed, what it generated, under which mask.
 
     `token_ids` are those of its parents before its `fork_step`, too.
@@ -50,84 +50,90 @@ class TokenGradients:
     """
 
     def __init__(self, model: Any, job: Job, *, compiled: bool) -> None:
-        self._wish = Wish(job.grads or "logprob", job.detect_anomaly)
+        self._spec = GradientSpec(job.grads or "logprob", job.detect_anomaly)
         self._steps = parse_steps(job.grads_steps)
-        self._asked = job.grads_steps
+        self._steps_argument = job.grads_steps
         blocks = decoder_blocks(model, attention_layers(model))
         self._differentiator = Differentiator(model, blocks, compiled=compiled)
-        self._kept: dict[tuple[int, int], KeptLogits] = {}
+        self._sampled_logits: dict[tuple[int, int], SampledLogits] = {}
         """By branch and step."""
-        self._took = False
+        self._has_run = False
 
-    def begin(self, recorder: Recorder) -> None:
+    def begin_generation(self, recorder: Recorder) -> None:
         """Forget the generation before, and say that the phase of its gradients is over."""
-        self._kept.clear()
-        if self._took:
+        self._sampled_logits.clear()
+        if self._has_run:
             recorder.put(EventRecord("phase", "generating", time.time()))
 
-    def chose(self, branch: int, step: int, token_id: int, logits: Tensor) -> None:
+    def on_token_chosen(self, branch: int, step: int, token_id: int, logits: Tensor) -> None:
         """Keep of a step's logits (V,) what shows later that the same forward is differentiated."""
         if self._steps is None or step in self._steps:
-            self._kept[branch, step] = keep(logits, token_id)
+            self._sampled_logits[branch, step] = sample_logits(logits, token_id)
 
-    def take(self, ended: Ended, recorder: Recorder, stop: Callable[[], object]) -> None:
+    def compute(
+        self, finished: FinishedBranch, recorder: Recorder, stop: Callable[[], object]
+    ) -> None:
         """Take and record the gradients of the branch's own steps that were asked for.
 
         `stop` is called before each, and raises `KeyboardInterrupt` when the run is to end.
         """
         started = time.perf_counter()
-        steps = sorted(step for branch, step in self._kept if branch == ended.branch)
+        steps = sorted(step for branch, step in self._sampled_logits if branch == finished.branch)
         done: list[GradientRecord] = []
-        self._took = bool(steps)
+        self._has_run = bool(steps)
         for step in steps:
             stop()
-            recorder.put(_phase(len(done) / len(steps)))
+            recorder.put(_progress_event(len(done) / len(steps)))
             try:
-                record = self._by_any(ended, step, recorder)
+                record = self._compute_with_fallback(finished, step, recorder)
             except Exception as error:
-                recorder.put(_failed(ended, step, error))
+                recorder.put(_failure_event(finished, step, error))
                 break
             recorder.put(record)
             done.append(record)
-            del self._kept[ended.branch, step]
+            del self._sampled_logits[finished.branch, step]
         wall_s = time.perf_counter() - started
-        n_steps = len(ended.token_ids) - ended.fork_step
-        words = self._words(done, n_steps, wall_s) if steps else self._none(n_steps)
-        recorder.put(_event(ended, COST, words))
+        n_steps = len(finished.token_ids) - finished.fork_step
+        words = self._cost_text(done, n_steps, wall_s) if steps else self._no_steps_text(n_steps)
+        recorder.put(_gradients_event(finished, COST_EVENT, words))
 
-    def _by_any(self, ended: Ended, step: int, recorder: Recorder) -> GradientRecord:
+    def _compute_with_fallback(
+        self, finished: FinishedBranch, step: int, recorder: Recorder
+    ) -> GradientRecord:
         """Return the gradients of a step, by the dense reference once FlexAttention has failed."""
         try:
-            return self._one(ended, step)
+            return self._compute_step(finished, step)
         except Exception as error:
-            if not self._differentiator.is_by_flex(self._wish):
+            if not self._differentiator.uses_flex(self._spec):
                 raise
-            text = f"FlexAttention's own backward failed, so the {DENSE} takes its place: "
-            text += _first(error)
-            recorder.put(_event(ended, "gradients-by-reference", text))
-            self._wish = replace(self._wish, by_flex=False)
-            return self._one(ended, step)
+            text = (
+                f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} takes its place: "
+            )
+            text += _error_line(error)
+            recorder.put(_gradients_event(finished, "gradients-by-reference", text))
+            self._spec = replace(self._spec, use_flex=False)
+            return self._compute_step(finished, step)
 
-    def _one(self, ended: Ended, step: int) -> GradientRecord:
-        prompt = ended.prompt
+    def _compute_step(self, finished: FinishedBranch, step: int) -> GradientRecord:
+        prompt = finished.prompt
         own = [prompt.next_position(number) for number in range(step)]
-        before = Before(
-            ended.generation,
-            ended.branch,
+        before = TokenContext(
+            finished.generation,
+            finished.branch,
             step,
-            (*prompt.ids, *ended.token_ids[:step]),
+            (*prompt.ids, *finished.token_ids[:step]),
             (*prompt.position_ids, *own),
         )
-        kept = self._kept[ended.branch, step]
-        return self._differentiator.gradients(before, kept, ended.source, self._wish)
+        kept = self._sampled_logits[finished.branch, step]
+        return self._differentiator.compute(before, kept, finished.source, self._spec)
 
-    def _none(self, n_steps: int) -> str:
-        return f"--grads-steps {self._asked} names none of the {n_steps} steps."
+    def _no_steps_text(self, n_steps: int) -> str:
+        return f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
 
-    def _words(self, done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
+    def _cost_text(self, done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
         if not done:
             return "Gradients of no token were taken."
-        agree = sum(record.agrees for record in done)
+        agree = sum(record.matches_recorded for record in done)
         return (
             f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
             f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
@@ -135,19 +141,21 @@ class TokenGradients:
         )
 
 
-def _phase(fraction: float) -> EventRecord:
-    return EventRecord("phase", PHASE, time.time(), data={"fraction": fraction})
+def _progress_event(fraction: float) -> EventRecord:
+    return EventRecord("phase", GRADIENTS_PHASE, time.time(), data={"fraction": fraction})
 
 
-def _failed(ended: Ended, step: int, error: Exception) -> EventRecord:
-    text = f"The gradients of step {step} and the steps after it were not taken: {_first(error)}"
-    return _event(ended, "gradients-failed", text)
+def _failure_event(finished: FinishedBranch, step: int, error: Exception) -> EventRecord:
+    text = (
+        f"The gradients of step {step} and the steps after it were not taken: {_error_line(error)}"
+    )
+    return _gradients_event(finished, "gradients-failed", text)
 
 
-def _first(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _event(ended: Ended, kind: str, text: str) -> EventRecord:
-    return EventRecord(kind, text, time.time(), ended.generation)
+def _gradients_event(finished: FinishedBranch, kind: str, text: str) -> EventRecord:
+    return EventRecord(kind, text, time.time(), finished.generation)

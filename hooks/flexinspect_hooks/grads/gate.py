@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PLACES = 4096
+N_SAMPLED_LOGITS = 4096
 """Logits of a step that are kept."""
 
-TOLERANCES = {
+LOGIT_TOLERANCES = {
     torch.float64: 1e-6,
     torch.float32: 1e-3,
     torch.float16: 1e-2,
@@ -25,7 +25,7 @@ The forward that ran read a cache, row by row; the other one computes all rows a
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLogits:
+class SampledLogits:
     """A step's logits, as far as they are kept: `values` (places,) with the log-sum-exp at the end.
 
     `token_id` is what the step chose.
@@ -37,22 +37,22 @@ class KeptLogits:
     tolerance: float
 
 
-def keep(logits: Tensor, token_id: int) -> KeptLogits:
+def sample_logits(logits: Tensor, token_id: int) -> SampledLogits:
     """Return what is kept of a row of logits (V,)."""
-    tolerance = TOLERANCES.get(logits.dtype, TOLERANCES[torch.float32])
-    return KeptLogits(token_id, _taken(logits, token_id), len(logits), tolerance)
+    tolerance = LOGIT_TOLERANCES.get(logits.dtype, LOGIT_TOLERANCES[torch.float32])
+    return SampledLogits(token_id, _sample_row(logits, token_id), len(logits), tolerance)
 
 
-def distance(kept: KeptLogits, logits: Tensor) -> float:
+def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
     """Return the largest difference to a row of logits (V,), as a share of the largest kept one.
 
     Values that are not finite must be the same; where they are not, the distance is infinite.
     """
-    if len(logits) != kept.n_logits:
+    if len(logits) != sampled.n_logits:
         return torch.inf
-    new, old = _taken(logits.detach(), kept.token_id), kept.values
+    new, old = _sample_row(logits.detach(), sampled.token_id), sampled.values
     finite = old.isfinite()
-    if not torch.equal(finite, new.isfinite()) or not _same(old[~finite], new[~finite]):
+    if not torch.equal(finite, new.isfinite()) or not _nonfinite_equal(old[~finite], new[~finite]):
         return torch.inf
     if not bool(finite.any()):
         return 0.0
@@ -60,15 +60,15 @@ def distance(kept: KeptLogits, logits: Tensor) -> float:
     return float((new - old)[finite].abs().max()) / (largest or 1.0)
 
 
-def _taken(logits: Tensor, token_id: int) -> Tensor:
+def _sample_row(logits: Tensor, token_id: int) -> Tensor:
     row = logits.detach().float()
-    size = min(PLACES, len(row))
+    size = min(N_SAMPLED_LOGITS, len(row))
     places = torch.linspace(0, len(row) - 1, size, device=row.device, dtype=torch.float64)
     chosen = row[token_id : token_id + 1]
     return torch.cat([row[places.round().long()], chosen, torch.logsumexp(row, 0)[None]])
 
 
-def _same(old: Tensor, new: Tensor) -> bool:
+def _nonfinite_equal(old: Tensor, new: Tensor) -> bool:
     return torch.equal(old.isnan(), new.isnan()) and torch.equal(
         old.nan_to_num(nan=0.0), new.nan_to_num(nan=0.0)
     )

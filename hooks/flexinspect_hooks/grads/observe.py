@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.gradientrecords import GradientStat
-from flexinspect_hooks.grads.parts import PartNames
+from flexinspect_hooks.grads.parts import ParameterLocator
 
-PIECE = 1 << 20
+NORM_CHUNK_SIZE = 1 << 20
 """Values that are summed at once."""
 
 
 @dataclass(slots=True)
-class Seen:
+class ReducedGradients:
     """What one backward left: parameters by name, norms per layer, the embeddings' two sides."""
 
     stats: dict[str, GradientStat] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Seen:
     gradient: Tensor | None = None
 
 
-class Observer:
+class GradientObserver:
     """While entered, parameters and hidden states of `model` ask for gradients and are observed.
 
     `blocks` maps a layer to (name, decoder layer). On leaving, every parameter asks for gradients
@@ -45,24 +45,24 @@ class Observer:
 
     def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
         self._model, self._blocks = model, blocks
-        self._parts = PartNames(model, blocks)
-        self._before: list[tuple[nn.Parameter, bool]] = []
+        self._parts = ParameterLocator(model, blocks)
+        self._requires_grad_before: list[tuple[nn.Parameter, bool]] = []
         self._handles: list[Any] = []
-        self._places: dict[str, tuple[int | None, str]] = {}
+        self._layer_and_part: dict[str, tuple[int | None, str]] = {}
         self.parameters: list[nn.Parameter] = []
         self.leaves: list[Tensor] = []
-        self.seen = Seen()
+        self.reduced = ReducedGradients()
 
-    def __enter__(self) -> Observer:
-        self.seen = Seen(blocks=tuple(self._blocks))
+    def __enter__(self) -> GradientObserver:
+        self.reduced = ReducedGradients(blocks=tuple(self._blocks))
         try:
             self._watch_parameters()
             embeddings = self._model.get_input_embeddings()
-            self._handles.append(embeddings.register_forward_hook(self._embedded))
+            self._handles.append(embeddings.register_forward_hook(self._on_embedding_output))
             for layer, (_, block) in self._blocks.items():
-                self._handles.append(block.register_forward_hook(self._outputs_of(layer)))
+                self._handles.append(block.register_forward_hook(self._layer_output_hook(layer)))
         except BaseException:
-            self._leave()
+            self._restore_model()
             raise
         return self
 
@@ -72,7 +72,7 @@ class Observer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave()
+        self._restore_model()
 
     def note_unreached_layers(self) -> None:
         """After the backward: put down 0 for the parameters of each layer that it never reached.
@@ -80,16 +80,16 @@ class Observer:
         Of a layer that it did reach some parameters may be left out by right: those of experts that
         no token was sent to.
         """
-        reached = {stat.layer for stat in self.seen.stats.values()}
-        for name, (layer, part) in self._places.items():
+        reached = {stat.layer for stat in self.reduced.stats.values()}
+        for name, (layer, part) in self._layer_and_part.items():
             if layer is not None and layer not in reached:
-                self.seen.stats[name] = GradientStat(name, 0.0, 0.0, 0, 0, layer, part)
+                self.reduced.stats[name] = GradientStat(name, 0.0, 0.0, 0, 0, layer, part)
 
-    def _leave(self) -> None:
+    def _restore_model(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        while self._before:
-            parameter, asked = self._before.pop()
+        while self._requires_grad_before:
+            parameter, asked = self._requires_grad_before.pop()
             parameter.requires_grad_(asked)
         self.parameters.clear()
         self.leaves.clear()
@@ -98,32 +98,32 @@ class Observer:
         for name, parameter in self._model.named_parameters():
             if not parameter.is_floating_point():  # quantised weights have no gradient
                 continue
-            self._before.append((parameter, parameter.requires_grad))
+            self._requires_grad_before.append((parameter, parameter.requires_grad))
             parameter.requires_grad_(True)
             self.parameters.append(parameter)
-            self._handles.append(parameter.register_hook(self._reduces(name, parameter)))
+            self._handles.append(parameter.register_hook(self._reduction_hook(name, parameter)))
 
-    def _reduces(self, name: str, parameter: nn.Parameter) -> Any:
-        layer, part = self._places[name] = self._parts.of(name, parameter)
+    def _reduction_hook(self, name: str, parameter: nn.Parameter) -> Any:
+        layer, part = self._layer_and_part[name] = self._parts.locate(name, parameter)
 
         def reduce(gradient: Tensor) -> Tensor:
-            self.seen.stats[name] = stat_of(name, gradient, layer, part)
+            self.reduced.stats[name] = gradient_stat(name, gradient, layer, part)
             return gradient.new_zeros(()).expand_as(gradient)
 
         return reduce
 
-    def _embedded(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def _on_embedding_output(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         if not output.requires_grad:
             output = output.detach().requires_grad_(True)
-        self.seen.embeddings = output.detach()
-        output.register_hook(self._at_embeddings)  # type: ignore[no-untyped-call]
+        self.reduced.embeddings = output.detach()
+        output.register_hook(self._on_embedding_gradient)  # type: ignore[no-untyped-call]
         return output
 
-    def _at_embeddings(self, gradient: Tensor) -> None:
-        self.seen.gradient = gradient.detach()
-        self.seen.layers[-1] = norm_of(gradient)
+    def _on_embedding_gradient(self, gradient: Tensor) -> None:
+        self.reduced.gradient = gradient.detach()
+        self.reduced.layers[-1] = gradient_norm(gradient)
 
-    def _outputs_of(self, layer: int) -> Any:
+    def _layer_output_hook(self, layer: int) -> Any:
         def watch(module: nn.Module, args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
             if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
@@ -133,7 +133,7 @@ class Observer:
                 self.leaves.append(hidden := hidden.detach().clone().requires_grad_(True))
                 hidden = hidden.clone()  # which may be changed in place
             hidden.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._at_layer(layer, gradient)
+                lambda gradient: self._on_layer_gradient(layer, gradient)
             )
             if not is_cut_off:
                 return None
@@ -141,25 +141,25 @@ class Observer:
 
         return watch
 
-    def _at_layer(self, layer: int, gradient: Tensor) -> None:
-        self.seen.layers[layer] = norm_of(gradient)
+    def _on_layer_gradient(self, layer: int, gradient: Tensor) -> None:
+        self.reduced.layers[layer] = gradient_norm(gradient)
 
 
-def norm_of(gradient: Tensor) -> Tensor:
+def gradient_norm(gradient: Tensor) -> Tensor:
     """Return the Euclidean norm, summed in float64: squares of large gradients overflow float32.
 
     Piece by piece, as torch makes a float64 copy of whatever it sums.
     """
-    pieces = gradient.detach().reshape(-1).split(PIECE)  # type: ignore[no-untyped-call]
+    pieces = gradient.detach().reshape(-1).split(NORM_CHUNK_SIZE)  # type: ignore[no-untyped-call]
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
-def stat_of(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
+def gradient_stat(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
     """Return a gradient as numbers. NaN and Inf are counted only where the norm is not finite."""
     gradient = gradient.detach()
-    norm = float(norm_of(gradient))
+    norm = float(gradient_norm(gradient))
     n_nan = n_inf = 0
     if norm != norm or norm == torch.inf:
         n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-_NORM = re.compile(r"norm|(^|[._])ln(_|\.|$)")
-_MLP = re.compile(r"mlp|feed_?forward|ffn|moe|expert|gate_up|fc\d|router")
-_ATTENTION = re.compile(r"att")
-_BY_NAME = {
+_NORM_PATTERN = re.compile(r"norm|(^|[._])ln(_|\.|$)")
+_MLP_PATTERN = re.compile(r"mlp|feed_?forward|ffn|moe|expert|gate_up|fc\d|router")
+_ATTENTION_PATTERN = re.compile(r"att")
+_PROJECTION_NAMES = {
     "q": ("q_proj", "query", "wq", "to_q"),
     "k": ("k_proj", "key", "wk", "to_k"),
     "v": ("v_proj", "value", "wv", "to_v"),
@@ -20,7 +20,7 @@ _BY_NAME = {
 }
 
 
-class PartNames:
+class ParameterLocator:
     """Names the layer and the part of a model's parameters, from names and places alone."""
 
     def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
@@ -28,34 +28,34 @@ class PartNames:
         self._embedding = _weight(model.get_input_embeddings())
         self._head = _weight(model.get_output_embeddings())
 
-    def of(self, name: str, parameter: nn.Parameter) -> tuple[int | None, str]:
+    def locate(self, name: str, parameter: nn.Parameter) -> tuple[int | None, str]:
         """Return the layer (None for none) and the part (see `flexinspect.gradientrecords`)."""
         for prefix, layer in self._prefixes.items():
             if name.startswith(prefix):
                 return layer, part_in_layer(name.removeprefix(prefix))
-        return None, self._outside(name, parameter)
+        return None, self._part_outside_layers(name, parameter)
 
-    def _outside(self, name: str, parameter: nn.Parameter) -> str:
+    def _part_outside_layers(self, name: str, parameter: nn.Parameter) -> str:
         if parameter is self._embedding:
             return "tied" if parameter is self._head else "embedding"
         if parameter is self._head:
             return "lm_head"
-        return "norm" if _NORM.search(name) else "other"
+        return "norm" if _NORM_PATTERN.search(name) else "other"
 
 
 def part_in_layer(name: str) -> str:
     """Return the part of a parameter by its name within a layer: "self_attn.q_proj.weight"."""
     *modules, _ = name.split(".")
     path = ".".join(modules)
-    if _NORM.search(path):
+    if _NORM_PATTERN.search(path):
         return "norm"
-    if _MLP.search(path):
+    if _MLP_PATTERN.search(path):
         return "mlp"
     last = modules[-1] if modules else ""
-    for part, names in _BY_NAME.items():
+    for part, names in _PROJECTION_NAMES.items():
         if last in names:
             return part
-    return "attention" if _ATTENTION.search(path) else "other"
+    return "attention" if _ATTENTION_PATTERN.search(path) else "other"
 
 
 def _weight(module: nn.Module | None) -> Any:

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from flexinspect.errors import MaskError
 from flexinspect_hooks.masksource import MaskSource
 from flexinspect_hooks.patching import FlexPatch
-from flexinspect_hooks.received import opened
-from flexinspect_hooks.reference import attend
+from flexinspect_hooks.received import open_cells
+from flexinspect_hooks.reference import dense_attention
 
-DENSE = "dense reference"
+DENSE_REFERENCE = "dense reference"
 MAX_CELLS = 1 << 28
 """Cells of a mask, over the heads that differ, that are made dense at most (256 MiB)."""
 
@@ -46,25 +46,25 @@ class GradientPatch(FlexPatch):
         source: MaskSource,
         *,
         compiled: bool,
-        by_flex: bool,
+        use_flex: bool,
         keeps_weights: bool = False,
     ) -> None:
-        super().__init__(model, source, compiled=compiled and by_flex)
+        super().__init__(model, source, compiled=compiled and use_flex)
         self._executed_compiled = compiled
-        self._by_flex = by_flex
+        self._uses_flex = use_flex
         self._keeps_weights = keeps_weights
-        self._cells: dict[tuple[int, int], tuple[BlockMask, Tensor]] = {}
+        self._dense_masks: dict[tuple[int, int], tuple[BlockMask, Tensor]] = {}
 
     @property
     def path(self) -> str:
         """What differentiates: the dense reference, or FlexAttention itself."""
-        if not self._by_flex:
-            return DENSE
+        if not self._uses_flex:
+            return DENSE_REFERENCE
         return "flex compiled" if self.compiled else "flex"
 
     def __enter__(self) -> GradientPatch:
         super().__enter__()
-        if self._by_flex:
+        if self._uses_flex:
             # Plain Python FlexAttention, as generation runs it, is not made for a backward.
             flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
         return self
@@ -76,11 +76,11 @@ class GradientPatch(FlexPatch):
         trace: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, trace)
-        self._cells.clear()
+        self._dense_masks.clear()
 
     def _make_mask(self, *args: Any, **kwargs: Any) -> BlockMask:
         block_mask = super()._make_mask(*args, **kwargs)
-        return with_query_blocks(block_mask) if self._by_flex else block_mask
+        return with_query_blocks(block_mask) if self._uses_flex else block_mask
 
     def _flex(
         self,
@@ -91,12 +91,14 @@ class GradientPatch(FlexPatch):
         scaling: float | None,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        if self._by_flex:
+        if self._uses_flex:
             return super()._flex(query, key, value, block_mask, scaling, softcap)
-        visible = self._visible(block_mask, query.shape[1])
+        visible = self._dense_mask(block_mask, query.shape[1])
 
         def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, key, value, visible=visible, scale=scaling, softcap=softcap)
+            return dense_attention(
+                query, key, value, visible=visible, scale=scaling, softcap=softcap
+            )
 
         if self._keeps_weights:
             return call(query, key, value), None
@@ -108,20 +110,20 @@ class GradientPatch(FlexPatch):
     def _kernel(self, q_len: int) -> Any:
         return super()._kernel(q_len) if self.compiled else flex_attention
 
-    def _visible(self, block_mask: BlockMask | None, heads: int) -> Tensor:
+    def _dense_mask(self, block_mask: BlockMask | None, heads: int) -> Tensor:
         """Return the executed cells of a layer type's mask, made once per forward."""
         if block_mask is None:
             raise MaskError("The layer got no mask, and what ran instead is not known.")
         key = (id(block_mask), heads)
-        if key not in self._cells:
+        if key not in self._dense_masks:
             n_q, n_kv = block_mask.seq_lengths
             cells = None
             if int(n_q) * int(n_kv) <= MAX_CELLS:
-                cells = opened(block_mask, heads, compiled=self._executed_compiled)
+                cells = open_cells(block_mask, heads, compiled=self._executed_compiled)
             if cells is None:
                 raise MaskError(f"The mask of {n_q} x {n_kv} cells is too large to be made dense.")
-            self._cells[key] = (block_mask, cells)  # with the mask, whose id is then its own
-        return self._cells[key][1]
+            self._dense_masks[key] = (block_mask, cells)  # with the mask, whose id is then its own
+        return self._dense_masks[key][1]
 
 
 def with_query_blocks(block_mask: BlockMask) -> BlockMask:

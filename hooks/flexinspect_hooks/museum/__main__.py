@@ -18,19 +18,19 @@ def build(name: str, out: Path) -> None:
     """Build one exhibit, or its repaired twin, as a trace at `out`."""
     import torch
 
-    from flexinspect.museum import exhibit
-    from flexinspect_hooks.museum.kit import Stage
+    from flexinspect.museum import find_broken_run
+    from flexinspect_hooks.museum.kit import BrokenRunSetup
 
-    about = exhibit(name.removeprefix("!"))
+    about = find_broken_run(name.removeprefix("!"))
     play = importlib.import_module(f"flexinspect_hooks.museum.{about.module}")
     torch._dynamo.reset()  # what one exhibit has compiled, and broken, is none of the next one's
     torch.manual_seed(0)
-    play.run(Stage(f"museum-{about.name}", out), repaired=name.startswith("!"))
+    play.run(BrokenRunSetup(f"museum-{about.name}", out), repaired=name.startswith("!"))
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Build what is named; an exhibit that fails does not keep the others from being built."""
-    for word in words:
+    for word in arguments:
         name, _, out = word.partition("=")
         said = {"name": name, "error": ""}
         try:

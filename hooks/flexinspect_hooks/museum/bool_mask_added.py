@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from flexinspect_hooks.museum.kit import Stage, isolation
+from flexinspect_hooks.museum.kit import BrokenRunSetup, isolation
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    n = len(stage.ids)
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    n = len(setup.ids)
     rows, keys = torch.arange(n)[:, None], torch.arange(n)[None]
-    allowed = isolation(stage.spans)(rows, keys)[None, None]
+    allowed = isolation(setup.spans)(rows, keys)[None, None]
     if repaired:
         lowest = torch.finfo(torch.float32).min
         allowed = torch.zeros(1, 1, n, n).masked_fill(~allowed, lowest)
-    stage.model.set_attn_implementation("eager")
-    with stage.watched():
-        stage.model(stage.fed, attention_mask=allowed, use_cache=False)
+    setup.model.set_attn_implementation("eager")
+    with setup.recorded():
+        setup.model(setup.input_ids, attention_mask=allowed, use_cache=False)

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexinspect_hooks.museum.kit import Stage, block_mask, causal
+from flexinspect_hooks.museum.kit import BrokenRunSetup, block_mask, causal
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def make_mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *rest: Any, **facts: Any
     ) -> BlockMask:
         offset = int(q_offset) if repaired else 0
         return block_mask(causal, q_length, kv_length, offset=offset)
 
-    stage.own_attention(causal, make_mask=make_mask)
-    with stage.watched(segments=[], mask=None):
-        stage.generate()
+    setup.register_attention(causal, make_mask=make_mask)
+    with setup.recorded(segments=[], mask=None):
+        setup.generate()

@@ -6,27 +6,27 @@ from typing import Any
 
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from flexinspect_hooks.museum.kit import Stage, block_mask, causal
+from flexinspect_hooks.museum.kit import BrokenRunSetup, block_mask, causal
 
 STEPS = 8
 
 
-def written(offset: int) -> Any:
+def generated_mask_mod(offset: int) -> Any:
     """Return a rule that is written and compiled by Python for one offset."""
     made: dict[str, Any] = {}
     exec(f"def mask_mod(b, h, q_idx, kv_idx): return kv_idx <= q_idx + {offset}", made)
     return made["mask_mod"]
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def make_mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *rest: Any, **facts: Any
     ) -> BlockMask:
         if repaired:
             return block_mask(causal, q_length, kv_length, offset=int(q_offset))
-        rule = written(int(q_offset))
+        rule = generated_mask_mod(int(q_offset))
         return create_block_mask(rule, None, None, q_length, kv_length, device="cpu")
 
-    stage.own_attention(causal, make_mask=make_mask)
-    with stage.watched(segments=[], mask=None):
-        stage.generate(max_new_tokens=STEPS)
+    setup.register_attention(causal, make_mask=make_mask)
+    with setup.recorded(segments=[], mask=None):
+        setup.generate(max_new_tokens=STEPS)

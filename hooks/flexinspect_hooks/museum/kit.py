@@ -31,20 +31,20 @@ QUESTIONS = (
     "What follows the final dot in the URL of a shop in the Czech Republic?",
     "web domain, country = the Czech Republic",
 )
-CUE = "Answer:"
+ANSWER_CUE = "Answer:"
 NEW_TOKENS = 3
 
 Span = tuple[int, int, str]
 """Start, stop and label of a piece of the prompt."""
 
-Rule = Callable[[Any, Any], Any]
+MaskPredicate = Callable[[Any, Any], Any]
 """Takes row and key as positions of the sequence and says whether the cell is open."""
 
 _DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 
 
 @dataclass
-class Stage:
+class BrokenRunSetup:
     """Where an exhibit plays: a name of its own for attention, and a file for the trace."""
 
     name: str
@@ -76,7 +76,7 @@ class Stage:
     def ids(self) -> list[int]:
         """The prompt: BOS, the wordings, the cue."""
         bos = [int(self.tokenizer.bos_token_id)]
-        return [*bos, *(n for piece in self.pieces for n in piece), *self.encode(CUE)]
+        return [*bos, *(n for piece in self.pieces for n in piece), *self.encode(ANSWER_CUE)]
 
     @cached_property
     def spans(self) -> list[Span]:
@@ -84,13 +84,13 @@ class Stage:
         return spans_of(self.pieces, start=1)
 
     @property
-    def fed(self) -> Tensor:
+    def input_ids(self) -> Tensor:
         """The prompt as a model takes it, (1, positions)."""
         return torch.tensor([self.ids])
 
-    def own_attention(
+    def register_attention(
         self,
-        rule: Rule,
+        predicate: MaskPredicate,
         *,
         attend: Callable[..., Any] | None = None,
         make_mask: Callable[..., Any] | None = None,
@@ -103,11 +103,11 @@ class Stage:
         """
         AttentionInterface.register(self.name, attend or globals()["attend"])
         if has_mask:
-            AttentionMaskInterface.register(self.name, make_mask or mask_function(rule))
+            AttentionMaskInterface.register(self.name, make_mask or mask_function(predicate))
         self.model.set_attn_implementation(self.name)
 
     @contextmanager
-    def watched(self, model: Any = None, **said: Any) -> Iterator[None]:
+    def recorded(self, model: Any = None, **said: Any) -> Iterator[None]:
         """Record what runs inside; declared are the wordings, kept apart, unless `said` is."""
         declared = {"segments": self.spans, "mask": "segment-isolation", **said}
         model = self.model if model is None else model
@@ -120,11 +120,15 @@ class Stage:
             warnings.simplefilter("ignore")
             yield
 
-    def generate(self, fed: Tensor | None = None, **options: Any) -> Tensor:
+    def generate(self, input_ids: Tensor | None = None, **options: Any) -> Tensor:
         """Generate `NEW_TOKENS` tokens, greedily."""
-        fed = self.fed if fed is None else fed
-        asked = {"attention_mask": torch.ones_like(fed), "max_new_tokens": NEW_TOKENS, **options}
-        out: Tensor = self.model.generate(fed, do_sample=False, **asked)
+        input_ids = self.input_ids if input_ids is None else input_ids
+        asked = {
+            "attention_mask": torch.ones_like(input_ids),
+            "max_new_tokens": NEW_TOKENS,
+            **options,
+        }
+        out: Tensor = self.model.generate(input_ids, do_sample=False, **asked)
         return out
 
 
@@ -137,7 +141,7 @@ def spans_of(pieces: Sequence[Sequence[int]], *, start: int) -> list[Span]:
     return spans
 
 
-def owners(spans: Sequence[Span], n: int) -> Tensor:
+def span_numbers(spans: Sequence[Span], n: int) -> Tensor:
     """Return the number of the wording at each of n positions, 0 for none."""
     numbers = torch.zeros(n, dtype=torch.long)
     for number, (start, stop, _) in enumerate(spans, 1):
@@ -145,13 +149,15 @@ def owners(spans: Sequence[Span], n: int) -> Tensor:
     return numbers
 
 
-def isolation(spans: Sequence[Span], n: int = 512, *, sees_all: int | None = None) -> Rule:
+def isolation(
+    spans: Sequence[Span], n: int = 512, *, cue_start: int | None = None
+) -> MaskPredicate:
     """Return the rule that keeps wordings apart: BOS is open to all.
 
     Rows from `sees_all` on (the end of the last wording, unless given) see everything before them.
     """
-    numbers = owners(spans, n)
-    cue = spans[-1][1] if sees_all is None else sees_all
+    numbers = span_numbers(spans, n)
+    cue = spans[-1][1] if cue_start is None else cue_start
 
     def rule(q: Any, kv: Any) -> Any:
         return (kv <= q) & ((numbers[q] == numbers[kv]) | (kv == 0) | (q >= cue))
@@ -164,22 +170,22 @@ def causal(q: Any, kv: Any) -> Any:
     return kv <= q
 
 
-def block_mask(rule: Rule, q_len: int, kv_len: int, *, offset: int = 0) -> BlockMask:
+def block_mask(predicate: MaskPredicate, q_len: int, kv_len: int, *, offset: int = 0) -> BlockMask:
     """Return the mask of a forward whose first row is at position `offset`."""
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return rule(q_idx + offset, kv_idx)
+        return predicate(q_idx + offset, kv_idx)
 
     return create_block_mask(mask_mod, None, None, q_len, kv_len, device="cpu")
 
 
-def mask_function(rule: Rule) -> Callable[..., BlockMask]:
+def mask_function(predicate: MaskPredicate) -> Callable[..., BlockMask]:
     """Return what transformers calls for the mask of a forward: once, for all layers."""
 
     def make_mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *rest: Any, **facts: Any
     ) -> BlockMask:
-        return block_mask(rule, q_length, kv_length, offset=int(q_offset))
+        return block_mask(predicate, q_length, kv_length, offset=int(q_offset))
 
     return make_mask
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexinspect_hooks.museum.kit import Stage, isolation, owners
+from flexinspect_hooks.museum.kit import BrokenRunSetup, isolation, span_numbers
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    inner = [(start, stop - 1, label) for start, stop, label in stage.spans]
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    inner = [(start, stop - 1, label) for start, stop, label in setup.spans]
     if repaired:
-        rule = isolation(stage.spans)
+        rule = isolation(setup.spans)
     else:
-        numbers, cue = owners(inner, 512), stage.spans[-1][1]
+        numbers, cue = span_numbers(inner, 512), setup.spans[-1][1]
 
         def rule(q: Any, kv: Any) -> Any:
             shared = (numbers[q] == 0) | (numbers[kv] == 0)
             return (kv <= q) & ((numbers[q] == numbers[kv]) | shared | (q >= cue))
 
-    stage.own_attention(rule)
-    with stage.watched(segments=stage.spans if repaired else inner, mask=None):
-        stage.generate()
+    setup.register_attention(rule)
+    with setup.recorded(segments=setup.spans if repaired else inner, mask=None):
+        setup.generate()

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexinspect_hooks.museum.kit import Stage, causal
+from flexinspect_hooks.museum.kit import BrokenRunSetup, causal
 
 
-class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operations."""
 
     n_calls = 0
@@ -19,18 +19,18 @@ class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call(*args, **(kwargs or {}))
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    stage.own_attention(causal)
-    with stage.watched(segments=[], mask=None):
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    setup.register_attention(causal)
+    with setup.recorded(segments=[], mask=None):
         if repaired:
-            stage.generate()
+            setup.generate()
             return
         try:
-            with Log():  # type: ignore[no-untyped-call]
-                stage.model(stage.fed, use_cache=False)
+            with OperationCounter():  # type: ignore[no-untyped-call]
+                setup.model(setup.input_ids, use_cache=False)
         except NotImplementedError as error:
             print("inside the logger:", type(error).__name__)
         try:
-            stage.model(stage.fed, use_cache=False)
+            setup.model(setup.input_ids, use_cache=False)
         except Exception as error:
             print("after it:", type(error).__name__)

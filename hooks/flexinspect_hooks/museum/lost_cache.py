@@ -8,26 +8,26 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from flexinspect_hooks.museum.kit import NEW_TOKENS, Stage
+from flexinspect_hooks.museum.kit import NEW_TOKENS, BrokenRunSetup
 
 
-def patched(inner: Any, *, repaired: bool) -> None:
+def patch_attention(attention: Any, *, repaired: bool) -> None:
     """Patch an attention module to see what it is handed, as a logger does."""
-    original = inner.forward
+    original = attention.forward
 
     def forward(hidden_states: Tensor, past_key_value: Any = None, **kwargs: Any) -> Any:
         cache = kwargs.pop("past_key_values", None)
         cache = cache if repaired else past_key_value  # nobody calls it so any more: None
         return original(hidden_states, past_key_values=cache, **kwargs)
 
-    inner.forward = forward
+    attention.forward = forward
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    patched(stage.model.model.layers[1].self_attn, repaired=repaired)
-    cache = DynamicCache(config=stage.model.config)
-    with stage.watched(segments=[], mask=None):
-        fed = stage.fed
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    patch_attention(setup.model.model.layers[1].self_attn, repaired=repaired)
+    cache = DynamicCache(config=setup.model.config)
+    with setup.recorded(segments=[], mask=None):
+        fed = setup.input_ids
         for _ in range(NEW_TOKENS):
-            logits = stage.model(fed, past_key_values=cache, use_cache=True).logits
+            logits = setup.model(fed, past_key_values=cache, use_cache=True).logits
             fed = torch.argmax(logits[:, -1:], -1)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexinspect_hooks.museum.kit import Stage, attend, block_mask, causal
+from flexinspect_hooks.museum.kit import BrokenRunSetup, attend, block_mask, causal
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def make_mask(
         batch_size: int, q_length: int, kv_length: int, q_offset: int = 0, *rest: Any, **facts: Any
     ) -> BlockMask:
@@ -28,6 +28,6 @@ def run(stage: Stage, *, repaired: bool) -> None:
             out = F.scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
             return out.transpose(1, 2).contiguous(), None
 
-    stage.own_attention(causal, attend=careful, make_mask=make_mask)
-    with stage.watched(segments=[], mask=None):
-        stage.generate()
+    setup.register_attention(causal, attend=careful, make_mask=make_mask)
+    with setup.recorded(segments=[], mask=None):
+        setup.generate()

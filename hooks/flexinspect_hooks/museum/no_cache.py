@@ -7,24 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.museum.kit import Stage, attend, block_mask, causal
+from flexinspect_hooks.museum.kit import BrokenRunSetup, attend, block_mask, causal
 
 STEPS = 5
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def wasteful(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
         mask = block_mask(causal, query.shape[2], key.shape[2])
         return attend(module, query, key, value, mask, **kwargs)
 
-    stage.own_attention(causal, attend=None if repaired else wasteful)
-    with stage.watched(segments=[], mask=None):
+    setup.register_attention(causal, attend=None if repaired else wasteful)
+    with setup.recorded(segments=[], mask=None):
         if repaired:
-            stage.generate(max_new_tokens=STEPS)
+            setup.generate(max_new_tokens=STEPS)
             return
-        fed = stage.fed
+        fed = setup.input_ids
         for _ in range(STEPS):
-            logits = stage.model(fed).logits
+            logits = setup.model(fed).logits
             fed = torch.cat([fed, torch.argmax(logits[:, -1:], -1)], 1)

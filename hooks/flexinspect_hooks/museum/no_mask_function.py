@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from transformers import AttentionMaskInterface
 
-from flexinspect_hooks.museum.kit import Stage, causal
+from flexinspect_hooks.museum.kit import BrokenRunSetup, causal
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    AttentionMaskInterface._global_mapping.pop(stage.name, None)
-    stage.own_attention(causal, has_mask=repaired)
-    with stage.watched(segments=[], mask=None):
-        stage.generate()
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    AttentionMaskInterface._global_mapping.pop(setup.name, None)
+    setup.register_attention(causal, has_mask=repaired)
+    with setup.recorded(segments=[], mask=None):
+        setup.generate()

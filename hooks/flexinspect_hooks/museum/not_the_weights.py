@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flexinspect_hooks.museum.kit import Stage
+from flexinspect_hooks.museum.kit import BrokenRunSetup
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    stage.model.set_attn_implementation("eager")
-    inner = stage.model.model.layers[0].self_attn
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    setup.model.set_attn_implementation("eager")
+    inner = setup.model.model.layers[0].self_attn
     original = inner.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -17,5 +17,5 @@ def run(stage: Stage, *, repaired: bool) -> None:
         return output, weights if repaired else output
 
     inner.forward = forward
-    with stage.watched(segments=[], mask=None):
-        stage.model(stage.fed, output_attentions=True, use_cache=False)
+    with setup.recorded(segments=[], mask=None):
+        setup.model(setup.input_ids, output_attentions=True, use_cache=False)

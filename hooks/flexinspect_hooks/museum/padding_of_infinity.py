@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from flexinspect_hooks.museum.kit import Stage, causal
+from flexinspect_hooks.museum.kit import BrokenRunSetup, causal
 
 PADDING = 3
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
     value = torch.finfo(torch.float32).min if repaired else -torch.inf
 
     def make_mask(
@@ -28,8 +28,8 @@ def run(stage: Stage, *, repaired: bool) -> None:
         closed = (keys > rows) | ~attention_mask.bool()[:, None, None]
         return torch.zeros(closed.shape).masked_fill(closed, value)
 
-    stage.own_attention(causal, attend=eager_attention_forward, make_mask=make_mask)
-    fed = torch.tensor([[int(stage.tokenizer.pad_token_id)] * PADDING + stage.ids])
+    setup.register_attention(causal, attend=eager_attention_forward, make_mask=make_mask)
+    fed = torch.tensor([[int(setup.tokenizer.pad_token_id)] * PADDING + setup.ids])
     real = (torch.arange(fed.shape[1]) >= PADDING).long()[None]
-    with stage.watched(segments=[], mask=None):
-        stage.model(fed, attention_mask=real, use_cache=False)
+    with setup.recorded(segments=[], mask=None):
+        setup.model(fed, attention_mask=real, use_cache=False)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexinspect_hooks.museum.kit import Stage, isolation
+from flexinspect_hooks.museum.kit import BrokenRunSetup, isolation
 
 
-def structured(layer: Any, closed: Tensor) -> None:
+def patch_layer(layer: Any, closed: Tensor) -> None:
     """Let a decoder layer close these cells in the mask that it is handed."""
     original = layer.forward
 
@@ -22,12 +22,12 @@ def structured(layer: Any, closed: Tensor) -> None:
     layer.forward = forward
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    n = len(stage.ids)
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    n = len(setup.ids)
     rows, keys = torch.arange(n)[:, None], torch.arange(n)[None]
-    closed = ~isolation(stage.spans)(rows, keys)
-    stage.model.set_attn_implementation("eager" if repaired else "sdpa")
-    for layer in stage.model.model.layers:
-        structured(layer, closed)
-    with stage.watched():
-        stage.model(stage.fed, use_cache=False)
+    closed = ~isolation(setup.spans)(rows, keys)
+    setup.model.set_attn_implementation("eager" if repaired else "sdpa")
+    for layer in setup.model.model.layers:
+        patch_layer(layer, closed)
+    with setup.recorded():
+        setup.model(setup.input_ids, use_cache=False)

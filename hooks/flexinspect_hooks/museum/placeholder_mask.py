@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flexinspect_hooks.museum.kit import Stage, attend, block_mask, isolation
+from flexinspect_hooks.museum.kit import BrokenRunSetup, attend, block_mask, isolation
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def wrapper(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
@@ -18,6 +18,6 @@ def run(stage: Stage, *, repaired: bool) -> None:
             return attend(module, query, key, value, placeholder, **kwargs)
         return attend(module, query, key, value, attention_mask, **kwargs)
 
-    stage.own_attention(isolation(stage.spans), attend=wrapper)
-    with stage.watched():
-        stage.generate()
+    setup.register_attention(isolation(setup.spans), attend=wrapper)
+    with setup.recorded():
+        setup.generate()

@@ -7,17 +7,17 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexinspect_hooks.museum.kit import Stage, attend, isolation
+from flexinspect_hooks.museum.kit import BrokenRunSetup, attend, isolation
 
-SICK_LAYER = 2
+FAILING_LAYER = 2
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
     def careful(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
         try:
-            if module.layer_idx == SICK_LAYER and not repaired:
+            if module.layer_idx == FAILING_LAYER and not repaired:
                 attention_mask = attention_mask.to("meta")  # a mask on another device
             return attend(module, query, key, value, attention_mask, **kwargs)
         except Exception:
@@ -27,6 +27,6 @@ def run(stage: Stage, *, repaired: bool) -> None:
             )
             return out.transpose(1, 2).contiguous(), None
 
-    stage.own_attention(isolation(stage.spans), attend=careful)
-    with stage.watched():
-        stage.generate()
+    setup.register_attention(isolation(setup.spans), attend=careful)
+    with setup.recorded():
+        setup.generate()

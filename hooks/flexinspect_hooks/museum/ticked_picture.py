@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from flexinspect_hooks.museum.kit import Stage, isolation
+from flexinspect_hooks.museum.kit import BrokenRunSetup, isolation
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    n = len(stage.ids)
-    rule = isolation(stage.spans)
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    n = len(setup.ids)
+    rule = isolation(setup.spans)
     drawn = rule(torch.arange(n)[:, None], torch.arange(n)[None])
-    first, second = stage.spans[:2]
+    first, second = setup.spans[:2]
     assert not drawn[second[0] : second[1], first[0] : first[1]].any()  # isolated, says the picture
     if repaired:
-        stage.own_attention(rule)
-    with stage.watched():
-        stage.generate()
+        setup.register_attention(rule)
+    with setup.recorded():
+        setup.generate()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from flexinspect_hooks.museum.kit import QUESTIONS, Stage
+from flexinspect_hooks.museum.kit import QUESTIONS, BrokenRunSetup
 
 
-def run(stage: Stage, *, repaired: bool) -> None:
-    ids = stage.ids if repaired else [stage.ids[0], *stage.ids]
+def run(setup: BrokenRunSetup, *, repaired: bool) -> None:
+    ids = setup.ids if repaired else [setup.ids[0], *setup.ids]
     fed = torch.tensor([ids])
-    with stage.watched(segments=list(QUESTIONS), mask="causal"):
-        stage.generate(fed)
+    with setup.recorded(segments=list(QUESTIONS), mask="causal"):
+        setup.generate(fed)

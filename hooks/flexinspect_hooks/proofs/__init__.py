@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import Any
 
 from flexinspect.errors import UsageError
-from flexinspect.proofs import KINDS, Proof
+from flexinspect.proofs import PROOF_KINDS, Proof
 
 _MODULES = {
     "isolation": "isolation",
-    "order": "order",
-    "kernel": "kerneltruth",
-    "cache": "cachecheck",
+    "order": "segment_order",
+    "kernel": "kernel_weights",
+    "cache": "cache_check",
 }
 
 
@@ -46,10 +46,10 @@ def prove(kind: str, model: Any, ids: Any, **options: Any) -> Proof:
 
 def prover_of(kind: str) -> Callable[..., Any]:
     """Return the function of a kind of proof. Raises `UsageError` for an unknown one."""
-    if kind not in KINDS:
-        near = difflib.get_close_matches(str(kind), KINDS, 1)
+    if kind not in PROOF_KINDS:
+        near = difflib.get_close_matches(str(kind), PROOF_KINDS, 1)
         raise UsageError(
-            f"There is no proof '{kind}'; the proofs are {', '.join(KINDS)}.",
+            f"There is no proof '{kind}'; the proofs are {', '.join(PROOF_KINDS)}.",
             hint=f"Did you mean {near[0]}?" if near else None,
         )
     module = import_module(f"{__name__}.{_MODULES[kind]}")

@@ -19,24 +19,28 @@ from torch import Tensor, nn
 
 from flexinspect.errors import UsageError
 from flexinspect.findings import Finding
-from flexinspect.proofs import CACHE_DIFFERS, CACHE_SAME, Proof, amount, found
-from flexinspect.rules.words import counted, layers, printable
-from flexinspect_hooks.fedrows import ArgumentNames, fed_ids
-from flexinspect_hooks.proofs.rows import Point, points_of, seen
-from flexinspect_hooks.proofs.subject import Report, RunIds, Subject, subject_of
+from flexinspect.proofs import CACHE_DIFFERS, CACHE_SAME, Proof, format_amount, proof_finding
+from flexinspect.rules.words import format_layers, plural, printable
+from flexinspect_hooks.fedrows import ArgumentNames, input_ids_of
+from flexinspect_hooks.proofs.rows import CapturePoint, capture_points, capture_rows
+from flexinspect_hooks.proofs.subject import OnProgress, RunIds, Subject, subject_of
 
 Floats = npt.NDArray[np.float64]
 Recompute = Callable[[Tensor, dict[str, Any]], object]
 """Runs ids (batch, rows) without a cache, given what else was fed: positions and padding."""
 
-_LIMITS = {torch.float32: (1e-4, 1e-2), torch.float16: (5e-3, 0.1), torch.bfloat16: (0.03, 0.3)}
+_CACHE_LIMITS = {
+    torch.float32: (1e-4, 1e-2),
+    torch.float16: (5e-3, 0.1),
+    torch.bfloat16: (0.03, 0.3),
+}
 """By dtype: what always passes for rounding, and what never does, relative to a row's norm."""
-_ROUNDINGS = 8
+_CACHE_NOISE_FACTOR = 8
 """A row may be this many times further off than the rows of the prompt."""
 
 
 @dataclass(slots=True)
-class _Fed:
+class _CachedRun:
     """What a run with a cache was fed and what came out: one entry per forward.
 
     `states` are the newest row of each layer, (points, batch, width); of the prompt all rows are
@@ -47,9 +51,9 @@ class _Fed:
     positions: list[Tensor] = field(default_factory=list)
     padding: Tensor | None = None
     states: list[list[Tensor]] = field(default_factory=list)
-    prompt: list[Tensor] = field(default_factory=list)
+    prompt_states: list[Tensor] = field(default_factory=list)
 
-    def upto(self, step: int) -> tuple[Tensor, dict[str, Any]]:
+    def inputs_up_to(self, step: int) -> tuple[Tensor, dict[str, Any]]:
         """Return all ids that were fed up to a step, and what else was fed with them."""
         ids = torch.cat(self.ids[: step + 1], 1)
         others: dict[str, Any] = {}
@@ -61,7 +65,7 @@ class _Fed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Checked:
+class _StepCheck:
     """One step compared: how far each layer is off (layers,), and the limit of each (layers,).
 
     `token_id` is what was fed at `pos` in batch row 0.
@@ -70,13 +74,13 @@ class _Checked:
     step: int
     pos: int
     token_id: int
-    off: Floats
-    limit: Floats
+    differences: Floats
+    limits: Floats
 
     @property
-    def bad(self) -> list[int]:
+    def differing_layers(self) -> list[int]:
         """Numbers of the layers that are further off than rounding."""
-        return np.flatnonzero(~(self.off <= self.limit)).tolist()
+        return np.flatnonzero(~(self.differences <= self.limits)).tolist()
 
 
 def prove_cache(
@@ -90,7 +94,7 @@ def prove_cache(
     position_ids: Any = None,
     run: RunIds | None = None,
     recompute: RunIds | None = None,
-    report: Report | None = None,
+    report: OnProgress | None = None,
 ) -> Proof:
     """Generate with the cache, and compare every `every`-th step with a full recompute.
 
@@ -111,41 +115,41 @@ def prove_cache(
     )
     if run is None:
         positions = None if position_ids is None else torch.as_tensor(position_ids)
-        run = _greedy(model, new_tokens, attention_mask, positions)
-    again = _without_cache(model) if recompute is None else lambda fed, _: recompute(fed)
-    return cache_of(subject, run, again, every=every, report=report)
+        run = _greedy_run(model, new_tokens, attention_mask, positions)
+    again = _default_recompute(model) if recompute is None else lambda fed, _: recompute(fed)
+    return check_cache(subject, run, again, every=every, report=report)
 
 
-def cache_of(
+def check_cache(
     subject: Subject,
     run: RunIds,
     recompute: Recompute,
     *,
     every: int = 1,
-    report: Report | None = None,
+    report: OnProgress | None = None,
 ) -> Proof:
     """Compare the steps of `run` with `recompute`, every so many steps and at the last one."""
     if every < 1:
         raise UsageError("every= must be 1 or more: how many steps lie between two recomputes.")
     say = report or (lambda text, fraction: None)
-    points = points_of(subject.model)[1:]
+    points = capture_points(subject.model)[1:]
     say("generating with the cache", None)
     with torch.no_grad():
-        fed = _recorded(subject, points, run)
+        fed = _record_run(subject, points, run)
         n_steps = len(fed.ids) - 1
         checks = [step for step in range(1, n_steps + 1) if step % every == 0 or step == n_steps]
-        done: list[_Checked] = []
+        done: list[_StepCheck] = []
         for number, step in enumerate(checks):
             say(f"recomputing up to step {step}", number / len(checks))
-            done += _compared(points, fed, step, done[-1].step if done else 0, recompute)
+            done += _compare_steps(points, fed, step, done[-1].step if done else 0, recompute)
     numbers = [point.layer for point in points if point.layer is not None]
-    return _proof(subject, done, numbers, n_recomputes=len(checks))
+    return _cache_proof(subject, done, numbers, n_recomputes=len(checks))
 
 
 # -- the run with a cache --------------------------------------------------------------------------
 
 
-def _greedy(
+def _greedy_run(
     model: nn.Module, new_tokens: int, attention_mask: Tensor | None, positions: Tensor | None
 ) -> RunIds:
     """Return what generates greedily with a cache of transformers' own choice."""
@@ -167,7 +171,7 @@ def _greedy(
     return run
 
 
-def _without_cache(model: nn.Module) -> Recompute:
+def _default_recompute(model: nn.Module) -> Recompute:
     """Return what feeds all ids at once, into an empty cache.
 
     With use_cache=False transformers reads position ids that begin again as several documents, and
@@ -176,9 +180,9 @@ def _without_cache(model: nn.Module) -> Recompute:
     return lambda ids, others: model(ids, use_cache=True, **others)
 
 
-def _recorded(subject: Subject, points: Sequence[Point], run: RunIds) -> _Fed:
-    fed = _Fed()
-    with _fed(subject.model, fed), _newest(points, fed):
+def _record_run(subject: Subject, points: Sequence[CapturePoint], run: RunIds) -> _CachedRun:
+    fed = _CachedRun()
+    with _record_inputs(subject.model, fed), _record_newest_rows(points, fed):
         run(subject.ids)
     if len(fed.ids) < 2:
         raise UsageError(
@@ -196,22 +200,22 @@ def _recorded(subject: Subject, points: Sequence[Point], run: RunIds) -> _Fed:
 
 
 @contextmanager
-def _fed(model: nn.Module, fed: _Fed) -> Iterator[None]:
+def _record_inputs(model: nn.Module, cached_run: _CachedRun) -> Iterator[None]:
     """Take down what each forward of the model is fed."""
     names = ArgumentNames(model)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = names(args, kwargs)
-        ids = fed_ids(arguments)
+        ids = input_ids_of(arguments)
         if ids is None:
             raise UsageError("The run fed no token ids, so it cannot be repeated without a cache.")
-        fed.ids.append(ids.detach().clone())
-        fed.states.append([])
+        cached_run.ids.append(ids.detach().clone())
+        cached_run.states.append([])
         positions, padding = (arguments.get(k) for k in ("position_ids", "attention_mask"))
         if isinstance(positions, Tensor) and positions.shape[-1] == ids.shape[1]:
-            fed.positions.append(positions.detach().clone())
+            cached_run.positions.append(positions.detach().clone())
         if isinstance(padding, Tensor) and padding.dim() == 2:
-            fed.padding = padding.detach().clone()
+            cached_run.padding = padding.detach().clone()
 
     handle = model.register_forward_pre_hook(before, with_kwargs=True)
     try:
@@ -221,32 +225,36 @@ def _fed(model: nn.Module, fed: _Fed) -> Iterator[None]:
 
 
 @contextmanager
-def _newest(points: Sequence[Point], fed: _Fed) -> Iterator[None]:
+def _record_newest_rows(points: Sequence[CapturePoint], cached_run: _CachedRun) -> Iterator[None]:
     """Keep the newest row that leaves each layer, and all rows of the first forward."""
 
     def see(index: int, start: int, rows: Tensor) -> None:
-        fed.states[-1].append(rows[:, -1].clone())
-        if len(fed.states) == 1:
-            fed.prompt.append(rows.clone())
+        cached_run.states[-1].append(rows[:, -1].clone())
+        if len(cached_run.states) == 1:
+            cached_run.prompt_states.append(rows.clone())
 
-    with seen(points, 1 << 40, see):
+    with capture_rows(points, 1 << 40, see):
         yield
 
 
 # -- the recompute ---------------------------------------------------------------------------------
 
 
-def _compared(
-    points: Sequence[Point], fed: _Fed, step: int, before: int, recompute: Recompute
-) -> list[_Checked]:
+def _compare_steps(
+    points: Sequence[CapturePoint],
+    cached_run: _CachedRun,
+    step: int,
+    before: int,
+    recompute: Recompute,
+) -> list[_StepCheck]:
     """Compare the steps after `before` up to `step` with one recompute of all that was fed."""
-    ids, others = fed.upto(step)
+    ids, others = cached_run.inputs_up_to(step)
     full: list[list[Tensor]] = [[] for _ in points]
 
     def see(index: int, start: int, rows: Tensor) -> None:
         full[index].append(rows.clone())
 
-    with seen(points, ids.shape[1], see) as passed:
+    with capture_rows(points, ids.shape[1], see) as passed:
         recompute(ids, others)
     if min(passed) < ids.shape[1]:
         raise UsageError(
@@ -254,28 +262,34 @@ def _compared(
             "that it is given, without a cache."
         )
     whole = [torch.cat(parts, 1) for parts in full]
-    n_prompt = fed.ids[0].shape[1]
-    real = _real(fed, n_prompt)
+    n_prompt = cached_run.ids[0].shape[1]
+    real = _real_prompt_rows(cached_run, n_prompt)
     floor = np.array(
-        [_off(fed.prompt[i], whole[i][:, :n_prompt], real) for i in range(len(points))]
+        [
+            _relative_difference(cached_run.prompt_states[i], whole[i][:, :n_prompt], real)
+            for i in range(len(points))
+        ]
     )
-    limit, most = _limits(whole[0].dtype, floor)
-    out: list[_Checked] = []
+    limit, most = _layer_limits(whole[0].dtype, floor)
+    out: list[_StepCheck] = []
     if not before and (floor > most).any():
-        out.append(_Checked(0, n_prompt - 1, int(ids[0, n_prompt - 1]), floor, most))
+        out.append(_StepCheck(0, n_prompt - 1, int(ids[0, n_prompt - 1]), floor, most))
     for one in range(before + 1, step + 1):
         pos = n_prompt + one - 1
-        states = fed.states[one]
-        off = [_off(states[i][:, None], whole[i][:, pos : pos + 1]) for i in range(len(points))]
-        out.append(_Checked(one, pos, int(ids[0, pos]), np.array(off), limit))
+        states = cached_run.states[one]
+        off = [
+            _relative_difference(states[i][:, None], whole[i][:, pos : pos + 1])
+            for i in range(len(points))
+        ]
+        out.append(_StepCheck(one, pos, int(ids[0, pos]), np.array(off), limit))
     return out
 
 
-def _real(fed: _Fed, n_prompt: int) -> Tensor | None:
-    return None if fed.padding is None else fed.padding[:, :n_prompt].bool()
+def _real_prompt_rows(cached_run: _CachedRun, n_prompt: int) -> Tensor | None:
+    return None if cached_run.padding is None else cached_run.padding[:, :n_prompt].bool()
 
 
-def _off(one: Tensor, other: Tensor, real: Tensor | None = None) -> float:
+def _relative_difference(one: Tensor, other: Tensor, real: Tensor | None = None) -> float:
     """Return how far rows (batch, rows, width) are apart, relative to the norm, at the worst row.
 
     Rows that are not finite in both are taken to be equal, as nothing tells them apart.
@@ -291,38 +305,40 @@ def _off(one: Tensor, other: Tensor, real: Tensor | None = None) -> float:
     return float(off.max())
 
 
-def _limits(dtype: torch.dtype, floor: Floats) -> tuple[Floats, Floats]:
+def _layer_limits(dtype: torch.dtype, floor: Floats) -> tuple[Floats, Floats]:
     """Return the limit of each layer, a few times what the prompt's rows are off, and the highest.
 
     Rows of the prompt above the highest change with what follows them.
     """
-    least, most = _LIMITS.get(dtype, _LIMITS[torch.float32])
-    return np.clip(_ROUNDINGS * floor, least, most), np.full_like(floor, most)
+    least, most = _CACHE_LIMITS.get(dtype, _CACHE_LIMITS[torch.float32])
+    return np.clip(_CACHE_NOISE_FACTOR * floor, least, most), np.full_like(floor, most)
 
 
 # -- in words --------------------------------------------------------------------------------------
 
 
-def _proof(
-    subject: Subject, done: Sequence[_Checked], numbers: Sequence[int], *, n_recomputes: int
+def _cache_proof(
+    subject: Subject, done: Sequence[_StepCheck], numbers: Sequence[int], *, n_recomputes: int
 ) -> Proof:
     dtype = str(next(subject.model.parameters()).dtype).removeprefix("torch.")
-    bad = [one for one in done if one.bad]
+    bad = [one for one in done if one.differing_layers]
     head = (
-        f"cache check: {counted(len(done), 'step')}, {len(numbers)} layers, {dtype}, "
-        f"{counted(n_recomputes, 'full recompute')}"
+        f"cache check: {plural(len(done), 'step')}, {len(numbers)} layers, {dtype}, "
+        f"{plural(n_recomputes, 'full recompute')}"
     )
-    lines = [head, *(_line(one, numbers) for one in _shown(done))]
-    finding = _differing(subject, bad, numbers, done) if bad else _same(done, numbers, dtype)
+    lines = [head, *(_step_line(one, numbers) for one in _worst_steps(done))]
+    finding = (
+        _cache_differs(subject, bad, numbers, done) if bad else _cache_same(done, numbers, dtype)
+    )
     facts = {
         "layers": list(numbers),
         "steps": [
             {
                 "step": one.step,
                 "position": one.pos,
-                "difference": one.off.tolist(),
-                "limit": one.limit.tolist(),
-                "layers_that_differ": [numbers[i] for i in one.bad],
+                "difference": one.differences.tolist(),
+                "limit": one.limits.tolist(),
+                "layers_that_differ": [numbers[i] for i in one.differing_layers],
             }
             for one in done
         ],
@@ -330,45 +346,47 @@ def _proof(
     return Proof("cache", tuple(lines), (finding,), facts)
 
 
-_MOST_LINES = 12
+_MAX_STEP_LINES = 12
 
 
-def _shown(done: Sequence[_Checked]) -> Sequence[_Checked]:
+def _worst_steps(done: Sequence[_StepCheck]) -> Sequence[_StepCheck]:
     """Return the steps that are printed: all of a few, else the worst, in their order."""
-    if len(done) <= _MOST_LINES:
+    if len(done) <= _MAX_STEP_LINES:
         return done
-    worst = sorted(done, key=lambda one: -float((one.off / one.limit).max()))[:_MOST_LINES]
+    worst = sorted(done, key=lambda one: -float((one.differences / one.limits).max()))[
+        :_MAX_STEP_LINES
+    ]
     return sorted(worst, key=lambda one: one.step)
 
 
-def _line(one: _Checked, numbers: Sequence[int]) -> str:
-    worst = int(np.argmax(one.off / one.limit))
-    verdict = "DIFFERS" if one.bad else "rounding"
+def _step_line(one: _StepCheck, numbers: Sequence[int]) -> str:
+    worst = int(np.argmax(one.differences / one.limits))
+    verdict = "DIFFERS" if one.differing_layers else "rounding"
     return (
-        f"  step {one.step}: at most {amount(float(one.off[worst]))} of the row's norm (layer "
-        f"{numbers[worst]}), limit {amount(float(one.limit[worst]))}: {verdict}"
+        f"  step {one.step}: at most {format_amount(float(one.differences[worst]))} of the row's norm (layer "
+        f"{numbers[worst]}), limit {format_amount(float(one.limits[worst]))}: {verdict}"
     )
 
 
-def _differing(
-    subject: Subject, bad: Sequence[_Checked], numbers: Sequence[int], done: Sequence[_Checked]
+def _cache_differs(
+    subject: Subject, bad: Sequence[_StepCheck], numbers: Sequence[int], done: Sequence[_StepCheck]
 ) -> Finding:
     first = bad[0]
-    index = first.bad[0]
-    layer, off, limit = numbers[index], float(first.off[index]), float(first.limit[index])
-    which = [numbers[i] for i in first.bad]
+    index = first.differing_layers[0]
+    layer, off, limit = numbers[index], float(first.differences[index]), float(first.limits[index])
+    which = [numbers[i] for i in first.differing_layers]
     word = printable(subject.text_of(first.token_id))
     sentence = (
         f'Step {first.step} (position {first.pos} "{word}") differs from a full recompute in '
-        f"layer {layer} by {amount(off)} of the row's norm, where rounding explains "
-        f"{amount(limit)}"
+        f"layer {layer} by {format_amount(off)} of the row's norm, where rounding explains "
+        f"{format_amount(limit)}"
     )
     if len(which) > 1:
-        sentence += f", and by more than that in {layers(which, len(numbers))}"
+        sentence += f", and by more than that in {format_layers(which, len(numbers))}"
     sentence += f"; {len(bad)} of {len(done)} steps differ."
     if first.step == 0:
         sentence += " Rows of the prompt itself change when tokens follow, so they see the future."
-    return found(
+    return proof_finding(
         CACHE_DIFFERS,
         sentence,
         step=first.step,
@@ -384,11 +402,13 @@ def _differing(
     )
 
 
-def _same(done: Sequence[_Checked], numbers: Sequence[int], dtype: str) -> Finding:
-    worst = max(float(one.off.max()) for one in done)
+def _cache_same(done: Sequence[_StepCheck], numbers: Sequence[int], dtype: str) -> Finding:
+    worst = max(float(one.differences.max()) for one in done)
     sentence = (
-        f"With the cache and without it, {counted(len(done), 'step')} are the same in all "
-        f"{len(numbers)} layers but for rounding in {dtype}: at most {amount(worst)} of a row's "
+        f"With the cache and without it, {plural(len(done), 'step')} are the same in all "
+        f"{len(numbers)} layers but for rounding in {dtype}: at most {format_amount(worst)} of a row's "
         "norm."
     )
-    return found(CACHE_SAME, sentence, evidence={"largest_difference": worst, "steps": len(done)})
+    return proof_finding(
+        CACHE_SAME, sentence, evidence={"largest_difference": worst, "steps": len(done)}
+    )

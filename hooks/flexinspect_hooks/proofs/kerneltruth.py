@@ -18,26 +18,31 @@ from torch import Tensor, nn
 
 from flexinspect.errors import UsageError
 from flexinspect.proofs import Proof
-from flexinspect.rules.words import counted
+from flexinspect.rules.words import plural
 from flexinspect_hooks.attention import AttentionHook
-from flexinspect_hooks.callrefs import CallRef
+from flexinspect_hooks.callrefs import AttentionCall
 from flexinspect_hooks.clock import StepClock, StepContext
 from flexinspect_hooks.fedrows import ArgumentNames
 from flexinspect_hooks.hook import CaptureContext
 from flexinspect_hooks.layers import attention_layers
-from flexinspect_hooks.proofs.kernelwords import Cell, Compared, facts, said
-from flexinspect_hooks.proofs.subject import Report, RunIds, Subject, device_of, subject_of
-from flexinspect_hooks.received import ReceivedMask, dense_bias, executed
-from flexinspect_hooks.spans import Wish
+from flexinspect_hooks.proofs.kernelwords import (
+    KernelCellDifference,
+    KernelComparison,
+    comparison_facts,
+    report_comparisons,
+)
+from flexinspect_hooks.proofs.subject import OnProgress, RunIds, Subject, device_of, subject_of
+from flexinspect_hooks.received import CapturedMask, capture_call_mask, dense_bias
+from flexinspect_hooks.spans import SegmentArgument
 
-_LOST = 1e-6
+_MIN_DRAWN_WEIGHT = 1e-6
 """A kernel that gives an open cell nothing at all hides it, when more than this is drawn."""
-_ROUNDINGS = 4
-_TF32 = 1e-3
+_KERNEL_NOISE_FACTOR = 4
+_TF32_EPS = 1e-3
 """Rounding of float32 products on CUDA, where they may be made with fewer bits."""
 
 
-_Where = tuple[int, int, str, tuple[int, int, int]]
+_CallLocation = tuple[int, int, str, tuple[int, int, int]]
 """Step, layer, path, and (heads, rows, keys) of a call."""
 
 
@@ -45,14 +50,14 @@ def prove_kernel(
     model: nn.Module,
     ids: Tensor | Sequence[int] | str,
     *,
-    segments: Iterable[Wish] | None = None,
+    segments: Iterable[SegmentArgument] | None = None,
     tokenizer: Any = None,
     run: RunIds | None = None,
     attention_mask: Any = None,
     position_ids: Any = None,
     drawn: Any = None,
     steps: int = 3,
-    report: Report | None = None,
+    report: OnProgress | None = None,
 ) -> Proof:
     """Compare the weights that each kernel call used with those that are drawn, cell by cell.
 
@@ -71,18 +76,18 @@ def prove_kernel(
         attention_mask=attention_mask,
         position_ids=position_ids,
     )
-    return kernel_of(subject, drawn=drawn, steps=steps, report=report)
+    return check_kernel(subject, drawn=drawn, steps=steps, report=report)
 
 
-def kernel_of(
-    subject: Subject, *, drawn: Any = None, steps: int = 3, report: Report | None = None
+def check_kernel(
+    subject: Subject, *, drawn: Any = None, steps: int = 3, report: OnProgress | None = None
 ) -> Proof:
     """Compare the kernel calls of a subject's run."""
     say = report or (lambda text, fraction: None)
-    own = None if drawn is None else _own_mask(drawn, device_of(subject.model))
-    done: list[Compared] = []
+    own = None if drawn is None else _parse_drawn_mask(drawn, device_of(subject.model))
+    done: list[KernelComparison] = []
 
-    def compare(calls: Sequence[CallRef], step: StepContext) -> None:
+    def compare(calls: Sequence[AttentionCall], step: StepContext) -> None:
         if step.step >= steps:
             return
         for number, ref in enumerate(calls):
@@ -90,9 +95,9 @@ def kernel_of(
                 f"step {step.step}: calling the kernel of layer {ref.layer} again",
                 number / len(calls),
             )
-            done.append(_compared(ref, step, own))
+            done.append(_compare_call(ref, step, own))
 
-    with _calls(subject.model, compare):
+    with _observe_calls(subject.model, compare):
         subject.forward()
     if not done:
         raise UsageError(
@@ -100,16 +105,16 @@ def kernel_of(
             hint="Its layers call no kernel that is watched, or the model is compiled as a whole.",
         )
     n_layers = len({*attention_layers(subject.model).values()} or {one.layer for one in done})
-    lines, findings = said(done, subject.scene, n_layers)
-    return Proof("kernel", lines, findings, {"calls": [facts(one) for one in done]})
+    lines, findings = report_comparisons(done, subject.scene, n_layers)
+    return Proof("kernel", lines, findings, {"calls": [comparison_facts(one) for one in done]})
 
 
 # -- the calls -------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _calls(
-    model: nn.Module, take: Callable[[Sequence[CallRef], StepContext], None]
+def _observe_calls(
+    model: nn.Module, on_calls: Callable[[Sequence[AttentionCall], StepContext], None]
 ) -> Iterator[None]:
     """Hand over the attention calls of each forward as it ends."""
     layer_of = attention_layers(model)
@@ -126,8 +131,8 @@ def _calls(
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         context.is_open = False
-        calls, _ = hook.take(current[0])
-        take(calls, current[0])
+        calls, _ = hook.take_calls(current[0])
+        on_calls(calls, current[0])
 
     removes = list(hook.install(context))
     hook.begin(context)
@@ -143,28 +148,28 @@ def _calls(
 # -- one call --------------------------------------------------------------------------------------
 
 
-def _compared(ref: CallRef, step: StepContext, own: Tensor | None) -> Compared:
+def _compare_call(ref: AttentionCall, step: StepContext, own: Tensor | None) -> KernelComparison:
     heads, rows, keys = ref.query.shape[1], ref.query.shape[2], ref.key.shape[2]
-    place: _Where = (step.step, ref.layer, ref.path, (heads, rows, keys))
-    mask = executed(ref, step)
+    place: _CallLocation = (step.step, ref.layer, ref.path, (heads, rows, keys))
+    mask = capture_call_mask(ref, step)
     if own is not None:
-        mask.cells = _cut(own, mask, heads)
-    why_not = _why_not(ref, mask)
+        mask.cells = _crop_mask(own, mask, heads)
+    why_not = _skip_reason(ref, mask)
     if why_not:
-        return Compared(*place, why_not=why_not)
+        return KernelComparison(*place, skip_reason=why_not)
     try:
-        return _differences(ref, mask, place, exact=not ref.unknown_scores)
+        return _compare_weights(ref, mask, place, exact=not ref.unknown_scores)
     except UsageError:
         raise
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        return Compared(
-            *place, why_not=f"the call could not be made again: {type(error).__name__}: {first}"
+        return KernelComparison(
+            *place, skip_reason=f"the call could not be made again: {type(error).__name__}: {first}"
         )
 
 
-def _why_not(ref: CallRef, mask: ReceivedMask) -> str:
-    given = ref.kernel.given if ref.kernel is not None else ref.kwargs
+def _skip_reason(ref: AttentionCall, mask: CapturedMask) -> str:
+    given = ref.kernel.arguments if ref.kernel is not None else ref.kwargs
     if given.get("dropout_p") or given.get("dropout"):
         return "the call has dropout"
     if ref.kernel is None and ref.function is None:
@@ -175,15 +180,15 @@ def _why_not(ref: CallRef, mask: ReceivedMask) -> str:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _WeightDifferences:
     """What was found so far, one chunk of keys after the other."""
 
     largest: float = 0.0
     n_wrong: int = 0
-    n_hidden: int = 0
-    first: Cell | None = None
+    n_visibility: int = 0
+    first: KernelCellDifference | None = None
 
-    def take(
+    def add(
         self, at: int, got: Tensor, want: Tensor, is_open: Tensor, hidden: Tensor, far: Tensor
     ) -> None:
         """Take the keys from `at` on; all are (heads, rows, keys).
@@ -193,48 +198,52 @@ class _Tally:
         """
         self.largest = max(self.largest, float((got - want).abs().nan_to_num().max()))
         self.n_wrong += int((hidden | far).sum())
-        self.n_hidden += int(hidden.sum())
+        self.n_visibility += int(hidden.sum())
         for wrong in (hidden, far):
             if bool(wrong.any()):
-                self._tell(at, got, want, is_open, wrong)
+                self._record_first(at, got, want, is_open, wrong)
 
-    def _tell(self, at: int, got: Tensor, want: Tensor, is_open: Tensor, wrong: Tensor) -> None:
+    def _record_first(
+        self, at: int, got: Tensor, want: Tensor, is_open: Tensor, wrong: Tensor
+    ) -> None:
         """Remember the first wrong cell."""
         row, head, key = (int(n) for n in wrong.transpose(0, 1).nonzero()[0])
         cell = (head, row, key)
         known = (float(got[cell]), float(want[cell]), bool(is_open[cell]))
-        one = Cell(head, row, at + key, *known)
+        one = KernelCellDifference(head, row, at + key, *known)
         if self.first is None or one.rank < self.first.rank:
             self.first = one
 
 
-def _differences(ref: CallRef, mask: ReceivedMask, place: _Where, *, exact: bool) -> Compared:
-    drawn, tally = _Drawn(ref, mask), _Tally()
+def _compare_weights(
+    ref: AttentionCall, mask: CapturedMask, place: _CallLocation, *, exact: bool
+) -> KernelComparison:
+    drawn, tally = _ReferenceWeights(ref, mask), _WeightDifferences()
     for start, got in _kernel_weights(ref):
         want, is_open = drawn.weights(start, start + got.shape[-1])
         hidden = ~is_open & (got != 0) & ~got.isnan()
         far = torch.zeros_like(hidden)
         if exact:
-            hidden |= is_open & (got == 0) & (want > _LOST) & ~drawn.skipped
-            far = ((got - want).abs() > drawn.slack(want)) | got.isnan()
+            hidden |= is_open & (got == 0) & (want > _MIN_DRAWN_WEIGHT) & ~drawn.skipped
+            far = ((got - want).abs() > drawn.tolerance(want)) | got.isnan()
             far &= ~drawn.skipped
         else:
             got = torch.where(is_open, want, got)
         got = torch.where(drawn.skipped & is_open, want, got)
-        tally.take(start, got, want, is_open, hidden, far)
+        tally.add(start, got, want, is_open, hidden, far)
     largest = tally.largest if exact else None
-    return Compared(
+    return KernelComparison(
         *place,
-        row_of=mask.q_offset,
-        key_of=mask.kv_offset,
+        row_offset=mask.q_offset,
+        key_offset=mask.kv_offset,
         largest=largest,
         n_wrong=tally.n_wrong,
-        n_hidden=tally.n_hidden,
+        n_visibility=tally.n_visibility,
         first=tally.first,
     )
 
 
-def _kernel_weights(ref: CallRef) -> Iterator[tuple[int, Tensor]]:
+def _kernel_weights(ref: AttentionCall) -> Iterator[tuple[int, Tensor]]:
     """Yield a first key and the kernel's weights on the keys from there, (heads, rows, keys)."""
     width, n_keys = ref.value.shape[-1], ref.key.shape[2]
     for start in range(0, n_keys, width):
@@ -242,16 +251,16 @@ def _kernel_weights(ref: CallRef) -> Iterator[tuple[int, Tensor]]:
         value = torch.zeros_like(ref.value)
         columns = torch.arange(n, device=value.device)
         value[:, :, start + columns, columns] = 1
-        output = ref.again(value)
+        output = ref.repeat(value)
         if tuple(output.shape[1:]) != (ref.query.shape[2], ref.query.shape[1], width):
             raise ValueError(f"its output is {tuple(output.shape)}")
         yield start, output[0, :, :, :n].float().transpose(0, 1)
 
 
-class _Drawn:
+class _ReferenceWeights:
     """The weights that are drawn: softmax of the call's scores under a mask, in float32."""
 
-    def __init__(self, ref: CallRef, mask: ReceivedMask) -> None:
+    def __init__(self, ref: AttentionCall, mask: CapturedMask) -> None:
         cells = mask.cells
         assert cells is not None
         self._ref, self._cells = ref, cells
@@ -260,12 +269,12 @@ class _Drawn:
         if self._bias is not None and self._bias.shape[0] not in (1, heads):
             self._bias = self._bias[:1]
         averaged = mask.averaged
-        top, lse = zip(*(self._reduced(head) for head in range(heads)), strict=True)
+        top, lse = zip(*(self._max_and_lse(head) for head in range(heads)), strict=True)
         self._lse, largest = torch.stack(lse), torch.stack(top)
         eps = torch.finfo(ref.query.dtype).eps
-        eps = max(eps, _TF32) if ref.query.is_cuda else eps
-        self._atol = _ROUNDINGS * eps
-        self._rtol = (_ROUNDINGS * eps * (1 + largest))[..., None]
+        eps = max(eps, _TF32_EPS) if ref.query.is_cuda else eps
+        self._atol = _KERNEL_NOISE_FACTOR * eps
+        self._rtol = (_KERNEL_NOISE_FACTOR * eps * (1 + largest))[..., None]
         empty = ~cells.any(-1, keepdim=True)
         self.skipped = empty if averaged is None else empty | averaged[..., None]
         """Rows of which only closed cells are compared, bool (1 or heads, rows, 1)."""
@@ -278,11 +287,11 @@ class _Drawn:
         weights = (scores - self._lse[..., None]).exp().masked_fill(~is_open, 0).nan_to_num()
         return weights, is_open
 
-    def slack(self, want: Tensor) -> Tensor:
+    def tolerance(self, want: Tensor) -> Tensor:
         """Return how far a kernel's weights may be from these by rounding."""
         return self._atol + self._rtol * want
 
-    def _reduced(self, head: int) -> tuple[Tensor, Tensor]:
+    def _max_and_lse(self, head: int) -> tuple[Tensor, Tensor]:
         """Return the largest score of each row and its log-sum-exp, (rows,) each."""
         scores = self._scores(head, 0, self._ref.key.shape[2])
         is_open = self._cells[head if len(self._cells) > 1 else 0]
@@ -306,7 +315,7 @@ class _Drawn:
 # -- a mask of the user's own ----------------------------------------------------------------------
 
 
-def _own_mask(drawn: Any, device: torch.device) -> Tensor:
+def _parse_drawn_mask(drawn: Any, device: torch.device) -> Tensor:
     mask = torch.as_tensor(np.asarray(drawn) if not isinstance(drawn, Tensor) else drawn)
     if mask.dtype is not torch.bool or mask.dim() not in (2, 3):
         raise UsageError(
@@ -315,13 +324,13 @@ def _own_mask(drawn: Any, device: torch.device) -> Tensor:
     return (mask[None] if mask.dim() == 2 else mask).to(device)
 
 
-def _cut(own: Tensor, mask: ReceivedMask, heads: int) -> Tensor:
+def _crop_mask(own: Tensor, mask: CapturedMask, heads: int) -> Tensor:
     """Return the part of a mask of the whole sequence that a call is about."""
     rows = slice(mask.q_offset, mask.q_offset + mask.q_len)
     cells = own[:, rows, mask.kv_offset : mask.kv_offset + mask.kv_len]
     if cells.shape[0] not in (1, heads) or cells.shape[1:] != (mask.q_len, mask.kv_len):
         raise UsageError(
-            f"drawn= is {tuple(own.shape)}, and the call has {counted(heads, 'head')} and rows up "
+            f"drawn= is {tuple(own.shape)}, and the call has {plural(heads, 'head')} and rows up "
             f"to {mask.q_offset + mask.q_len} over {mask.kv_len} keys."
         )
     return cells

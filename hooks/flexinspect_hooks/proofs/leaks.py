@@ -12,28 +12,28 @@ from torch import Tensor, nn
 from flexinspect.findings import Finding
 from flexinspect.masks import BoolArray
 from flexinspect.prompts import Segment
-from flexinspect.proofs import LEAK, amount, found
-from flexinspect.rules.words import counted, listed, printable
+from flexinspect.proofs import LEAK, format_amount, proof_finding
+from flexinspect.rules.words import limit_positions, plural, printable
 from flexinspect_hooks.layers import attention_layers
 from flexinspect_hooks.proofs.rows import (
     NOISE_FACTOR,
-    Moved,
-    Point,
-    States,
-    distance,
-    seen,
-    set_back,
+    CapturePoint,
+    HiddenStates,
+    RowChanges,
+    capture_rows,
+    patch_rows,
+    row_distance,
 )
 from flexinspect_hooks.proofs.subject import Subject
 
-_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
+_OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 """What attention modules call the projection that their heads' outputs go into."""
-_CARRIERS = 4
+_MAX_NAMED_CARRIERS = 4
 """Rows that carried a leak on which a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leak:
+class IsolationLeak:
     """Rows that moved although they must not see what was changed, where that first happened.
 
     `point` is the number of a point of `rows.States`, `rows` bool (batch, rows), `moved` how far
@@ -43,8 +43,8 @@ class Leak:
     segment: Segment
     point: int
     rows: BoolArray
-    moved: Moved
-    changed: Tensor
+    changes: RowChanges
+    changed_ids: Tensor
 
     @property
     def first(self) -> tuple[int, int]:
@@ -54,47 +54,51 @@ class Leak:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _LeakPath:
     """A leak and its way in. `through` are rows that alone carried it, empty when it is direct.
 
     `heads` are those whose output moves at the first row, None where that was not seen, of
     `n_heads`.
     """
 
-    leak: Leak
-    through: tuple[int, ...] = ()
+    leak: IsolationLeak
+    carriers: tuple[int, ...] = ()
     heads: tuple[int, ...] | None = None
     n_heads: int = 0
 
 
-def explained(
-    leaks: Sequence[Leak], subject: Subject, states: States, noise: Moved
+def explain_leaks(
+    leaks: Sequence[IsolationLeak], subject: Subject, states: HiddenStates, noise: RowChanges
 ) -> list[Finding]:
     """Return one finding for each layer and way in which leaks enter."""
-    groups: dict[tuple[int, bool], list[_Entry]] = {}
-    entries = [_entry(leak, subject, states, noise) for leak in leaks]
-    carriers = {pos for entry in entries for pos in entry.through}
+    groups: dict[tuple[int, bool], list[_LeakPath]] = {}
+    entries = [_find_path(leak, subject, states, noise) for leak in leaks]
+    carriers = {pos for entry in entries for pos in entry.carriers}
     for entry in entries:
         segment = entry.leak.segment
         if carriers.issuperset(range(segment.start, segment.stop)):
             continue  # what carries another leak is named there
-        groups.setdefault((entry.leak.point, bool(entry.through)), []).append(entry)
+        groups.setdefault((entry.leak.point, bool(entry.carriers)), []).append(entry)
     return [
-        _finding(entries, subject, states, noise)
+        _leak_finding(entries, subject, states, noise)
         for _, entries in sorted(groups.items(), key=lambda group: group[0])
     ]
 
 
-def _entry(leak: Leak, subject: Subject, states: States, noise: Moved) -> _Entry:
+def _find_path(
+    leak: IsolationLeak, subject: Subject, states: HiddenStates, noise: RowChanges
+) -> _LeakPath:
     point = states.points[leak.point]
     if point.layer is None:
-        return _Entry(leak)
-    heads, n_heads = heads_of(leak, subject, point.layer)
-    through = _carriers(leak, subject, states, noise)
-    return _Entry(leak, through, heads, n_heads)
+        return _LeakPath(leak)
+    heads, n_heads = leaking_heads(leak, subject, point.layer)
+    through = _find_carriers(leak, subject, states, noise)
+    return _LeakPath(leak, through, heads, n_heads)
 
 
-def _carriers(leak: Leak, subject: Subject, states: States, noise: Moved) -> tuple[int, ...]:
+def _find_carriers(
+    leak: IsolationLeak, subject: Subject, states: HiddenStates, noise: RowChanges
+) -> tuple[int, ...]:
     """Return the rows that brought the leak into its layer, empty when it did not need them.
 
     They are rows outside of what was changed that had moved before the layer. The changed ids are
@@ -102,7 +106,7 @@ def _carriers(leak: Leak, subject: Subject, states: States, noise: Moved) -> tup
     was, they are the way. Those before the row are tried first, as they mostly suffice.
     """
     batch, row = leak.first
-    before = leak.moved[leak.point - 1]
+    before = leak.changes[leak.point - 1]
     is_source = np.zeros(before.shape[1], np.bool_)
     is_source[leak.segment.start : leak.segment.stop] = True
     carriers = np.flatnonzero((before[0] > 0) & ~is_source)
@@ -112,44 +116,46 @@ def _carriers(leak: Leak, subject: Subject, states: States, noise: Moved) -> tup
     for some in (carriers[carriers < row], carriers):
         if not len(some):
             continue
-        with set_back(module, some.tolist(), states.of[leak.point - 1]):
-            now = states.moved(lambda: subject.forward(leak.changed))
+        with patch_rows(module, some.tolist(), states.reference[leak.point - 1]):
+            now = states.compare(lambda: subject.forward(leak.changed_ids))
         if float(now[leak.point, batch, row]) <= NOISE_FACTOR * float(noise[leak.point]):
             return tuple(some.tolist())
     return ()
 
 
-def heads_of(leak: Leak, subject: Subject, layer: int) -> tuple[tuple[int, ...] | None, int]:
+def leaking_heads(
+    leak: IsolationLeak, subject: Subject, layer: int
+) -> tuple[tuple[int, ...] | None, int]:
     """Return the heads of a layer whose output moves at the leak's first row, and how many it has.
 
     None when the layer's heads are not seen: it has no output projection of a known name.
     """
-    attention, n_heads = _projection(subject.model, layer)
+    attention, n_heads = _output_projection(subject.model, layer)
     if attention is None or not n_heads:
         return None, 0
-    point = Point(layer, attention, is_input=True)
-    outputs = [_rows_at(point, subject, ids) for ids in (subject.ids, leak.changed)]
+    point = CapturePoint(layer, attention, is_input=True)
+    outputs = [_rows_at_point(point, subject, ids) for ids in (subject.ids, leak.changed_ids)]
     batch, row = leak.first
-    one, other = (_row(parts, batch, row) for parts in outputs)
+    one, other = (_row_of_chunks(parts, batch, row) for parts in outputs)
     if one is None or other is None or one.shape[0] % n_heads:
         return None, 0
-    moved = distance(one.view(1, n_heads, -1), other.view(1, n_heads, -1))[0]
+    moved = row_distance(one.view(1, n_heads, -1), other.view(1, n_heads, -1))[0]
     return tuple(moved.nonzero().flatten().tolist()), n_heads
 
 
-def _rows_at(point: Point, subject: Subject, ids: Tensor) -> list[Tensor]:
+def _rows_at_point(point: CapturePoint, subject: Subject, ids: Tensor) -> list[Tensor]:
     """Return the rows that pass a point when some ids are run, in parts (batch, rows, width)."""
     parts: list[Tensor] = []
 
     def see(index: int, start: int, rows: Tensor) -> None:
         parts.append(rows.clone())
 
-    with seen([point], subject.n_rows, see):
+    with capture_rows([point], subject.n_rows, see):
         subject.forward(ids)
     return parts
 
 
-def _row(parts: Sequence[Tensor], batch: int, row: int) -> Tensor | None:
+def _row_of_chunks(parts: Sequence[Tensor], batch: int, row: int) -> Tensor | None:
     """Return one row (width,) of what came in parts (batch, rows, width)."""
     for part in parts:
         if row < part.shape[1]:
@@ -158,13 +164,13 @@ def _row(parts: Sequence[Tensor], batch: int, row: int) -> Tensor | None:
     return None
 
 
-def _projection(model: nn.Module, layer: int) -> tuple[nn.Module | None, int]:
+def _output_projection(model: nn.Module, layer: int) -> tuple[nn.Module | None, int]:
     layer_of = attention_layers(model)
     for module in model.modules():
         if layer_of.get(id(module)) != layer:
             continue
         config = getattr(module, "config", getattr(model, "config", None))
-        for name in _PROJECTIONS:
+        for name in _OUTPUT_PROJECTIONS:
             found_one = getattr(module, name, None)
             if isinstance(found_one, nn.Module):
                 return found_one, int(getattr(config, "num_attention_heads", 0) or 0)
@@ -174,46 +180,50 @@ def _projection(model: nn.Module, layer: int) -> tuple[nn.Module | None, int]:
 # -- in words --------------------------------------------------------------------------------------
 
 
-def _finding(entries: Sequence[_Entry], subject: Subject, states: States, noise: Moved) -> Finding:
+def _leak_finding(
+    entries: Sequence[_LeakPath], subject: Subject, states: HiddenStates, noise: RowChanges
+) -> Finding:
     entry = entries[0]
     leak = entry.leak
     batch, row = leak.first
     layer = states.points[leak.point].layer
-    far = float(leak.moved[leak.point, batch, row])
-    size = states.size(leak.point, row, batch)
+    far = float(leak.changes[leak.point, batch, row])
+    size = states.largest_value(leak.point, row, batch)
     sentence = (
-        f"{_changed(leak)} moves {_where(subject, batch, row)} "
-        f"{_place(layer)} by {amount(far)} (largest value of the row: {amount(size)})"
-        f"{_way(entry, subject)}{_onlyheads_of(entry)}{_others(entries)}."
+        f"{_changed_text(leak)} moves {_row_text(subject, batch, row)} "
+        f"{_layer_text(layer)} by {format_amount(far)} (largest value of the row: {format_amount(size)})"
+        f"{_path_text(entry, subject)}{_heads_text(entry)}{_others_text(entries)}."
     )
-    intent = subject.scene.intent
+    intent = subject.scene.declared_mask
     if intent is not None and intent.assumed:
         sentence += " No mask was declared; the segments were taken to be isolated."
-    elif entry.through and _is_declared(entry, subject):
+    elif entry.carriers and _mask_allows_path(entry, subject):
         sentence = f"{sentence[:-1]}, and the declared mask itself leads that way."
     rows = np.flatnonzero(leak.rows[batch])
-    return found(
+    return proof_finding(
         LEAK,
         sentence,
         step=0,
         layer=layer,
         head=entry.heads[0] if entry.heads and len(entry.heads) == 1 < entry.n_heads else None,
-        positions=listed(rows),
-        evidence=_evidence(entries, far, size, noise),
+        positions=limit_positions(rows),
+        evidence=_leak_evidence(entries, far, size, noise),
     )
 
 
-def _is_declared(entry: _Entry, subject: Subject) -> bool:
+def _mask_allows_path(entry: _LeakPath, subject: Subject) -> bool:
     """Say whether the declared mask opens the way that a leak took."""
-    intent, segment = subject.scene.intent, entry.leak.segment
+    intent, segment = subject.scene.declared_mask, entry.leak.segment
     if intent is None:
         return False
-    cells, through = intent.rule.dense(subject.n_rows), list(entry.through)
+    cells, through = intent.spec.dense(subject.n_rows), list(entry.carriers)
     reads = cells[through, segment.start : segment.stop].any(axis=1)
     return bool((cells[entry.leak.first[1], through] & reads).any())
 
 
-def _evidence(entries: Sequence[_Entry], far: float, size: float, noise: Moved) -> dict[str, Any]:
+def _leak_evidence(
+    entries: Sequence[_LeakPath], far: float, size: float, noise: RowChanges
+) -> dict[str, Any]:
     entry = entries[0]
     batch, row = entry.leak.first
     return {
@@ -223,13 +233,13 @@ def _evidence(entries: Sequence[_Entry], far: float, size: float, noise: Moved) 
         "moved_by": far,
         "largest_value": size,
         "rows": sum(int(one.leak.rows.sum()) for one in entries),
-        "through": list(entry.through),
+        "through": list(entry.carriers),
         "heads": None if entry.heads is None else list(entry.heads),
         "noise": float(noise[entry.leak.point]),
     }
 
 
-def _changed(leak: Leak) -> str:
+def _changed_text(leak: IsolationLeak) -> str:
     segment = leak.segment
     places = f"positions {segment.start} to {segment.stop - 1}"
     if len(segment) == 1:
@@ -237,30 +247,30 @@ def _changed(leak: Leak) -> str:
     return f"Changing {printable(segment.label)} ({places})"
 
 
-def _where(subject: Subject, batch: int, row: int) -> str:
+def _row_text(subject: Subject, batch: int, row: int) -> str:
     if batch:
         return f"position {row} of sequence {batch} of the batch"
     segment = subject.scene.segment_at(row)
     inside = f" of {printable(segment.label)}" if segment is not None else ""
-    return f"{subject.scene.position(row)}{inside}"
+    return f"{subject.scene.format_position(row)}{inside}"
 
 
-def _place(layer: int | None) -> str:
+def _layer_text(layer: int | None) -> str:
     return "before the first layer" if layer is None else f"in layer {layer}"
 
 
-def _way(entry: _Entry, subject: Subject) -> str:
-    if entry.through:
-        named = [subject.scene.position(pos) for pos in entry.through[:_CARRIERS]]
-        more = len(entry.through) - len(named)
-        rows = ", ".join(named) + (f" and {counted(more, 'row')} more" if more else "")
+def _path_text(entry: _LeakPath, subject: Subject) -> str:
+    if entry.carriers:
+        named = [subject.scene.format_position(pos) for pos in entry.carriers[:_MAX_NAMED_CARRIERS]]
+        more = len(entry.carriers) - len(named)
+        rows = ", ".join(named) + (f" and {plural(more, 'row')} more" if more else "")
         return f", through {rows}: with these set back to what they were, it stays"
     if entry.heads == ():
         return ", and not by the layer's attention, whose output for the row stays as it was"
     return "" if entry.leak.point == 0 else ", directly"
 
 
-def _onlyheads_of(entry: _Entry) -> str:
+def _heads_text(entry: _LeakPath) -> str:
     heads = entry.heads
     if not heads or len(heads) == entry.n_heads:
         return ""
@@ -269,7 +279,7 @@ def _onlyheads_of(entry: _Entry) -> str:
     return f", in {len(heads)} of {entry.n_heads} heads"
 
 
-def _others(entries: Sequence[_Entry]) -> str:
+def _others_text(entries: Sequence[_LeakPath]) -> str:
     """Count what else leaks at the same place in the same way."""
     more = int(entries[0].leak.rows.sum()) - 1
     said = [f"{more} more row{'s' if more > 1 else ''}"] if more else []

@@ -13,66 +13,71 @@ import numpy as np
 import torch
 
 from flexinspect.findings import Finding, Severity
-from flexinspect.proofs import UNSTABLE, amount, found
-from flexinspect_hooks.proofs.leaks import Leak, heads_of
-from flexinspect_hooks.proofs.rows import NOISE_FACTOR, Moved, States
+from flexinspect.proofs import UNSTABLE, format_amount, proof_finding
+from flexinspect_hooks.proofs.leaks import IsolationLeak, leaking_heads
+from flexinspect_hooks.proofs.rows import NOISE_FACTOR, HiddenStates, RowChanges
 from flexinspect_hooks.proofs.subject import Subject
 
-_LOUD = 1e-2
+_WARNING_SHARE = 1e-2
 """Noise above this part of the states' size is a warning."""
-_ROUNDINGS = 2000
+_MAX_ROUNDINGS = 2000
 """Roundings of the largest value that a movement may have grown to over all layers."""
 
 
-def own_noise(states: States, subject: Subject) -> Moved:
+def run_noise(states: HiddenStates, subject: Subject) -> RowChanges:
     """Return how far a run is from itself at each point (points,), over three more runs if any."""
-    noise = _furthest(states.moved(subject.forward), subject)
+    noise = _largest_change(states.compare(subject.forward), subject)
     if noise.any():
         for _ in range(2):
-            noise = np.maximum(noise, _furthest(states.moved(subject.forward), subject))
+            noise = np.maximum(noise, _largest_change(states.compare(subject.forward), subject))
     return noise
 
 
-def _furthest(moved: Moved, subject: Subject) -> Moved:
-    furthest: Moved = np.where(subject.real, moved, 0).max(axis=(1, 2))
+def _largest_change(moved: RowChanges, subject: Subject) -> RowChanges:
+    furthest: RowChanges = np.where(subject.real, moved, 0).max(axis=(1, 2))
     return furthest
 
 
-def above(moved: Moved, noise: Moved) -> Moved:
+def above_noise(moved: RowChanges, noise: RowChanges) -> RowChanges:
     """Return movements (points, batch, rows) with those within the noise (points,) set to 0."""
     return np.where(moved > NOISE_FACTOR * noise[:, None, None], moved, 0).astype(np.float32)
 
 
-def is_mixing(leak: Leak, subject: Subject, states: States) -> bool:
+def is_rounding(leak: IsolationLeak, subject: Subject, states: HiddenStates) -> bool:
     """Say whether what looks like a leak is no more than rounding, and not by attention."""
     layer = states.points[leak.point].layer
-    if layer is None or float(leak.moved[leak.point][leak.rows].max()) > _bound(states)[leak.point]:
+    if (
+        layer is None
+        or float(leak.changes[leak.point][leak.rows].max()) > _rounding_bound(states)[leak.point]
+    ):
         return False
-    return heads_of(leak, subject, layer)[0] == ()
+    return leaking_heads(leak, subject, layer)[0] == ()
 
 
-def mixing_noise(states: States, moved: Sequence[Moved]) -> Moved:
+def rounding_noise(states: HiddenStates, moved: Sequence[RowChanges]) -> RowChanges:
     """Return how far rounding moves rows at each point (points,): what stays within its bound."""
-    bound = _bound(states)[:, None, None]
+    bound = _rounding_bound(states)[:, None, None]
     small = [np.where(one <= bound, one, 0).max(axis=(1, 2)) for one in moved]
-    noise: Moved = np.max(small, axis=0).astype(np.float32)
+    noise: RowChanges = np.max(small, axis=0).astype(np.float32)
     return noise
 
 
-def _bound(states: States) -> Moved:
+def _rounding_bound(states: HiddenStates) -> RowChanges:
     """Return what rounding may grow to at each point, (points,)."""
-    eps = torch.finfo(states.of[0].dtype).eps
-    sizes = [float(of.float().abs().nan_to_num(posinf=0).max()) for of in states.of]
-    return np.array(sizes, np.float32) * np.float32(min(_ROUNDINGS * eps, _LOUD))
+    eps = torch.finfo(states.reference[0].dtype).eps
+    sizes = [float(of.float().abs().nan_to_num(posinf=0).max()) for of in states.reference]
+    return np.array(sizes, np.float32) * np.float32(min(_MAX_ROUNDINGS * eps, _WARNING_SHARE))
 
 
-def unstable(subject: Subject, states: States, noise: Moved, *, is_mixed: bool) -> Finding:
+def unstable_finding(
+    subject: Subject, states: HiddenStates, noise: RowChanges, *, is_mixed: bool
+) -> Finding:
     """Return the finding that tells of noise (points,), and what is judged above it."""
     point = int(noise.argmax())
-    size = float(states.of[point].float().abs().nan_to_num(posinf=0).max())
+    size = float(states.reference[point].float().abs().nan_to_num(posinf=0).max())
     layer = states.points[point].layer
     where = "before the layers" if layer is None else f"in layer {layer}"
-    sizes = f"{amount(float(noise[point]))} {where} (largest value {amount(size)})"
+    sizes = f"{format_amount(float(noise[point]))} {where} (largest value {format_amount(size)})"
     what = (
         f"Rounding moves rows that read nothing of what was changed by up to {sizes}, and not by "
         "attention: these layers compute rows together, as experts do"
@@ -81,6 +86,6 @@ def unstable(subject: Subject, states: States, noise: Moved, *, is_mixed: bool) 
     )
     training = " The model is in training mode." if subject.model.training else ""
     sentence = f"{what}; only what moves more than {NOISE_FACTOR} times as far is judged.{training}"
-    severity = Severity.WARNING if noise[point] > _LOUD * size else Severity.NOTE
+    severity = Severity.WARNING if noise[point] > _WARNING_SHARE * size else Severity.NOTE
     evidence = {"noise": [float(value) for value in noise], "size": size, "rounding": is_mixed}
-    return found(UNSTABLE, sentence, severity=severity, layer=layer, evidence=evidence)
+    return proof_finding(UNSTABLE, sentence, severity=severity, layer=layer, evidence=evidence)

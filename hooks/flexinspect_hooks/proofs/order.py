@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from flexinspect.errors import UsageError
 from flexinspect.findings import Finding
 from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.proofs import ORDER, Proof, amount, found
-from flexinspect.rules.words import counted, printable
-from flexinspect_hooks.proofs.subject import Report, RunIds, Subject, subject_of
-from flexinspect_hooks.spans import Wish
+from flexinspect.proofs import ORDER, Proof, format_amount, proof_finding
+from flexinspect.rules.words import plural, printable
+from flexinspect_hooks.proofs.subject import OnProgress, RunIds, Subject, subject_of
+from flexinspect_hooks.spans import SegmentArgument
 
-_SAME = 1e-3
+_MAX_EQUAL_CHANGE = 1e-3
 """Logits that move less than this hold no order (of 5.8 and 3e-6 in a run of each kind)."""
 
 
@@ -37,12 +37,12 @@ def prove_order(
     model: nn.Module,
     ids: Tensor | Sequence[int] | str,
     *,
-    segments: Iterable[Wish] | None = None,
+    segments: Iterable[SegmentArgument] | None = None,
     tokenizer: Any = None,
     run: RunIds | None = None,
     attention_mask: Any = None,
     position_ids: Any = None,
-    report: Report | None = None,
+    report: OnProgress | None = None,
 ) -> Proof:
     """Swap each two segments of one length, and say how far the next token's logits move.
 
@@ -60,60 +60,62 @@ def prove_order(
         position_ids=position_ids,
     )
     say = report or (lambda text, fraction: None)
-    pairs = _pairs(subject)
+    pairs = _equal_length_pairs(subject)
     before = newest_logits(subject.model, subject.n_rows, subject.forward)
     swaps = []
     for number, (one, other) in enumerate(pairs):
         say(f"swapping {one.label} and {other.label}", number / len(pairs))
-        swapped = partial(subject.forward, _swapped(subject.ids, one, other))
+        swapped = partial(subject.forward, _swap_segments(subject.ids, one, other))
         after = newest_logits(subject.model, subject.n_rows, swapped)
-        swaps.append(swap_of(one.label, other.label, before, after))
+        swaps.append(measure_swap(one.label, other.label, before, after))
     return order_proof(swaps, subject.scene.generation.positions, subject.text_of)
 
 
-def swap_of(first: str, second: str, before: Tensor, after: Tensor) -> Swap:
+def measure_swap(first: str, second: str, before: Tensor, after: Tensor) -> Swap:
     """Return what swapping did to logits (vocabulary,)."""
     moved = float((before.float() - after.float()).abs().max())
     return Swap(first, second, moved, int(before.argmax()), int(after.argmax()))
 
 
-def order_proof(swaps: Sequence[Swap], positions: str, word: Callable[[int], str] = str) -> Proof:
+def order_proof(
+    swaps: Sequence[Swap], positions: str, text_of: Callable[[int], str] = str
+) -> Proof:
     """Return the proof of some swaps, under position ids of that mode."""
-    lines = [f"order under {positions} positions: {counted(len(swaps), 'pair')} swapped"]
+    lines = [f"order under {positions} positions: {plural(len(swaps), 'pair')} swapped"]
     for swap in swaps:
         chosen = (
             "the same token is chosen"
             if swap.best == swap.best_swapped
-            else f"{word(swap.best)!r} becomes {word(swap.best_swapped)!r}"
+            else f"{text_of(swap.best)!r} becomes {text_of(swap.best_swapped)!r}"
         )
         lines.append(
             f"  {printable(swap.first)} and {printable(swap.second)}: logits move by up to "
-            f"{amount(swap.moved)}, {chosen}"
+            f"{format_amount(swap.moved)}, {chosen}"
         )
     facts = {"positions": positions, "swaps": [swap._asdict() for swap in swaps]}
-    return Proof("order", tuple(lines), (_finding(swaps, positions),), facts)
+    return Proof("order", tuple(lines), (_order_finding(swaps, positions),), facts)
 
 
-def _finding(swaps: Sequence[Swap], positions: str) -> Finding:
+def _order_finding(swaps: Sequence[Swap], positions: str) -> Finding:
     worst = max(swaps, key=lambda swap: swap.moved)
     n_flipped = sum(swap.best != swap.best_swapped for swap in swaps)
-    if worst.moved <= _SAME:
+    if worst.moved <= _MAX_EQUAL_CHANGE:
         sentence = (
-            f"The order of the segments does not matter: {counted(len(swaps), 'pair')} swapped, "
-            f"the next token's logits move by at most {amount(worst.moved)}."
+            f"The order of the segments does not matter: {plural(len(swaps), 'pair')} swapped, "
+            f"the next token's logits move by at most {format_amount(worst.moved)}."
         )
     else:
         sentence = (
             f"Swapping {printable(worst.first)} and {printable(worst.second)} moves the next "
-            f"token's logits by up to {amount(worst.moved)} ({positions} positions); "
-            f"{n_flipped} of {counted(len(swaps), 'swap')} choose{'s' * (n_flipped == 1)} "
+            f"token's logits by up to {format_amount(worst.moved)} ({positions} positions); "
+            f"{n_flipped} of {plural(len(swaps), 'swap')} choose{'s' * (n_flipped == 1)} "
             "another token."
         )
     evidence = {"moved": worst.moved, "flipped": n_flipped, "positions": positions}
-    return found(ORDER, sentence, evidence=evidence)
+    return proof_finding(ORDER, sentence, evidence=evidence)
 
 
-def _pairs(subject: Subject) -> list[tuple[Segment, Segment]]:
+def _equal_length_pairs(subject: Subject) -> list[tuple[Segment, Segment]]:
     named = [s for s in subject.scene.segments if s.kind is SegmentKind.PARAPHRASE]
     pairs = [(a, b) for a, b in combinations(named, 2) if len(a) == len(b)]
     if not pairs:
@@ -124,7 +126,7 @@ def _pairs(subject: Subject) -> list[tuple[Segment, Segment]]:
     return pairs
 
 
-def _swapped(ids: Tensor, one: Segment, other: Segment) -> Tensor:
+def _swap_segments(ids: Tensor, one: Segment, other: Segment) -> Tensor:
     swapped = ids.clone()
     swapped[0, one.start : one.stop] = ids[0, other.start : other.stop]
     swapped[0, other.start : other.stop] = ids[0, one.start : one.stop]
@@ -136,7 +138,7 @@ def newest_logits(model: nn.Module, n_rows: int, run: Callable[[], object]) -> T
 
     Raises `UsageError` when no forward of the model gives logits.
     """
-    with _logits(model, n_rows) as kept:
+    with _capture_logits(model, n_rows) as kept:
         run()
     if not kept:
         raise UsageError("The run gave no logits: order is judged by those of the next token.")
@@ -144,7 +146,7 @@ def newest_logits(model: nn.Module, n_rows: int, run: Callable[[], object]) -> T
 
 
 @contextmanager
-def _logits(model: nn.Module, n_rows: int) -> Iterator[list[Tensor]]:
+def _capture_logits(model: nn.Module, n_rows: int) -> Iterator[list[Tensor]]:
     kept: list[Tensor] = []
     passed = 0
 

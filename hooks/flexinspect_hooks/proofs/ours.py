@@ -19,22 +19,22 @@ from flexinspect.errors import UsageError
 from flexinspect.job import Job
 from flexinspect.proofs import Proof
 from flexinspect.records import GenerationRecord, TokenRecord
-from flexinspect.rules.scene import Scene
-from flexinspect_hooks.ensemble import Ensemble, Plan
+from flexinspect.rules.scene import RuleContext
+from flexinspect_hooks.ensemble import EnsembleRunner, GenerationPlan
 from flexinspect_hooks.generate import generate
 from flexinspect_hooks.models import LoadedModel, load
-from flexinspect_hooks.models import Report as LoadReport
-from flexinspect_hooks.patching import patched
-from flexinspect_hooks.process import default_threads, samples_of
-from flexinspect_hooks.proofs.cachecheck import cache_of
-from flexinspect_hooks.proofs.isolation import isolation_of
-from flexinspect_hooks.proofs.kerneltruth import kernel_of
-from flexinspect_hooks.proofs.order import newest_logits, order_proof, swap_of
-from flexinspect_hooks.proofs.subject import Report, Subject, config_ids
+from flexinspect_hooks.models import OnLoadProgress as LoadReport
+from flexinspect_hooks.patching import patch_model
+from flexinspect_hooks.process import default_threads, load_samples
+from flexinspect_hooks.proofs.cachecheck import check_cache
+from flexinspect_hooks.proofs.isolation import check_isolation
+from flexinspect_hooks.proofs.kerneltruth import check_kernel
+from flexinspect_hooks.proofs.order import measure_swap, newest_logits, order_proof
+from flexinspect_hooks.proofs.subject import OnProgress, Subject, config_ids
 
 
 def prove_run(
-    kind: str, job: Job, *, every: int, load_report: LoadReport, report: Report
+    kind: str, job: Job, *, every: int, load_report: LoadReport, report: OnProgress
 ) -> Iterator[Proof]:
     """Load a job's model, and yield the proof of each of its samples.
 
@@ -42,7 +42,7 @@ def prove_run(
     `FlexInspectError` for what cannot be run.
     """
     torch.set_num_threads(job.threads or default_threads())
-    samples = samples_of(job)
+    samples = load_samples(job)
     loaded = load(
         models.resolve(job.model, load_config()),
         device=job.device,
@@ -53,7 +53,7 @@ def prove_run(
         report=load_report,
     )
     compiled = loaded.device.startswith("cuda") if job.compile is None else job.compile
-    run = _Run(loaded, job, compiled=compiled, report=report)
+    run = _SampleProver(loaded, job, compiled=compiled, report=report)
     provers: dict[str, Callable[[Sample], Proof]] = {
         "isolation": run.isolation,
         "order": run.order,
@@ -66,23 +66,25 @@ def prove_run(
         yield replace(proof, lines=lines, facts={"sample": sample.id, **proof.facts})
 
 
-class _Run:
+class _SampleProver:
     """One model and the samples that it is given."""
 
-    def __init__(self, loaded: LoadedModel, job: Job, *, compiled: bool, report: Report) -> None:
+    def __init__(
+        self, loaded: LoadedModel, job: Job, *, compiled: bool, report: OnProgress
+    ) -> None:
         self._model, self._device = loaded.model, torch.device(loaded.device)
         self._job, self._compiled, self._report = job, compiled, report
-        self._ensemble = Ensemble(loaded, job, compiled=compiled)
+        self._ensemble = EnsembleRunner(loaded, job, compiled=compiled)
 
     def isolation(self, sample: Sample) -> Proof:
         """Change each segment of a sample, prompt and decode steps alike."""
         with self._subject(sample) as subject:
-            return isolation_of(subject, seed=self._job.seed, report=self._report)
+            return check_isolation(subject, seed=self._job.seed, report=self._report)
 
     def kernel(self, sample: Sample) -> Proof:
         """Call every kernel of the prompt and of some decode steps again."""
         with self._subject(sample) as subject:
-            return kernel_of(subject, steps=1 + self._job.max_new_tokens, report=self._report)
+            return check_kernel(subject, steps=1 + self._job.max_new_tokens, report=self._report)
 
     def cache(self, sample: Sample, every: int) -> Proof:
         """Recompute a generation every so many steps."""
@@ -90,12 +92,12 @@ class _Run:
         def recompute(ids: Tensor, others: dict[str, Any]) -> None:
             self._model(input_ids=ids, use_cache=False, **others)
 
-        with self._planned(sample) as plan:
+        with self._patched_plan(sample) as plan:
             prompt = torch.tensor([plan.prompt.ids], device=self._device)
-            subject = self._made(plan, prompt, [])
+            subject = self._make_subject(plan, prompt, [])
             # One token more than there are steps, as the last one is not fed again.
             n_tokens = self._job.max_new_tokens + 1
-            return cache_of(
+            return check_cache(
                 subject,
                 lambda ids: generate(self._model, plan.prompt, max_new_tokens=n_tokens),
                 recompute,
@@ -107,7 +109,7 @@ class _Run:
         """Swap each two paraphrases of a sample."""
         if len(sample.paraphrases) < 2:
             raise UsageError("Order needs at least two paraphrases: give --prompt twice.")
-        before = self._logits(sample)
+        before = self._next_token_logits(sample)
         pairs = list(combinations(range(len(sample.paraphrases)), 2))
         swaps = []
         for number, (one, other) in enumerate(pairs):
@@ -115,45 +117,45 @@ class _Run:
             self._report(f"swapping {names[0]} and {names[1]}", number / len(pairs))
             texts = list(sample.paraphrases)
             texts[one], texts[other] = texts[other], texts[one]
-            after = self._logits(replace(sample, paraphrases=tuple(texts)))
-            swaps.append(swap_of(*names, before, after))
+            after = self._next_token_logits(replace(sample, paraphrases=tuple(texts)))
+            swaps.append(measure_swap(*names, before, after))
         return order_proof(swaps, self._job.positions, self._ensemble.vocabulary.text_of)
 
     # -- how a sample is run ---------------------------------------------------------------------
 
-    def _logits(self, sample: Sample) -> Tensor:
-        with self._planned(sample) as plan:
+    def _next_token_logits(self, sample: Sample) -> Tensor:
+        with self._patched_plan(sample) as plan:
             prompt = plan.prompt
             run = lambda: generate(self._model, prompt, max_new_tokens=1)  # noqa: E731
             return newest_logits(self._model, len(prompt.ids), run)
 
     @contextmanager
-    def _planned(self, sample: Sample) -> Iterator[Plan]:
+    def _patched_plan(self, sample: Sample) -> Iterator[GenerationPlan]:
         plan = self._ensemble.plan(sample)
-        with patched(self._model, plan.source, compiled=self._compiled):
+        with patch_model(self._model, plan.source, compiled=self._compiled):
             yield plan
 
     @contextmanager
     def _subject(self, sample: Sample) -> Iterator[Subject]:
         """While entered, the model runs a sample's mask: the prompt, then tokens of its own."""
-        with self._planned(sample) as plan:
+        with self._patched_plan(sample) as plan:
             n_tokens = self._job.max_new_tokens
             self._report("generating", None)
             chosen = list(generate(self._model, plan.prompt, max_new_tokens=n_tokens).token_ids)
             ids = torch.tensor([[*plan.prompt.ids, *chosen]], device=self._device)
-            yield self._made(plan, ids, chosen)
+            yield self._make_subject(plan, ids, chosen)
 
-    def _made(self, plan: Plan, ids: Tensor, chosen: list[int]) -> Subject:
-        scene, vocabulary = Scene(), self._ensemble.vocabulary
-        scene.begin(self._record(plan, chosen))
+    def _make_subject(self, plan: GenerationPlan, ids: Tensor, generated_ids: list[int]) -> Subject:
+        scene, vocabulary = RuleContext(), self._ensemble.vocabulary
+        scene.start_generation(self._generation_record(plan, generated_ids))
         return Subject(
-            *(self._model, ids, lambda fed: self._fed(plan, fed), scene),
+            *(self._model, ids, lambda fed: self._run_with_cache(plan, fed), scene),
             real=np.ones(tuple(ids.shape), np.bool_),
             special=vocabulary.special | config_ids(self._model),
             text_of=vocabulary.text_of,
         )
 
-    def _fed(self, plan: Plan, ids: Tensor) -> None:
+    def _run_with_cache(self, plan: GenerationPlan, ids: Tensor) -> None:
         """Feed a prompt's ids, then those after it one by one, with a cache."""
         from transformers import DynamicCache
 
@@ -169,7 +171,9 @@ class _Run:
                 use_cache=True,
             )
 
-    def _record(self, plan: Plan, chosen: list[int]) -> GenerationRecord:
+    def _generation_record(
+        self, plan: GenerationPlan, generated_ids: list[int]
+    ) -> GenerationRecord:
         """Return a generation with the tokens that it chose.
 
         What an own mask function means is not known, so that segments are taken to be isolated.
@@ -181,7 +185,7 @@ class _Run:
                 *(n_prompt + number, token_id, words.token_of(token_id), words.text_of(token_id)),
                 *(plan.prompt.next_position(number), len(record.segments) - 1, False, number),
             )
-            for number, token_id in enumerate(chosen)
+            for number, token_id in enumerate(generated_ids)
         )
         declared = {} if "rule" in plan.declared else plan.declared
         return replace(record, tokens=(*record.tokens, *generated), declared=declared)

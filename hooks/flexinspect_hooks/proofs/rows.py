@@ -18,16 +18,16 @@ from flexinspect_hooks.layers import attention_layers, decoder_blocks
 NOISE_FACTOR = 4
 """A row has moved when it is this many times further off than a run is from itself."""
 
-Moved = npt.NDArray[np.float32]
+RowChanges = npt.NDArray[np.float32]
 """How far each row moved: (points, batch, rows), the largest of a row's values; 0 is bit-equal."""
 
-Run = Callable[[], object]
-See = Callable[[int, int, Tensor], None]
+RunModel = Callable[[], object]
+OnRows = Callable[[int, int, Tensor], None]
 """Told of a point, the first row, and the rows (batch, rows, width) that pass there."""
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class CapturePoint:
     """Where rows are looked at: what goes into a module, or what comes out of it.
 
     `layer` is None before the first layer.
@@ -38,20 +38,20 @@ class Point:
     is_input: bool = False
 
 
-def points_of(model: nn.Module) -> tuple[Point, ...]:
+def capture_points(model: nn.Module) -> tuple[CapturePoint, ...]:
     """Return what feeds the first decoder layer, and the output of each. Raises `UsageError`."""
-    blocks = layers_of(model)
+    blocks = decoder_layers(model)
     if not blocks:
         raise UsageError(
             f"No decoder layers were found in {type(model).__name__}.",
             hint="They are the parents of modules with a layer_idx, or the longest ModuleList.",
         )
     first = next(iter(blocks.values()))
-    outputs = (Point(layer, module) for layer, module in blocks.items())
-    return (Point(None, first, is_input=True), *outputs)
+    outputs = (CapturePoint(layer, module) for layer, module in blocks.items())
+    return (CapturePoint(None, first, is_input=True), *outputs)
 
 
-def layers_of(model: nn.Module) -> dict[int, nn.Module]:
+def decoder_layers(model: nn.Module) -> dict[int, nn.Module]:
     """Return layer index to decoder layer, in order; of models of your own the longest list."""
     found = decoder_blocks(model, attention_layers(model))
     if found:
@@ -62,7 +62,9 @@ def layers_of(model: nn.Module) -> dict[int, nn.Module]:
 
 
 @contextmanager
-def seen(points: Sequence[Point], n_rows: int, see: See) -> Iterator[list[int]]:
+def capture_rows(
+    points: Sequence[CapturePoint], n_rows: int, on_rows: OnRows
+) -> Iterator[list[int]]:
     """Show `see` the first `n_rows` rows that pass each point, however many forwards bring them.
 
     Yields how many rows passed each point so far.
@@ -74,15 +76,15 @@ def seen(points: Sequence[Point], n_rows: int, see: See) -> Iterator[list[int]]:
             return
         start, passed[index] = passed[index], passed[index] + hidden.shape[1]
         if start < n_rows:
-            see(index, start, hidden[:, : n_rows - start].detach())
+            on_rows(index, start, hidden[:, : n_rows - start].detach())
 
     with ExitStack() as stack:
         for index, point in enumerate(points):
-            stack.callback(_hook(point, index, show).remove)
+            stack.callback(_register_hook(point, index, show).remove)
         yield passed
 
 
-def _hook(point: Point, index: int, show: Callable[[int, Any], None]) -> Any:
+def _register_hook(point: CapturePoint, index: int, show: Callable[[int, Any], None]) -> Any:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         show(index, args[0] if args else kwargs.get("hidden_states"))
 
@@ -95,7 +97,7 @@ def _hook(point: Point, index: int, show: Callable[[int, Any], None]) -> Any:
 
 
 @contextmanager
-def set_back(module: nn.Module, rows: Sequence[int], states: Tensor) -> Iterator[None]:
+def patch_rows(module: nn.Module, rows: Sequence[int], states: Tensor) -> Iterator[None]:
     """While entered, rows of batch row 0 that go into a module are those of `states` (B, n, D)."""
     passed = 0
 
@@ -119,16 +121,16 @@ def set_back(module: nn.Module, rows: Sequence[int], states: Tensor) -> Iterator
         handle.remove()
 
 
-class States:
+class HiddenStates:
     """The rows of one run at some points, to which those of other runs are compared."""
 
-    def __init__(self, points: Sequence[Point], n_rows: int) -> None:
+    def __init__(self, points: Sequence[CapturePoint], n_rows: int) -> None:
         self.points = tuple(points)
         self.n_rows = n_rows
-        self.of: list[Tensor] = []
+        self.reference: list[Tensor] = []
         """Per point (batch, rows, width), on the model's device."""
 
-    def keep(self, run: Run) -> None:
+    def store_reference(self, run: RunModel) -> None:
         """Run, and keep the rows."""
         parts: list[list[Tensor]] = [[] for _ in self.points]
 
@@ -136,31 +138,31 @@ class States:
             parts[index].append(rows.clone())
 
         self._run(run, see)
-        self.of = [torch.cat(part, 1) for part in parts]
+        self.reference = [torch.cat(part, 1) for part in parts]
 
-    def moved(self, run: Run) -> Moved:
+    def compare(self, run: RunModel) -> RowChanges:
         """Run again, and return how far each row is from the one that was kept."""
         parts: list[list[Tensor]] = [[] for _ in self.points]
 
         def see(index: int, start: int, rows: Tensor) -> None:
-            before = self.of[index][:, start : start + rows.shape[1]]
+            before = self.reference[index][:, start : start + rows.shape[1]]
             if before.shape != rows.shape:
                 raise UsageError(
                     f"Two runs of as many ids gave states of other shapes: {tuple(before.shape)} "
                     f"and {tuple(rows.shape)}.",
                     hint="A run must not carry anything, such as a cache, on to the next one.",
                 )
-            parts[index].append(distance(before, rows))
+            parts[index].append(row_distance(before, rows))
 
         self._run(run, see)
         return torch.stack([torch.cat(part, 1) for part in parts]).float().cpu().numpy()
 
-    def size(self, point: int, row: int, batch: int = 0) -> float:
+    def largest_value(self, point: int, row: int, batch: int = 0) -> float:
         """Return the largest value of a row that was kept."""
-        return float(self.of[point][batch, row].float().abs().max())
+        return float(self.reference[point][batch, row].float().abs().max())
 
-    def _run(self, run: Run, see: See) -> None:
-        with seen(self.points, self.n_rows, see) as passed:
+    def _run(self, run: RunModel, on_rows: OnRows) -> None:
+        with capture_rows(self.points, self.n_rows, on_rows) as passed:
             run()
         least = min(passed)
         if least < self.n_rows:
@@ -173,7 +175,7 @@ class States:
             )
 
 
-def distance(one: Tensor, other: Tensor) -> Tensor:
+def row_distance(one: Tensor, other: Tensor) -> Tensor:
     """Return the largest difference of each row (batch, rows); 0 only where all is equal.
 
     Two NaN are equal, and so are two infinities of one sign; NaN and a number differ by infinity.

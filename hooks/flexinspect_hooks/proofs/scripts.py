@@ -21,39 +21,39 @@ from torch import Tensor, nn
 from flexinspect.errors import FlexInspectError, UsageError
 from flexinspect.job import ScriptJob
 from flexinspect.proofs import Proof
-from flexinspect_hooks.madetokenizers import MadeTokenizers
+from flexinspect_hooks.madetokenizers import TokenizerTracker
 from flexinspect_hooks.program import run_program
 from flexinspect_hooks.proofs import prove, prover_of
-from flexinspect_hooks.proofs.subject import Report
+from flexinspect_hooks.proofs.subject import OnProgress
 
-Run = Callable[[Tensor], Any]
+_RunIds = Callable[[Tensor], Any]
 
 
-class _ProvedError(BaseException):
+class _ProofMadeError(BaseException):
     """Unwinds the program once the proof is made; nothing that catches exceptions catches it."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Fed:
+class _RepeatableCall:
     """A call of a model that can be made again with other ids."""
 
     model: nn.Module
     ids: Tensor
-    run: Run
+    run: _RunIds
     attention_mask: Tensor | None
     generates: bool
 
 
 def prove_script(
-    kind: str, job: ScriptJob, *, call: int, every: int, report: Report | None = None
+    kind: str, job: ScriptJob, *, call: int, every: int, report: OnProgress | None = None
 ) -> Proof:
     """Run a program up to its `call`-th call of a model with a whole prompt, and prove that call.
 
     Raises `UsageError` when the program ends before, or what is asked cannot be proved, and
     whatever the program raises before that call.
     """
-    watch = _Watch(kind, job, call, every, report)
-    with watch.installed(), suppress(_ProvedError, SystemExit):
+    watch = _CallWatcher(kind, job, call, every, report)
+    with watch.installed(), suppress(_ProofMadeError, SystemExit):
         run_program(job.program, job.args, is_module=job.is_module)
     if watch.error is not None:
         raise watch.error
@@ -67,15 +67,15 @@ def prove_script(
     return watch.proof
 
 
-class _Watch:
+class _CallWatcher:
     """Watches the outermost calls of transformers models, and proves one of them."""
 
     def __init__(
-        self, kind: str, job: ScriptJob, call: int, every: int, report: Report | None
+        self, kind: str, job: ScriptJob, call: int, every: int, report: OnProgress | None
     ) -> None:
         self._kind, self._job, self._call, self._every = kind, job, call, every
         self._report = report
-        self._made = MadeTokenizers()
+        self._tokenizers = TokenizerTracker()
         self._is_inside = False
         self.n_calls = 0
         self.proof: Proof | None = None
@@ -89,24 +89,24 @@ class _Watch:
         from transformers.modeling_utils import PreTrainedModel
 
         generate = GenerationMixin.generate
-        self._made.watch()
-        PreTrainedModel.__call__ = self._wrapped(nn.Module.__call__, generates=False)
-        GenerationMixin.generate = self._wrapped(generate, generates=True)
+        self._tokenizers.watch()
+        PreTrainedModel.__call__ = self._wrap(nn.Module.__call__, generates=False)
+        GenerationMixin.generate = self._wrap(generate, generates=True)
         try:
             yield
         finally:
             del PreTrainedModel.__call__
             GenerationMixin.generate = generate
-            self._made.end()
+            self._tokenizers.end()
 
-    def _wrapped(self, original: Callable[..., Any], *, generates: bool) -> Any:
+    def _wrap(self, original: Callable[..., Any], *, generates: bool) -> Any:
         def called(model: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self._is_inside or torch.compiler.is_compiling():
                 return original(model, *args, **kwargs)
             self._is_inside = True
             try:
-                fed = _fed(model, original, args, kwargs, generates=generates)
-                if fed is not None and self._fits(fed):
+                fed = _repeatable_call(model, original, args, kwargs, generates=generates)
+                if fed is not None and self._is_target(fed):
                     self._prove(fed)
                 return original(model, *args, **kwargs)
             finally:
@@ -114,69 +114,69 @@ class _Watch:
 
         return called
 
-    def _fits(self, fed: _Fed) -> bool:
+    def _is_target(self, call: _RepeatableCall) -> bool:
         """Count a call that feeds as many rows as were declared; say whether it is the one."""
         spans = [one[1] for one in self._job.declaration.segments if len(one) == 3]
-        if any(isinstance(stop, int) and stop > fed.ids.shape[1] for stop in spans):
+        if any(isinstance(stop, int) and stop > call.ids.shape[1] for stop in spans):
             return False
         self.n_calls += 1
         return self.n_calls == self._call
 
-    def _prove(self, fed: _Fed) -> None:
+    def _prove(self, call: _RepeatableCall) -> None:
         """Make the proof and end the program."""
-        options = self._options(fed)
+        options = self._options(call)
         try:
-            proof = prove(self._kind, fed.model, fed.ids, **options)
+            proof = prove(self._kind, call.model, call.ids, **options)
         except FlexInspectError as error:
             self.error = error
-            raise _ProvedError from None
-        about = f"{self._job.program}, call {self._call} of {type(fed.model).__name__}"
+            raise _ProofMadeError from None
+        about = f"{self._job.program}, call {self._call} of {type(call.model).__name__}"
         self.proof = replace(
             proof,
             lines=(about, *proof.lines),
-            facts={**proof.facts, "program": self._job.program, "fed": digest(fed.ids)},
+            facts={**proof.facts, "program": self._job.program, "fed": ids_digest(call.ids)},
         )
-        raise _ProvedError
+        raise _ProofMadeError
 
-    def _options(self, fed: _Fed) -> dict[str, Any]:
+    def _options(self, call: _RepeatableCall) -> dict[str, Any]:
         """Return what was declared, in the keywords of this kind of proof."""
         said = self._job.declaration
         every: dict[str, Any] = {
             "segments": list(said.segments) or None,
             "mask": said.mask,
-            "run": fed.run,
-            "attention_mask": fed.attention_mask,
-            "tokenizer": next(iter(self._made.newest_first()), None),
+            "run": call.run,
+            "attention_mask": call.attention_mask,
+            "tokenizer": next(iter(self._tokenizers.live_tokenizers()), None),
             "every": self._every,
             "report": self._report,
         }
-        if self._kind == "cache" and not fed.generates:
+        if self._kind == "cache" and not call.generates:
             del every["run"]  # one forward makes no step after the prompt: ours are chosen greedily
         known = inspect.signature(prover_of(self._kind)).parameters
         return {name: value for name, value in every.items() if name in known}
 
 
-def digest(ids: Tensor) -> str:
+def ids_digest(ids: Tensor) -> str:
     """Return what tells the ids of batch row 0 from others."""
     listed = ",".join(str(int(one)) for one in ids[0])
     return hashlib.blake2b(listed.encode(), digest_size=8).hexdigest()
 
 
-def _fed(
+def _repeatable_call(
     model: nn.Module,
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     generates: bool,
-) -> _Fed | None:
+) -> _RepeatableCall | None:
     """Return a call that feeds a prompt to an empty cache, None for any other."""
     name = next((one for one in ("input_ids", "inputs") if one in kwargs), None)
     ids = kwargs[name] if name is not None else args[0] if args else None
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 2 or ids.is_floating_point():
         return None
     cache = kwargs.get("past_key_values")
-    if cache is not None and _length(cache) != 0:
+    if cache is not None and _cache_length(cache) != 0:
         return None
 
     def run(other: Tensor) -> None:
@@ -190,10 +190,12 @@ def _fed(
 
     mask = kwargs.get("attention_mask")
     is_padding = isinstance(mask, Tensor) and mask.shape == ids.shape
-    return _Fed(model, ids.detach().clone(), run, mask if is_padding else None, generates)
+    return _RepeatableCall(
+        model, ids.detach().clone(), run, mask if is_padding else None, generates
+    )
 
 
-def _length(cache: Any) -> int:
+def _cache_length(cache: Any) -> int:
     try:
         return int(cache.get_seq_length())
     except Exception:  # of a kind that cannot be asked: it may hold anything

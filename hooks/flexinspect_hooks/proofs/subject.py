@@ -12,16 +12,22 @@ from torch import Tensor, nn
 
 from flexinspect import masks
 from flexinspect.errors import UsageError
-from flexinspect.masks import BoolArray, MaskRule
-from flexinspect.rules.scene import Scene
-from flexinspect_hooks.fedrows import FedRows
-from flexinspect_hooks.sequence import Place
-from flexinspect_hooks.spans import Wish, read_wishes
-from flexinspect_hooks.story import IdWords, Story, TokenizerWords, Wishes, Words
+from flexinspect.masks import BoolArray, MaskSpec
+from flexinspect.rules.scene import RuleContext
+from flexinspect_hooks.fedrows import InputRows
+from flexinspect_hooks.sequence import StepPlace
+from flexinspect_hooks.spans import SegmentArgument, parse_segments
+from flexinspect_hooks.story import (
+    DeclaredPrompt,
+    GenerationBuilder,
+    IdAdapter,
+    TokenizerAdapter,
+    TransformersAdapter,
+)
 
 RunIds = Callable[[Tensor], Any]
 """Runs the model on ids (batch, rows); what it returns is not looked at."""
-Report = Callable[[str, float | None], None]
+OnProgress = Callable[[str, float | None], None]
 """Told what is being done, and how much of it is done, from 0 to 1."""
 
 
@@ -37,7 +43,7 @@ class Subject:
     model: nn.Module
     ids: Tensor
     run: RunIds
-    scene: Scene
+    scene: RuleContext
     real: BoolArray
     special: frozenset[int]
     text_of: Callable[[int], str]
@@ -58,9 +64,9 @@ def subject_of(
     ids: Tensor | Sequence[int] | str,
     *,
     run: RunIds | None = None,
-    segments: Iterable[Wish] | None = None,
+    segments: Iterable[SegmentArgument] | None = None,
     tokenizer: Any = None,
-    mask: str | MaskRule | None = None,
+    mask: str | MaskSpec | None = None,
     attention_mask: Any = None,
     position_ids: Any = None,
 ) -> Subject:
@@ -68,18 +74,20 @@ def subject_of(
     if not isinstance(model, nn.Module):
         raise UsageError(f"prove needs a torch module, and got a {type(model).__name__}.")
     check_mask(mask)
-    words = words_of(tokenizer)
-    fed = _ids(ids, tokenizer).to(device_of(model))
-    given = _given(fed, attention_mask, position_ids, is_own=run is not None)
-    wishes = Wishes(words, read_wishes(segments), mask)
-    story = Story.begin(wishes, Place(0, 0, True, 0, fed.shape[1]), _fed_rows(fed, given))
-    if story.troubles:
-        raise UsageError(story.troubles[0], hint="Segments are spans or texts of the ids given.")
-    scene = Scene()
-    scene.begin(story.record)
+    words = tokenizer_adapter(tokenizer)
+    fed = _parse_ids(ids, tokenizer).to(device_of(model))
+    given = _model_arguments(fed, attention_mask, position_ids, is_own=run is not None)
+    wishes = DeclaredPrompt(words, parse_segments(segments), mask)
+    story = GenerationBuilder.begin(
+        wishes, StepPlace(0, 0, True, 0, fed.shape[1]), _input_rows(fed, given)
+    )
+    if story.problems:
+        raise UsageError(story.problems[0], hint="Segments are spans or texts of the ids given.")
+    scene = RuleContext()
+    scene.start_generation(story.record)
     return Subject(
         *(model, fed, run or (lambda changed: model(changed, **given)), scene),
-        real=_real(fed, given.get("attention_mask")),
+        real=_real_tokens(fed, given.get("attention_mask")),
         special=words.special | config_ids(model),
         text_of=words.text_of,
     )
@@ -89,13 +97,13 @@ def check_mask(mask: Any) -> None:
     """Raise `UsageError` for what can be no declared mask."""
     if isinstance(mask, str):
         masks.check_preset(mask)
-    elif mask is not None and not isinstance(mask, MaskRule):
+    elif mask is not None and not isinstance(mask, MaskSpec):
         raise UsageError("mask must be the name of a preset or a flexinspect.masks.MaskRule.")
 
 
-def words_of(tokenizer: Any) -> Words:
+def tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
     """Return the words of a tokenizer, or ids in their place."""
-    return IdWords() if tokenizer is None else TokenizerWords(tokenizer)
+    return IdAdapter() if tokenizer is None else TransformersAdapter(tokenizer)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -114,7 +122,7 @@ def config_ids(model: nn.Module) -> frozenset[int]:
     return frozenset(flat)
 
 
-def _ids(ids: Any, tokenizer: Any) -> Tensor:
+def _parse_ids(ids: Any, tokenizer: Any) -> Tensor:
     if isinstance(ids, str):
         if tokenizer is None:
             raise UsageError("A prompt given as text needs tokenizer=.")
@@ -131,7 +139,9 @@ def _ids(ids: Any, tokenizer: Any) -> Tensor:
     return fed.long()
 
 
-def _given(ids: Tensor, attention_mask: Any, position_ids: Any, *, is_own: bool) -> dict[str, Any]:
+def _model_arguments(
+    ids: Tensor, attention_mask: Any, position_ids: Any, *, is_own: bool
+) -> dict[str, Any]:
     """Return what goes to the model with the ids; with a run of one's own it only tells of pads."""
     given: dict[str, Any] = {}
     if attention_mask is not None:
@@ -148,11 +158,11 @@ def _given(ids: Tensor, attention_mask: Any, position_ids: Any, *, is_own: bool)
     return given
 
 
-def _fed_rows(ids: Tensor, given: dict[str, Any]) -> FedRows:
-    return FedRows({"input_ids": ids, **given}, ids.shape[1], with_mask=True)
+def _input_rows(ids: Tensor, arguments: dict[str, Any]) -> InputRows:
+    return InputRows({"input_ids": ids, **arguments}, ids.shape[1], with_mask=True)
 
 
-def _real(ids: Tensor, attention_mask: Any) -> BoolArray:
+def _real_tokens(ids: Tensor, attention_mask: Any) -> BoolArray:
     if isinstance(attention_mask, Tensor) and attention_mask.shape == ids.shape:
         real: BoolArray = attention_mask.cpu().numpy().astype(np.bool_)
         return real

@@ -6,11 +6,11 @@ import weakref
 from dataclasses import fields
 from typing import Protocol
 
-from flexinspect.trainingfacts import SummaryCount, TrainingSummary
-from flexinspect_hooks.control.parts import Counts, provide, withdraw
+from flexinspect.trainingfacts import TrainingSummary, TrainingSummaryCounter
+from flexinspect_hooks.control.parts import AnomalyCounts, register_counter, unregister_counter
 
 
-class Watched(Protocol):
+class HasLevel(Protocol):
     """A watched training run, whose level may be set from any thread."""
 
     level: str
@@ -22,18 +22,18 @@ class TrainingCounts:
     It outlives the run, and holds nothing of it but the count.
     """
 
-    def __init__(self, count: SummaryCount, watched: Watched) -> None:
-        self._count, self._cleared = count, TrainingSummary()
-        self._watched = weakref.ref(watched)
+    def __init__(self, count: TrainingSummaryCounter, run: HasLevel) -> None:
+        self._count, self._baseline = count, TrainingSummary()
+        self._run = weakref.ref(run)
 
-    def counts(self) -> Counts:
+    def counts(self) -> AnomalyCounts:
         """Return the figures; each step with an anomaly is one, and each step is kept."""
-        now, before = self._count.summary, self._cleared
+        now, before = self._count.summary, self._baseline
         since = {
             each.name: getattr(now, each.name) - getattr(before, each.name)
             for each in fields(TrainingSummary)
         }
-        return Counts(
+        return AnomalyCounts(
             total_anomalies=since["anomaly_steps"],
             debug_history_length=since["total_steps"],
             **since,
@@ -41,21 +41,21 @@ class TrainingCounts:
 
     def clear(self) -> None:
         """Count from here on; the trace keeps what it has."""
-        self._cleared = self._count.summary
+        self._baseline = self._count.summary
 
     def set_level(self, level: str) -> None:
         """Record as much as `level` says, from the next step on."""
-        watched = self._watched()
+        watched = self._run()
         if watched is not None:
             watched.level = level
 
 
-_last: list[TrainingCounts] = []
+_current: list[TrainingCounts] = []
 
 
-def answer_from(count: SummaryCount, watched: Watched) -> None:
+def provide_counts(count: TrainingSummaryCounter, run: HasLevel) -> None:
     """Let the routes of the control server answer from a run, and from no earlier one."""
-    while _last:
-        withdraw("training", _last.pop())
-    _last.append(TrainingCounts(count, watched))
-    provide("training", _last[0])
+    while _current:
+        unregister_counter("training", _current.pop())
+    _current.append(TrainingCounts(count, run))
+    register_counter("training", _current[0])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flexinspect.records import LayerStatRecord
-from flexinspect.trainingfacts import Producer
+from flexinspect.trainingfacts import AnomalyOrigin
 from flexinspect_hooks.training.modules import (
     blocks_of,
     is_compiled,
@@ -24,32 +24,32 @@ from flexinspect_hooks.training.modules import (
     leaves_of,
     wrap_compiled,
 )
-from flexinspect_hooks.training.outputstats import PendingStats, pending_stats, stats
+from flexinspect_hooks.training.outputstats import PendingStats, output_stats, pending_stats
 from flexinspect_hooks.training.reductions import (
-    OUTPUT,
+    MODEL_OUTPUT,
     Extremes,
-    dense,
-    extremes,
-    floating,
+    dense_tensors,
+    floating_tensors,
     is_finite,
     is_remote,
-    largest,
+    max_abs,
+    reduce_extremes,
 )
 
 Remove = Callable[[], None]
 
-UNSEEN = 64
+MAX_PENDING_FORWARDS = 64
 """Forwards without a backward pass that are kept at most, until the step's end."""
 
-MOST = 4096
+MAX_MICRO_BATCHES = 4096
 """Micro-batches of a step that are kept at most: the optimizer may never step."""
 
-KEEP_S = 2e-6
+HOOK_COST_S = 2e-6
 """What a hook that only keeps a reference takes; measured, because timing it would cost more."""
 
 
 @dataclass(slots=True)
-class Forward:
+class ForwardPass:
     """What one forward left: part of a step only when a backward pass follows it."""
 
     seconds: float
@@ -58,34 +58,36 @@ class Forward:
     extremes: list[Extremes] = field(default_factory=list)
     stats: list[LayerStatRecord] = field(default_factory=list)
     pending: PendingStats | None = None
-    producer: Producer | None = None
+    producer: AnomalyOrigin | None = None
     device: str = ""
     autocast: str = ""
     is_counted: bool = False
 
 
 @dataclass(slots=True)
-class Passes:
+class StepPasses:
     """What the passes since the last optimizer step left."""
 
     n_forward: int = 0
     n_backward: int = 0
     forward_s: float = 0.0
     backward_s: float = 0.0
-    losses: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MOST))
+    losses: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES))
     are_shares: bool = False
     """Whether the losses of micro-batches add up to that of the step, instead of their mean."""
-    producer: Producer | None = None
-    arrived: deque[Tensor | float] = field(default_factory=lambda: deque(maxlen=MOST))
+    producer: AnomalyOrigin | None = None
+    output_gradient_norms: deque[Tensor | float] = field(
+        default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES)
+    )
     device: str = ""
     autocast: str = ""
     stats: list[LayerStatRecord] = field(default_factory=list)
     pending: PendingStats | None = None
-    extremes: deque[Extremes] = field(default_factory=lambda: deque(maxlen=MOST))
+    extremes: deque[Extremes] = field(default_factory=lambda: deque(maxlen=MAX_MICRO_BATCHES))
     is_updated: bool = False
     """Whether the weights may have changed since."""
 
-    def add(self, one: Forward) -> None:
+    def add(self, one: ForwardPass) -> None:
         """Count in a forward that the step learns from."""
         self.n_forward += 1
         self.forward_s += one.seconds
@@ -96,7 +98,7 @@ class Passes:
         self.device, self.autocast = one.device or self.device, one.autocast or self.autocast
         self.producer = self.producer or one.producer
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Read what an accelerator was left to compute, and find the producer in it."""
         if self.pending is not None:
             self.stats, self.pending = self.pending.records(), None
@@ -120,21 +122,21 @@ class ForwardWatch:
         on_begin: Callable[[], None],
         guarded: Callable[[Callable[..., None]], Callable[..., None]],
     ) -> None:
-        self.is_fine = False
+        self.watches_leaves = False
         self.keeps_stats = False
         self.own_s = 0.0
-        self.passes = Passes()
+        self.passes = StepPasses()
         self._model = model
         self._on_begin, self._guarded = on_begin, guarded
-        self._kept: list[tuple[str, nn.Module, Any]] = []
+        self._outputs: list[tuple[str, nn.Module, Any]] = []
         self._inputs: tuple[Any, ...] = ()
         self._is_open = self._is_share = False
-        self._alone: deque[Forward] = deque(maxlen=UNSEEN)
+        self._pending: deque[ForwardPass] = deque(maxlen=MAX_PENDING_FORWARDS)
         self._started = 0.0
         self._backward = -1
         self._removers: list[Remove] = []
-        self._within: list[Remove] = []
-        self._was_fine: bool | None = None
+        self._module_removers: list[Remove] = []
+        self._watched_leaves: bool | None = None
 
     def install(self) -> None:
         """Put the hooks in place."""
@@ -150,55 +152,55 @@ class ForwardWatch:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        for removers in (self._removers, self._within):
+        for removers in (self._removers, self._module_removers):
             while removers:
                 removers.pop()()
-        self._alone.clear()
-        self._let_go()
+        self._pending.clear()
+        self._release()
 
     @property
     def has_forward(self) -> bool:
         """Whether there was a forward since the last `take`."""
-        return bool(self._alone) or self.passes.n_forward > 0
+        return bool(self._pending) or self.passes.n_forward > 0
 
-    def settle(self) -> None:
+    def count_pending(self) -> None:
         """Count in the forwards of a step whose backward pass was not seen."""
         if self.passes.n_backward == 0:
-            for one in self._alone:
+            for one in self._pending:
                 self._count(one)
-        self._alone.clear()
+        self._pending.clear()
 
-    def take(self) -> Passes:
+    def take(self) -> StepPasses:
         """Return what the passes left, and begin anew."""
-        self._alone.clear()
-        taken, self.passes = self.passes, Passes()
+        self._pending.clear()
+        taken, self.passes = self.passes, StepPasses()
         return taken
 
-    def _count(self, one: Forward) -> None:
+    def _count(self, one: ForwardPass) -> None:
         if not one.is_counted:
             one.is_counted = True
             self.passes.add(one)
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def _hook_within(self) -> None:
+    def _hook_modules(self) -> None:
         """Put hooks on the modules whose outputs are kept now: each hook costs, wanted or not."""
-        model, self._was_fine = self._model, self.is_fine
-        while self._within:
-            self._within.pop()()
+        model, self._watched_leaves = self._model, self.watches_leaves
+        while self._module_removers:
+            self._module_removers.pop()()
         # Within a compiled model a hook would be compiled too, or break its graph.
         if is_compiled(model) or is_compiled_in_place(model):
             return
-        found = leaves_of(model) if self.is_fine else blocks_of(model)
+        found = leaves_of(model) if self.watches_leaves else blocks_of(model)
         for name, module in {id(one): (name, one) for name, one in found}.values():
             if module is not model:
-                hook = module.register_forward_hook(self._keeper(name))
-                self._within.append(hook.remove)
+                hook = module.register_forward_hook(self._output_hook(name))
+                self._module_removers.append(hook.remove)
 
-    def _keeper(self, name: str) -> Callable[..., None]:
+    def _output_hook(self, name: str) -> Callable[..., None]:
         def keep(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_open:
-                self._kept.append((name, module, output))
+                self._outputs.append((name, module, output))
 
         return keep
 
@@ -207,9 +209,9 @@ class ForwardWatch:
             return
         started = time.perf_counter()
         self._on_begin()
-        self._let_go()
-        if self._was_fine is not self.is_fine:
-            self._hook_within()
+        self._release()
+        if self._watched_leaves is not self.watches_leaves:
+            self._hook_modules()
         self._inputs = (*args, *kwargs.values())
         # What `transformers.Trainer` hands on: then each loss is divided by the items of all.
         self._is_share = kwargs.get("num_items_in_batch") is not None
@@ -227,13 +229,13 @@ class ForwardWatch:
                 with torch.no_grad():
                     self._read(output, ended)
         finally:
-            self._let_go()
+            self._release()
             self.own_s += time.perf_counter() - ended
 
     def _read(self, output: Any, ended: float) -> None:
-        forward, loss = Forward(ended - self._started, self._is_share), loss_of(output)
-        self._alone.append(forward)
-        main = loss if loss is not None else next(floating(output), None)
+        forward, loss = ForwardPass(ended - self._started, self._is_share), loss_of(output)
+        self._pending.append(forward)
+        main = loss if loss is not None else next(floating_tensors(output), None)
         if main is None:
             return
         forward.device = str(main.device)
@@ -241,43 +243,45 @@ class ForwardWatch:
         if torch.is_autocast_enabled(kind):
             forward.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if loss is not None:
-            forward.losses.append(_kept_number(loss))
+            forward.losses.append(_copy_loss(loss))
         if main.requires_grad and not main.is_leaf:  # the hooks of a parameter would pile up
             hook = self._backward_hook(forward, is_loss=loss is not None)
             main.register_hook(hook)  # type: ignore[no-untyped-call]
-        self.own_s += len(self._kept) * KEEP_S
+        self.own_s += len(self._outputs) * HOOK_COST_S
         if self.keeps_stats and is_remote(main):
-            forward.pending = pending_stats(self._kept, main.device)
+            forward.pending = pending_stats(self._outputs, main.device)
         elif self.keeps_stats:
-            forward.stats = stats(self._kept)
+            forward.stats = output_stats(self._outputs)
         if is_remote(main):
             forward.extremes.append(self._extremes(output, loss, main.device))
-        elif not all(map(is_finite, dense(output) if loss is None else (loss,))):
+        elif not all(map(is_finite, dense_tensors(output) if loss is None else (loss,))):
             forward.producer = self._extremes(output, loss, main.device).producer()
 
     def _extremes(self, output: Any, loss: Tensor | None, device: torch.device) -> Extremes:
         """Reduce what was kept, and what the model returned, without waiting for the device."""
-        kept = [(name, module, one) for name, module, out in self._kept for one in dense(out)]
-        whole = [(OUTPUT, self._model, one) for one in dense(output)]
+        kept = [
+            (name, module, one) for name, module, out in self._outputs for one in dense_tensors(out)
+        ]
+        whole = [(MODEL_OUTPUT, self._model, one) for one in dense_tensors(output)]
         if loss is None:
-            return extremes(self._inputs, [*kept, *whole], len(whole), device)
+            return reduce_extremes(self._inputs, [*kept, *whole], len(whole), device)
         # Other numbers are parts of the loss, or the loss itself.
         whole = [one for one in whole if one[2].dim() and one[2] is not loss]
-        return extremes(self._inputs, [*kept, *whole, ("", self._model, loss)], 1, device)
+        return reduce_extremes(self._inputs, [*kept, *whole, ("", self._model, loss)], 1, device)
 
-    def _let_go(self) -> None:
-        self._kept.clear()
+    def _release(self) -> None:
+        self._outputs.clear()
         self._inputs = ()
 
     # -- backward --------------------------------------------------------------------------------
 
-    def _backward_hook(self, forward: Forward, *, is_loss: bool) -> Callable[[Tensor], None]:
+    def _backward_hook(self, forward: ForwardPass, *, is_loss: bool) -> Callable[[Tensor], None]:
         def begun(grad: Tensor) -> None:
             started = time.perf_counter()
             passes = self.passes
             self._count(forward)
             if not is_loss:
-                passes.arrived.append(largest(grad.detach()))
+                passes.output_gradient_norms.append(max_abs(grad.detach()))
             # Of several forwards that one backward pass goes through, the first hook is its begin.
             number = torch._C._current_graph_task_id()
             if number == self._backward:
@@ -293,7 +297,7 @@ class ForwardWatch:
         return self._guarded(begun)
 
 
-def _kept_number(loss: Tensor) -> Tensor | float:
+def _copy_loss(loss: Tensor) -> Tensor | float:
     """Return a loss as it is now, for the program may go on to change its own."""
     return loss.detach().clone() if is_remote(loss) else loss.item()
 

@@ -10,7 +10,7 @@ from flexinspect.errors import UsageError
 WINDOW = 10
 """Steps whose cost is judged together."""
 
-CALM = 50
+RECOVERY_STEPS = 50
 """Steps without trouble after which more detail is tried again."""
 
 
@@ -23,36 +23,38 @@ class Detail:
     rows_every: int
     maxima: bool = False
     ratios_every: int = 0
-    is_fine: bool = False
+    watches_leaves: bool = False
     keeps_stats: bool = False
 
     def measures(self, step: int) -> bool:
         """Tell whether the gradients of a step are measured."""
         return step % self.gradients_every == 0
 
-    def says(self) -> str:
+    def describe(self) -> str:
         """Return in words what is measured."""
-        return _WORDS[self]
+        return _DESCRIPTIONS[self]
 
 
-EXTREME = Detail("extreme", 1, 1, maxima=True, ratios_every=1, is_fine=True, keeps_stats=True)
-ADVANCED = Detail("advanced", 1, 1, maxima=True, ratios_every=10, is_fine=True)
+EXTREME = Detail(
+    "extreme", 1, 1, maxima=True, ratios_every=1, watches_leaves=True, keeps_stats=True
+)
+ADVANCED = Detail("advanced", 1, 1, maxima=True, ratios_every=10, watches_leaves=True)
 BASIC = Detail("basic", 1, 10)
 SPARSE = Detail("sparse", 4, 16)
-RARE = Detail("sparse", 16, 64)
-LADDER = (EXTREME, ADVANCED, BASIC, SPARSE, RARE)
-_WORDS = {
+SPARSEST = Detail("sparse", 16, 64)
+DETAIL_LEVELS = (EXTREME, ADVANCED, BASIC, SPARSE, SPARSEST)
+_DESCRIPTIONS = {
     EXTREME: "everything, with statistics of the layers' outputs and the change of the weights",
     ADVANCED: "gradients of every parameter and every module's output",
     BASIC: "gradients by group and the layers' outputs",
     SPARSE: "gradients of every 4th step",
-    RARE: "gradients of every 16th step",
+    SPARSEST: "gradients of every 16th step",
 }
-_BY_LEVEL = {"extreme": 0, "advanced": 1, "basic": 2}
+_LEVEL_INDEX = {"extreme": 0, "advanced": 1, "basic": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DetailChange:
     """The detail changed: what is measured from now on, and a sentence why."""
 
     kind: str
@@ -71,24 +73,24 @@ class Governor:
             raise UsageError(f"band is {band}, and must be a ratio above 1, such as 1.02 for 2 %.")
         self._band = band
         self._costs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        self._known: dict[int, float] = {}
-        self._calm = 0
-        self._patience = CALM
-        self._n_thinned = self._lowest = 0
+        self._known_costs: dict[int, float] = {}
+        self._n_within_band = 0
+        self._patience = RECOVERY_STEPS
+        self._n_reduced = self._lowest_index = 0
         self.set_level(level)
 
     @property
     def detail(self) -> Detail:
         """What is measured of the next step."""
-        return LADDER[self._at]
+        return DETAIL_LEVELS[self._index]
 
     def summary(self) -> str:
         """Return in a sentence what was dropped so far; nothing where nothing was."""
-        if self._band is None or not self._n_thinned:
+        if self._band is None or not self._n_reduced:
             return ""
-        times = "once" if self._n_thinned == 1 else f"{self._n_thinned} times"
-        least, now = LADDER[self._lowest].says(), self.detail.says()
-        back = f" for a time, now {now}" if self._at < self._lowest else " from then on"
+        times = "once" if self._n_reduced == 1 else f"{self._n_reduced} times"
+        least, now = DETAIL_LEVELS[self._lowest_index].describe(), self.detail.describe()
+        back = f" for a time, now {now}" if self._index < self._lowest_index else " from then on"
         return (
             f"Above the band of {self._band - 1.0:.1%} detail was dropped {times}, down to "
             f"{least}{back}."
@@ -96,10 +98,10 @@ class Governor:
 
     def set_level(self, level: str) -> None:
         """Begin anew at a level."""
-        self._top = self._at = _BY_LEVEL[level]
+        self._level_index = self._index = _LEVEL_INDEX[level]
         self._costs.clear()
 
-    def judge(self, own_s: float, wall_s: float) -> Change | None:
+    def on_step(self, own_s: float, wall_s: float) -> DetailChange | None:
         """Take the cost of a step; returns the change that follows from it."""
         if self._band is None:
             return None
@@ -109,35 +111,40 @@ class Governor:
         own, all_ = (sum(column) for column in zip(*self._costs, strict=True))
         # Steps of microseconds may take less than what is estimated of us.
         cost, limit = own / max(all_ - own, own / 100, 1e-9), self._band - 1.0
-        self._known[self._at] = cost
+        self._known_costs[self._index] = cost
         if cost > limit:
-            self._calm = 0
-            return self._thin(cost, limit) if self._at < len(LADDER) - 1 else None
-        self._calm += 1
-        if self._at > self._top and self._calm >= self._patience:
-            return self._restore(cost, limit)
+            self._n_within_band = 0
+            return (
+                self._reduce_detail(cost, limit) if self._index < len(DETAIL_LEVELS) - 1 else None
+            )
+        self._n_within_band += 1
+        if self._index > self._level_index and self._n_within_band >= self._patience:
+            return self._restore_detail(cost, limit)
         return None
 
-    def _thin(self, cost: float, limit: float) -> Change:
-        dropped = self.detail.says()
-        self._move(self._at + 1)
-        self._n_thinned, self._lowest = self._n_thinned + 1, max(self._lowest, self._at)
-        return Change(
+    def _reduce_detail(self, cost: float, limit: float) -> DetailChange:
+        dropped = self.detail.describe()
+        self._set_index(self._index + 1)
+        self._n_reduced, self._lowest_index = (
+            self._n_reduced + 1,
+            max(self._lowest_index, self._index),
+        )
+        return DetailChange(
             "thinned",
             f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above the "
-            f"band of {limit:.1%}: from now on {self.detail.says()}, instead of {dropped}.",
+            f"band of {limit:.1%}: from now on {self.detail.describe()}, instead of {dropped}.",
         )
 
-    def _restore(self, cost: float, limit: float) -> Change:
-        self._move(self._at - 1)
-        if self._known.get(self._at, 0.0) > limit:
+    def _restore_detail(self, cost: float, limit: float) -> DetailChange:
+        self._set_index(self._index - 1)
+        if self._known_costs.get(self._index, 0.0) > limit:
             self._patience *= 2  # it was too dear before: ask less often
-        return Change(
+        return DetailChange(
             "restored",
             f"Capture took {cost:.1%} of what the last steps took without it, within the band of "
-            f"{limit:.1%}: again {self.detail.says()}.",
+            f"{limit:.1%}: again {self.detail.describe()}.",
         )
 
-    def _move(self, at: int) -> None:
-        self._at, self._calm = at, 0
+    def _set_index(self, at: int) -> None:
+        self._index, self._n_within_band = at, 0
         self._costs.clear()

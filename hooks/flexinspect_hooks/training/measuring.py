@@ -10,36 +10,36 @@ from typing import Any
 
 from torch import nn
 
-from flexinspect.trainingfacts import GradientFacts, Producer
-from flexinspect_hooks.training.clipping import Clipped, NormSource
+from flexinspect.trainingfacts import AnomalyOrigin, ParameterGradient
+from flexinspect_hooks.training.clipping import ClippedGradients, NormSource
 from flexinspect_hooks.training.governor import Detail
 from flexinspect_hooks.training.gradstats import Gradients, gradient_facts
-from flexinspect_hooks.training.parameters import Named, ParameterList
+from flexinspect_hooks.training.parameters import NamedParameters, ParameterList
 from flexinspect_hooks.training.updates import UpdateMeter
 
-MOST_ROWS = 10
+MAX_FULL_STEPS = 10
 """Steps with sick gradients that are recorded with all their parameters; then as healthy ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepGradients:
     """The gradients of one step, and what follows from them.
 
     `rows` are those to be recorded; `odd` all that may be wrong: sick, dead, too large, too small.
     """
 
     n_parameters: int
-    odd: Sequence[GradientFacts]
-    rows: tuple[GradientFacts, ...]
+    outliers: Sequence[ParameterGradient]
+    rows: tuple[ParameterGradient, ...]
     total: float
     group_norms: tuple[float, ...]
-    producer: Producer | None
+    producer: AnomalyOrigin | None
     is_warming: bool = False
 
     @property
     def n_exploding(self) -> int:
         """Parameters whose gradient explodes."""
-        return sum(one.explodes() for one in self.odd)
+        return sum(one.explodes() for one in self.outliers)
 
     @property
     def n_vanishing(self) -> int:
@@ -50,48 +50,48 @@ class Measured:
         """
         if self.is_warming:
             return 0
-        return sum(one.is_matrix and one.vanishes() for one in self.odd)
+        return sum(one.is_matrix and one.vanishes() for one in self.outliers)
 
     @property
     def n_dead(self) -> int:
         """Parameters whose gradient is exactly 0."""
-        return sum(one.is_dead for one in self.odd)
+        return sum(one.is_dead for one in self.outliers)
 
     @property
     def n_sick(self) -> int:
         """Parameters whose gradient has a NaN or Inf."""
-        return sum(one.is_sick for one in self.odd)
+        return sum(one.has_nonfinite for one in self.outliers)
 
 
-class Meter:
+class GradientMeter:
     """Measures a model's gradients step by step."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._parameters = model, ParameterList()
         self.groups: tuple[str, ...] = ()
-        self._take(self._parameters.of(model))
-        self._order: dict[str, int] = {}
+        self._set_parameters(self._parameters.trainable_of(model))
+        self._backward_order: dict[str, int] = {}
         self._hooked: list[str] = []
-        self._norms = NormSource()
-        self._n_sick_steps = 0
+        self._norm_source = NormSource()
+        self._n_problem_steps = 0
 
     def refresh(self) -> str | None:
         """Take other parameters where they were added, replaced, frozen or unfrozen meanwhile.
 
         Returns the change as a sentence. New groups come behind those that are known.
         """
-        named = self._parameters.of(self.model)
+        named = self._parameters.trainable_of(self.model)
         pairs = zip(named, self.named, strict=False)
         if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
             return None
         known = len(self.groups)
-        self._take(named)
+        self._set_parameters(named)
         new = ", ".join(self.groups[known:][:10])
         return f"{len(named)} parameters are trained from this step on" + (
             f"; new groups: {new}." if new else "."
         )
 
-    def _take(self, named: Named) -> None:
+    def _set_parameters(self, named: NamedParameters) -> None:
         self.named = named
         names = [one.group for one in named]
         self.groups = tuple(dict.fromkeys((*self.groups, *names)))
@@ -104,7 +104,7 @@ class Meter:
         """Watch the first backward pass for the order of the parameters; returns its handles."""
 
         def arrived(name: str) -> None:
-            self._order.setdefault(name, len(self._order))
+            self._backward_order.setdefault(name, len(self._backward_order))
 
         handles: list[object] = []
         for name, parameter, *_ in self.named:
@@ -116,11 +116,11 @@ class Meter:
     @property
     def knows_order(self) -> bool:
         """Whether a backward pass was seen."""
-        return bool(self._order)
+        return bool(self._backward_order)
 
     def unreached(self) -> list[str]:
         """Return the parameters that got no gradient in the backward pass that was watched."""
-        return [name for name in self._hooked if name not in self._order]
+        return [name for name in self._hooked if name not in self._backward_order]
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -131,74 +131,76 @@ class Meter:
         *,
         scale: float = 1.0,
         is_warming: bool = False,
-        clipped: Clipped | None = None,
-    ) -> Measured | None:
+        clipped: ClippedGradients | None = None,
+    ) -> StepGradients | None:
         """Return the gradients as the optimizer gets them, None in a step that is passed over.
 
-        `scale` is what they are still multiplied with; `is_warming` says that the learning rate
+        `scale` is what they are still multiplied with; `is_warming_up` says that the learning rate
         rises, `clipped` what is known of them from clipping.
         """
         if not detail.measures(step):
             return None
-        norms_of = partial(self._norms.norms, step, clipped)
+        norms_of = partial(self._norm_source.norms, step, clipped)
         found = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
         if scale != 1.0:
-            found = found.divided(scale)
-        odd = found.odd()
+            found = found.unscaled(scale)
+        odd = found.outliers()
         producer = self._producer(odd)
         if is_warming and producer is not None and producer.kind == "vanishing":
             producer = None
         rows = tuple(found) if self._is_recorded(step, detail, producer) else ()
         norms = self._group_norms(found)
-        return Measured(len(found), odd, rows, found.total, norms, producer, is_warming)
+        return StepGradients(len(found), odd, rows, found.total, norms, producer, is_warming)
 
-    def _is_recorded(self, step: int, detail: Detail, producer: Producer | None) -> bool:
+    def _is_recorded(self, step: int, detail: Detail, producer: AnomalyOrigin | None) -> bool:
         if producer is not None:
-            self._n_sick_steps += 1
-            if self._n_sick_steps <= MOST_ROWS:
+            self._n_problem_steps += 1
+            if self._n_problem_steps <= MAX_FULL_STEPS:
                 return True
         return step % detail.rows_every == 0
 
     def _group_norms(self, found: Gradients) -> tuple[float, ...]:
         squares = [0.0] * len(self.groups)
-        for one, norm in zip(found.of, found.norms, strict=True):
+        for one, norm in zip(found.parameters, found.norms, strict=True):
             squares[self._group_at[one.group]] += norm * norm
         return tuple(math.sqrt(value) if value >= 0 else value for value in squares)
 
-    def _producer(self, found: Sequence[GradientFacts]) -> Producer | None:
+    def _producer(self, found: Sequence[ParameterGradient]) -> AnomalyOrigin | None:
         """Return the parameter in which trouble first appears on the way back from the loss."""
-        sick = self._in_order([one for one in found if one.is_sick])
+        sick = self._in_backward_order([one for one in found if one.has_nonfinite])
         if sick:
             what = f"{sick[0].n_nan} NaN, {sick[0].n_inf} Inf"
-            return Producer("backward", sick[0].name, len(sick) - 1, what)
-        high = self._in_order([one for one in found if one.explodes()])
+            return AnomalyOrigin("backward", sick[0].name, len(sick) - 1, what)
+        high = self._in_backward_order([one for one in found if one.explodes()])
         if high:
-            return Producer("explosion", high[0].name, len(high) - 1, f"{high[0].norm:.4g}")
+            return AnomalyOrigin("explosion", high[0].name, len(high) - 1, f"{high[0].norm:.4g}")
         low = [one for one in found if one.is_matrix and one.vanishes()]
         if low:
             least = min(low, key=lambda one: one.norm)
-            return Producer("vanishing", least.name, len(low) - 1, f"{least.norm:.4g}")
+            return AnomalyOrigin("vanishing", least.name, len(low) - 1, f"{least.norm:.4g}")
         return None
 
-    def _in_order(self, found: list[GradientFacts]) -> list[GradientFacts]:
-        return sorted(found, key=lambda one: self._order.get(one.name, len(self._order)))
+    def _in_backward_order(self, found: list[ParameterGradient]) -> list[ParameterGradient]:
+        return sorted(
+            found, key=lambda one: self._backward_order.get(one.name, len(self._backward_order))
+        )
 
     # -- change of the weights -------------------------------------------------------------------
 
     def before_update(self, step: int, detail: Detail) -> None:
         """Copy a sample of the weights in a step whose change is measured."""
         if detail.ratios_every and step % detail.ratios_every == 0:
-            self._updates.before()
+            self._updates.copy_weights()
 
     @property
     def is_comparing(self) -> bool:
         """Whether weights were copied, and wait to be compared."""
-        return self._updates.is_before
+        return self._updates.has_copies
 
     def after_update(self) -> tuple[float, ...]:
         """Return how much each group changed; empty in a step that is not measured."""
-        return self._updates.after()
+        return self._updates.measure_change()
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Let go of all copies."""
-        self._updates.forget()
+        self._updates.release()

@@ -8,15 +8,15 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-def rates_of(optimizer: Any) -> tuple[float, ...]:
+def learning_rates(optimizer: Any) -> tuple[float, ...]:
     """Return the learning rate of each parameter group, NaN where it is not known.
 
     Adafactor with relative steps, for one, keeps None there and finds its rate by itself.
     """
-    return tuple(_rate(group.get("lr")) for group in optimizer.param_groups)
+    return tuple(_learning_rate(group.get("lr")) for group in optimizer.param_groups)
 
 
-def _rate(rate: Any) -> float:
+def _learning_rate(rate: Any) -> float:
     try:
         return float(rate)
     except (TypeError, ValueError):
@@ -29,7 +29,7 @@ def has_closure(args: Any, kwargs: Any) -> bool:
     return any(map(callable, args[1:])) or callable(kwargs.get("closure"))
 
 
-def scale_left(optimizer: Optimizer) -> float:
+def remaining_scale(optimizer: Optimizer) -> float:
     """Return what gradients are still multiplied with: a fused optimizer divides by itself."""
     scale = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from flexinspect.records import LayerStatRecord
 from flexinspect_hooks.training.analysis import tensor_facts
-from flexinspect_hooks.training.reductions import dense, stacked
+from flexinspect_hooks.training.reductions import dense_tensors, stack_numbers
 
-Kept = Sequence[tuple[str, nn.Module, Any]]
+ModuleOutputs = Sequence[tuple[str, nn.Module, Any]]
 """Modules by name, with what they returned."""
 
-Of = tuple[int, str, int]
+OutputKey = tuple[int, str, int]
 """A module's place, its name, and how many values its output has."""
 
 
@@ -30,7 +30,7 @@ class PendingStats:
 
     numbers: Tensor
     counts: Tensor
-    of: tuple[Of, ...]
+    keys: tuple[OutputKey, ...]
 
     def records(self) -> list[LayerStatRecord]:
         """Return the records after one synchronisation; a second one tells how much is sick.
@@ -40,34 +40,34 @@ class PendingStats:
         rows: list[list[float]] = self.numbers.tolist()
         is_sick = not all(math.isfinite(row[0]) for row in rows)
         counts = self.counts.tolist() if is_sick else [(0, 0)] * len(rows)
-        return [_record(*one) for one in zip(self.of, rows, counts, strict=True)]
+        return [_stat_record(*one) for one in zip(self.keys, rows, counts, strict=True)]
 
 
-def pending_stats(kept: Kept, device: torch.device) -> PendingStats | None:
+def pending_stats(outputs: ModuleOutputs, device: torch.device) -> PendingStats | None:
     """Reduce the outputs that were kept, without waiting for the device; None where none is."""
-    outs = list(_firsts(kept))
+    outs = list(_first_tensors(outputs))
     if not outs:
         return None
-    numbers = stacked([_numbers(tensor) for _, tensor in outs], device)
+    numbers = stack_numbers([_reduce_output(tensor) for _, tensor in outs], device)
     counts = [torch.stack([tensor.isnan().sum(), tensor.isinf().sum()]) for _, tensor in outs]
     later = device.type != "cpu"
     placed = torch.stack([one.to(device, non_blocking=later) for one in counts])
     return PendingStats(numbers, placed, tuple(of for of, _ in outs))
 
 
-def stats(kept: Kept) -> list[LayerStatRecord]:
+def output_stats(outputs: ModuleOutputs) -> list[LayerStatRecord]:
     """Return statistics of the outputs that were kept, waiting for each."""
-    return [_stat(of, tensor) for of, tensor in _firsts(kept)]
+    return [_output_stat(of, tensor) for of, tensor in _first_tensors(outputs)]
 
 
-def _firsts(kept: Kept) -> Iterator[tuple[Of, Tensor]]:
-    for index, (name, _, output) in enumerate(kept):
-        tensor = next(dense(output), None)
+def _first_tensors(outputs: ModuleOutputs) -> Iterator[tuple[OutputKey, Tensor]]:
+    for index, (name, _, output) in enumerate(outputs):
+        tensor = next(dense_tensors(output), None)
         if tensor is not None:
             yield (index, name, tensor.numel()), tensor.detach()
 
 
-def _numbers(tensor: Tensor) -> Tensor:
+def _reduce_output(tensor: Tensor) -> Tensor:
     """Return norm, mean, least and greatest value, in three passes."""
     wide = torch.float32 if tensor.dtype.itemsize < 4 else tensor.dtype
     if not tensor.numel():
@@ -76,8 +76,8 @@ def _numbers(tensor: Tensor) -> Tensor:
     return torch.stack([norm, mean, *(end.to(wide) for end in torch.aminmax(tensor))])
 
 
-def _record(of: Of, row: Sequence[float], counts: Sequence[int]) -> LayerStatRecord:
-    index, name, n_values = of
+def _stat_record(key: OutputKey, row: Sequence[float], counts: Sequence[int]) -> LayerStatRecord:
+    index, name, n_values = key
     norm, mean, least, most = row
     n_nan, n_inf = counts
     if not n_values or n_nan + n_inf:
@@ -89,11 +89,11 @@ def _record(of: Of, row: Sequence[float], counts: Sequence[int]) -> LayerStatRec
     return LayerStatRecord(index, name, n_nan, n_inf, least, most, mean, deviation, norm)
 
 
-def _stat(of: Of, tensor: Tensor) -> LayerStatRecord:
+def _output_stat(key: OutputKey, tensor: Tensor) -> LayerStatRecord:
     """Return statistics of one output; more passes only where it is not finite."""
-    row = _numbers(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
+    row = _reduce_output(tensor.float() if tensor.dtype.itemsize < 4 else tensor).tolist()
     if math.isfinite(row[0]):
-        return _record(of, row, (0, 0))
+        return _stat_record(key, row, (0, 0))
     facts = tensor_facts(tensor)
     values = (facts.min_value, facts.max_value, facts.mean_value, facts.std_value)
-    return LayerStatRecord(*of[:2], facts.n_nan, facts.n_inf, *values, row[0])
+    return LayerStatRecord(*key[:2], facts.n_nan, facts.n_inf, *values, row[0])

@@ -11,7 +11,7 @@ from torch import nn
 from flexinspect.trainingfacts import group_of
 
 
-class Watched(NamedTuple):
+class NamedParameter(NamedTuple):
     """A parameter, and what is counted of it: its group, and whether it can vanish as a matrix."""
 
     name: str
@@ -20,17 +20,17 @@ class Watched(NamedTuple):
     is_matrix: bool
 
 
-Named = Sequence[Watched]
+NamedParameters = Sequence[NamedParameter]
 
 
-def parameters_of(model: nn.Module) -> list[Watched]:
+def parameters_of(model: nn.Module) -> list[NamedParameter]:
     """Return all parameters of a model, in its order."""
     # `torch.compile` puts a name of its own in front of all others.
     named = ((name.removeprefix("_orig_mod."), one) for name, one in model.named_parameters())
-    return [Watched(name, one, group_of(name), one.dim() > 1) for name, one in named]
+    return [NamedParameter(name, one, group_of(name), one.dim() > 1) for name, one in named]
 
 
-def trainable(model: nn.Module) -> list[Watched]:
+def trainable(model: nn.Module) -> list[NamedParameter]:
     """Return the parameters that gradients are wanted for, by name, in the model's order."""
     return [one for one in parameters_of(model) if one.parameter.requires_grad]
 
@@ -52,11 +52,11 @@ class ParameterList:
 
     def __init__(self) -> None:
         self._model: weakref.ref[nn.Module] | None = None
-        self._all: list[Watched] = []
+        self._all: list[NamedParameter] = []
         self._tables: list[Mapping[str, Any]] = []
         self._parts: list[tuple[Mapping[str, Any], str, Any]] = []
 
-    def of(self, model: nn.Module) -> list[Watched]:
+    def trainable_of(self, model: nn.Module) -> list[NamedParameter]:
         """Return the parameters that gradients are wanted for now."""
         if self._model is None or self._model() is not model or self._has_changed():
             self._walk(model)

@@ -17,34 +17,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.records import EventRecord, GenerationEnd
-from flexinspect.rules.base import RuleBook
-from flexinspect.trainingfacts import SummaryCount, is_warming
+from flexinspect.rules.base import RuleRunner
+from flexinspect.trainingfacts import TrainingSummaryCounter, is_warming_up
 from flexinspect_hooks import given
 from flexinspect_hooks.buffer import StepBuffer
 from flexinspect_hooks.cores import available_cores
 from flexinspect_hooks.hook import Hook
 from flexinspect_hooks.pickling import hide_hooks
-from flexinspect_hooks.recorder import PROMPT_STEPS, FinishedStep, Recorder, Sink
+from flexinspect_hooks.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder, Sink
 from flexinspect_hooks.registered import built_in_rules
 from flexinspect_hooks.training import seen
-from flexinspect_hooks.training.clipping import Clipped
+from flexinspect_hooks.training.clipping import ClippedGradients
 from flexinspect_hooks.training.forwards import ForwardWatch
 from flexinspect_hooks.training.governor import Governor
-from flexinspect_hooks.training.measuring import Meter
-from flexinspect_hooks.training.optimizers import has_closure, rates_of, scale_left
+from flexinspect_hooks.training.measuring import GradientMeter
+from flexinspect_hooks.training.optimizers import has_closure, learning_rates, remaining_scale
 from flexinspect_hooks.training.stepdraft import (
-    Finished,
-    Gathered,
+    FinishedTrainingStep,
     Loss,
     StepMemory,
     TrainingRecords,
-    generation_of,
-    waited_for,
+    TrainingStepDraft,
+    timed_synchronize,
+    training_generation,
 )
 
 T = TypeVar("T")
 
-MOST_LATE = 16
+MAX_UNWRITTEN_STEPS = 16
 """Steps that may wait for one that waits for the device anyway, before they wait by themselves."""
 
 LINGER_S = 0.5
@@ -58,50 +58,52 @@ class TrainingSession:
         self, model: nn.Module, optimizer: Optimizer | None, sink: Sink, governor: Governor
     ) -> None:
         self.recorder = Recorder(sink, linger_s=LINGER_S)
-        self.summary = SummaryCount()
+        self.summary = TrainingSummaryCounter()
         self.own_s = self.total_s = 0.0
         self._model, self._optimizer = model, optimizer
         self._governor = governor
-        self._meter = Meter(model)
-        self._own = self._ids()
-        self._forwards = ForwardWatch(model, on_begin=self._forward_begins, guarded=self._guarded)
+        self._meter = GradientMeter(model)
+        self._parameter_ids = self._find_parameter_ids()
+        self._forwards = ForwardWatch(model, on_begin=self._on_forward_begin, guarded=self._guarded)
         self._records = TrainingRecords()
         first = next(model.parameters(), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._memory = StepMemory(model, self._device)
         self._removers: list[Callable[[], None]] = []
         self._order_hooks: list[Any] = []
-        self._now = Gathered(0, 0.0, 0.0)
-        self._waiting: Gathered | None = None
-        self._late: deque[Gathered] = deque()
-        self._told: Loss | None = None
-        self._clipped: Clipped | None = None
+        self._current = TrainingStepDraft(0, 0.0, 0.0)
+        self._awaiting_loss: TrainingStepDraft | None = None
+        self._unwritten: deque[TrainingStepDraft] = deque()
+        self._reported_loss: Loss | None = None
+        self._clipped: ClippedGradients | None = None
         self._rates_before: tuple[float, ...] = ()
-        self._since: float | None = None
-        self._step_own_s = self._writer_s = self._before_s = 0.0
-        self._scaled_at: int | None = None
+        self._step_started: float | None = None
+        self._step_own_s = self._writer_s = self._passes_before_s = 0.0
+        self._scaler_step: int | None = None
         self._is_off = False
 
     # -- life ------------------------------------------------------------------------------------
 
-    def enter(self) -> None:
+    def begin(self) -> None:
         """Install everything and begin the generation that the run is."""
         rules, off = built_in_rules()
         self.recorder.has_core = not self._cores_are_taken()
         self.recorder.start()
         for name, sentence in off.items():
             self._event("rule-off", f"{name}: {sentence}")
-        self.recorder.begin(generation_of(self._meter, self._optimizer), RuleBook(rules))
+        self.recorder.begin_generation(
+            training_generation(self._meter, self._optimizer), RuleRunner(rules)
+        )
         self._forwards.install()
         self._apply_detail()
         self._order_hooks = self._meter.learn_order()
         if self._optimizer is not None:
-            before = self._optimizer.register_step_pre_hook(self._guarded(self._before))
-            after = self._optimizer.register_step_post_hook(self._guarded(self._after))
+            before = self._optimizer.register_step_pre_hook(self._guarded(self._before_optimizer))
+            after = self._optimizer.register_step_post_hook(self._guarded(self._after_optimizer))
             self._removers += [before.remove, after.remove]
-        self._removers += [seen.attach(self), hide_hooks(), self._memory.close]
+        self._removers += [seen.observe_training(self), hide_hooks(), self._memory.close]
 
-    def leave(self, state: str, reason: str = "") -> None:
+    def end(self, state: str, reason: str = "") -> None:
         """Write what waits, end the generation, and take everything out, whatever fails."""
         try:
             self._flush()
@@ -117,8 +119,8 @@ class TrainingSession:
 
     def _uninstall(self) -> None:
         self._forwards.remove()
-        self._meter.forget()
-        self._forget_order()
+        self._meter.release()
+        self._remove_order_hooks()
         while self._removers:
             self._removers.pop()()
 
@@ -146,7 +148,7 @@ class TrainingSession:
 
     # -- what the program tells ------------------------------------------------------------------
 
-    def tell(self, loss: Loss | None) -> None:
+    def set_loss(self, loss: Loss | None) -> None:
         """Take the loss of the step just done, or else of the one that is on; see `watch_training`.
 
         Without an optimizer this is what ends a step. Raises `UsageError` for a loss that is not a
@@ -155,14 +157,14 @@ class TrainingSession:
         if isinstance(loss, Tensor) and loss.numel() == 1:
             loss = loss.detach().clone()  # the program may go on to change its own
         elif loss is not None:
-            loss = given.number(loss, "The loss")
+            loss = given.check_number(loss, "The loss")
         if self._optimizer is None:
-            self._told = loss
-            self._guarded(self._close_told)()
-        elif self._waiting is not None and self._waiting.told is None:
-            self._waiting.told = loss
+            self._reported_loss = loss
+            self._guarded(self._end_manual_step)()
+        elif self._awaiting_loss is not None and self._awaiting_loss.reported_loss is None:
+            self._awaiting_loss.reported_loss = loss
         else:
-            self._told = loss
+            self._reported_loss = loss
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield what a loader yields, and time how long it takes."""
@@ -175,101 +177,105 @@ class TrainingSession:
                 return
             finally:
                 waited = time.perf_counter() - started
-                self._now.data_s = (self._now.data_s or 0.0) + waited
-                if self._since is None:
-                    self._since = started
+                self._current.data_s = (self._current.data_s or 0.0) + waited
+                if self._step_started is None:
+                    self._step_started = started
             yield batch
 
-    def _close_told(self) -> None:
+    def _end_manual_step(self) -> None:
         if not self._forwards.has_forward:
             return
         started = time.perf_counter()
         self._flush()
         self._forwards.passes.is_updated = True  # by the program itself, as far as is known
         self._measure()
-        self._close(started)
+        self._end_step(started)
 
     # -- what the optimizer does -----------------------------------------------------------------
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
         self._flush()
-        self._now.rates = rates_of(optimizer)
+        self._current.rates = learning_rates(optimizer)
         if not has_closure(args, kwargs):
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None:
-                self._wait()
-            self._now.is_skipped = found_inf is not None and bool(found_inf)
-            self._measure(scale_left(optimizer))
-        self._meter.before_update(self._now.number, self._governor.detail)
-        self._before_s = self._inside_s()
-        self._now.optimizer_started = time.perf_counter()
-        self._step_own_s += self._now.optimizer_started - started
+                self._synchronize()
+            self._current.is_skipped = found_inf is not None and bool(found_inf)
+            self._measure(remaining_scale(optimizer))
+        self._meter.before_update(self._current.number, self._governor.detail)
+        self._passes_before_s = self._passes_s()
+        self._current.optimizer_started = time.perf_counter()
+        self._step_own_s += self._current.optimizer_started - started
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         started = time.perf_counter()
-        if self._now.optimizer_started is not None:
-            inside = self._inside_s() - self._before_s  # a closure runs forward and backward
-            self._now.optimizer_s = max(started - self._now.optimizer_started - inside, 0.0)
+        if self._current.optimizer_started is not None:
+            inside = self._passes_s() - self._passes_before_s  # a closure runs forward and backward
+            self._current.optimizer_s = max(started - self._current.optimizer_started - inside, 0.0)
         if has_closure(args, kwargs):
             self._forwards.passes.is_updated = True
             self._measure()
         if self._meter.is_comparing:
-            self._wait()
-        self._now.ratios = self._meter.after_update()
-        self._close(started)
+            self._synchronize()
+        self._current.ratios = self._meter.after_update()
+        self._end_step(started)
 
-    def _inside_s(self) -> float:
+    def _passes_s(self) -> float:
         passes = self._forwards.passes
         return passes.forward_s + passes.backward_s + self._forwards.own_s
 
-    def clipped(
-        self, parameters: Sequence[Tensor], before: Tensor, max_norm: float, how: Clipped | None
+    def on_clipped(
+        self,
+        parameters: Sequence[Tensor],
+        before: Tensor,
+        max_norm: float,
+        how: ClippedGradients | None,
     ) -> None:
         """Gradients were clipped; those of another model are none of ours."""
-        if any(id(one) in self._own for one in parameters):
-            self._now.clipped_from, self._now.max_norm = before.detach(), max_norm
+        if any(id(one) in self._parameter_ids for one in parameters):
+            self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
             self._clipped = how
 
-    def scaling(self, scaler: Any, optimizer: Any) -> None:
+    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """A loss scaler is about to step the optimizer."""
         if optimizer is self._optimizer and scaler.is_enabled():
-            self._now.scale = float(scaler.get_scale())
+            self._current.scale = float(scaler.get_scale())
             self._clipped = None  # the scaler may divide gradients, and torch does not count that
-            self._scaled_at = self._now.number
+            self._scaler_step = self._current.number
 
-    def scaled(self, scaler: Any, optimizer: Any) -> None:
+    def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
         """It has; no step since it began means that it left it out."""
-        if optimizer is not self._optimizer or self._scaled_at != self._now.number:
+        if optimizer is not self._optimizer or self._scaler_step != self._current.number:
             return
-        self._scaled_at = None
+        self._scaler_step = None
         if not self._is_off:
-            self._guarded(self._skipped)(optimizer)
+            self._guarded(self._on_skipped_step)(optimizer)
 
-    def _skipped(self, optimizer: Optimizer) -> None:
+    def _on_skipped_step(self, optimizer: Optimizer) -> None:
         started = time.perf_counter()
         self._flush()
-        self._now.rates = rates_of(optimizer)
-        self._now.is_skipped = True
+        self._current.rates = learning_rates(optimizer)
+        self._current.is_skipped = True
         self._measure()
-        self._close(started)
+        self._end_step(started)
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def _forward_begins(self) -> None:
-        if self._since is None:
-            self._since = time.perf_counter()
+    def _on_forward_begin(self) -> None:
+        if self._step_started is None:
+            self._step_started = time.perf_counter()
         self._clipped = None  # whose gradients the program may want to be rid of
         self._flush()
 
     def _measure(self, scale: float = 1.0) -> None:
-        now, detail = self._now, self._governor.detail
-        self._forwards.settle()
+        now, detail = self._current, self._governor.detail
+        self._forwards.count_pending()
         self._refresh()
         if detail.measures(now.number):
-            self._wait()
-            self._read()
-        is_rising = is_warming(self._rates_before, now.rates)
+            self._synchronize()
+            self._read_device()
+        is_rising = is_warming_up(self._rates_before, now.rates)
         if not now.is_skipped:
             self._rates_before = now.rates
         clipped, self._clipped = self._clipped, None
@@ -280,86 +286,93 @@ class TrainingSession:
     def _refresh(self) -> None:
         """See whether other parameters are trained now."""
         if (change := self._meter.refresh()) is not None:
-            self._own = self._ids()
-            self._now.notes.append(("parameters", change, {"groups": [*self._meter.groups]}))
+            self._parameter_ids = self._find_parameter_ids()
+            self._current.notes.append(("parameters", change, {"groups": [*self._meter.groups]}))
 
-    def _ids(self) -> set[int]:
+    def _find_parameter_ids(self) -> set[int]:
         return {id(one.parameter) for one in self._meter.named}
 
-    def _read(self) -> None:
+    def _read_device(self) -> None:
         """Turn into numbers what the device has done, before the optimizer gives it more to do."""
-        self._now.told, self._told = self._told, None
-        self._now.read(self._forwards.passes)
+        self._current.reported_loss, self._reported_loss = self._reported_loss, None
+        self._current.read(self._forwards.passes)
         self._write()
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         """Wait for the device: its work is the program's, and no cost."""
-        self._now.waited_s += (waited := waited_for(self._device))
+        self._current.waited_s += (waited := timed_synchronize(self._device))
         self._step_own_s -= waited
 
-    def _close(self, started: float) -> None:
+    def _end_step(self, started: float) -> None:
         """End the step that is on, at what was `started` then."""
-        now = self._now
+        now = self._current
         now.passes, now.detail = self._forwards.take(), self._governor.detail.name
         now.passes.device = now.passes.device or str(self._device)
         now.memory = self._memory.read()
         if self._order_hooks and self._meter.knows_order:
-            self._learned()
+            self._report_unreached()
         ended = time.perf_counter()
-        since = ended if self._since is None else self._since
+        since = ended if self._step_started is None else self._step_started
         now.started, now.started_at = since, time.time() - (ended - since)
         now.own_s = self._step_own_s + (ended - started) + self._forwards.own_s
         now.wall_s = ended - since
-        now.told = now.told if self._told is None else self._told
+        now.reported_loss = (
+            now.reported_loss if self._reported_loss is None else self._reported_loss
+        )
         self.own_s += now.own_s
         self.total_s += now.wall_s
-        self._govern(now)
-        self._told, self._since = None, ended
+        self._check_overhead(now)
+        self._reported_loss, self._step_started = None, ended
         self._step_own_s = self._forwards.own_s = 0.0
-        self._waiting, self._now = now, Gathered(now.number + 1, 0.0, 0.0)
+        self._awaiting_loss, self._current = now, TrainingStepDraft(now.number + 1, 0.0, 0.0)
 
-    def _govern(self, now: Gathered) -> None:
+    def _check_overhead(self, now: TrainingStepDraft) -> None:
         writer_s = self._writer_s
         self._writer_s = self.recorder.writer_s
-        if now.number < PROMPT_STEPS:
+        if now.number < N_IMMEDIATE_STEPS:
             return  # what is done once is no matter of detail
         written = 0.0 if self.recorder.has_core else self._writer_s - writer_s
-        change = self._governor.judge(now.own_s + written, now.wall_s)
+        change = self._governor.on_step(now.own_s + written, now.wall_s)
         if change is not None:
             now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
             self._apply_detail()
 
     def _apply_detail(self) -> None:
         detail = self._governor.detail
-        self._forwards.is_fine, self._forwards.keeps_stats = detail.is_fine, detail.keeps_stats
+        self._forwards.watches_leaves, self._forwards.keeps_stats = (
+            detail.watches_leaves,
+            detail.keeps_stats,
+        )
 
-    def _learned(self) -> None:
-        self._forget_order()
+    def _report_unreached(self) -> None:
+        self._remove_order_hooks()
         names = self._meter.unreached()
         if names:
             text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
-            self._now.notes.append(("unreached", text, {"names": names[:100], "n": len(names)}))
+            self._current.notes.append(("unreached", text, {"names": names[:100], "n": len(names)}))
 
-    def _forget_order(self) -> None:
+    def _remove_order_hooks(self) -> None:
         for handle in self._order_hooks:
             handle.remove()
         self._order_hooks = []
 
     def _flush(self) -> None:
         """End the wait of the newest step for its loss; write all that need not wait for a GPU."""
-        waiting, self._waiting = self._waiting, None
+        waiting, self._awaiting_loss = self._awaiting_loss, None
         if waiting is not None:
-            self._late.append(waiting)
-        if len(self._late) > MOST_LATE or not any(one.needs_wait() for one in self._late):
+            self._unwritten.append(waiting)
+        if len(self._unwritten) > MAX_UNWRITTEN_STEPS or not any(
+            one.needs_wait() for one in self._unwritten
+        ):
             self._write()
 
     def _write(self) -> None:
         """Send the steps that are over to the writer thread."""
-        while self._late:
-            step = self._late.popleft()
+        while self._unwritten:
+            step = self._unwritten.popleft()
             training = step.record()
             self.summary.add(training)
-            kept = Finished(training, step.memory, step.passes.stats)
+            kept = FinishedTrainingStep(training, step.memory, step.passes.stats)
             buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
             self.recorder.put(FinishedStep(step.context(), buffer, ((hook, kept),)))
 
@@ -386,7 +399,7 @@ class TrainingSession:
         self._uninstall()
 
     def _event(self, kind: str, text: str) -> None:
-        event = EventRecord(kind, text, time.time(), 0, self._now.number)
+        event = EventRecord(kind, text, time.time(), 0, self._current.number)
         self.recorder.put(event)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:

@@ -16,26 +16,26 @@ from torch.optim import Optimizer
 from flexinspect.records import GenerationRecord, LayerStatRecord, MemoryRecord
 from flexinspect.trainingfacts import (
     LOSS_FROM_OUTPUT,
-    LOSS_TOLD,
-    Producer,
+    LOSS_REPORTED,
+    AnomalyOrigin,
     TrainingStepRecord,
 )
 from flexinspect_hooks.buffer import Values
 from flexinspect_hooks.clock import StepContext
 from flexinspect_hooks.hook import StepDraft
 from flexinspect_hooks.memory import rss_reader
-from flexinspect_hooks.training.forwards import Passes
-from flexinspect_hooks.training.measuring import Measured, Meter
+from flexinspect_hooks.training.forwards import StepPasses
+from flexinspect_hooks.training.measuring import GradientMeter, StepGradients
 from flexinspect_hooks.training.parameters import placement_of
 from flexinspect_hooks.training.reductions import is_remote
 
 Loss = float | Tensor
 
-NAME = "training"
+TRAINING_SAMPLE_ID = "training"
 """The `sample_id` of the generation that a training run is."""
 
 
-def generation_of(meter: Meter, optimizer: Optimizer | None) -> GenerationRecord:
+def training_generation(meter: GradientMeter, optimizer: Optimizer | None) -> GenerationRecord:
     """Return the generation that a training run is, as it begins."""
     about = {
         "groups": list(meter.groups),
@@ -45,22 +45,24 @@ def generation_of(meter: Meter, optimizer: Optimizer | None) -> GenerationRecord
         "placement": placement_of(meter.model),
     }
     return GenerationRecord(
-        *(0, NAME, "", "", (), ()), declared={"training": about}, started_at=time.time()
+        *(0, TRAINING_SAMPLE_ID, "", "", (), ()),
+        declared={"training": about},
+        started_at=time.time(),
     )
 
 
 @dataclass(slots=True)
-class Gathered:
+class TrainingStepDraft:
     """One step while it is made; `told` is the loss that the program told."""
 
     number: int
     started: float
     started_at: float
-    passes: Passes = field(default_factory=Passes)
-    measured: Measured | None = None
+    passes: StepPasses = field(default_factory=StepPasses)
+    measured: StepGradients | None = None
     rates: tuple[float, ...] = ()
     ratios: tuple[float, ...] = ()
-    clipped_from: Loss | None = None
+    norm_before_clip: Loss | None = None
     max_norm: float | None = None
     scale: float | None = None
     is_skipped: bool = False
@@ -71,7 +73,7 @@ class Gathered:
     own_s: float = 0.0
     wall_s: float = 0.0
     detail: str = ""
-    told: Loss | None = None
+    reported_loss: Loss | None = None
     memory: MemoryRecord | None = None
     notes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
@@ -82,17 +84,24 @@ class Gathered:
         context.events += self.notes
         return context
 
-    def read(self, passes: Passes) -> None:
+    def read(self, passes: StepPasses) -> None:
         """Turn into numbers what a device has computed; it waits for all that was given to it."""
-        passes.settle()
-        for kept in (passes.losses, passes.arrived):
+        passes.resolve()
+        for kept in (passes.losses, passes.output_gradient_norms):
             kept.extend([float(kept.popleft()) for _ in range(len(kept))])
-        self.told = None if self.told is None else float(self.told)
-        self.clipped_from = None if self.clipped_from is None else float(self.clipped_from)
+        self.reported_loss = None if self.reported_loss is None else float(self.reported_loss)
+        self.norm_before_clip = (
+            None if self.norm_before_clip is None else float(self.norm_before_clip)
+        )
 
     def needs_wait(self) -> bool:
         """Tell whether to `read` this would wait for a device."""
-        kept = (self.told, self.clipped_from, *self.passes.losses, *self.passes.arrived)
+        kept = (
+            self.reported_loss,
+            self.norm_before_clip,
+            *self.passes.losses,
+            *self.passes.output_gradient_norms,
+        )
         tensors = (*kept, *(one.values for one in self.passes.extremes))
         return self.passes.pending is not None or any(
             isinstance(one, Tensor) and is_remote(one) for one in tensors
@@ -111,7 +120,9 @@ class Gathered:
             loss_source=source,
             learning_rates=self.rates,
             total_norm=None if measured is None else measured.total,
-            norm_before_clip=None if self.clipped_from is None else float(self.clipped_from),
+            norm_before_clip=None
+            if self.norm_before_clip is None
+            else float(self.norm_before_clip),
             max_norm=self.max_norm,
             n_parameters=0 if measured is None else measured.n_parameters,
             n_exploding=0 if measured is None else measured.n_exploding,
@@ -136,32 +147,32 @@ class Gathered:
         )
 
     def _loss(self) -> tuple[float, str]:
-        if self.told is not None:
-            return float(self.told), LOSS_TOLD
+        if self.reported_loss is not None:
+            return float(self.reported_loss), LOSS_REPORTED
         if self.passes.losses:
             losses = [*map(float, self.passes.losses)]
             together = math.fsum(losses) if self.passes.are_shares else fmean(losses)
             return together, LOSS_FROM_OUTPUT
         return math.nan, ""
 
-    def _producer(self, loss: float, source: str) -> Producer | None:
+    def _producer(self, loss: float, source: str) -> AnomalyOrigin | None:
         """Return where trouble began: forward before loss before backward."""
         found = None if self.measured is None else self.measured.producer
         if self.passes.producer is not None:
             return self.passes.producer
         if source and not math.isfinite(loss):
-            return Producer("loss", "", 0 if found is None else found.n_carriers + 1)
+            return AnomalyOrigin("loss", "", 0 if found is None else found.n_carriers + 1)
         if found is None or found.kind != "backward":
             return found
-        arrived = [float(norm) for norm in self.passes.arrived]
+        arrived = [float(norm) for norm in self.passes.output_gradient_norms]
         if all(map(math.isfinite, arrived)):
             return found
         words = f"{found.detail}; it arrives at the model's output, so the loss makes it"
-        return Producer(found.kind, found.name, found.n_carriers, words)
+        return AnomalyOrigin(found.kind, found.name, found.n_carriers, words)
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedTrainingStep:
     """What goes to the writer thread of one step."""
 
     training: TrainingStepRecord
@@ -174,13 +185,15 @@ class TrainingRecords:
 
     name = "training"
 
-    def record(self, step: StepContext, kept: Finished, values: Values, draft: StepDraft) -> None:
+    def record(
+        self, step: StepContext, kept: FinishedTrainingStep, values: Values, draft: StepDraft
+    ) -> None:
         """Fill in the step's records."""
         draft.training, draft.memory = kept.training, kept.memory
         draft.layer_stats += kept.stats
 
 
-def waited_for(device: torch.device) -> float:
+def timed_synchronize(device: torch.device) -> float:
     """Wait until a GPU has done all that it was given, and return the seconds; else 0."""
     if device.type != "cuda":
         return 0.0

@@ -12,7 +12,7 @@ from flexinspect_hooks.session import check_level
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.watching import TrainingWatch, watch_training
 
-_open: dict[int, TrainerCallback] = {}
+_active_callbacks: dict[int, TrainerCallback] = {}
 """The callbacks whose training is on, by the id of its model."""
 
 
@@ -43,14 +43,14 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         out = self._out
         if self._is_open:
             self._abandon()
-            out = _numbered(self._out)
-        if id(model) in _open:
-            _open[id(model)]._abandon()
+            out = _numbered_path(self._out)
+        if id(model) in _active_callbacks:
+            _active_callbacks[id(model)]._abandon()
         self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
         self.watch.__enter__()
         self._is_open = True
         self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
-        _open[self._model_id] = self
+        _active_callbacks[self._model_id] = self
         # A trainer tells no callback of an exception: the process ends the trace then.
         atexit.register(self._abandon)
 
@@ -65,12 +65,12 @@ class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
         if self.watch is None or not self._is_open:
             return
         self._is_open = False
-        _open.pop(self._model_id, None)
+        _active_callbacks.pop(self._model_id, None)
         atexit.unregister(self._abandon)
         self.watch.__exit__(type(error) if error else None, error, None)
 
 
-def _numbered(out: str | Path | None) -> Path | None:
+def _numbered_path(out: str | Path | None) -> Path | None:
     """Return a free name like `out`."""
     if out is None:
         return None

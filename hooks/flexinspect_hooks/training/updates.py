@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flexinspect_hooks.training.gradstats import tensor_norms
-from flexinspect_hooks.training.parameters import Named
+from flexinspect_hooks.training.parameters import NamedParameters
 
-SAMPLE = 1 << 16
+MAX_SAMPLE = 1 << 16
 """Values of a parameter that are copied at most: rows, evenly spread."""
 
 
@@ -21,36 +21,38 @@ class UpdateMeter:
     The copies are made once and filled again: new memory costs more than copying.
     """
 
-    def __init__(self, named: Named, groups: Sequence[str], group_of: Sequence[int]) -> None:
+    def __init__(
+        self, named: NamedParameters, groups: Sequence[str], group_of: Sequence[int]
+    ) -> None:
         self._named = named
         self._samples: list[Tensor] = []
         self._sizes: list[float] = []
         self._n_groups, self._group_of = len(groups), group_of
         self._copies: list[Tensor] | None = None
-        self.is_before = False
+        self.has_copies = False
 
     @torch.no_grad()
-    def before(self) -> None:
+    def copy_weights(self) -> None:
         """Copy the samples."""
         # Not kept from step to step: a parameter may get another memory, and the old one is freed.
-        self._samples = [_rows(one.parameter) for one in self._named]
+        self._samples = [_sample_rows(one.parameter) for one in self._named]
         if self._copies is None or not all(map(_are_alike, self._copies, self._samples)):
             self._sizes = [
                 one.parameter.numel() / max(sample.numel(), 1)
                 for one, sample in zip(self._named, self._samples, strict=True)
             ]
             self._copies = [torch.empty_like(one) for one in self._samples]
-        _by_kind(torch._foreach_copy_, self._copies, self._samples)
-        self.is_before = True
+        _foreach_by_kind(torch._foreach_copy_, self._copies, self._samples)
+        self.has_copies = True
 
     @torch.no_grad()
-    def after(self) -> tuple[float, ...]:
+    def measure_change(self) -> tuple[float, ...]:
         """Return the ratio of each group, NaN for one without weights; empty without `before`."""
-        if not self.is_before or self._copies is None:
+        if not self.has_copies or self._copies is None:
             return ()
-        self.is_before = False
+        self.has_copies = False
         weights = tensor_norms(self._copies)
-        _by_kind(torch._foreach_sub_, self._copies, self._samples)
+        _foreach_by_kind(torch._foreach_sub_, self._copies, self._samples)
         self._samples = []
         return self._ratios(tensor_norms(self._copies), weights)
 
@@ -63,33 +65,33 @@ class UpdateMeter:
             squares[group][1] += size * weight * weight
         return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Let go of the copies."""
-        self._samples, self._copies, self.is_before = [], None, False
+        self._samples, self._copies, self.has_copies = [], None, False
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
 
 
-def _rows(parameter: Tensor) -> Tensor:
+def _sample_rows(parameter: Tensor) -> Tensor:
     """Return a view of evenly spread rows of a parameter, at most `SAMPLE` values together."""
     values = parameter.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    if values.numel() <= SAMPLE:
+    if values.numel() <= MAX_SAMPLE:
         return values
     # In the order of the memory every dense parameter can be seen as rows.
     strides = values.stride()
     values = values.permute(sorted(range(values.dim()), key=lambda at: -strides[at]))
     if not values.is_contiguous():
-        return values[:: -(-values.numel() // SAMPLE)]
-    width = values.shape[-1] if values.shape[-1] <= SAMPLE else 1
+        return values[:: -(-values.numel() // MAX_SAMPLE)]
+    width = values.shape[-1] if values.shape[-1] <= MAX_SAMPLE else 1
     rows = values.view(-1, width)
-    return rows[:: -(-len(rows) // (SAMPLE // width))]
+    return rows[:: -(-len(rows) // (MAX_SAMPLE // width))]
 
 
-def _by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+def _foreach_by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, one in enumerate(first):
         kinds.setdefault((one.device, one.dtype), []).append(index)

@@ -12,22 +12,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flexinspect.errors import TraceWriteError, UsageError
-from flexinspect.text import visible
+from flexinspect.text import escape_unprintable
 from flexinspect.trace.writer import TraceWriter
 from flexinspect.trainingfacts import TrainingSummary
 from flexinspect_hooks import given
-from flexinspect_hooks.lost import trouble
-from flexinspect_hooks.program import state_of
+from flexinspect_hooks.lost import recording_error
+from flexinspect_hooks.program import end_state
 from flexinspect_hooks.recorder import Recorder
 from flexinspect_hooks.session import check_level
-from flexinspect_hooks.training.counting import answer_from
+from flexinspect_hooks.training.counting import provide_counts
 from flexinspect_hooks.training.governor import Governor
 from flexinspect_hooks.training.session import TrainingSession
-from flexinspect_hooks.watched import WatchedTrace, free_path, manifest_of, new_writer, quietly, say
+from flexinspect_hooks.watched import (
+    WatchedTrace,
+    build_manifest,
+    free_path,
+    new_writer,
+    print_message,
+    run_all_safely,
+)
 
 T = TypeVar("T")
 
-_watched: set[int] = set()
+_watched_models: set[int] = set()
 """Models whose training is being watched, by id."""
 
 
@@ -51,12 +58,14 @@ def watch_training(
 
     Raises `UsageError` for what cannot be: an unknown level, a file in the way, no parameters.
     """
-    given.module(model, "watch_training")
+    given.check_module(model, "watch_training")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("The model has no parameter that gradients are wanted for.")
     path = free_path(out, "training")
     governor = Governor(check_level(level), band)
-    return TrainingWatch(model, _bare(optimizer), path, governor, level=level, quiet=quiet)
+    return TrainingWatch(
+        model, _unwrap_optimizer(optimizer), path, governor, level=level, quiet=quiet
+    )
 
 
 class TrainingWatch(WatchedTrace):
@@ -84,23 +93,23 @@ class TrainingWatch(WatchedTrace):
     def __enter__(self) -> TrainingWatch:
         if self._writer is not None:
             raise UsageError("This watch is over.", hint="Call flexinspect.watch_training again.")
-        if id(self._model) in _watched:
+        if id(self._model) in _watched_models:
             raise UsageError("The training of this model is being watched already.")
-        about = manifest_of(self._model, self._level, watch_training=True)
+        about = build_manifest(self._model, self._level, watch_training=True)
         writer = new_writer(self.path, about)
         session = TrainingSession(self._model, self._optimizer, writer, self._governor)
         try:
-            session.enter()
+            session.begin()
         except BaseException:
-            session.leave("failed")
+            session.end("failed")
             writer.close("failed")
             writer.discard()
             raise
         self._writer, self._session = writer, session
-        answer_from(session.summary, self)
-        _watched.add(id(self._model))
+        provide_counts(session.summary, self)
+        _watched_models.add(id(self._model))
         if writer.note:
-            say(writer.note)
+            print_message(writer.note)
         return self
 
     def __exit__(
@@ -112,11 +121,11 @@ class TrainingWatch(WatchedTrace):
         session, writer = self._session, self._writer
         assert session is not None
         assert writer is not None
-        _watched.discard(id(self._model))
-        self._session, state = None, state_of(error)
+        _watched_models.discard(id(self._model))
+        self._session, state = None, end_state(error)
         reason = "" if error is None else f"{type(error).__name__}: {error}"
-        quietly(
-            lambda: session.leave(state, reason),
+        run_all_safely(
+            lambda: session.end(state, reason),
             lambda: self._conclude(session, writer),
             lambda: writer.close(state),
         )
@@ -128,14 +137,14 @@ class TrainingWatch(WatchedTrace):
         Raises `UsageError` for a loss that is not a single number.
         """
         if self._session is not None:
-            self._session.tell(loss)
+            self._session.set_loss(loss)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader, and time how long training waits for each.
 
         Raises `UsageError` for what has no batches.
         """
-        given.batches(loader, "batches")
+        given.check_batches(loader, "batches")
         return iter(loader) if self._session is None else self._session.batches(loader)
 
     @property
@@ -168,30 +177,32 @@ class TrainingWatch(WatchedTrace):
     def __str__(self) -> str:
         summary, cost = self.summary, self.cost
         if not summary.total_steps:
-            return f"No step is recorded yet; the trace will be {visible(str(self.path))}."
+            return (
+                f"No step is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
+            )
         ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
         dropped = f"{said} " if (said := self._governor.summary()) else ""
         share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
         return (
             f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
             f"capture took {share} ({each:.2f} ms a step). {dropped}"
-            f"Trace: {visible(str(self.path))}"
+            f"Trace: {escape_unprintable(str(self.path))}"
         )
 
     # -- the end ---------------------------------------------------------------------------------
 
     def _conclude(self, session: TrainingSession, writer: TraceWriter) -> None:
         self._last_cost, self._last_summary = session.cost(), session.summary.summary
-        failure = trouble(session.recorder, writer)
+        failure = recording_error(session.recorder, writer)
         if failure is not None:
-            say(failure.sentence())
+            print_message(failure.sentence())
         with suppress(TraceWriteError):
             writer.update_run(cost=self._last_cost, training=self._last_summary.as_dict())
         if not self._quiet:
-            say(str(self))
+            print_message(str(self))
 
 
-def _bare(optimizer: Any) -> Optimizer | None:
+def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
     """Return the optimizer that does the steps: the one inside of a wrapper such as accelerate's.
 
     Raises `UsageError` for what is none.
@@ -203,7 +214,7 @@ def _bare(optimizer: Any) -> Optimizer | None:
         optimizer, inner = inner, getattr(inner, "optimizer", None)
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"watch_training needs a torch optimizer, not {given.kind_of(optimizer)}.",
+            f"watch_training needs a torch optimizer, not {given.describe_type(optimizer)}.",
             hint="Without one, call step(loss=...) once for each step.",
         )
     return optimizer

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-KEPT = 3
+MAX_STORED_CACHES = 3
 """Caches put aside beside the live one: the base's, and those of the branches left last."""
 
-_SHARED = (DynamicLayer, DynamicSlidingWindowLayer)
+_SHAREABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Layers that make new tensors at every step; those of other kinds write into their own."""
 
 
@@ -34,11 +34,11 @@ def can_crop(cache: Any, n_rows: int) -> bool:
     """
     now = n_rows_of(cache)
     if n_rows == now:
-        return all(type(layer) in _SHARED for layer in cache.layers)
-    return n_rows < now and all(_holds_all(layer) for layer in cache.layers)
+        return all(type(layer) in _SHAREABLE_LAYERS for layer in cache.layers)
+    return n_rows < now and all(_holds_all_keys(layer) for layer in cache.layers)
 
 
-def _holds_all(layer: Any) -> bool:
+def _holds_all_keys(layer: Any) -> bool:
     if type(layer) is DynamicLayer:
         return True
     if type(layer) is DynamicSlidingWindowLayer:
@@ -46,17 +46,17 @@ def _holds_all(layer: Any) -> bool:
     return False
 
 
-def cropped(cache: Any, n_rows: int) -> Any:
+def crop_cache(cache: Any, n_rows: int) -> Any:
     """Return a cache of the first `n_rows` rows that shares its tensors with `cache`."""
     short = copy.copy(cache)
     short.layers = [copy.copy(layer) for layer in cache.layers]
     if n_rows < n_rows_of(cache):
         for layer in short.layers:
-            _crop(layer, n_rows)
+            _crop_layer(layer, n_rows)
     return short
 
 
-def _crop(layer: Any, n_rows: int) -> None:
+def _crop_layer(layer: Any, n_rows: int) -> None:
     if not layer.is_initialized:
         return
     layer.keys, layer.values = layer.keys[..., :n_rows, :], layer.values[..., :n_rows, :]
@@ -64,12 +64,12 @@ def _crop(layer: Any, n_rows: int) -> None:
         layer.cumulative_length = n_rows
 
 
-def held_bytes(caches: Iterable[Any]) -> int:
+def cache_bytes(caches: Iterable[Any]) -> int:
     """Return the bytes that caches keep alive together; tensors that are shared count once."""
     held: dict[int, int] = {}
     for cache in caches:
         for layer in cache.layers:
-            for tensor in (*_keys_and_values(layer), *_states(layer)):
+            for tensor in (*_keys_and_values(layer), *_recurrent_states(layer)):
                 storage = tensor.untyped_storage()
                 held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
@@ -81,7 +81,7 @@ def _keys_and_values(layer: Any) -> list[Tensor]:
     return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
-def _states(layer: Any) -> list[Tensor]:
+def _recurrent_states(layer: Any) -> list[Tensor]:
     """Return what a recurrent layer carries from step to step, of a size that stays."""
     named = (getattr(layer, name, {}) for name in ("conv_states", "recurrent_states"))
     return [state for states in named for state in states.values() if isinstance(state, Tensor)]
@@ -97,7 +97,7 @@ def row_bytes(cache: Any) -> int:
     return total
 
 
-class CacheShelf:
+class CacheStore:
     """Caches that were put aside, one per branch: the longest of each, at most `KEPT` of them.
 
     The base's stays; of the others the one that was used longest ago goes first.
@@ -112,14 +112,14 @@ class CacheShelf:
         if known is None or n_rows_of(known) < n_rows_of(cache):
             self._caches[branch] = cache
         self._caches.move_to_end(branch)
-        while len(self._caches) > KEPT:
+        while len(self._caches) > MAX_STORED_CACHES:
             self._caches.pop(next(number for number in self._caches if number != 0))
 
     def items(self) -> list[tuple[int, Any]]:
         """Return branches and their caches."""
         return list(self._caches.items())
 
-    def use(self, branch: int) -> None:
+    def mark_used(self, branch: int) -> None:
         """Note that a branch's cache was of use, if it is here."""
         if branch in self._caches:
             self._caches.move_to_end(branch)

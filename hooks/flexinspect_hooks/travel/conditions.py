@@ -14,7 +14,7 @@ _SAMPLES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Conditions:
+class RunConditions:
     """What bits depend on beside the input: weights, threads, modes and precision of torch."""
 
     weights: str
@@ -24,17 +24,17 @@ class Conditions:
     deterministic: bool
 
     @classmethod
-    def of(cls, model: nn.Module) -> Conditions:
+    def current(cls, model: nn.Module) -> RunConditions:
         """Return the conditions under which `model` would run now."""
         return cls(
-            weights=weights_mark(model),
+            weights=weights_fingerprint(model),
             threads=torch.get_num_threads(),
             training=model.training,
             precision=torch.get_float32_matmul_precision(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
-    def changes(self, now: Conditions) -> list[str]:
+    def changes(self, now: RunConditions) -> list[str]:
         """Return a sentence for each condition that is another one now."""
         said = []
         if self.weights != now.weights:
@@ -50,7 +50,7 @@ class Conditions:
         return said
 
 
-def weights_mark(model: nn.Module) -> str:
+def weights_fingerprint(model: nn.Module) -> str:
     """Return a name for the weights as they are in memory: equal weights have equal names.
 
     Of each tensor up to `_SAMPLES` values are read, so that it takes milliseconds; and how often
@@ -60,7 +60,7 @@ def weights_mark(model: nn.Module) -> str:
     sums = []
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}{_version(tensor)}".encode())
-        sums.append(checksum(_spread(tensor.detach())))
+        sums.append(checksum(_sample_values(tensor.detach())))
     if sums:
         digest.update(torch.stack([one.cpu() for one in sums]).numpy().tobytes())
     return digest.hexdigest()
@@ -70,7 +70,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _spread(tensor: Tensor) -> Tensor:
+def _sample_values(tensor: Tensor) -> Tensor:
     flat = tensor.reshape(-1)
     return flat[:: max(flat.numel() // _SAMPLES, 1)]
 

@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexinspect.maskedits import EditedRule, Patch
-from flexinspect.masks import BoolArray, MaskRule
-from flexinspect_hooks.debugging.unseen import unseen
-from flexinspect_hooks.maskmods import MaskMod, Window, arithmetic_mask_mod
-from flexinspect_hooks.masksource import MaskSource, OwnMask, RuleMask, mark
-from flexinspect_hooks.ruleidentity import rule_parameters
+from flexinspect.maskedits import MaskPatch, PatchedMask
+from flexinspect.masks import BoolArray, MaskSpec
+from flexinspect_hooks.debugging.unseen import breakpoints_disabled
+from flexinspect_hooks.maskmods import ForwardWindow, MaskMod, arithmetic_mask_mod
+from flexinspect_hooks.masksource import MaskSource, SpecMaskSource, UserMaskSource, set_identity
+from flexinspect_hooks.ruleidentity import mask_mod_identity
 
 _MAX_REGIONS = 24
 """More regions than this are looked up in a table instead of being compared."""
 
 
-class OwnGround:
+class CustomBaseMask:
     """A rule of the user's as something to lay edits on; head 0 stands for all."""
 
-    def __init__(self, source: OwnMask, device: torch.device) -> None:
+    def __init__(self, source: UserMaskSource, device: torch.device) -> None:
         self.mask_mod = source.mask_mod
         self.name = source.name
         self._device = device
@@ -35,62 +35,67 @@ class OwnGround:
         over_kv = torch.vmap(self.mask_mod, in_dims=(None, None, None, 0))
         over_q = torch.vmap(over_kv, in_dims=(None, None, 0, None))
         q_idx = torch.arange(q_offset, q_offset + n_q, device=self._device)
-        with unseen():
+        with breakpoints_disabled():
             cells: Tensor = over_q(zero, zero, q_idx, torch.arange(last, device=self._device))
         return np.asarray(cells.cpu())
 
 
-def rule_of(source: MaskSource, device: torch.device) -> EditedRule:
+def editable_mask(source: MaskSource, device: torch.device) -> PatchedMask:
     """Return what edits of a source start from."""
     edited = getattr(source, "edited", None)
-    if isinstance(edited, EditedRule):
+    if isinstance(edited, PatchedMask):
         return edited
-    if isinstance(source, RuleMask):
-        return EditedRule(source.rule)
-    assert isinstance(source, OwnMask)
-    return EditedRule(OwnGround(source, device))
+    if isinstance(source, SpecMaskSource):
+        return PatchedMask(source.spec)
+    assert isinstance(source, UserMaskSource)
+    return PatchedMask(CustomBaseMask(source, device))
 
 
-def source_of(
-    rule: EditedRule, *, name: str, length: int, device: torch.device, compiled: bool
+def make_mask_source(
+    edited: PatchedMask, *, name: str, length: int, device: torch.device, compiled: bool
 ) -> MaskSource:
     """Return what runs an edited rule over sequences of at most `length` tokens."""
-    ground = rule.ground
-    if isinstance(ground, MaskRule) and not rule.patches:
-        return RuleMask(ground, length=length, device=device, compiled=compiled)
-    if isinstance(ground, MaskRule):
-        under = _in_positions(ground, length, device, compiled=compiled)
+    ground = edited.base
+    if isinstance(ground, MaskSpec) and not edited.patches:
+        return SpecMaskSource(ground, length=length, device=device, compiled=compiled)
+    if isinstance(ground, MaskSpec):
+        under = _spec_mask_mod(ground, length, device, compiled=compiled)
         identity = f"{ground}"
     else:
-        assert isinstance(ground, OwnGround)
-        under, identity = ground.mask_mod, f"{ground.name}{rule_parameters(ground.mask_mod)}"
-    over = _patched(under, rule.patches)
-    mark(over, f"{identity}{rule.patches}")
-    return EditedMask(rule, over, name=name, device=device)
+        assert isinstance(ground, CustomBaseMask)
+        under, identity = ground.mask_mod, f"{ground.name}{mask_mod_identity(ground.mask_mod)}"
+    over = _patched_mask_mod(under, edited.patches)
+    set_identity(over, f"{identity}{edited.patches}")
+    return EditedMask(edited, over, name=name, device=device)
 
 
-def declared_of(source: MaskSource) -> dict[str, Any]:
+def declared_mask(source: MaskSource) -> dict[str, Any]:
     """Return what a declaration says of a source's mask."""
-    if not isinstance(source, RuleMask):
+    if not isinstance(source, SpecMaskSource):
         return {"rule": source.name}
-    rule = source.rule
-    return {"preset": rule.name, "starts": rule.starts, "head": rule.head, "low": rule.low}
+    rule = source.spec
+    return {
+        "preset": rule.name,
+        "starts": rule.starts,
+        "head": rule.prefix_stops,
+        "low": rule.local_starts,
+    }
 
 
-class EditedMask(OwnMask):
+class EditedMask(UserMaskSource):
     """Runs a rule with patches over it, as an own rule is run."""
 
     def __init__(
-        self, rule: EditedRule, mask_mod: MaskMod, *, name: str, device: torch.device
+        self, edited: PatchedMask, mask_mod: MaskMod, *, name: str, device: torch.device
     ) -> None:
         super().__init__(mask_mod, name=name, device=device)
-        self.edited = rule
+        self.edited = edited
 
 
-def _in_positions(rule: MaskRule, length: int, device: torch.device, *, compiled: bool) -> MaskMod:
-    if not compiled and len(rule.starts) <= _MAX_REGIONS:
-        return arithmetic_mask_mod(rule, Window(length, length, 0))
-    cells = torch.from_numpy(rule.dense(length)).to(device)
+def _spec_mask_mod(spec: MaskSpec, length: int, device: torch.device, *, compiled: bool) -> MaskMod:
+    if not compiled and len(spec.starts) <= _MAX_REGIONS:
+        return arithmetic_mask_mod(spec, ForwardWindow(length, length, 0))
+    cells = torch.from_numpy(spec.dense(length)).to(device)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cells[q_idx, kv_idx]
@@ -98,11 +103,11 @@ def _in_positions(rule: MaskRule, length: int, device: torch.device, *, compiled
     return mask_mod
 
 
-def _patched(under: MaskMod, patches: Sequence[Patch]) -> MaskMod:
+def _patched_mask_mod(base: MaskMod, patches: Sequence[MaskPatch]) -> MaskMod:
     """Return a rule with patches over it, in positions: comparisons alone, no look-ups."""
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        is_open = under(b, h, q_idx, kv_idx)
+        is_open = base(b, h, q_idx, kv_idx)
         for patch in patches:
             inside = (q_idx >= patch.row_start) & (q_idx < patch.row_stop)
             inside = inside & (kv_idx >= patch.key_start) & (kv_idx < patch.key_stop)

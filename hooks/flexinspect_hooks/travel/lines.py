@@ -15,7 +15,7 @@ from torch import Tensor
 from flexinspect_hooks.masksource import MaskSource
 
 
-class StepMark(NamedTuple):
+class StepCheckpoint(NamedTuple):
     """What is kept of a step to run it again: small, whatever the model's size.
 
     `random` is the sampler's state before the choice (None when greedy), `check` the checksum of
@@ -23,13 +23,13 @@ class StepMark(NamedTuple):
     """
 
     token_id: int
-    random: Tensor | None
-    check: Tensor
+    rng_state: Tensor | None
+    logits_checksum: Tensor
     wall_ms: float
 
 
 @dataclass(slots=True)
-class Line:
+class BranchState:
     """One branch.
 
     `recomputed` says that its first own step fed the whole sequence anew. `forced` are tokens that
@@ -38,66 +38,66 @@ class Line:
     whether the trace holds its end.
     """
 
-    branch: int
+    number: int
     source: MaskSource
-    parent: Line | None = None
+    parent: BranchState | None = None
     fork_step: int = 0
     forced: tuple[int, ...] = ()
     recomputed: bool = False
     change: Mapping[str, Any] = field(default_factory=dict)
-    random: Tensor | None = None
+    rng_state: Tensor | None = None
     """The sampler's state behind the last step, once the line was left."""
-    marks: list[StepMark] = field(default_factory=list)
-    ended: str = ""
+    checkpoints: list[StepCheckpoint] = field(default_factory=list)
+    end_reason: str = ""
     is_closed: bool = False
 
     @property
     def n_steps(self) -> int:
         """Steps of the line, those of its parents before the fork included."""
-        return self.fork_step + len(self.marks)
+        return self.fork_step + len(self.checkpoints)
 
-    def family(self) -> Iterator[Line]:
+    def ancestry(self) -> Iterator[BranchState]:
         """Yield the line and its parents, newest first."""
-        here: Line | None = self
+        here: BranchState | None = self
         while here is not None:
             yield here
             here = here.parent
 
-    def owner(self, step: int) -> Line:
+    def owner(self, step: int) -> BranchState:
         """Return the line that holds a step."""
-        return next(line for line in self.family() if step >= line.fork_step)
+        return next(line for line in self.ancestry() if step >= line.fork_step)
 
-    def mark(self, step: int) -> StepMark:
+    def checkpoint(self, step: int) -> StepCheckpoint:
         """Return what is kept of a step, its own or a parent's. Raises `IndexError`."""
         owner = self.owner(step)
-        return owner.marks[step - owner.fork_step]
+        return owner.checkpoints[step - owner.fork_step]
 
     def token_ids(self, n_steps: int) -> list[int]:
         """Return the tokens of the first `n_steps` steps. Raises `IndexError` past the end."""
         if n_steps > self.n_steps:
-            raise IndexError(f"Branch {self.branch} has {self.n_steps} steps, not {n_steps}.")
+            raise IndexError(f"Branch {self.number} has {self.n_steps} steps, not {n_steps}.")
         token_ids: list[int] = []
-        for line in self.family():
-            own = line.marks[: max(n_steps - line.fork_step, 0)]
+        for line in self.ancestry():
+            own = line.checkpoints[: max(n_steps - line.fork_step, 0)]
             token_ids[:0] = [mark.token_id for mark in own]
             n_steps = min(n_steps, line.fork_step)
         return token_ids
 
-    def origin(self, step: int) -> Line:
+    def cache_origin(self, step: int) -> BranchState:
         """Return the line whose forward over the whole sequence the cache at a step stems from."""
-        family = self.owner(step).family()
+        family = self.owner(step).ancestry()
         return next(line for line in family if line.recomputed or line.parent is None)
 
     def recomputed_at(self, step: int) -> bool:
         """Say whether a step of this very line fed the whole sequence anew."""
         return self.recomputed and step == self.fork_step
 
-    def random_after(self, step: int) -> Tensor | None:
+    def rng_state_after(self, step: int) -> Tensor | None:
         """Return the sampler's state behind a step."""
-        here: Line = self
+        here: BranchState = self
         while step + 1 >= here.n_steps and here.parent is not None and step < here.fork_step:
             here = here.parent
-        return here.mark(step + 1).random if step + 1 < here.n_steps else here.random
+        return here.checkpoint(step + 1).rng_state if step + 1 < here.n_steps else here.rng_state
 
     def forced_at(self, step: int) -> int | None:
         """Return the token that a step had to take, None where it was free."""
@@ -105,12 +105,12 @@ class Line:
         number = step - owner.fork_step
         return owner.forced[number] if number < len(owner.forced) else None
 
-    def shared(self, other: Line, upto: int) -> int:
+    def last_shared_step(self, other: BranchState, up_to: int) -> int:
         """Return the last step up to `upto` that both lines computed as one, -1 without any.
 
         From there on they differ in a token, in a mask, or in how their keys came to be.
         """
-        last = min(upto, other.n_steps - 1)
+        last = min(up_to, other.n_steps - 1)
         while last >= 0 and self.owner(last) is not other.owner(last):
             last = max(self.owner(last).fork_step, other.owner(last).fork_step) - 1
         return last

@@ -8,45 +8,47 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flexinspect_hooks.generate import Choice
-from flexinspect_hooks.travel.lines import Line
+from flexinspect_hooks.travel.lines import BranchState
 
 
-class Scribe(Protocol):
+class BranchRecorder(Protocol):
     """Writes down what a journey does; `flexinspect_hooks.travel.recording` has one for a trace."""
 
-    def stand(self, branch: int, step: int) -> None:
+    def set_next_step(self, branch: int, step: int) -> None:
         """The next forward is this step."""
 
-    def muted(self) -> AbstractContextManager[None]:
+    def no_capture(self) -> AbstractContextManager[None]:
         """While entered, forwards are nobody's steps."""
 
-    def drop(self, line: Line) -> None:
+    def drop_step(self, branch: BranchState) -> None:
         """The open step is in the trace already, as a step of `line`."""
 
-    def chose(self, line: Line, choice: Choice) -> None:
+    def on_token_chosen(self, branch: BranchState, choice: Choice) -> None:
         """The open step is over, and belongs to `line`."""
 
-    def begin(self, line: Line) -> None:
+    def begin_branch(self, branch: BranchState) -> None:
         """A branch begins."""
 
-    def end(self, line: Line, state: str, reason: str) -> None:
+    def end_branch(self, branch: BranchState, state: str, reason: str) -> None:
         """A branch, or the base, ended."""
 
-    def tell(self, kind: str, text: str, line: Line, step: int, facts: Mapping[str, Any]) -> None:
+    def record_event(
+        self, kind: str, text: str, branch: BranchState, step: int, facts: Mapping[str, Any]
+    ) -> None:
         """Something happened behind a step of a line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StopCriteria:
     """When a generation ends."""
 
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
-    stops: Callable[[Sequence[int]], bool] | None = None
+    should_stop: Callable[[Sequence[int]], bool] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class RestoreCost:
     """What going to a step costs: rows that are fed again, in how many forwards, and how long.
 
     `n_bytes` is what the caches will hold together; `ms` is estimated from the recorded steps.
@@ -59,10 +61,10 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoreResult:
     """How a state was rebuilt. `why` tells of rows that came out differently: empty when exact."""
 
-    price: Price
+    cost: RestoreCost
     wall_ms: float
-    said: str
-    why: tuple[str, ...] = ()
+    message: str
+    reasons: tuple[str, ...] = ()
