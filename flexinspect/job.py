@@ -121,7 +121,7 @@ class Declaration:
 class ScriptJob:
     """A program of the user's to be run under capture.
 
-    `program` is a file, or the name of a module when `matches_module`; `args` are its arguments.
+    `program` is a file, or the name of a module when `is_module`; `args` are its arguments.
     `threads` is None to leave torch's own number. `git` is the state of the current folder.
     """
 

@@ -208,7 +208,7 @@ class MaskRecord:
     `kind` is "block" (BlockMask), "bool" or "float" (dense tensor), "none", or "none, causal" (no
     mask, on a path that is causal by itself). `q_offset` is the position of row 0 in the sequence,
     `kv_offset` that of key 0 (above 0 once a sliding cache has dropped keys). `rule` names the rule
-    (module and qualified name), `mask_mod_source` its file and first line where known. `heads` is what
+    (module and qualified name), `rule_source` its file and first line where known. `heads` is what
     the mask was made for; the rule of one made for 1 may still tell heads apart. `cells` is the
     executed mask of batch 0, bool of shape (heads, n_q, n_kv), the heads being the query heads, or
     1 when all share it, or None when it was not evaluated. A bool mask that was added to the scores

@@ -153,7 +153,7 @@ def count_cells(
 ) -> MaskCounts:
     """Count packed rows, given as (row, at most `CHUNK_ROWS` rows from it on).
 
-    `positions` are those of the rows, `first_visible_row` is where row 0 lies on the sheet (tiles follow
+    `positions` are those of the rows, `first_row` is where row 0 lies on the sheet (tiles follow
     the sheet). `declared` returns the declared rows from one to another.
     """
     groups = groups or PositionGroups()

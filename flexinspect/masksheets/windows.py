@@ -65,7 +65,7 @@ SCALES: tuple[int, ...] = (
 
 
 def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: Counts) -> None:
-    """Add the cells of a plane whose row 0 lies at `first_visible_row` of the sheet, from its tiles."""
+    """Add the cells of a plane whose row 0 lies at `first_row` of the sheet, from its tiles."""
     if plane is not None and plane.tiles is not None:
         at = (first_row // TILE, 0)
         start = (grid.row // TILE, grid.key // TILE)
@@ -73,7 +73,7 @@ def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: C
 
 
 def fold_rows(packed: PackedMask, first_row: int, grid: PixelGrid, out: Counts) -> None:
-    """Add the cells of packed rows that begin at `first_visible_row` of the sheet."""
+    """Add the cells of packed rows that begin at `first_row` of the sheet."""
     if grid.key_scale >= TILE:
         start, scale = (grid.row, grid.key // TILE), (grid.row_scale, grid.key_scale // TILE)
         _fold(out, BIT_COUNTS[packed], (first_row, 0), start, scale)

@@ -52,7 +52,7 @@ class CellDifference:
     positions; `first_across` is the first leaked one of two parts that are to be apart. `n_open`
     and `n_meant` count open cells, `n_closed` closed ones. `between` counts leaked pairs by (part
     of the row, part of the key). `leaking` and `losing` are positions of rows. `furthest` is the
-    last key that each row sees, from `first_visible_row` on. Rows that see nothing are not counted.
+    last key that each row sees, from `first_row` on. Rows that see nothing are not counted.
     """
 
     lost: int = 0

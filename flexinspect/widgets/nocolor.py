@@ -6,14 +6,14 @@ from functools import lru_cache
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.color import Color
+from textual import color as textual_color
 from textual.filter import LineFilter
 
 
 class NoColorFilter(LineFilter):
     """Takes all colours off what is drawn; Textual's own filter makes greys of them."""
 
-    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+    def apply(self, segments: list[Segment], background: textual_color.Color) -> list[Segment]:
         """Return the segments without colours; what a click on them does stays."""
         return [
             Segment(text, style and _without_colors(style), control)

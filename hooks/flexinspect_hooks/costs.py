@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flexinspect_hooks.recorder import Recorder
-    from flexinspect_hooks.session import CaptureSession
 
 
 def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:

@@ -17,6 +17,8 @@ from flexinspect_hooks.control.running import CaptureControl
 if TYPE_CHECKING:
     from flexinspect_hooks.breaking import BreakpointEvaluator
     from flexinspect_hooks.recorder import Recorder
+
+if TYPE_CHECKING:
     from flexinspect_hooks.stoppers import EndRunAction
 
 STOPPED_EXIT_CODE = 3

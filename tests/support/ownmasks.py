@@ -20,7 +20,7 @@ Cells = Callable[[int, Tensor, Tensor], Tensor]
 
 
 def attend_by(model: Any, cells: Cells, *, flex: bool = False, first_row: Any = None) -> None:
-    """Let a model attend by a mask. `first_visible_row(q_len, kv_len)` may lie about where its rows are."""
+    """Let a model attend by a mask. `first_row(q_len, kv_len)` may lie about where its rows are."""
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any

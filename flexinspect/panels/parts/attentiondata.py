@@ -98,7 +98,7 @@ def format_value(value: float, unit: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """The weights of a row over its keys, float64 (keys,), 0 where `count_open_keys` is False.
+    """The weights of a row over its keys, float64 (keys,), 0 where `open_keys` is False.
 
     Key 0 stands at `first_pos`. `heaviest` lists keys by weight, largest first, at most `HEAVIEST`
     of them; `words`, by position, holds at least theirs.

@@ -34,7 +34,7 @@ _MAX_ANSWER_CHARS = 240
 class RunFacts:
     """What the diagram and the manifest are made from; whatever is not recorded is empty or None.
 
-    `decode` is a window of decode steps around the place, `decode_phase_time` their number and
+    `decode` is a window of decode steps around the place, `decode_time` their number and
     milliseconds in the whole branch; `n_steps` counts all steps; `calls` are
     those of the current step, or of the nearest one that has any; `open_share` is the part of the
     cells of `mask` that are open. `right` says whether the answer is one of those expected, None

@@ -16,7 +16,7 @@ from flexinspect.debugging import DictDataclass
 class TensorInfo(DictDataclass):
     """One tensor. `std`, `min` and `max` are measured from ADVANCED on, over finite values.
 
-    `mean_value` is of the finite values (NaN without any). `norm` is the Euclidean one. `find_first_bad`
+    `mean_value` is of the finite values (NaN without any). `norm` is the Euclidean one. `first_bad`
     is the index of the first value that is NaN or Inf (EXTREME).
     """
 

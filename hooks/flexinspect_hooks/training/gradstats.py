@@ -94,7 +94,7 @@ def gradient_facts(
 ) -> Gradients:
     """Return the facts of every parameter that has a gradient, in the order given.
 
-    `with_max` costs a second pass over the gradients. `gradient_norms` gives their norms in place of
+    `with_max` costs a second pass over the gradients. `norms_of` gives their norms in place of
     `tensor_norms`.
     """
     have = [one for one in named if one.parameter.grad is not None]
