@@ -14,13 +14,13 @@ import torch
 from benchmarks import (
     capture,
     control,
-    doors,
     engine,
     floor,
     own,
+    rewind,
     rules,
     training,
-    travel,
+    training_debuggers,
     tui,
     writing,
 )
@@ -49,14 +49,17 @@ WITHOUT_MODEL: dict[str, Callable[[], Any]] = {
     "tui": tui.measure,
     "rules": rules.measure,
     "control": control.measure,
-    "travel": travel.measure,
+    "rewind": rewind.measure,
 }
 TIMED: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], str]]] = {
     "training": (
         lambda args: training.measure(device=args.device, seconds=args.seconds),
         training.table,
     ),
-    "doors": (lambda args: doors.measure(seconds=args.seconds), doors.table),
+    "training-debuggers": (
+        lambda args: training_debuggers.measure(seconds=args.seconds),
+        training_debuggers.table,
+    ),
 }
 """Cases that measure for as long as they are told, and how their tables are made."""
 

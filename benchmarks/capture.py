@@ -22,11 +22,11 @@ from benchmarks.common import (
     sandwiched,
     time_flex,
 )
-from flexinspect.prompts import Prompt
-from flexinspect.records import LEVELS, GenerationEnd, GenerationRecord, TokenRecord
-from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.generate import Choice
-from flexinspect_hooks.session import CaptureSession
+from flexinspect.records.prompt import Prompt
+from flexinspect.records.step import LEVELS, GenerationEnd, GenerationRecord, TokenRecord
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect_hooks.generation.decoding import Choice
+from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 BOUNDS = {"basic": 1.02, "advanced": 1.05, "extreme": 1.15}
 AIMS = {"basic": 1.01, "advanced": 1.03, "extreme": 1.10}

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from flexinspect import masks
-from flexinspect.prompts import Prompt, PromptTokenIds, compose_prompt
-from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.masksource import SpecMaskSource
-from flexinspect_hooks.patching import FlexPatch
+from flexinspect.masks import algebra
+from flexinspect.records.prompt import Prompt, PromptTokenIds, compose_prompt
+from flexinspect_hooks.generation.decoding import Choice, generate
+from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.generation.mask_source import SpecMaskSource
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT, NEW = 256, 64
@@ -47,8 +47,8 @@ def bench_model(device: str = "cpu") -> Any:
 
 def real_model(alias: str, device: str) -> Any:
     """Return a model of the registry at its real size, with random weights in bfloat16."""
-    from flexinspect.models import resolve
-    from flexinspect_hooks.models import load
+    from flexinspect.inputs.model_names import resolve
+    from flexinspect_hooks.loading.model_loader import load
 
     loaded = load(resolve(alias), device=device, dtype="bfloat16", weights="random")
     loaded.model.generation_config.eos_token_id = None
@@ -101,7 +101,7 @@ class Timing:
 
 def flex_source(prompt: Prompt, device: str, *, compiled: bool) -> SpecMaskSource:
     """Return the segment-isolation mask of a prompt."""
-    rule = masks.preset("segment-isolation", prompt.segments)
+    rule = algebra.preset("segment-isolation", prompt.segments)
     length = prompt.segments[-1].stop
     return SpecMaskSource(rule, length=length, device=torch.device(device), compiled=compiled)
 

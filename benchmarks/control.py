@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import flexinspect
-from flexinspect.control import registry
+from flexinspect.control import discovery
 from flexinspect.control.client import ControlClient
 from flexinspect.control.messages import StepRef
 from flexinspect.trace.reader import TraceReader
-from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect_hooks.control.step_barrier import StepBarrier
 
 DEMO = Path(flexinspect.__file__).parent / "data" / "demo"
 PROGRAM = f"""
@@ -54,8 +54,8 @@ def measure(rounds: int = 100) -> dict[str, Any]:
 def _client() -> ControlClient:
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
-        for entry in registry.running():
-            client = ControlClient(registry.Address(entry.address.socket))
+        for entry in discovery.running():
+            client = ControlClient(discovery.Address(entry.address.socket))
             if client.status().place.step > 0:
                 return client
         time.sleep(0.05)

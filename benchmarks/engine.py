@@ -19,8 +19,8 @@ from benchmarks.common import (
     sandwiched,
     time_flex,
 )
-from flexinspect import masks
-from flexinspect.prompts import Prompt
+from flexinspect.masks import algebra
+from flexinspect.records.prompt import Prompt
 
 
 def time_generate(model: Any, prompt: Prompt, new_tokens: int = NEW) -> Timing:
@@ -62,7 +62,7 @@ def time_naive(model: Any, prompt: Prompt, new_tokens: int) -> Timing:
     No cache: the whole sequence again at each step. A block mask built in every layer at every
     step, for every head. Every attention module patched before and put back after each step.
     """
-    rule = masks.preset("segment-isolation", prompt.segments)
+    rule = algebra.preset("segment-isolation", prompt.segments)
     limit = prompt.segments[-1].stop
     allowed = torch.from_numpy(rule.dense(limit))
     ids = torch.tensor([prompt.ids])

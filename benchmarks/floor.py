@@ -25,7 +25,7 @@ import numpy.typing as npt
 from benchmarks.capture import decode_ms
 from benchmarks.common import Timing, bench_prompt, compared, sandwiched
 from benchmarks.engine import time_generate
-from flexinspect_hooks.recorder import LINGER_S
+from flexinspect_hooks.capture.recorder import LINGER_S
 
 BEST = 10
 

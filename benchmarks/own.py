@@ -20,8 +20,8 @@ import flexinspect
 from benchmarks.capture import decode_ms, level_facts
 from benchmarks.common import Timing, bench_prompt, cell, markdown, sandwiched
 from benchmarks.engine import generate_stamps, time_generate
-from flexinspect.prompts import Prompt
-from flexinspect.records import LEVELS
+from flexinspect.records.prompt import Prompt
+from flexinspect.records.step import LEVELS
 
 Timed = Callable[[Any, Prompt, int], Timing]
 """Runs `generate` for some tokens after a prompt, and times it."""

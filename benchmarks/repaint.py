@@ -20,10 +20,9 @@ from rich.console import Console
 from textual.app import App, ComposeResult
 from textual.drivers.headless_driver import HeadlessDriver
 
-from flexinspect.colormap import CIVIDIS, Levels
-from flexinspect.widgets.canvas import Canvas
-from flexinspect.widgets.heat import heat
-from flexinspect.widgets.look import Theme
+from flexinspect.drawing.heatmap import CIVIDIS, Levels, heat
+from flexinspect.drawing.text_lines import Canvas
+from flexinspect.drawing.theme import Theme
 
 WIDTH, HEIGHT = 200, 60
 N_WARM, N_FRAMES = 10, 60

@@ -16,9 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexinspect.records import GenerationRecord, StepRecord
-from flexinspect.rules.base import Rule, RuleRunner
-from flexinspect.rules.catalogue import load_rules
+from flexinspect.records.step import GenerationRecord, StepRecord
+from flexinspect.rules.engine import Rule, RuleRunner, load_rules
 from flexinspect.trace.reader import TraceReader, open_trace
 from flexinspect.trace.replay import generation_at_start, replay
 

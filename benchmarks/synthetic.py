@@ -32,10 +32,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect import __version__, masks
-from flexinspect.findings import Finding, Severity
-from flexinspect.prompts import Prompt, PromptTokenIds, close_generated_segment, compose_prompt
-from flexinspect.records import (
+from flexinspect import __version__
+from flexinspect.masks import algebra
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import (
+    Prompt,
+    PromptTokenIds,
+    close_generated_segment,
+    compose_prompt,
+)
+from flexinspect.records.step import (
     ArrayRecord,
     CallRecord,
     Candidate,
@@ -49,7 +55,7 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.trace.file.writer import TraceWriter
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 8, 8, 4, 64, 32_000
 GROUP = 250
@@ -188,23 +194,23 @@ class _Made:
             return ()
         return _attention(len(self.prompt.segments), step % 64)
 
-    def _rule(self) -> masks.MaskSpec:
-        return masks.preset("segment-isolation", self.prompt.segments)
+    def _rule(self) -> algebra.MaskSpec:
+        return algebra.preset("segment-isolation", self.prompt.segments)
 
     def _prefill_mask(self) -> MaskRecord:
         rule, n = self._rule(), self.n_prompt
         cells = np.empty((1, n, n), np.bool_)
-        for start, stop in masks.row_chunks(n):
+        for start, stop in algebra.row_chunks(n):
             cells[0, start:stop] = rule.dense(stop - start, n, q_offset=start)
-        rows = (cells[0, start:stop] for start, stop in masks.row_chunks(n))
-        tables = masks.stack_block_rows(rows)
-        name = "flexinspect_hooks.maskmods.arithmetic_mask_mod.<locals>.mask_mod"
+        rows = (cells[0, start:stop] for start, stop in algebra.row_chunks(n))
+        tables = algebra.stack_block_rows(rows)
+        name = "flexinspect_hooks.generation.mask_mods.arithmetic_mask_mod.<locals>.mask_mod"
         return _mask(name, n, n, 0, cells, tables.partial[None], tables.full[None])
 
     def _decode_mask(self, n_kv: int) -> MaskRecord:
         cells = np.ones((1, 1, n_kv), np.bool_)
-        partial = np.ones((1, 1, -(-n_kv // masks.BLOCK_SIZE)), np.bool_)
-        name = "flexinspect_hooks.maskmods._causal_mask_mod.<locals>.mask_mod"
+        partial = np.ones((1, 1, -(-n_kv // algebra.BLOCK_SIZE)), np.bool_)
+        name = "flexinspect_hooks.generation.mask_mods._causal_mask_mod.<locals>.mask_mod"
         return _mask(name, 1, n_kv, n_kv - 1, cells, partial, None)
 
 
@@ -299,7 +305,7 @@ def _mask(
 ) -> MaskRecord:
     name = hashlib.blake2b(f"{rule} {q_len} {kv_len}".encode(), digest_size=8).hexdigest()
     return MaskRecord(
-        *(name, "block", 1, 1, q_len, kv_len, q_offset, 0, masks.BLOCK_SIZE, masks.BLOCK_SIZE),
+        *(name, "block", 1, 1, q_len, kv_len, q_offset, 0, algebra.BLOCK_SIZE, algebra.BLOCK_SIZE),
         *(rule, "maskmods.py:55", False),
         cells=cells,
         partial=partial,

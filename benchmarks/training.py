@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import Block, Sandwich, cell, clocks, markdown, sandwiched
-from flexinspect.records import LEVELS
-from flexinspect_hooks.training.watching import TrainingWatch, watch_training
+from flexinspect.records.step import LEVELS
+from flexinspect_hooks.training.watch_training import TrainingWatch, watch_training
 
 WANTED = {"basic": 1.02, "advanced": 1.10, "extreme": 1.25}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from benchmarks.capture import CapturedRun
 from benchmarks.common import bench_prompt
-from flexinspect.records import LEVELS, GenerationRecord, StepRecord
+from flexinspect.records.step import LEVELS, GenerationRecord, StepRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.writer import TraceWriter
 
 STEPS = 1000
 

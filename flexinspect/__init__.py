@@ -37,8 +37,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from flexinspect.debugging import DebugLevel, DebugSwitches, TrainingPhase
-    from flexinspect.errors import FlexInspectError
+    from flexinspect.core.errors import FlexInspectError
+    from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, TrainingPhase
     from flexinspect.trace.reader import TraceReader, open_trace
 
     TrainerCallback: Any
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name == "FlexInspectError":
-        from flexinspect.errors import FlexInspectError
+        from flexinspect.core.errors import FlexInspectError
 
         return FlexInspectError
     if name in ("TraceReader", "open_trace"):
@@ -72,15 +72,15 @@ def __getattr__(name: str) -> Any:
 
         return getattr(reader, name)
     if name in ("TrainerCallback", "prove", "watch", "watch_training"):
-        from flexinspect import plugins
+        from flexinspect.core import plugins
 
-        return plugins.load("flexinspect.capture", name)
+        return plugins.load(plugins.CAPTURE, name)
     if name in ("DebugLevel", "DebugSwitches", "TrainingPhase"):
-        from flexinspect import debugging
+        from flexinspect.records import debug_switches
 
-        return getattr(debugging, name)
+        return getattr(debug_switches, name)
     if name in __all__:  # the debuggers for training, which have their types in that package
-        from flexinspect import plugins
+        from flexinspect.core import plugins
 
-        return getattr(plugins.load("flexinspect.capture", "doors"), name)
+        return getattr(plugins.load(plugins.CAPTURE, "training_debuggers"), name)
     raise AttributeError(f"module 'flexinspect' has no attribute {name!r}")

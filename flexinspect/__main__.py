@@ -6,7 +6,7 @@ import sys
 def main() -> int:
     """Run the command line; Ctrl-C is a word from the first moment, not a traceback."""
     try:
-        from flexinspect.commands import main as run_command
+        from flexinspect.cli.main import main as run_command
 
         return run_command()
     except KeyboardInterrupt:  # while the commands themselves were loaded

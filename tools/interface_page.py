@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from flexinspect.keys import all_keys
-from flexinspect.panels.registry import ORDER, load_panel
+from flexinspect.core.keys import all_keys
+from flexinspect.panels.panel_registry import ORDER, load_panel
 
 PAGE = Path(__file__).parents[1] / "docs" / "interface.md"
 _NAMES = {

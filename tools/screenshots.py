@@ -14,11 +14,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexinspect.app import InspectorApp
-from flexinspect.export import to_png
-from flexinspect.screens.facts import TraceHeader
-from flexinspect.screens.panelview import PanelView
-from flexinspect.screens.strip import TokenStrip
+from flexinspect.drawing.export import to_png
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.panel_view import PanelView
+from flexinspect.tui.status_lines import TraceHeader
+from flexinspect.tui.token_strip import TokenStrip
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
@@ -48,9 +48,9 @@ def record(trace: Path) -> None:
 
 async def shoot(shot: Shot, trace: Path) -> str:
     """Return the screen as SVG."""
-    from flexinspect import state
+    from flexinspect.tui import saved_state
 
-    state.save_state(panels=shot.panels)
+    saved_state.save_state(panels=shot.panels)
     app = InspectorApp(trace)
     async with app.run_test(size=shot.size) as pilot:
         for key in shot.keys:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from flexinspect.control.codec import from_json, to_json
+from flexinspect.control.discovery import Address
 from flexinspect.control.messages import (
     BreakpointBody,
     BreakpointInfo,
@@ -25,9 +26,10 @@ from flexinspect.control.messages import (
     StatusResponse,
     StepBody,
     StepRef,
+    from_json,
+    to_json,
 )
-from flexinspect.control.registry import Address
-from flexinspect.errors import ControlError
+from flexinspect.core.errors import ControlError
 
 TIMEOUT_S = 10.0
 """How long an answer is waited for. Commands never wait for the model, so it comes at once, but for
@@ -217,3 +219,37 @@ def _parse_response(status: int, data: bytes) -> Any:
         raise ControlError(f"The capture answered with an error of its own: {status}.")
     refusal = from_json(ErrorResponse, said, "the answer")
     raise ControlError(refusal.error, hint=refusal.hint)
+
+
+POLL_INTERVAL_S = 0.02
+
+
+def wait_for_effect(client: ControlClient, answer: CommandResponse) -> StatusResponse | None:
+    """Return the status once nothing is on its way any more, None when the run has ended by then.
+
+    An order counts when it is done or failed, and then the pause that it ends in. Raises
+    `ControlError` when the capture is there and does not answer.
+    """
+    status = answer.status
+    while _is_pending(status, answer):
+        time.sleep(POLL_INTERVAL_S)
+        try:
+            status = client.status()
+        except ControlError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise  # it is there, and something holds it
+            return None  # a run that ends does not say so any more
+    return status
+
+
+def _is_pending(status: StatusResponse, answer: CommandResponse) -> bool:
+    order = status.last_rewind
+    if (
+        answer.rewind_number is not None
+        and order is not None
+        and order.number == answer.rewind_number
+    ):
+        if order.state in ("waiting", "working"):
+            return True
+        return status.state == "pausing"
+    return bool(status.until) and status.state in ("loading", "running", "pausing")

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from flexinspect.errors import TraceError, TraceWriteError
-from flexinspect.records import Array
+from flexinspect.core.errors import TraceError, TraceWriteError
+from flexinspect.records.step import Array
 
 CHUNK_BYTES = 1 << 20
 """Bytes of stored data in one row at most."""

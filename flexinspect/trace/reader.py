@@ -8,17 +8,16 @@ its parent's. A `limit` of -1 means all.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flexinspect.errors import TraceError
-from flexinspect.gradientrecords import GradientRecord
-from flexinspect.prompts import Segment
-from flexinspect.records import (
+from flexinspect.core.errors import TraceError
+from flexinspect.records.prompt import Segment
+from flexinspect.records.step import (
     TRAIN,
     Array,
     ArrayRecord,
@@ -33,17 +32,13 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.trace import arrays, decode, frames, schema
-from flexinspect.trace.connections import in_wal_mode
-from flexinspect.trace.frames import Library
-from flexinspect.trace.queries import WHERE_BRANCH, WHERE_STEP, place_condition
-from flexinspect.trace.rows import (
-    ArrayInfo,
-    BranchRow,
-    GenerationRow,
-    StepRow,
-)
-from flexinspect.trace.trainingqueries import TrainingQueries
+from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.trace import arrays, codec, data_frames, schema
+from flexinspect.trace.data_frames import Library
+from flexinspect.trace.file.connections import in_wal_mode
+from flexinspect.trace.query_base import WHERE_BRANCH, WHERE_STEP, place_condition
+from flexinspect.trace.reader_queries import TrainingQueries
+from flexinspect.trace.rows import ArrayInfo, BranchRow, GenerationRow, StepRow
 
 _OPEN_END = 1 << 62
 
@@ -124,21 +119,19 @@ class TraceReader(TrainingQueries):
 
     def generations(self) -> list[GenerationRow]:
         """Return all generations, in order."""
-        return [
-            self._decode(decode.decode_generation, row) for row in self._generation_rows("", ())
-        ]
+        return [self._decode(codec.decode_generation, row) for row in self._generation_rows("", ())]
 
     def generation(self, generation: int) -> GenerationRow:
         """Return one generation. Raises `TraceError` when there is none of that number."""
         rows = self._generation_rows("WHERE g.generation = ?", (generation,))
         if not rows:
             raise TraceError(f"{self.path} has no generation {generation}.")
-        return self._decode(decode.decode_generation, rows[0])
+        return self._decode(codec.decode_generation, rows[0])
 
     def branches(self, generation: int) -> list[BranchRow]:
         """Return the branches of a generation, in order."""
         return self._records(
-            decode.decode_branch,
+            codec.decode_branch,
             schema.BRANCHES,
             "WHERE generation = ? ORDER BY branch",
             (generation,),
@@ -148,7 +141,7 @@ class TraceReader(TrainingQueries):
         """Return the segments of a branch, in order."""
         rest = f"{WHERE_BRANCH} ORDER BY segment"
         return self._records(
-            decode.decode_segment, schema.SEGMENTS, rest, (generation, branch), skip=3
+            codec.decode_segment, schema.SEGMENTS, rest, (generation, branch), skip=3
         )
 
     def tokens(
@@ -163,7 +156,7 @@ class TraceReader(TrainingQueries):
         """Return the tokens at `start <= pos < stop` (None: to the end), at most `limit`."""
         rest = f"{WHERE_BRANCH} AND pos >= ? AND pos < ? ORDER BY pos LIMIT ?"
         params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
-        return self._records(decode.decode_token, schema.TOKENS, rest, params, skip=2)
+        return self._records(codec.decode_token, schema.TOKENS, rest, params, skip=2)
 
     def step_tokens(self, generation: int, step: int, branch: int = 0) -> list[TokenRecord]:
         """Return the tokens that a step chose."""
@@ -199,7 +192,7 @@ class TraceReader(TrainingQueries):
         """Return the steps `start <= step < stop` (None: to the end), at most `limit` of them."""
         rest = f"{WHERE_BRANCH} AND step >= ? AND step < ? ORDER BY step LIMIT ?"
         params = (generation, branch, start, _OPEN_END if stop is None else stop, limit)
-        return self._records(decode.decode_step, schema.STEPS, rest, params, stop=-3)
+        return self._records(codec.decode_step, schema.STEPS, rest, params, stop=-3)
 
     def step(self, generation: int, step: int, branch: int = 0) -> StepRow | None:
         """Return one step, None when it is not recorded."""
@@ -210,7 +203,7 @@ class TraceReader(TrainingQueries):
         """Return the top-k tokens of a step, best first."""
         key = (generation, branch, step)
         rest = f"{WHERE_STEP} ORDER BY rank"
-        return self._records(decode.decode_candidate, schema.CANDIDATES, rest, key, skip=3)
+        return self._records(codec.decode_candidate, schema.CANDIDATES, rest, key, skip=3)
 
     def logits(self, generation: int, step: int, branch: int = 0) -> LogitsRecord | None:
         """Return the distribution of a step with its candidates, None when not captured."""
@@ -219,44 +212,42 @@ class TraceReader(TrainingQueries):
         if not rows:
             return None
         found = tuple(self.candidates(generation, step, branch))
-        return self._decode(lambda row: decode.decode_logits(row, found), rows[0])
+        return self._decode(lambda row: codec.decode_logits(row, found), rows[0])
 
     def inputs(self, generation: int, step: int, branch: int = 0) -> InputsRecord | None:
         """Return what a step was fed and what the cache held, None when not captured."""
         key = (generation, branch, step)
-        rows = self._records(decode.decode_inputs, schema.INPUTS, WHERE_STEP, key, skip=3)
+        rows = self._records(codec.decode_inputs, schema.INPUTS, WHERE_STEP, key, skip=3)
         return rows[0] if rows else None
 
     def calls(self, generation: int, step: int, branch: int = 0) -> list[CallRecord]:
         """Return the attention calls of a step, in the order they ran."""
         key = (generation, branch, step)
         return self._records(
-            decode.decode_call, schema.CALLS, f"{WHERE_STEP} ORDER BY call", key, skip=4
+            codec.decode_call, schema.CALLS, f"{WHERE_STEP} ORDER BY call", key, skip=4
         )
 
     def builds(self, generation: int, step: int, branch: int = 0) -> list[BuildRecord]:
         """Return the block masks that were built for a step, in order; own code only."""
         key = (generation, branch, step)
         return self._records(
-            decode.decode_build, schema.BUILDS, f"{WHERE_STEP} ORDER BY build", key, skip=4
+            codec.decode_build, schema.BUILDS, f"{WHERE_STEP} ORDER BY build", key, skip=4
         )
 
     def layer_stats(self, generation: int, step: int, branch: int = 0) -> list[LayerStatRecord]:
         """Return the statistics of a step's modules, in the order captured."""
         key = (generation, branch, step)
         rest = f"{WHERE_STEP} ORDER BY number"
-        return self._records(decode.decode_layer_stat, schema.LAYER_STATS, rest, key, skip=4)
+        return self._records(codec.decode_layer_stat, schema.LAYER_STATS, rest, key, skip=4)
 
     def memory(self, generation: int, step: int, branch: int = 0) -> MemoryRecord | None:
         """Return the memory at the end of a step, None when not captured."""
         key = (generation, branch, step)
-        rows = self._records(decode.decode_memory, schema.MEMORY, WHERE_STEP, key, skip=3)
+        rows = self._records(codec.decode_memory, schema.MEMORY, WHERE_STEP, key, skip=3)
         return rows[0] if rows else None
 
     def gradients(self, generation: int, step: int, branch: int = 0) -> GradientRecord | None:
         """Return the gradients of the token that a step generated, None when not recorded."""
-        from flexinspect.trace.gradients import read_gradients
-
         return read_gradients(self, generation, step, branch)
 
     def mask_summaries(
@@ -268,7 +259,7 @@ class TraceReader(TrainingQueries):
         """
         rest, params = place_condition(generation, branch, step)
         rest += " ORDER BY generation, branch, step, fingerprint"
-        return self._records(decode.decode_mask, schema.MASKS, rest, params, skip=3)
+        return self._records(codec.decode_mask, schema.MASKS, rest, params, skip=3)
 
     def fingerprints(
         self, generation: int | None = None, step: int | None = None, branch: int = 0
@@ -283,7 +274,7 @@ class TraceReader(TrainingQueries):
     def mask_summary(self, fingerprint: str) -> MaskRecord | None:
         """Return a mask without its arrays, None for an unknown fingerprint."""
         rest = "WHERE fingerprint = ?"
-        rows = self._records(decode.decode_mask, schema.MASKS, rest, (fingerprint,), skip=3)
+        rows = self._records(codec.decode_mask, schema.MASKS, rest, (fingerprint,), skip=3)
         return rows[0] if rows else None
 
     def mask(self, fingerprint: str) -> MaskRecord | None:
@@ -307,7 +298,7 @@ class TraceReader(TrainingQueries):
     def arrays(self, generation: int, step: int, branch: int = 0) -> list[ArrayInfo]:
         """Return what arrays a step has, without their data; those of masks are not listed."""
         rows = self._query(schema.LIST_ARRAYS, (generation, branch, step))
-        return [self._decode(decode.decode_array_info, row) for row in rows]
+        return [self._decode(codec.decode_array_info, row) for row in rows]
 
     def array(
         self, generation: int, step: int, stream: str, layer: int | None = None, branch: int = 0
@@ -368,8 +359,8 @@ class TraceReader(TrainingQueries):
         Without `library` it is of pandas if that is installed, of polars otherwise. Raises
         `UsageError` for an unknown table, and when neither is installed.
         """
-        asked = frames.frame_query(table, generation=generation, branch=branch, step=step)
-        make = frames.frame_builder(library)
+        asked = data_frames.frame_query(table, generation=generation, branch=branch, step=step)
+        make = data_frames.frame_builder(library)
         return make(self._decode(asked.values, self._query(asked.sql, asked.params)))
 
     def _arrays(self, key: Sequence[int], rest: str, params: Sequence[Any]) -> list[ArrayRecord]:
@@ -386,7 +377,7 @@ class TraceReader(TrainingQueries):
         where = f"{stream!r} of step {key[2]} of generation {key[0]} in {self.path}"
         if [row[3] for row in rows] != list(range(len(rows))):
             raise arrays.damaged_array(where, "a part of it is missing")
-        array, dtype = arrays.decode_array([decode.decode_chunk(row[4:]) for row in rows], where)
+        array, dtype = arrays.decode_array([codec.decode_chunk(row[4:]) for row in rows], where)
         return ArrayRecord(stream, array, layer, None if dtype == array.dtype.name else dtype)
 
     def _generation_rows(self, where: str, params: Sequence[Any]) -> list[list[Any]]:
@@ -397,3 +388,47 @@ class TraceReader(TrainingQueries):
             + self._decode_row(schema.BRANCHES, row[width:], 0)
             for row in rows
         ]
+
+
+_TABLE_EXISTS_SQL = "SELECT count(*) FROM sqlite_schema WHERE type = 'table' AND name = ?"
+_GRADIENT_ARRAYS_SQL = "AND owner IS NULL AND stream IN ('grads.tokens', 'grads.layers')"
+
+
+def has_gradient_tables(reader: TraceReader) -> bool:
+    """Tell whether a trace has the tables of gradients; early ones of version 1 have not."""
+    return bool(reader._query_int(_TABLE_EXISTS_SQL, (schema.GRADIENTS.name,)))
+
+
+def read_gradients(
+    reader: TraceReader, generation: int, step: int, branch: int = 0
+) -> GradientRecord | None:
+    """Return the gradients of the token that a step generated, None when there are none."""
+    key = (generation, branch, step)
+    rows = reader._select(schema.GRADIENTS, WHERE_STEP, key) if has_gradient_tables(reader) else []
+    if not rows:
+        return None
+    stats = reader._records(
+        codec.decode_gradient_stat, schema.GRADS, f"{WHERE_STEP} ORDER BY layer, name", key, skip=3
+    )
+    found = {
+        record.stream: record.array for record in reader._arrays(key, _GRADIENT_ARRAYS_SQL, ())
+    }
+    return reader._decode(lambda row: codec.decode_gradients(row, tuple(stats), found), rows[0])
+
+
+def steps_with_gradients(reader: TraceReader, generation: int, branch: int = 0) -> list[int]:
+    """Return the steps of a branch whose tokens have gradients, in order."""
+    if not has_gradient_tables(reader):
+        return []
+    sql = f"SELECT step FROM gradients {WHERE_BRANCH} ORDER BY step"
+    return [int(step) for (step,) in reader._query(sql, (generation, branch))]
+
+
+def read_all_gradients(
+    reader: TraceReader, generation: int, branch: int = 0
+) -> Iterator[GradientRecord]:
+    """Yield the gradients of a branch, step by step."""
+    for step in steps_with_gradients(reader, generation, branch):
+        record = read_gradients(reader, generation, step, branch)
+        if record is not None:
+            yield record

@@ -10,10 +10,11 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from flexinspect.gradientrecords import GradientRecord
-from flexinspect.records import (
+from flexinspect.core.errors import TraceError
+from flexinspect.records.step import (
     STANDALONE_CALLS,
     STANDALONE_MASKS,
     STANDALONE_RAISED,
@@ -24,23 +25,27 @@ from flexinspect.records import (
     MaskRecord,
     StepRecord,
 )
-from flexinspect.trace import arrays, decode, schema
-from flexinspect.trace.columns import Table
-from flexinspect.trace.gradients import read_all_gradients
-from flexinspect.trace.queries import WHERE_BRANCH
-from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.rows import GenerationRow, StepRow
+from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.rules.engine import RuleRunner
+from flexinspect.trace import arrays, codec, schema
+from flexinspect.trace.queries.branch_queries import generation_in_branch
+from flexinspect.trace.queries.range_queries import lineage
+from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.query_base import WHERE_BRANCH
+from flexinspect.trace.reader import TraceReader, read_all_gradients
+from flexinspect.trace.rows import BranchRow, GenerationRow, StepRow
+from flexinspect.trace.schema import Table
 
 STEPS_PER_READ = 64
 """Steps that are read at once."""
 
 _STEP_TABLES: tuple[tuple[Table, str, Callable[[Sequence[Any]], Any], int], ...] = (
-    (schema.CANDIDATES, "rank", decode.decode_candidate, 3),
-    (schema.INPUTS, "step", decode.decode_inputs, 3),
-    (schema.CALLS, "call", decode.decode_call, 4),
-    (schema.BUILDS, "build", decode.decode_build, 4),
-    (schema.LAYER_STATS, "number", decode.decode_layer_stat, 4),
-    (schema.MEMORY, "step", decode.decode_memory, 3),
+    (schema.CANDIDATES, "rank", codec.decode_candidate, 3),
+    (schema.INPUTS, "step", codec.decode_inputs, 3),
+    (schema.CALLS, "call", codec.decode_call, 4),
+    (schema.BUILDS, "build", codec.decode_build, 4),
+    (schema.LAYER_STATS, "number", codec.decode_layer_stat, 4),
+    (schema.MEMORY, "step", codec.decode_memory, 3),
 )
 """Tables of a step: their order within it, what makes records of rows, and the width of the key."""
 
@@ -104,7 +109,7 @@ def replay_steps(
         rows = reader._select(schema.STEPS, rest, (generation, branch, first, STEPS_PER_READ))
         if not rows:
             return
-        about = [reader._decode(decode.decode_step, row[:-3]) for row in rows]
+        about = [reader._decode(codec.decode_step, row[:-3]) for row in rows]
         first = about[-1].step + 1
         of = _read_step_tables(reader, about, streams)
         for step, row in zip(about, rows, strict=True):
@@ -139,7 +144,7 @@ def _build_step(
     logits = None
     if about.chosen_id is not None:
         candidates = tuple(of["candidates"][step])
-        logits = reader._decode(lambda values: decode.decode_logits(values, candidates), row[12:])
+        logits = reader._decode(lambda values: codec.decode_logits(values, candidates), row[12:])
     return StepRecord(
         *(about.generation, step, about.phase, about.q_len, about.kv_before, about.kv_after),
         *(about.started_at, about.wall_ms, about.capture_ms, about.branch),
@@ -206,7 +211,7 @@ def _read_events(reader: TraceReader, place: Sequence[int]) -> RowsByStep:
     """Return the events that came with steps; those heard beside them name no branch."""
     found: dict[int, list[Any]] = defaultdict(list)
     for row in reader._records(
-        decode.decode_event, schema.EVENTS, f"{_STEP_SPAN_SQL} ORDER BY event", place
+        codec.decode_event, schema.EVENTS, f"{_STEP_SPAN_SQL} ORDER BY event", place
     ):
         if row.event.step is not None:
             found[row.event.step].append(row.event)
@@ -233,11 +238,11 @@ def _read_arrays(
 def _decode_owned_array(
     reader: TraceReader, place: Sequence[int], rows: Sequence[Sequence[Any]]
 ) -> tuple[str | None, ArrayRecord]:
-    step, _, stream, layer, owner, _ = decode.decode_values(_ARRAY_KINDS, rows[0][:6], "arrays")
+    step, _, stream, layer, owner, _ = codec.decode_values(_ARRAY_KINDS, rows[0][:6], "arrays")
     where = f"{stream!r} of step {step} of generation {place[0]} in {reader.path}"
     if [row[5] for row in rows] != list(range(len(rows))):
         raise arrays.damaged_array(where, "a part of it is missing")
-    array, dtype = arrays.decode_array([decode.decode_chunk(row[6:]) for row in rows], where)
+    array, dtype = arrays.decode_array([codec.decode_chunk(row[6:]) for row in rows], where)
     true = None if dtype == array.dtype.name else dtype
     return owner, ArrayRecord(stream, array, layer, true)
 
@@ -250,7 +255,7 @@ def _read_masks(
     found: dict[int, list[Any]] = defaultdict(list)
     rest = f"{_STEP_SPAN_SQL} ORDER BY step, fingerprint"
     for step, *values in reader._select(schema.MASKS, rest, place, skip=2):
-        mask: MaskRecord = reader._decode(decode.decode_mask, values)
+        mask: MaskRecord = reader._decode(codec.decode_mask, values)
         have = {
             record.stream.removeprefix("mask."): record.array
             for owner, record in wide[step]
@@ -266,3 +271,55 @@ def _read_masks(
             )
         )
     return found
+
+
+def replay_parents_from_path(
+    path: Path, generation: int, branch: int, runner: RuleRunner
+) -> list[EventRecord]:
+    """Show a book the steps before a branch begins, oldest first; returns who failed at it.
+
+    What they find there was said of the parent. A trace that cannot be read shows nothing.
+    """
+    try:
+        with TraceReader(path) as reader:
+            return list(replay_parents(reader, generation, branch, runner))
+    except TraceError:
+        return []
+
+
+def read_step(path: Path, generation: int, step: int, branch: int) -> StepRecord | None:
+    """Return a step as it was written, None where it cannot be read."""
+    try:
+        with TraceReader(path) as reader:
+            return reader.record(generation, step, branch)
+    except TraceError:
+        return None
+
+
+def replay_parents(
+    reader: TraceReader, generation: int, branch: int, runner: RuleRunner
+) -> list[EventRecord]:
+    """Do as `recall` does, with a trace that is open. Raises `TraceError`."""
+    events: list[EventRecord] = []
+    for parent, _, stop in reversed(lineage(reader, generation, branch)[1:]):
+        for step in replay_steps(reader, generation, parent, runner.streams):
+            if stop is not None and step.step >= stop:
+                break
+            events += runner.replay_parent_step(step)
+    return events
+
+
+def branch_start_record(
+    reader: TraceReader, generation: GenerationRow, row: BranchRow
+) -> GenerationRecord:
+    """Return a generation as a branch finds it when it begins: its mask, and what is given.
+
+    Where all keys are computed anew, the tokens before the fork are given, as a prompt is.
+    """
+    begun = generation_at_start(reader, generation_in_branch(reader, generation, row.branch))
+    if row.change.get("recomputed") is not True:
+        return begun
+    step = row.fork_step or 0
+    earlier = read_tokens(reader, generation.generation, row.branch)
+    given = [replace(t, step=None) for t in earlier if t.step is not None and t.step < step]
+    return replace(begun, tokens=(*begun.tokens, *given))

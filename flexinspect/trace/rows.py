@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flexinspect.findings import Finding
-from flexinspect.records import EventRecord, OutputRecord
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import EventRecord, OutputRecord
 
 
 @dataclass(frozen=True, slots=True)

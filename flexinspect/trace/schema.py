@@ -1,4 +1,4 @@
-"""The schema of a trace: its tables, each of which one of the `*tables` modules names, and its SQL.
+"""How a table of the trace is described, and the SQL made from a description.
 
 A trace is one SQLite file. `docs/trace-format.md` describes it as a public interface; its tables
 are made from these descriptions, and a test keeps the two equal.
@@ -6,23 +6,8 @@ are made from these descriptions, and a test keeps the two equal.
 
 from __future__ import annotations
 
-from flexinspect.trace.runtables import BRANCHES, GENERATIONS, RUN, SEGMENTS, TOKENS
-from flexinspect.trace.saidtables import EVENTS, FINDINGS, OUTPUT, REVIEWS
-from flexinspect.trace.steptables import (
-    ARRAYS,
-    BUILDS,
-    CALLS,
-    CANDIDATES,
-    GRADIENTS,
-    GRADS,
-    INPUTS,
-    LAYER_STATS,
-    MASKS,
-    MEMORY,
-    STEPS,
-    STREAMS,
-)
-from flexinspect.trace.trainingtables import TRAINING_STEPS
+from dataclasses import dataclass
+from functools import cache
 
 __all__ = [
     "APPLICATION_ID",
@@ -63,6 +48,568 @@ __all__ = [
     "VERSION",
     "create_statements",
 ]
+
+SQL_TYPES = {
+    "int": "INTEGER NOT NULL",
+    "int?": "INTEGER",
+    "bool": "INTEGER NOT NULL",
+    "real": "REAL",
+    "real?": "ANY",
+    "text": "TEXT NOT NULL",
+    "text?": "TEXT",
+    "json": "TEXT NOT NULL",
+    "json?": "TEXT",
+    "blob": "BLOB NOT NULL",
+}
+"""Kind of a column → its SQL type. SQLite cannot hold NaN, so NULL stands for it in a "real";
+where NULL must also mean "none" ("real?"), NaN is the text 'nan'."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its name, its kind (a key of `SQL_TYPES`) and what it holds, with the unit."""
+
+    name: str
+    kind: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: a table is a cache key per step
+class Table:
+    """A table of the trace. `key` is its primary key.
+
+    `clustered` tables have no rowid: they lie in the order of their key, so the rows of a step
+    are neighbours. Wide rows (arrays) are kept with a rowid, because a clustered table spills them
+    to overflow pages four times as early.
+    """
+
+    name: str
+    meaning: str
+    key: tuple[str, ...]
+    columns: tuple[Column, ...]
+    clustered: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns, in order."""
+        return tuple(column.name for column in self.columns)
+
+    def kinds(self, *, skip: int = 0) -> tuple[str, ...]:
+        """Return the kinds of the columns after the first `skip`."""
+        return tuple(column.kind for column in self.columns[skip:])
+
+    def create_sql(self) -> str:
+        """Return the CREATE TABLE statement, with the meanings as comments."""
+        lines = [
+            f"  {column.name} {self._sql_type(column)}, -- {column.meaning}"
+            for column in self.columns
+        ]
+        options = "STRICT, WITHOUT ROWID" if self.clustered else "STRICT"
+        key = f"  PRIMARY KEY ({', '.join(self.key)})"
+        return "\n".join([f"CREATE TABLE {self.name} (", *lines, key, f") {options}"])
+
+    def _sql_type(self, column: Column) -> str:
+        # INTEGER alone (not "INTEGER NOT NULL") is what makes a single key the rowid itself.
+        return (
+            "INTEGER"
+            if (column.name,) == self.key and not self.clustered
+            else (SQL_TYPES[column.kind])
+        )
+
+
+def define_table(
+    name: str, key: str, meaning: str, columns: str, *, clustered: bool = True
+) -> Table:
+    parsed = (line.split(None, 2) for line in columns.strip().splitlines())
+    return Table(
+        name,
+        meaning,
+        tuple(key.split()),
+        tuple(Column(name, kind, text) for name, kind, text in parsed),
+        clustered,
+    )
+
+
+@cache
+def insert_sql(table: Table, n_rows: int, *, skip: int = 0) -> str:
+    """Return the INSERT of `n_rows` rows, leaving out the first `skip` columns.
+
+    All rows of a table go in one statement: the interpreter lock is let go once for it, instead of
+    once for each row, which matters beside a thread that runs a model.
+    """
+    names = table.names[skip:]
+    row = f"({', '.join('?' * len(names))})"
+    return f"INSERT INTO {table.name} ({', '.join(names)}) VALUES {', '.join([row] * n_rows)}"
+
+
+@cache
+def select_sql(table: Table, rest: str = "", *, skip: int = 0, stop: int | None = None) -> str:
+    """Return the SELECT of the columns `skip` to `stop`, with `rest` behind FROM."""
+    return f"SELECT {', '.join(table.names[skip:stop])} FROM {table.name} {rest}"
+
+
+RUN = define_table(
+    "run",
+    "key",
+    "The manifest: what would be needed to run it again. `state` is one of recording, finished, "
+    "interrupted, failed.",
+    """
+    key    text  name of the fact
+    value  json  the fact
+    """,
+)
+
+GENERATIONS = define_table(
+    "generations",
+    "generation",
+    "One prompt to its end.",
+    """
+    generation  int   number, from 0
+    sample_id   text  the sample of the data set
+    mask        text  name of the mask preset or rule that was asked for
+    positions   text  position ids: contiguous or reset
+    expected    json  the answers that count as right, a list of strings
+    declared    json  the mask, the pieces and the special tokens that were meant, an object
+    started_at  real  seconds since the epoch
+    model       text  its model, by name in the manifest's list `models`; empty for the only one
+    """,
+)
+
+BRANCHES = define_table(
+    "branches",
+    "generation branch",
+    "One line of decoding in a generation; 0 is the first, a fork has a parent.",
+    """
+    generation   int   the generation
+    branch       int   number within the generation, from 0
+    parent       int?  the branch it was forked from, NULL for branch 0
+    fork_step    int?  its first own step, NULL for branch 0
+    state        text  recording, finished, interrupted or failed
+    answer       text  the generated text, empty until the end
+    stop_reason  text  why decoding ended, empty until the end
+    started_at   real  seconds since the epoch
+    ended_at     real?  seconds since the epoch, NULL until the end
+    change       json   what made it differ from its parent, an object; empty for branch 0
+    """,
+)
+
+SEGMENTS = define_table(
+    "segments",
+    "generation branch segment",
+    "Spans of the sequence.",
+    """
+    generation  int   the generation
+    branch      int   the branch
+    segment     int   number within the sequence, from 0
+    start       int   first position
+    stop        int   position after the last; of the generated one the highest it may reach
+    label       text  name for people
+    kind        text  bos, shared, paraphrase, separator, cue or generated
+    owner       int   the segment it belongs to for masking, itself but for separators
+    """,
+)
+
+TOKENS = define_table(
+    "tokens",
+    "generation branch pos",
+    "Positions of the sequence, prompt and generated.",
+    """
+    generation   int   the generation
+    branch       int   the branch
+    pos          int   position in the sequence, from 0
+    token_id     int   id in the vocabulary
+    token        text  the vocabulary's own string
+    text         text  the token decoded alone
+    position_id  int   position id that was fed
+    segment      int   number of its segment
+    special      bool  1 for BOS, EOS and the like
+    step         int?  the step that chose it, NULL in the prompt
+    """,
+)
+
+
+STEPS = define_table(
+    "steps",
+    "generation branch step",
+    "One forward: 0 is the prefill. The columns from `entropy` on describe the distribution of the "
+    "newest row (natural logarithms) and are NULL, `chosen_id` too, when no logits were captured.",
+    """
+    generation      int    the generation
+    branch          int    the branch
+    step            int    number of the forward, from 0
+    phase           text   prefill or decode; train for an optimizer step
+    q_len           int    rows fed
+    kv_before       int    keys in the cache before
+    kv_after        int    keys in the cache after
+    started_at      real   seconds since the epoch
+    wall_ms         real   milliseconds of the forward with the choice of the token
+    capture_ms      real   milliseconds of it that capture took
+    first_pos       int?   lowest position this step chose, NULL when none
+    last_pos        int?   highest position this step chose
+    entropy         real   entropy in nats
+    margin          real   logit of the best minus the second
+    chosen_id       int?   the chosen token, -1 when the choice was not seen
+    chosen_rank     int?   its rank, from 0; -1 when the choice was not seen
+    chosen_logprob  real   its log-probability
+    n_nan           int?   NaN among the logits
+    n_inf           int?   infinities among the logits
+    histogram_min   real   lower end of the histogram, a logit
+    histogram_max   real   upper end of the histogram, a logit
+    histogram       json?  counts in equal bins, a list of integers
+    """,
+)
+
+CANDIDATES = define_table(
+    "candidates",
+    "generation branch step rank",
+    "The top-k tokens of a step.",
+    """
+    generation     int   the generation
+    branch         int   the branch
+    step           int   the step
+    rank           int   rank by logit, from 0
+    token_id       int   id in the vocabulary
+    text           text  the token decoded alone
+    logit          real  before the logits processors
+    logprob        real  log-probability before the processors
+    score          real  after the processors, NULL when that was not seen
+    score_logprob  real  log-probability after the processors
+    """,
+)
+
+INPUTS = define_table(
+    "inputs",
+    "generation branch step",
+    "What a step was fed beside its tokens, and what the cache held around it: a number per layer, "
+    "-1 for one that counts no keys; none without a cache.",
+    """
+    generation     int   the generation
+    branch         int   the branch
+    step           int   the step
+    batch          int   sequences fed
+    positions      json  position ids of row 0, runs [first, how many]; empty if none were handed on
+    cached_before  json  keys in each layer's cache before, a list of integers
+    cached_after   json  keys in each layer's cache after, a list of integers
+    """,
+)
+
+CALLS = define_table(
+    "calls",
+    "generation branch step call",
+    "Attention calls, in the order they ran.",
+    """
+    generation  int    the generation
+    branch      int    the branch
+    step        int    the step
+    call        int    number within the step, from 0
+    layer       int    the layer
+    path        text   what ran: flex uncompiled, flex compiled, sdpa, eager or other
+    backend     text   the name under which it was dispatched
+    mask        text?  fingerprint of the mask received, NULL when the layer got none
+    batch       int    sequences
+    q_heads     int    query heads
+    kv_heads    int    key and value heads
+    q_len       int    rows
+    kv_len      int    keys
+    head_dim    int    width of a head
+    dtype       text   type of the queries
+    scale       real?  factor on the scores, NULL when the call left it to the kernel
+    gate        real?  largest deviation from 1 of the newest row's mass, NULL if not computed
+    gate_kind   text?  how the gate was computed: lse or output
+    softcap     real?  cap on the scores, NULL when there is none
+    handed      text?  mask that the layer was given, NULL when its kernel got the same
+    swallowed   text?  exception that the call made up for, NULL when there was none
+    causal      int?   1 when the layer calls itself causal, 0 when not, NULL when it does not say
+    window      int?   keys that its sliding window holds, NULL without one
+    """,
+)
+
+BUILDS = define_table(
+    "builds",
+    "generation branch step build",
+    "Block masks that were built for a step, in the order they were; own code only.",
+    """
+    generation   int    the generation
+    branch       int    the branch
+    step         int    the step
+    build        int    number within the step, from 0
+    layer        int?   the layer in whose forward it was built, NULL outside of them
+    batch        int?   sequences of the grid, NULL when one serves all
+    heads        int?   heads of the grid, NULL when one serves all
+    q_len        int    rows
+    kv_len       int    keys
+    rule         text   module and qualified name of the rule
+    wall_ms      real   how long it took
+    peak_growth  int    bytes by which it raised the peak memory of the process or the GPU
+    """,
+)
+
+LAYER_STATS = define_table(
+    "layer_stats",
+    "generation branch step number",
+    "Statistics of module outputs over the rows of a step, in the order captured.",
+    """
+    generation  int   the generation
+    branch      int   the branch
+    step        int   the step
+    number      int   number within the step, from 0
+    layer       int   the layer
+    module      text  the module, within the layer
+    n_nan       int   NaN values
+    n_inf       int   infinite values
+    min         real  smallest value
+    max         real  largest value
+    mean        real  mean
+    std         real  standard deviation
+    norm        real  Euclidean norm
+    bad_row     int?  first row of the step with a NaN or infinity, NULL when there is none
+    """,
+)
+
+MEMORY = define_table(
+    "memory",
+    "generation branch step",
+    "Memory at the end of a step.",
+    """
+    generation      int   the generation
+    branch          int   the branch
+    step            int   the step
+    rss             int   resident set of the process, bytes
+    model           int   parameters and buffers, bytes
+    kv_cache        int   keys and values held, bytes
+    cuda_allocated  int?  allocated by the CUDA allocator, bytes, NULL without CUDA
+    cuda_reserved   int?  reserved by the CUDA allocator, bytes
+    cuda_peak       int?  peak allocated, bytes: in this step, in training so far
+    """,
+)
+
+GRADS = define_table(
+    "grads",
+    "generation branch step name",
+    "Gradients per parameter: of the token that a step generated (see `gradients`), or of a "
+    "training step (of all parameters or of those that mattered).",
+    """
+    generation  int   the generation
+    branch      int   the branch
+    step        int   the step
+    name        text  qualified name of the parameter
+    norm        real  Euclidean norm of the gradient
+    max         real  largest absolute value, NULL when not measured
+    n_nan       int   NaN values
+    n_inf       int   infinite values
+    layer       int?  its layer, NULL for what belongs to none
+    part        text?  embedding, q, k, v, qkv, o, attention, mlp, norm, lm_head, tied or other
+    """,
+)
+
+GRADIENTS = define_table(
+    "gradients",
+    "generation branch step",
+    "What the gradients of a generated token are of, and whether their forward is what ran.",
+    """
+    generation   int   the generation
+    branch       int   the branch
+    step         int   the step that generated the token
+    token_id     int   the token
+    target       text  logprob, or margin to the next best token
+    value        real  what was differentiated
+    scale        real  norm of its gradient at the logits
+    path         text  dense reference, flex or flex compiled
+    gate         real  largest difference to the recorded logits, as a share of the largest of them
+    tolerance    real  the gate above which this is not what ran, and nothing else is recorded
+    wall_ms      real  what it took
+    rival        int?  the token that a margin is to
+    n_unreached  int   parameters that have no part in the token
+    anomaly      text?  what autograd's anomaly mode said, with the traceback of the forward
+    """,
+)
+
+MASKS = define_table(
+    "masks",
+    "generation branch step fingerprint",
+    "Masks as received, once per fingerprint, under the step that had it first. Cells and block "
+    "tables are in `arrays`, owned by the fingerprint.",
+    """
+    generation   int    generation that had it first
+    branch       int    branch that had it first
+    step         int    step that had it first
+    fingerprint  text   identity of the mask, unique in the trace
+    kind         text   block, bool or float
+    batch        int    sequences it is made for
+    heads        int    heads it is made for
+    q_len        int    rows
+    kv_len       int    keys
+    q_offset     int    position of row 0 in the sequence
+    kv_offset    int    position of key 0, above 0 once a sliding cache has dropped keys
+    block_q      int?   rows per block, NULL for dense masks
+    block_kv     int?   keys per block
+    rule         text?  module and qualified name of the rule
+    rule_source  text?  file and line of the rule
+    compiled     bool   1 when the kernel that honoured it was compiled
+    """,
+)
+
+ARRAYS = define_table(
+    "arrays",
+    "generation branch step number chunk",
+    "Wide facts, cut in chunks of at most 1 MiB.",
+    """
+    generation  int    the generation
+    branch      int    the branch
+    step        int    the step
+    number      int    number of the array within the step, from 0
+    chunk       int    number of the chunk within the array, from 0
+    stream      text   what it is, see the streams
+    layer       int?   the layer, NULL when the array holds all or none
+    owner       text?  fingerprint of the mask it belongs to, NULL for an array of the step
+    dtype       text   true type of the elements
+    item        text   type of the stored elements: dtype, but uint16 for bfloat16
+    shape       json   lengths of the axes, a list of integers
+    codec       text   raw, bits or bits+zstd
+    checksum    int    CRC-32 of data, as zlib computes it
+    data        blob   the bytes of this chunk
+    """,
+    clustered=False,
+)
+
+STREAMS = {
+    "mask.cells": "bool (heads, rows, keys): the executed mask; heads is 1 when all share it",
+    "mask.averaged": "bool (heads, rows): rows closed by the lowest float: averaged over all",
+    "mask.partial": "bool (heads, row blocks, key blocks): blocks where the rule is applied",
+    "mask.full": "bool (heads, row blocks, key blocks): blocks taken whole, without the rule",
+    "mask.ruled": "uint8 (heads, row blocks, key blocks): the rule opens 0 nothing, 1 some, 2 all",
+    "attention.mass": "float (layers, heads, segments): attention of the newest row by segment",
+    "attention.lse": "float (layers, heads): log-sum-exp of the newest row's scores, natural",
+    "attention.entropy": "float (layers, heads): entropy of the newest row's attention, nats",
+    "attention.slots": "float (layers, 5): where the newest row sees slots that hold nothing of "
+    "its text: open keys, all-zero ones and their weight, stale ones and theirs",
+    "logits.row": "float (vocabulary): the newest row's logits, before processors; level extreme",
+    "inputs.ids": "int (sequences, rows): token ids fed, of a batch of several",
+    "inputs.positions": "int (sequences, rows): position ids, of a batch where they may differ",
+    "inputs.mask": "bool (sequences, keys): the 2D attention mask fed to an empty cache",
+    "q": "(heads, rows, head width): queries of one layer, after rotation, rows of this step",
+    "k": "(key heads, rows, head width): keys of one layer, after rotation, rows of this step",
+    "v": "(key heads, rows, head width): values of one layer, rows of this step",
+    "hidden": "(rows, width): output of one layer, rows of this step",
+    "grads.tokens": "float (2, positions): gradient times input, and norm of the gradient, at each "
+    "token's embedding",
+    "grads.layers": "float (layers + 1,): norm of the gradient at the embeddings and at each "
+    "layer's output, 0 where none arrives, NaN for layers without attention",
+}
+"""Streams that have a meaning here; hooks may add names of their own."""
+
+
+FINDINGS = define_table(
+    "findings",
+    "finding",
+    "What the rules say.",
+    """
+    finding     int    number, in order of writing, from 1
+    generation  int    the generation
+    branch      int    the branch
+    step        int?   the step, NULL for the whole generation
+    id          text   class of the finding, for instance mask.empty-row
+    severity    text   error, warning or note
+    sentence    text   what is wrong
+    layer       int?   the layer
+    head        int?   the head
+    positions   json   token positions, a list of integers
+    evidence    json   the numbers behind it, an object
+    layers      json   all layers it is about where they are several, a list of integers
+    series      text   what makes later findings of this id the same one, '' for none
+    last_step   int?   the last step in which it was met again, NULL when it was not
+    times       int    in how many steps it was met
+    why         text   why it matters
+    confirm     text   how to see for oneself
+    fix         text   what usually mends it
+    query       text   the SQL that finds the evidence in this trace
+    """,
+    clustered=False,
+)
+
+REVIEWS = define_table(
+    "reviews",
+    "rule generation",
+    "Which rules looked at a generation after it was recorded; their findings are in findings.",
+    """
+    rule        text  name of the rule
+    generation  int   the generation
+    at          real  seconds since the epoch
+    wall_ms     real  milliseconds that it took
+    """,
+)
+
+EVENTS = define_table(
+    "events",
+    "event",
+    "What happened around the steps: phases, warnings, hooks switched off.",
+    """
+    event       int   number, in order of writing, from 1
+    generation  int?  the generation, NULL outside of one
+    branch      int?  the branch, NULL outside of a step
+    step        int?  the step, NULL outside of one
+    kind        text  class of the event, for instance loading
+    text        text  what happened
+    at          real  seconds since the epoch
+    data        json  details, an object
+    """,
+    clustered=False,
+)
+
+OUTPUT = define_table(
+    "output",
+    "number",
+    "What the program printed, in the order it came; of very much, the beginning and the end.",
+    """
+    number      int   number, in order of coming, from 1
+    generation  int?  generation of the last step begun by then, NULL before the first
+    step        int?  that step
+    stream      text  stdout or stderr
+    at          real  seconds since the epoch
+    text        text  what was printed, bytes that are not UTF-8 replaced
+    """,
+    clustered=False,
+)
+
+
+TRAINING_STEPS = define_table(
+    "training_steps",
+    "generation branch step",
+    "What a step of phase train learned from, did and took. Counts are of parameters, norms of the "
+    "gradients as the optimizer got them; groups are in the order of `declared.training.groups` of "
+    "the generation, or of `groups` in its newest event of kind `parameters`.",
+    """
+    generation        int    the generation
+    branch            int    the branch
+    step              int    the optimizer step
+    loss              real   the loss
+    loss_source       text   told, output (the loss that the model returned), or empty: not known
+    learning_rates    json   of each group of the optimizer, a list of numbers; NaN: unknown
+    total_norm        real?  norm of all gradients together, NULL when not measured
+    norm_before_clip  real?  norm before clip_grad_norm_, NULL when that was not seen
+    max_norm          real?  limit given to clip_grad_norm_
+    n_parameters      int    those that have a gradient
+    n_exploding       int    those with a norm above 10
+    n_vanishing       int    matrices with a norm below 1e-6, not 0
+    n_dead            int    those whose gradient is 0 everywhere
+    n_sick            int    those with NaN or Inf in the gradient
+    group_norms       json   norm of each group's gradients, a list; empty when not measured
+    group_ratios      json   norm of each group's change over that of its weights; empty likewise
+    producer          json?  where trouble began: kind, name, n_carriers, detail
+    n_backward        int    backward passes since the last step: micro-batches
+    forward_ms        real   forward passes
+    backward_ms       real   backward passes
+    optimizer_ms      real   the optimizer's step
+    data_ms           real?  waiting for the watched loader, NULL when none is watched
+    other_ms          real   the rest of the time since the last step
+    scale             real?  scale of the GradScaler, NULL without one
+    is_skipped        bool   1 when the GradScaler left the optimizer's step out
+    device            text   where the output of the model was
+    autocast          text   type of autocast, empty without it
+    detail            text   how much was measured: extreme, advanced, basic or sparse
+    """,
+)
+
 
 APPLICATION_ID = 0x464C5854
 """`PRAGMA application_id` of every trace: the letters FLXT."""

@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562)."""
     if name == "watch":
         # The module must not be called `watch`: once imported, it would take the function's place.
-        from flexinspect_hooks.watching import watch
+        from flexinspect_hooks.user_code.watch import watch
 
         return watch
     if name == "prove":
@@ -22,11 +22,11 @@ def __getattr__(name: str) -> Any:
 
         return prove
     if name == "watch_training":
-        from flexinspect_hooks.training.watching import watch_training
+        from flexinspect_hooks.training.watch_training import watch_training
 
         return watch_training
     if name == "TrainerCallback":
-        from flexinspect_hooks.training.trainer import TrainerCallback
+        from flexinspect_hooks.training.watch_training import TrainerCallback
 
         return TrainerCallback
     raise AttributeError(f"module 'flexinspect_hooks' has no attribute {name!r}")

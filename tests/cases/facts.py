@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.records import CallRecord, InputsRecord, MaskRecord
+from flexinspect.records.step import CallRecord, InputsRecord, MaskRecord
 from flexinspect.trace.reader import TraceReader
 from flexinspect.trace.rows import StepRow
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from facts import FLEX, Cells, calls, causal, events, executed, inputs_of, mask, steps
 
-from flexinspect.records import CallRecord
+from flexinspect.records.step import CallRecord
 from flexinspect.trace.reader import TraceReader
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from support.traces import LAYERS, RUN, SEGMENTS, sample_generation, sample_step
 
-from flexinspect.commands import main
-from flexinspect.compare.steps import LayerDifference, find_jump
-from flexinspect.records import ArrayRecord, GenerationEnd, StepRecord
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.cli.main import main
+from flexinspect.records.step import ArrayRecord, GenerationEnd, StepRecord
+from flexinspect.rules.step_diff import LayerDifference, find_jump
+from flexinspect.trace.file.writer import TraceWriter
 
 STEPS = 4
 

@@ -9,9 +9,9 @@ import pytest
 from support.dap import DapClient
 from support.debugged import Debugged, configuration, eventually
 
-from flexinspect.commands import main
-from flexinspect.debugger import DebuggerOptions, is_loopback, parse_address
-from flexinspect.job import Job, ScriptJob
+from flexinspect.cli.main import main
+from flexinspect.records.debugger_options import DebuggerOptions, is_loopback, parse_address
+from flexinspect.records.job import Job, ScriptJob
 from flexinspect.trace.reader import open_trace
 
 Said = pytest.CaptureFixture[str]

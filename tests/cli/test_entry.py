@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flexinspect import __main__, commands
+from flexinspect import __main__
+from flexinspect.cli import main
 
 
 def test_ctrl_c_before_a_command_runs_is_a_word(
@@ -17,7 +18,7 @@ def test_ctrl_c_before_a_command_runs_is_a_word(
     def interrupted() -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "main", interrupted)
+    monkeypatch.setattr(main, "main", interrupted)
     assert __main__.main() == 130
     assert capsys.readouterr().err == "flexinspect: interrupted\n"
 

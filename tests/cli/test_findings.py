@@ -17,15 +17,16 @@ from rich.console import Console
 from support.rules import Broken, Late, Slow
 from support.traces import RUN, SEGMENTS, sample_step, sample_trace
 
-from flexinspect import plugins
-from flexinspect.commands import findings, main
-from flexinspect.findings import Finding, Severity
-from flexinspect.records import GenerationRecord
-from flexinspect.reports.collect import FindingFilter, collect_report
-from flexinspect.reports.text import print_report
-from flexinspect.rules.numbers import NumbersRule
+from flexinspect.analysis.reports.collect import FindingFilter, collect_report
+from flexinspect.analysis.reports.plain_text import print_report
+from flexinspect.cli import findings
+from flexinspect.cli.main import main
+from flexinspect.core import plugins
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import GenerationRecord
+from flexinspect.rules.numerics.nan_and_inf import NumbersRule
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.writer import TraceWriter
 
 Ran = tuple[int, str, str]
 
@@ -211,7 +212,7 @@ def test_without_a_review_only_what_is_stored_is_said(run: Callable[..., Ran], p
 def test_what_cannot_be_stored_is_said_all_the_same(
     run: Callable[..., Ran], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect.trace.append.os.access", lambda path, mode: False)
+    monkeypatch.setattr("flexinspect.trace.file.writer.os.access", lambda path, mode: False)
     code, out, _ = run()
     assert code == 1
     assert "  “ Jane” is long." in out.splitlines()

@@ -15,29 +15,29 @@ import torch
 from support.differentiated import rule_source
 from support.warm import warm_command
 
-from flexinspect import maskedits, models
-from flexinspect.commands import build_parser
-from flexinspect.commands.run import checked_job
-from flexinspect.config import load_config
-from flexinspect.datasets import load as load_samples
-from flexinspect.errors import UsageError
-from flexinspect.job import Job, parse_steps
-from flexinspect.prompts import Prompt
-from flexinspect.review import review
-from flexinspect.rules.gradients import GradientsRule
-from flexinspect.trace.gradients import steps_with_gradients
-from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.control.gate import StepBarrier
-from flexinspect_hooks.ensemble import EnsembleRunner
-from flexinspect_hooks.grads import after, backward
-from flexinspect_hooks.models import load
-from flexinspect_hooks.session import CaptureSession
+from flexinspect.analysis.offline_rules import review
+from flexinspect.cli.main import build_parser
+from flexinspect.cli.run import checked_job
+from flexinspect.core.errors import UsageError
+from flexinspect.inputs import model_names
+from flexinspect.inputs.config import load_config
+from flexinspect.inputs.datasets import load as load_samples
+from flexinspect.masks import edits
+from flexinspect.records.job import Job, parse_steps
+from flexinspect.records.prompt import Prompt
+from flexinspect.rules.training.token_gradient_rule import GradientsRule
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.reader import TraceReader, open_trace, steps_with_gradients
+from flexinspect_hooks.control.step_barrier import StepBarrier
+from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+from flexinspect_hooks.gradients import after_generation, backward
+from flexinspect_hooks.loading.model_loader import load
+from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 
 @pytest.fixture
 def demo() -> Any:
-    return load(models.resolve("demo", load_config()), device="cpu", dtype="auto")
+    return load(model_names.resolve("demo", load_config()), device="cpu", dtype="auto")
 
 
 def run(loaded: Any, out: Path, **options: Any) -> TraceReader:
@@ -95,10 +95,10 @@ def test_every_token_of_the_demo_has_gradients_and_no_finding(demo: Any, tmp_pat
                 assert found.anomaly is None
         assert review(reader).note == ""
         assert reader.findings() == []
-        (words, _) = said(reader, after.COST_EVENT)
+        (words, _) = said(reader, after_generation.COST_EVENT)
         assert words.startswith("Gradients of 3 of 3 tokens took ")
         phases = dict.fromkeys(row.event.text for row in reader.events())
-        assert list(phases)[:2] == [after.GRADIENTS_PHASE, words]
+        assert list(phases)[:2] == [after_generation.GRADIENTS_PHASE, words]
         assert words.endswith("by the dense reference; 3 of 3 forwards gave the recorded logits.")
 
 
@@ -111,13 +111,16 @@ def test_only_the_steps_that_were_asked_for(demo: Any, tmp_path: Path) -> None:
         assert found.rival == reader.candidates(0, 1)[1].token_id
     with run(demo, tmp_path / "b.flextrace", grads="logprob", grads_steps="40-50") as reader:
         assert steps_with_gradients(reader, 0) == []
-        assert said(reader, after.COST_EVENT)[0] == "--grads-steps 40-50 names none of the 3 steps."
+        assert (
+            said(reader, after_generation.COST_EVENT)[0]
+            == "--grads-steps 40-50 names none of the 3 steps."
+        )
 
 
 def test_without_the_flag_there_are_none(demo: Any, tmp_path: Path) -> None:
     with run(demo, tmp_path / "t.flextrace") as reader:
         assert steps_with_gradients(reader, 0) == []
-        assert said(reader, after.COST_EVENT) == []
+        assert said(reader, after_generation.COST_EVENT) == []
 
 
 def test_a_sick_layer_is_a_finding_of_the_trace(demo: Any, tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_a_failure_is_an_event_and_the_answer_stands(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("no room for 12 GiB")
 
-    monkeypatch.setattr(after.Differentiator, "compute", fail)
+    monkeypatch.setattr(after_generation.Differentiator, "compute", fail)
     with run(demo, tmp_path / "t.flextrace", grads="logprob") as reader:
         assert [row.state for row in reader.generations()] == ["finished", "finished"]
         assert reader.generation(0).answer == "Paris"
@@ -162,7 +165,7 @@ def test_a_failure_is_an_event_and_the_answer_stands(
             "The gradients of step 0 and the steps after it were not taken: OutOfMemoryError: "
             "no room for 12 GiB"
         )
-        assert said(reader, after.COST_EVENT)[0] == "Gradients of no token were taken."
+        assert said(reader, after_generation.COST_EVENT)[0] == "Gradients of no token were taken."
 
 
 def test_where_flex_has_no_backward_after_all_the_reference_takes_its_place(
@@ -210,7 +213,7 @@ def test_a_mask_that_changed_on_the_way_gives_a_red_gate(demo: Any, tmp_path: Pa
         assert (second.stats, second.tokens, second.layers) == ((), None, None)
         (finding,) = (f for f in reader.findings() if f.id == "gradient.gate")
         assert finding.step == 1
-        assert said(reader, after.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
+        assert said(reader, after_generation.COST_EVENT)[0].split("; ")[1].startswith("1 of ")
 
 
 @pytest.mark.parametrize("options", [{"separators": "isolated"}, {"positions": "reset"}])
@@ -349,7 +352,7 @@ def test_a_branch_has_gradients_of_its_own_steps_under_its_own_mask(
                 while not journey.is_over:
                     journey.advance()
                 if edit:
-                    journey.edit_mask(0, 1, [maskedits.parse_edit(edit)])
+                    journey.edit_mask(0, 1, [edits.parse_edit(edit)])
                 else:
                     journey.fork(0, 1, [journey.branches[0].checkpoint(0).token_id])
                 while not journey.is_over:

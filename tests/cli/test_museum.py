@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from support.paths import DOCS
 
-from flexinspect import exhibits
-from flexinspect.commands import main
-from flexinspect.exhibits import BrokenRunCheck, check_broken_runs
-from flexinspect.museum import BROKEN_RUNS, BrokenRun, cache_folder
-from flexinspect.panels.registry import panel_names
-from flexinspect.rules.catalogue import load_rules
+from flexinspect.analysis import broken_run_check
+from flexinspect.analysis.broken_run_check import BrokenRunCheck, check_broken_runs
+from flexinspect.cli.main import main
+from flexinspect.inputs.broken_run_catalog import BROKEN_RUNS, BrokenRun, cache_folder
+from flexinspect.panels.panel_registry import panel_names
+from flexinspect.rules.engine import load_rules
 from flexinspect.trace.reader import open_trace
 
 TABLE = DOCS / "findings" / "README.md"
@@ -50,7 +50,7 @@ def test_an_exhibit_is_a_tutorial(about: BrokenRun) -> None:
     assert about.question.endswith("?")
     assert about.panel in panel_names()
     assert re.search(r"\w#\d+|\w PR#\d+|self-ensemble", about.case), "no public case is named"
-    assert importlib.util.find_spec(f"flexinspect_hooks.museum.{about.module}") is not None
+    assert importlib.util.find_spec(f"flexinspect_hooks.broken_runs.{about.module}") is not None
     for id_ in about.expected:
         assert f"[`{id_}`]" in TABLE.read_text(), "it expects a finding that there is not"
 
@@ -92,7 +92,7 @@ def test_an_exhibit_tells_its_story_and_is_kept(
     def refuse(*wanted: object) -> None:
         raise AssertionError("it was built before")
 
-    monkeypatch.setattr(exhibits, "build_broken_runs", refuse)
+    monkeypatch.setattr(broken_run_check, "build_broken_runs", refuse)
     assert main(["museum", SHORT, "--no-ui"]) == 0
     assert str(path) in capsys.readouterr().out
 
@@ -144,7 +144,7 @@ def test_a_miss_or_a_false_alarm_fails_the_check(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(exhibits, "check_broken_runs", lambda told: [verdict])
+    monkeypatch.setattr(broken_run_check, "check_broken_runs", lambda told: [verdict])
     assert main(["museum", "--check"]) == code
     assert capsys.readouterr().out.splitlines()[0] == words
     assert main(["museum", "--check", "--json"]) == code

@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 from support.traces import sample_trace
 
-from flexinspect.commands import main
-from flexinspect.errors import TraceError
-from flexinspect.feed import TraceSession
-from flexinspect.trace import salvage, schema, schemapages
-from flexinspect.trace.reader import TraceReader
-from flexinspect.trace.salvage import (
+from flexinspect.cli.main import main
+from flexinspect.core.errors import TraceError
+from flexinspect.trace import schema
+from flexinspect.trace.file import salvage
+from flexinspect.trace.file import salvage as schemapages
+from flexinspect.trace.file.salvage import (
     delete_repaired_copy,
     describe_readable,
     is_repairable,
     repair_copy,
 )
+from flexinspect.trace.reader import TraceReader
+from flexinspect.tui.trace_session import TraceSession
 
 
 def flexinspect(*words: str) -> subprocess.CompletedProcess[str]:
@@ -59,8 +61,8 @@ def test_the_interface_loads_no_torch(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from flexinspect.app import InspectorApp\n"
-        "from flexinspect.panels.registry import load_panel, panel_names\n"
+        "from flexinspect.tui.app import InspectorApp\n"
+        "from flexinspect.panels.panel_registry import load_panel, panel_names\n"
         "async def main():\n"
         f"    app = InspectorApp(Path({str(path)!r}))\n"
         "    async with app.run_test(size=(150, 50)) as pilot:\n"

@@ -16,10 +16,10 @@ import pytest
 from jsonschema import Draft7Validator
 from support.traces import sample_trace
 
-from flexinspect.commands import main
-from flexinspect.findings import Finding, Severity
-from flexinspect.records import EventRecord
-from flexinspect.trace.append import RuleReview, append_reviews
+from flexinspect.cli.main import main
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import EventRecord
+from flexinspect.trace.file.writer import RuleReview, append_reviews
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}

@@ -56,7 +56,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_help_and_import_load_neither_torch_nor_textual() -> None:
     code = (
         "import sys, flexinspect\n"
-        "from flexinspect.commands import main\n"
+        "from flexinspect.cli.main import main\n"
         "commands = ('run', 'open', 'show', 'dump')\n"
         "for words in (['--help'], *([name, '--help'] for name in commands)):\n"
         "    try: main(words)\n"
@@ -71,8 +71,8 @@ def test_help_and_import_load_neither_torch_nor_textual() -> None:
 
 def test_the_capture_side_loads_without_textual() -> None:
     code = (
-        "import sys, flexinspect_hooks.process, flexinspect_hooks.session\n"
-        "import flexinspect_hooks.ensemble\n"
+        "import sys, flexinspect_hooks.ensemble.capture_process, flexinspect_hooks.sessions.capture_session\n"
+        "import flexinspect_hooks.ensemble.ensemble_run\n"
         "assert 'textual' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flexinspect.processes import is_recorder_alive
+from flexinspect.core.environment import is_recorder_alive
 from flexinspect.trace.reader import TraceReader, open_trace
 
 FLEXINSPECT = [sys.executable, "-m", "flexinspect"]

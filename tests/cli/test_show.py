@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.synthetic import long_trace
-from flexinspect import plugins
-from flexinspect.commands import show
-from flexinspect.errors import FlexInspectError, TraceError, UsageError
-from flexinspect.panels import registry
+from flexinspect.cli import show
+from flexinspect.core import plugins
+from flexinspect.core.errors import FlexInspectError, TraceError, UsageError
+from flexinspect.core.plugins import PANELS
+from flexinspect.drawing.text_lines import line
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels import panel_registry
 from flexinspect.panels.base import (
-    GROUP,
     Help,
     Missing,
     NoOptions,
@@ -30,11 +32,9 @@ from flexinspect.panels.base import (
     TracePlace,
 )
 from flexinspect.panels.source import Source
-from flexinspect.records import GenerationRecord
+from flexinspect.records.step import GenerationRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.writer import TraceWriter
-from flexinspect.widgets.lines import line
-from flexinspect.widgets.look import Theme
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """The panels that are registered; a test may change the list."""
-    points = [EntryPoint(name, f"{__name__}:{name.title()}", GROUP) for name in ("echo", "empty")]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: points)
-    registry.load_panel.cache_clear()
+    points = [EntryPoint(name, f"{__name__}:{name.title()}", PANELS) for name in ("echo", "empty")]
+    monkeypatch.setattr(plugins, "registered", lambda group: points)
+    panel_registry.load_panel.cache_clear()
     yield points
-    registry.load_panel.cache_clear()
+    panel_registry.load_panel.cache_clear()
 
 
 @pytest.fixture
@@ -273,8 +273,8 @@ def test_a_panel_that_fails_is_passed_by_unless_it_was_named(
     said: Show, trace: str, panels: list[EntryPoint]
 ) -> None:
     panels += [
-        EntryPoint("faulty", f"{__name__}:Faulty", GROUP),
-        EntryPoint("gone", "no_such_module_here:X", GROUP),
+        EntryPoint("faulty", f"{__name__}:Faulty", PANELS),
+        EntryPoint("gone", "no_such_module_here:X", PANELS),
     ]
     code, out, err = said(trace)
     assert code == 1
@@ -289,7 +289,7 @@ def test_a_panel_that_fails_is_passed_by_unless_it_was_named(
 def test_the_list_names_panels_their_help_and_their_options(
     said: Show, panels: list[EntryPoint]
 ) -> None:
-    panels.append(EntryPoint("gone", "no_such_module_here:X", GROUP))
+    panels.append(EntryPoint("gone", "no_such_module_here:X", PANELS))
     code, out, _ = said("--list")
     assert code == 0
     lines = out.splitlines()
@@ -314,7 +314,7 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_showing_the_built_in_panels_never_imports_torch(trace: str) -> None:
     code = (
         "import sys\n"
-        "from flexinspect.commands import main\n"
+        "from flexinspect.cli.main import main\n"
         f"for words in (['--list'], [{trace!r}]):\n"
         "    main(['show', *words])\n"
         "assert 'textual' in sys.modules\n"

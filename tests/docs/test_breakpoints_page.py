@@ -7,8 +7,8 @@ import re
 import pytest
 from support.paths import DOCS
 
-from flexinspect.breaks import BreakpointStore, ExpressionError
-from flexinspect.breaks.words import OBSERVATIONS, OPTION_HELP, UNITS, VALUE_NAMES
+from flexinspect.breakpoints import BreakpointStore, ExpressionError
+from flexinspect.breakpoints.names import OBSERVATIONS, OPTION_HELP, UNITS, VALUE_NAMES
 
 PAGE = (DOCS / "breakpoints.md").read_text()
 

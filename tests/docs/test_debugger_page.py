@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from support.paths import DOCS
 
-from flexinspect.debugging import SWITCHES, short_name
-from flexinspect_hooks import doors
-from flexinspect_hooks.doors import switches
+from flexinspect.records.debug_switches import SWITCHES, short_name
+from flexinspect_hooks import training_debuggers
+from flexinspect_hooks.training_debuggers import switch_board
 
 PAGE = (DOCS / "debugger-api.md").read_text("utf-8")
 BLOCK = re.compile(r"```python\n(.*?)```\n+(?:```text\n(.*?)```)?", re.DOTALL)
@@ -22,7 +22,7 @@ def test_every_block_of_the_page_prints_what_stands_below_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(switches, "_common_boards", [])
+    monkeypatch.setattr(switch_board, "_common_boards", [])
     names: dict[str, Any] = {"__name__": "page"}
     blocks = BLOCK.findall(PAGE)
     assert len(blocks) == PAGE.count("```python") >= 8
@@ -37,5 +37,5 @@ def test_the_page_names_every_switch_and_every_public_name() -> None:
     table = PAGE.split("## Thirteen switches")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert rows == [short_name(name) for name in SWITCHES]
-    for name in doors.__all__:
+    for name in training_debuggers.__all__:
         assert name in PAGE, name

@@ -7,7 +7,7 @@ import re
 import pytest
 from support.paths import DOCS
 
-from flexinspect.rules.catalogue import load_rules
+from flexinspect.rules.engine import load_rules
 
 FOLDER = DOCS / "findings"
 COLUMNS = ["id", "finding", "class", "public case", "found by", "cost"]

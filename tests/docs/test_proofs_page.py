@@ -33,7 +33,7 @@ def test_every_example_runs_and_prints_what_the_page_shows(
 def test_every_command_of_the_page_is_one_that_the_parser_takes() -> None:
     import shlex
 
-    from flexinspect.commands import build_parser
+    from flexinspect.cli.main import build_parser
 
     lines = re.findall(r"^\$ flexinspect (.*)$", PAGE, re.MULTILINE)
     assert len(lines) == 9

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from support.tiny import make_model, make_pieces
 
-from flexinspect.prompts import Prompt, compose_prompt
+from flexinspect.records.prompt import Prompt, compose_prompt
 
 
 @pytest.fixture(scope="session")
@@ -32,11 +31,3 @@ def llama() -> Any:
 @pytest.fixture
 def prompt() -> Prompt:
     return compose_prompt(make_pieces(), max_new_tokens=8)
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)

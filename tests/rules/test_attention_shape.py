@@ -12,10 +12,10 @@ import torch
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 
-from flexinspect.findings import Finding, Severity
-from flexinspect.masks import causal
-from flexinspect.prompts import PromptTokenIds, compose_prompt
-from flexinspect.records import (
+from flexinspect.masks.algebra import causal
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import PromptTokenIds, compose_prompt
+from flexinspect.records.step import (
     ArrayRecord,
     CallRecord,
     GenerationRecord,
@@ -23,8 +23,8 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.rules.attentionshape import AttentionShapeRule
-from flexinspect.rules.scene import RuleContext
+from flexinspect.rules.attention.attention_shape import AttentionShapeRule
+from flexinspect.rules.context import RuleContext
 
 FED = torch.tensor([(1, *ids(13, 3))])
 SEGMENTS = [(0, 1, "bos"), (1, 14, "paraphrase 1")]

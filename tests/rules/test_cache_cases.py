@@ -8,7 +8,7 @@ import pytest
 from support.cases import found_in_case
 from support.planting import of, one, serious
 
-from flexinspect.findings import Finding, Severity
+from flexinspect.records.finding import Finding, Severity
 
 TWO_PARAPHRASES = """
 [[segments]]

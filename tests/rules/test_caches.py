@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
-from flexinspect.findings import Finding, Severity
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.reader import open_trace
 
 NEW = 6

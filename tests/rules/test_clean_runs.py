@@ -14,24 +14,25 @@ import torch
 from support.planting import planted, serious
 from support.tiny import FAMILIES, ids, make_model
 
-from flexinspect import masks, models
-from flexinspect.config import load_config
-from flexinspect.datasets import load as load_samples
-from flexinspect.findings import Finding
-from flexinspect.job import Job, SamplingOptions
-from flexinspect.review import review
+from flexinspect.analysis.offline_rules import review
+from flexinspect.inputs import model_names
+from flexinspect.inputs.config import load_config
+from flexinspect.inputs.datasets import load as load_samples
+from flexinspect.masks import algebra
+from flexinspect.records.finding import Finding
+from flexinspect.records.job import Job, SamplingOptions
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.writer import TraceWriter
-from flexinspect_hooks.ensemble import EnsembleRunner
-from flexinspect_hooks.models import load
-from flexinspect_hooks.session import CaptureSession
+from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+from flexinspect_hooks.loading.model_loader import load
+from flexinspect_hooks.sessions.capture_session import CaptureSession
 
 SAMPLED = SamplingOptions(do_sample=True, temperature=1.3, top_p=0.95)
 
 
 @pytest.fixture(scope="module")
 def demo() -> Any:
-    return load(models.resolve("demo", load_config()), device="cpu", dtype="auto")
+    return load(model_names.resolve("demo", load_config()), device="cpu", dtype="auto")
 
 
 def run(loaded: Any, out: Path, **options: Any) -> list[Finding]:
@@ -49,7 +50,7 @@ def run(loaded: Any, out: Path, **options: Any) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "sampling"), [*product(masks.PRESETS, (SamplingOptions(), SAMPLED))]
+    ("preset", "sampling"), [*product(algebra.PRESETS, (SamplingOptions(), SAMPLED))]
 )
 def test_the_demo_model_under_a_preset(
     demo: Any, tmp_path: Path, preset: str, sampling: SamplingOptions

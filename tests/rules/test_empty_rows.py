@@ -15,7 +15,7 @@ from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
 
-from flexinspect.findings import Severity
+from flexinspect.records.finding import Severity
 
 PROMPT = 14
 EMPTY = "mask.empty-row"

@@ -15,7 +15,7 @@ from support.tiny import ids, make_model
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
-from flexinspect.findings import Finding, Severity
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.reader import open_trace
 
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import causal, model_on, own_attention, registered
+from support.masked_traces import causal, model_on, own_attention, registered
 from support.planting import of, one, planted, serious
 from support.tiny import ids
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from flexinspect.findings import Severity
-from flexinspect.rules.heads import find_odd_heads
+from flexinspect.records.finding import Severity
+from flexinspect.rules.masks.heads_and_batches import find_odd_heads
 
 Rule = Callable[[Any, Any, Any, Any], Any]
 DOCUMENTS = torch.tensor([[0] * 12, [0] * 4 + [1] * 8, [0] * 8 + [1] * 4])

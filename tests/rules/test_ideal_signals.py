@@ -14,7 +14,7 @@ import pytest
 from support.cases import CASES, COMPILES, found_in_case, ran_case, segments
 from support.planting import serious
 
-from flexinspect.findings import Finding, Severity
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.reader import open_trace
 
 needs_compiler = pytest.mark.skipif(

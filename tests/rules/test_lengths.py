@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, DynamicCache
 
-from flexinspect.findings import Finding, Severity
+from flexinspect.records.finding import Finding, Severity
 
 
 def prompt(n: int = 9, seed: int = 3) -> Tensor:

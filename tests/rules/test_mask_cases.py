@@ -9,9 +9,9 @@ import pytest
 from support.cases import ran_case, segments
 from support.planting import of, serious
 
-from flexinspect.findings import Finding, Severity
-from flexinspect.rules.masks import MasksRule
-from flexinspect.rules.tables import BlockTablesRule
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.rules.masks.block_tables import BlockTablesRule
+from flexinspect.rules.masks.declared_vs_executed import MasksRule
 from flexinspect.trace.reader import open_trace
 
 Spans = Sequence[tuple[int, int]]

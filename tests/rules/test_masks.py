@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import (
+from support.masked_traces import (
     PROMPT,
     SEGMENTS,
     causal,
@@ -25,9 +25,9 @@ from support.tiny import FAMILIES, ids, make_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from flexinspect.findings import Finding, Severity
-from flexinspect.masks import MaskSpec
-from flexinspect.rules.masks import MasksRule
+from flexinspect.masks.algebra import MaskSpec
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.rules.masks.declared_vs_executed import MasksRule
 
 ISOLATED: dict[str, Any] = {"segments": SEGMENTS, "mask": "segment-isolation"}
 

@@ -14,10 +14,16 @@ from support.forks import run_alone
 from support.paths import TESTS
 from support.planting import of, one, serious
 
-from flexinspect.findings import Finding, Severity
-from flexinspect.records import ArrayRecord, BuildRecord, GenerationRecord, MemoryRecord, StepRecord
-from flexinspect.rules.memory import MIB, MemoryRule
-from flexinspect.rules.scene import RuleContext
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import (
+    ArrayRecord,
+    BuildRecord,
+    GenerationRecord,
+    MemoryRecord,
+    StepRecord,
+)
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.numerics.memory_growth import MIB, MemoryRule
 from flexinspect.trace.reader import open_trace
 
 N = 60

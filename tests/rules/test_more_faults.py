@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from masked import causal, fed, model_on, own_attention, registered
+from support.masked_traces import causal, fed, model_on, own_attention, registered
 from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import DynamicCache
 
-from flexinspect.findings import Finding, Severity
-from flexinspect_hooks.debugging import rules
+from flexinspect.records.finding import Finding, Severity
+from flexinspect_hooks.debugger import python_mods
 
 Planted = Callable[..., list[Finding]]
 
@@ -92,7 +92,7 @@ def test_a_batch_without_a_cache_is_judged_by_the_step_whose_rows_were_looked_at
 def test_other_rows_of_a_mask_that_the_capture_did_not_look_at_are_not_judged(
     plant: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect_hooks.batchrows.MAX_SAMPLE_CELLS", 8)
+    monkeypatch.setattr("flexinspect_hooks.observers.attention.batch_rows.MAX_SAMPLE_CELLS", 8)
     model, (batch, mask) = model_on("sdpa"), left_padded((9, 6, 4))
     assert serious(plant(model, lambda: model(batch, attention_mask=mask))) == []
 
@@ -202,13 +202,13 @@ def test_a_scale_in_a_score_mod(plant: Planted, name: str) -> None:
 
 
 def test_a_score_mod_is_not_called_where_a_debugger_would_stop_in_it(plant: Planted) -> None:
-    rules.run_mods_as_python(lambda text: None)
+    python_mods.run_mods_as_python(lambda text: None)
     try:
         with scoring(*SCORE_RULES["twice"][:2]) as own:
             model = model_on(own)
             assert of(plant(model, lambda: model(fed())), "attention.scale") == []
     finally:
-        rules.stop_running_mods()
+        python_mods.stop_running_mods()
 
 
 def test_rows_that_do_not_see_themselves(plant: Planted) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, DynamicCache
 
-from flexinspect.findings import Finding, Severity
+from flexinspect.records.finding import Finding, Severity
 
 SEGMENTS = [(1, 5, "paraphrase 1"), (5, 9, "paraphrase 2")]
 

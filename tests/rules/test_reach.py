@@ -15,11 +15,11 @@ from support.planting import of, one, planted, serious
 from support.tiny import ids, make_model
 from torch import Tensor
 
-from flexinspect.findings import Finding, Severity
-from flexinspect.masks import PRESETS, MaskSpec, preset
-from flexinspect.masks import causal as causal_rule
-from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.rules import closure
+from flexinspect.masks.algebra import PRESETS, MaskSpec, preset
+from flexinspect.masks.algebra import causal as causal_rule
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.rules.masks import transitive_reach
 
 SPANS = [(1, 6), (7, 12), (13, 18)]
 CUE, PROMPT = 19, 21
@@ -265,7 +265,7 @@ def test_what_a_rule_joins_is_what_its_cells_join() -> None:
     kind = SegmentKind.PARAPHRASE
     spans = [Segment(*span, f"p{n}", kind, n) for n, span in enumerate(SPANS)]
     for rule in rules:
-        direct, over_layers = closure.spec_reach(rule, spans, spans)
+        direct, over_layers = transitive_reach.spec_reach(rule, spans, spans)
         cells = rule.dense(PROMPT)
         many = np.linalg.matrix_power((cells | np.eye(PROMPT, dtype=np.bool_)).astype(float), 9) > 0
         for t, target in enumerate(spans):
@@ -297,8 +297,8 @@ def test_no_preset_makes_a_finding(name: str, separators: str) -> None:
     spans = [Segment(4 * n, 4 * n + 4, f"{kind} {n}", kind, n) for n, kind in enumerate(kinds)]
     rule = preset(name, spans, separators=separators)
     targets = [s for s in spans if s.kind is SegmentKind.PARAPHRASE]
-    packed = dict.fromkeys(range(4), closure.pack_rows(rule.dense(20)[None], 20))
-    assert closure.find_transitive_leaks(packed, targets, [*targets, spans[1]]) == []
+    packed = dict.fromkeys(range(4), transitive_reach.pack_rows(rule.dense(20)[None], 20))
+    assert transitive_reach.find_transitive_leaks(packed, targets, [*targets, spans[1]]) == []
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

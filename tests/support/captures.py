@@ -13,9 +13,9 @@ import sys
 import threading
 from pathlib import Path
 
-from flexinspect import protocol
-from flexinspect.declare import read_declaration
-from flexinspect.job import Declaration, ScriptJob
+from flexinspect.inputs.declarations import read_declaration
+from flexinspect.records import protocol
+from flexinspect.records.job import Declaration, ScriptJob
 from support.forks import Ran, warm
 
 
@@ -42,7 +42,7 @@ def _answer(parent: socket.socket) -> None:
 
 
 def _main(file: str) -> None:
-    from flexinspect_hooks.script import main
+    from flexinspect_hooks.user_code.script.script_run import main
 
     parent, child = socket.socketpair()
     parent.sendall((Path(file).read_text(encoding="utf-8") + "\n").encode())

@@ -9,7 +9,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from flexinspect.findings import Finding
+from flexinspect.records.finding import Finding
 from flexinspect.trace.reader import open_trace
 from support.captures import capture
 from support.forks import Ran, run_alone

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flexinspect.control.messages import BreakpointInfo, Cost, QueuedRewind, StepRef
-from flexinspect.errors import ControlError, FlexInspectError, UsageError
-from flexinspect_hooks.control.gate import StepBarrier
+from flexinspect.core.errors import ControlError, FlexInspectError, UsageError
+from flexinspect_hooks.control.step_barrier import StepBarrier
 
 PATIENCE_S = 10.0
 

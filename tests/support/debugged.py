@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from flexinspect.vscode import CONFIGURATIONS
+from flexinspect.launch.vscode_config import CONFIGURATIONS
 
 PATIENCE_S = 90.0
 
@@ -90,7 +90,7 @@ from pathlib import Path
 def look(module, args, output):
     if Path("event").exists():
         Path("event").unlink()
-        from flexinspect_hooks.debugging.stopping import stop_in
+        from flexinspect_hooks.debugger.pdb_terminal import stop_in
 
         facts = {"step": 7, "layer": 1, "module": "o_proj"}
         Path("answer").write_text(str(stop_in(sys._getframe(), "entropy > 3", facts)))

@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 
-from flexinspect import masks
-from flexinspect.gradientrecords import GradientRecord, GradientStat
-from flexinspect.prompts import Prompt, compose_prompt
-from flexinspect_hooks.generate import Choice, generate
-from flexinspect_hooks.grads.backward import Differentiator, GradientSpec, TokenContext
-from flexinspect_hooks.grads.gate import SampledLogits, sample_logits
-from flexinspect_hooks.layers import attention_layers, decoder_blocks
-from flexinspect_hooks.masksource import MaskSource, SpecMaskSource
-from flexinspect_hooks.patching import FlexPatch
+from flexinspect.masks import algebra
+from flexinspect.records.prompt import Prompt, compose_prompt
+from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
+from flexinspect_hooks.generation.decoding import Choice, generate
+from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource
+from flexinspect_hooks.gradients.backward import (
+    Differentiator,
+    GradientSpec,
+    SampledLogits,
+    TokenContext,
+    sample_logits,
+)
 from support.tiny import make_pieces
 
 CPU = torch.device("cpu")
@@ -47,7 +52,7 @@ class Run:
 
 def rule_source(prompt: Prompt, mask: str) -> SpecMaskSource:
     """Return the mask of a preset for a prompt."""
-    rule = masks.preset(mask, prompt.segments)
+    rule = algebra.preset(mask, prompt.segments)
     return SpecMaskSource(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from flexinspect.gradientrecords import GradientRecord, GradientStat
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect.trace.file.writer import TraceWriter
 from support.traces import LAYERS, N_PROMPT, RUN, sample_generation, sample_step
 
 PARTS = {"q": "self_attn.q_proj", "v": "self_attn.v_proj", "mlp": "mlp.up_proj", "norm": "norm"}

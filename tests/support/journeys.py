@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexinspect import masks
-from flexinspect.job import SamplingOptions
-from flexinspect.prompts import Prompt, compose_prompt
-from flexinspect_hooks.generate import Choice, Decoder, generate
-from flexinspect_hooks.masksource import MaskSource, SpecMaskSource, UserMaskSource
-from flexinspect_hooks.patching import FlexPatch
-from flexinspect_hooks.travel.journey import BranchingDecoder
-from flexinspect_hooks.travel.lines import BranchState
-from flexinspect_hooks.travel.parts import StopCriteria
+from flexinspect.masks import algebra
+from flexinspect.records.job import SamplingOptions
+from flexinspect.records.prompt import Prompt, compose_prompt
+from flexinspect_hooks.generation.decoding import Choice, Decoder, generate
+from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.generation.mask_source import MaskSource, SpecMaskSource, UserMaskSource
+from flexinspect_hooks.rewind.branch_state import BranchState
+from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, StopCriteria
 from support.tiny import make_pieces
 
 CPU = torch.device("cpu")
@@ -84,7 +83,7 @@ class Trip:
 
 
 def rule_source(prompt: Prompt, name: str = "segment-isolation") -> SpecMaskSource:
-    rule = masks.preset(name, prompt.segments)
+    rule = algebra.preset(name, prompt.segments)
     return SpecMaskSource(rule, length=prompt.segments[-1].stop, device=CPU, compiled=False)
 
 

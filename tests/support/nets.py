@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flexinspect.findings import Finding
-from flexinspect.trainingfacts import TrainingStepRecord
-from flexinspect_hooks.training import forwards, reductions
-from flexinspect_hooks.training.watching import watch_training
+from flexinspect.records.finding import Finding
+from flexinspect.records.training_step import TrainingStepRecord
+from flexinspect_hooks.training import forward_passes, tensor_statistics
+from flexinspect_hooks.training.watch_training import watch_training
 
 LossOf = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
 
@@ -71,5 +71,5 @@ class Log(nn.Module):
 
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what capture does on a device that one waits for be done here."""
-    for module in (forwards, reductions):
+    for module in (forward_passes, tensor_statistics):
         monkeypatch.setattr(module, "is_remote", lambda tensor: True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import flexinspect
-from flexinspect.findings import Finding, Severity
+from flexinspect.records.finding import Finding, Severity
 from flexinspect.trace.reader import open_trace
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from flexinspect.findings import Finding, Severity
-from flexinspect.records import EventRecord, StepRecord
-from flexinspect.rules.base import FindingKind, Rule
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import EventRecord, StepRecord
+from flexinspect.rules.engine import FindingKind, Rule
 
 QUERY = "SELECT * FROM steps WHERE generation = {generation} AND step = {step}"
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from flexinspect.prompts import PromptTokenIds
+from flexinspect.records.prompt import PromptTokenIds
 
 VOCAB = 300
 COMMON: dict[str, Any] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flexinspect import masks
-from flexinspect.findings import Finding, Severity
-from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.records import (
+from flexinspect.masks import algebra
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import (
     ArrayRecord,
     CallRecord,
     Candidate,
@@ -24,7 +24,7 @@ from flexinspect.records import (
     StepRecord,
     TokenRecord,
 )
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.trace.file.writer import TraceWriter
 
 PROMPT = (
     ("<s>", "", 0),
@@ -110,7 +110,7 @@ def sample_generation(number: int) -> GenerationRecord:
         TokenRecord(pos, 10 + pos, token, text, pos, segment_of[pos], pos == 0)
         for pos, (token, text, _) in enumerate(PROMPT)
     )
-    rule = masks.preset("segment-isolation", SEGMENTS)
+    rule = algebra.preset("segment-isolation", SEGMENTS)
     declared = {
         "preset": "segment-isolation",
         "separators": "attached",
@@ -167,7 +167,7 @@ def sample_step(
 
 
 def _mask(step: int, generation: int) -> MaskRecord:
-    rule = masks.preset("segment-isolation", SEGMENTS)
+    rule = algebra.preset("segment-isolation", SEGMENTS)
     rows = 1 if step else N_PROMPT
     offset = N_PROMPT + step - 1 if step else 0
     n_kv = N_PROMPT + step

@@ -6,9 +6,9 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from flexinspect.screens.facts import TraceHeader
-from flexinspect.screens.panelview import PanelView
-from flexinspect.screens.strip import TokenStrip
+from flexinspect.tui.panel_view import PanelView
+from flexinspect.tui.status_lines import TraceHeader
+from flexinspect.tui.token_strip import TokenStrip
 
 
 async def settle(pilot: Pilot[Any]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
-from flexinspect import capture
+from flexinspect.launch import child_process
 from support.forks import warm
 
 
@@ -35,7 +35,7 @@ class ForkedCapture:
     """A capture process of our own generation, as `subprocess.Popen` would show it."""
 
     def __init__(self, command: Sequence[str], **options: Any) -> None:
-        assert command[-2:] == ["-m", "flexinspect_hooks.process"], command
+        assert command[-2:] == ["-m", "flexinspect_hooks.ensemble.capture_process"], command
         assert options["start_new_session"]
         ends = [os.pipe() for _ in range(3)]
         self.returncode: int | None = None
@@ -85,7 +85,7 @@ def _become_capture(streams: Sequence[int]) -> NoReturn:
         os.closerange(3, 1024)
         sys.stdin = os.fdopen(0, encoding="utf-8")
         sys.stdout, sys.stderr = (os.fdopen(n, "w", encoding="utf-8") for n in (1, 2))
-        from flexinspect_hooks.process import main
+        from flexinspect_hooks.ensemble.capture_process import main
 
         atexit._clear()  # those are the command's
         code = main()
@@ -102,7 +102,7 @@ def _become_capture(streams: Sequence[int]) -> NoReturn:
 def _main() -> int:
     from flexinspect.__main__ import main
 
-    capture.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    child_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
         **{**vars(subprocess), "Popen": ForkedCapture}
     )
     return main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from trace_samples import write
+from support.trace_samples import write
 
 
 @pytest.fixture(scope="session")

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trace_samples import generation, step
+from support.trace_samples import generation, step
 
 import flexinspect.trace
-from flexinspect.errors import TraceError, TraceWriteError
-from flexinspect.records import ArrayRecord
-from flexinspect.trace.dump import DumpSelection, dump_json
-from flexinspect.trace.dumptext import dump_text
+from flexinspect.core.errors import TraceError, TraceWriteError
+from flexinspect.records.step import ArrayRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.schema import APPLICATION_ID
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
 
 
 def read_all(path: Path) -> str:
@@ -180,7 +179,7 @@ def test_damage_of_one_array_leaves_the_others_readable(copy: Path) -> None:
 
 
 def test_a_locked_file(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexinspect.trace.connections.READ_BUSY_S", 0.05)
+    monkeypatch.setattr("flexinspect.trace.file.connections.READ_BUSY_S", 0.05)
     with closing(sqlite3.connect(copy, isolation_level=None)) as db:
         db.execute("BEGIN EXCLUSIVE")
         with pytest.raises(TraceError, match="locked by another program"):

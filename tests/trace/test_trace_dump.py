@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trace_samples import NAN, end, generation, small_step, step
+from support.trace_samples import NAN, end, generation, small_step, step
 
-from flexinspect.commands import dump
-from flexinspect.errors import UsageError
-from flexinspect.records import ArrayRecord
-from flexinspect.trace.dump import PAGE_ROWS
-from flexinspect.trace.dumptext import escape_unprintable, quote_visible
+from flexinspect.cli import dump
+from flexinspect.core.errors import UsageError
+from flexinspect.records.step import ArrayRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.trace.trace_dump import PAGE_ROWS, escape_unprintable, quote_visible
 
 GOLDEN = Path(__file__).with_name("golden_dump.txt")
 
 CHILD = """
 import argparse, sys
-from flexinspect.commands import dump
+from flexinspect.cli import dump
 parser = argparse.ArgumentParser()
 dump.add_parser(parser.add_subparsers())
 args = parser.parse_args(sys.argv[1:])

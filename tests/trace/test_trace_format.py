@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from support.paths import DOCS
-from trace_samples import generation, small_step, step
+from support.trace_samples import generation, small_step, step
 
-from flexinspect.trace import connections, schema
+from flexinspect.trace import schema
 from flexinspect.trace.arrays import CODECS
-from flexinspect.trace.columns import SQL_TYPES
+from flexinspect.trace.file import connections
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.trace.schema import SQL_TYPES
 
 PAGE = DOCS / "trace-format.md"
 
@@ -130,8 +131,8 @@ def test_no_python_and_no_torch_is_needed_to_read_the_numbers(client: sqlite3.Co
 
 def test_reading_and_dumping_import_neither_torch_nor_textual() -> None:
     code = (
-        "import sys, flexinspect.trace.reader, flexinspect.trace.writer; "
-        "import flexinspect.trace.dumptext, flexinspect.commands.dump; "
+        "import sys, flexinspect.trace.reader, flexinspect.trace.file.writer; "
+        "import flexinspect.trace.trace_dump, flexinspect.cli.dump; "
         "print({'torch', 'textual', 'transformers'} & {*sys.modules})"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,18 +11,18 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from trace_samples import end, generation, same, step
+from support.trace_samples import end, generation, same, step
 
-from flexinspect.errors import TraceWriteError
-from flexinspect.records import EventRecord
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.records.step import EventRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.writer import TraceWriter
 
 CHILD = """
 import sys
-from flexinspect.errors import TraceWriteError
-from flexinspect.trace.writer import TraceWriter
-from trace_samples import generation, step, end
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.trace.file.writer import TraceWriter
+from support.trace_samples import generation, step, end
 if sys.argv[2] == "limit":
     import resource
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))

@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trace_samples import INF, NAN, generation, step, write
+from support.trace_samples import INF, NAN, generation, step, write
 
-from flexinspect.errors import TraceError
-from flexinspect.gradientrecords import GradientRecord, GradientStat
-from flexinspect.trace.dump import DumpSelection, dump_json
-from flexinspect.trace.dumptext import dump_text
-from flexinspect.trace.gradients import steps_with_gradients
-from flexinspect.trace.reader import open_trace
+from flexinspect.core.errors import TraceError
+from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.reader import open_trace, steps_with_gradients
 from flexinspect.trace.replay import replay
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
 
 
 def gradients(**changes: Any) -> GradientRecord:

@@ -13,14 +13,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from trace_samples import same, step
+from support.trace_samples import same, step
 
 from flexinspect.trace.reader import open_trace
 
 CHILD = """
 import os, sys
-from trace_samples import generation, end, step
-from flexinspect.trace import fresh, writer as module
+from support.trace_samples import generation, end, step
+from flexinspect.trace.file import writer, writer as module
 fresh.WAL_LIMIT = int(sys.argv[2])
 module.WAL_TIDY = 0
 steps_each = int(sys.argv[3])

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from trace_samples import end, generation, same, small_step, step, write
+from support.trace_samples import end, generation, same, small_step, step, write
 
-from flexinspect.errors import TraceError
-from flexinspect.trace.connections import in_wal_mode
+from flexinspect.core.errors import TraceError
+from flexinspect.trace.file.connections import in_wal_mode
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.writer import TraceWriter
 
 
 def names(folder: Path) -> list[str]:
@@ -75,8 +75,8 @@ def test_a_reader_in_another_thread_never_sees_half_a_step(tmp_path: Path) -> No
 
 CHILD = """
 import sys, time
-from trace_samples import generation, end, small_step
-from flexinspect.trace.writer import TraceWriter
+from support.trace_samples import generation, end, small_step
+from flexinspect.trace.file.writer import TraceWriter
 with TraceWriter.create(sys.argv[1], {}) as writer:
     writer.begin_generation(generation())
     for number in range(150):
@@ -128,7 +128,7 @@ def test_a_polling_reader_lets_the_writer_fold_its_file(tmp_path: Path) -> None:
 def test_a_reader_that_never_lets_go_is_named_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flexinspect.trace.writer.READER_WAIT_S", 0.05)
+    monkeypatch.setattr("flexinspect.trace.file.writer.READER_WAIT_S", 0.05)
     path = tmp_path / "a.flextrace"
     writer = TraceWriter.create(path, {})
     writer.write_step(step(0))
@@ -171,7 +171,7 @@ def test_a_finished_trace_is_read_without_making_files(finished: Path, tmp_path:
 
 READ = """
 import os, sys
-from flexinspect.errors import TraceError
+from flexinspect.core.errors import TraceError
 from flexinspect.trace.reader import open_trace
 if os.geteuid() == 0:
     os.setgroups([])

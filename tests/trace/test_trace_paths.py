@@ -13,13 +13,13 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from trace_samples import generation, small_step, write
+from support.trace_samples import generation, small_step, write
 
-from flexinspect.errors import TraceWriteError
-from flexinspect.trace import places
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.trace.file import location
+from flexinspect.trace.file.ownership import close_dead_trace
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.settle import close_dead_trace
-from flexinspect.trace.writer import TraceWriter
 
 
 def assert_refused(path: Path, sentence: str, *, overwrite: bool = False) -> None:
@@ -93,8 +93,8 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
 
 CREATE = """
 import os, sys
-from flexinspect.errors import TraceWriteError
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.trace.file.writer import TraceWriter
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(65534)
@@ -185,7 +185,7 @@ def on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     target.mkdir()
     local.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(local))
-    monkeypatch.setattr(places, "network_file_system", lambda folder: "nfs4")
+    monkeypatch.setattr(location, "network_file_system", lambda folder: "nfs4")
     return target
 
 
@@ -235,16 +235,16 @@ def test_the_nearest_mount_decides(
     monkeypatch: pytest.MonkeyPatch, folder: str, kind: str | None
 ) -> None:
     points = [("/", "ext4"), ("/home/ann", "nfs4"), ("/srv", "CIFS"), ("/home/ann\\040bob", "")]
-    mounts = [(Path(places._unescape(point)), name) for point, name in points]
+    mounts = [(Path(location._unescape(point)), name) for point, name in points]
     mounts[-1] = (mounts[-1][0], "fuse.sshfs")
-    monkeypatch.setattr(places, "_mounts", lambda: mounts)
+    monkeypatch.setattr(location, "_mounts", lambda: mounts)
     monkeypatch.setattr(Path, "resolve", lambda self: self)
-    assert places.network_file_system(Path(folder)) == kind
+    assert location.network_file_system(Path(folder)) == kind
 
 
 def test_this_machine_can_say_where_it_records(tmp_path: Path) -> None:
-    assert any(point == Path(tmp_path.anchor) for point, _ in places._mounts())
-    assert places.network_file_system(tmp_path) is None or os.environ.get("TMPDIR")
+    assert any(point == Path(tmp_path.anchor) for point, _ in location._mounts())
+    assert location.network_file_system(tmp_path) is None or os.environ.get("TMPDIR")
 
 
 def test_a_discarded_trace_leaves_nothing_although_somebody_reads_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from trace_samples import (
+from support.trace_samples import (
     INF,
     NAN,
     end,
@@ -25,9 +25,9 @@ from trace_samples import (
     write,
 )
 
-from flexinspect.errors import TraceError, TraceWriteError
-from flexinspect.findings import Finding, Repeat, Severity
-from flexinspect.records import (
+from flexinspect.core.errors import TraceError, TraceWriteError
+from flexinspect.records.finding import Finding, Repeat, Severity
+from flexinspect.records.step import (
     ArrayRecord,
     CallRecord,
     Candidate,
@@ -39,9 +39,9 @@ from flexinspect.records import (
     TokenRecord,
 )
 from flexinspect.trace import schema
-from flexinspect.trace.callranges import finding_groups
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.queries.range_queries import finding_groups
 from flexinspect.trace.reader import TraceReader, open_trace
-from flexinspect.trace.writer import TraceWriter
 
 SLOW_OK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -8,14 +8,14 @@ import math
 from pathlib import Path
 
 import pytest
-from trace_samples import INF, NAN, generation, same, step
+from support.trace_samples import INF, NAN, generation, same, step
 
-from flexinspect.commands import dump
-from flexinspect.records import StepRecord
+from flexinspect.cli import dump
+from flexinspect.records.step import StepRecord
+from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient, TrainingStepRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
 from flexinspect.trace.replay import replay
-from flexinspect.trace.writer import TraceWriter
-from flexinspect.trainingfacts import AnomalyOrigin, ParameterGradient, TrainingStepRecord
 
 
 def trained(number: int) -> TrainingStepRecord:

@@ -1,39 +1,5 @@
-"""What the tests of the interface share."""
+"""Fixtures of the interface."""
 
-from __future__ import annotations
+from support.interface_fixtures import no_review, own_state, trace, with_review
 
-from pathlib import Path
-
-import pytest
-from support.traces import sample_trace
-
-from flexinspect.screens import reviewing
-
-
-@pytest.fixture(autouse=True)
-def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep what the interface remembers, and the user's settings, out of the tests."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("COLORTERM", "truecolor")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    return tmp_path / "state"
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """A finished trace of two generations of six steps."""
-    return sample_trace(tmp_path / "sample.flextrace")
-
-
-@pytest.fixture(autouse=True)
-def no_review(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no rule look at the traces of these tests, whatever rules there are by now."""
-    if "with_review" not in request.fixturenames:
-        monkeypatch.setattr(reviewing, "needs_review", lambda reader: False)
-
-
-@pytest.fixture
-def with_review() -> None:
-    """Let rules look after all."""
+__all__ = ["no_review", "own_state", "trace", "with_review"]

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import textual
+from support.paths import TESTS
 from support.tui import settle
 
-from flexinspect import state
-from flexinspect.app import InspectorApp
+from flexinspect.tui import saved_state
+from flexinspect.tui.app import InspectorApp
 
-GOLDENS = Path(__file__).parent / "goldens"
+GOLDENS = TESTS / "fixtures" / "goldens"
 MADE_WITH = "8.2.8"
 CASES = {
     "mask-logits": ((80, 24), ("mask", "logits"), ("right",)),
@@ -32,7 +33,7 @@ async def test_the_screen_looks_as_it_did(
     size, panels, keys = CASES[name]
     if name.endswith("plain"):
         monkeypatch.setenv("NO_COLOR", "1")
-    state.save_state(panels=panels)
+    saved_state.save_state(panels=panels)
     app = InspectorApp(trace)
     async with app.run_test(size=size) as pilot:
         await settle(pilot)

@@ -13,20 +13,19 @@ from support.traces import LAYERS, sample_trace
 from support.tui import screen_lines, screen_text, settle
 from textual.command import CommandList, CommandPalette
 
-from flexinspect.app import InspectorApp
-from flexinspect.keys import all_keys
+from flexinspect.core.keys import all_keys
 from flexinspect.panels.base import Missing, Request, TracePlace
-from flexinspect.panels.registry import load_panel, panel_names
+from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.source import Source
-from flexinspect.records import EventRecord
-from flexinspect.screens.ask import ChoiceDialog, HelpScreen, TextDialog
-from flexinspect.screens.broken import UnreadableTraceScreen
-from flexinspect.screens.slots import Slots, n_columns, n_slots
-from flexinspect.screens.start import StartScreen
-from flexinspect.screens.trace import TraceScreen
-from flexinspect.state import load_state
+from flexinspect.records.step import EventRecord
+from flexinspect.trace.file.writer import TraceWriter
 from flexinspect.trace.reader import open_trace
-from flexinspect.trace.writer import TraceWriter
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.panel_layout import Slots, n_columns, n_slots
+from flexinspect.tui.saved_state import load_state
+from flexinspect.tui.screens.dialogs import ChoiceDialog, HelpScreen, TextDialog
+from flexinspect.tui.screens.start_screen import StartScreen, UnreadableTraceScreen
+from flexinspect.tui.screens.trace_screen import TraceScreen
 
 WIDE, SMALL = (130, 40), (80, 24)
 PANELS = ("tokens", "mask", "attention", "logits", "layers", "memory", "path", "findings", "run")
@@ -471,7 +470,7 @@ def test_before_the_first_generation_a_panel_waits_and_does_not_complain(
 async def test_a_panel_that_fails_says_so_and_ends_nothing(
     trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flexinspect.panels.logits import LogitsPanel
+    from flexinspect.panels.logits_panel import LogitsPanel
 
     def fail(*args: object) -> None:
         raise ZeroDivisionError("[bold]oh[/bold]")
@@ -537,8 +536,8 @@ async def test_a_number_beyond_any_step_is_a_word(trace: Path) -> None:
 
 
 async def test_damage_met_by_a_search_is_said(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flexinspect.errors import TraceError
-    from flexinspect.screens import seeking as screen_module
+    from flexinspect.core.errors import TraceError
+    from flexinspect.tui.screens import navigation as screen_module
 
     def fail(*args: object, **options: object) -> None:
         raise TraceError("The page is damaged.")

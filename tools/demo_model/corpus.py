@@ -1,6 +1,6 @@
 """Training examples: questions in altered seen wordings, in every layout the product can compose.
 
-Prompts and masks come from `flexinspect.prompts` and `flexinspect.masks`, so the model is trained
+Prompts and masks come from `flexinspect.records.prompt` and `flexinspect.masks.algebra`, so the model is trained
 on exactly what the product feeds.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from flexinspect.masks import BoolArray, preset
-from flexinspect.prompts import Prompt, PromptTokenIds, Segment, compose_prompt
+from flexinspect.masks.algebra import BoolArray, preset
+from flexinspect.records.prompt import Prompt, PromptTokenIds, Segment, compose_prompt
 from tools.demo_model.facts import Fact
 from tools.demo_model.templates import (
     ENDINGS,

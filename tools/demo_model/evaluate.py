@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flexinspect.masks import PRESETS
-from flexinspect.prompts import POSITION_MODES
+from flexinspect.masks.algebra import PRESETS
+from flexinspect.records.prompt import POSITION_MODES
 from tools.demo_model.corpus import (
     MAX_NEW_TOKENS,
     PLAIN,

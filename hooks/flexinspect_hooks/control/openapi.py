@@ -9,9 +9,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from flexinspect import __version__
-from flexinspect.control.codec import field_types, to_json
-from flexinspect.control.messages import ErrorResponse
-from flexinspect_hooks.control.verbs import ROUTES, Route
+from flexinspect.control.messages import ErrorResponse, field_types, to_json
+from flexinspect_hooks.control.handlers import ROUTES, Route
 
 _SCALAR_SCHEMAS: Mapping[Any, Mapping[str, Any]] = {
     int: {"type": "integer"},

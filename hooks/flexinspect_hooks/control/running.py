@@ -6,23 +6,23 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from flexinspect.control.addresses import ServeOptions
+from flexinspect.control.discovery import ServeOptions
 from flexinspect.control.messages import StepRef
-from flexinspect.errors import ControlError
-from flexinspect.records import EventRecord
-from flexinspect_hooks.control.findingcount import FindingCounter
-from flexinspect_hooks.control.gate import StepBarrier
-from flexinspect_hooks.control.parts import (
+from flexinspect.core.errors import ControlError
+from flexinspect.records.step import EventRecord
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.server import ControlServer
+from flexinspect_hooks.control.step_barrier import StepBarrier
+from flexinspect_hooks.control.targets import (
     ControlTargets,
+    FindingCounter,
     Levels,
     register_counter,
     unregister_counter,
 )
-from flexinspect_hooks.control.server import ControlServer
-from flexinspect_hooks.control.verbs import CaptureInfo
 
 if TYPE_CHECKING:
-    from flexinspect_hooks.recorder import Recorder
+    from flexinspect_hooks.capture.recorder import Recorder
 
 
 class CaptureControl:

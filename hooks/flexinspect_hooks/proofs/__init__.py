@@ -11,8 +11,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from flexinspect.errors import UsageError
-from flexinspect.proofs import PROOF_KINDS, Proof
+from flexinspect.analysis.proof_results import PROOF_KINDS, Proof
+from flexinspect.core.errors import UsageError
 
 _MODULES = {
     "isolation": "isolation",

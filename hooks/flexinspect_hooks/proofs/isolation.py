@@ -15,23 +15,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flexinspect.errors import UsageError
-from flexinspect.findings import Finding
-from flexinspect.masks import BoolArray, MaskSpec
-from flexinspect.prompts import Segment, SegmentKind
-from flexinspect.proofs import ISOLATED, UNREAD, Proof, format_amount, proof_finding
-from flexinspect.rules.words import plural, printable
-from flexinspect_hooks.proofs.leaks import IsolationLeak, explain_leaks
-from flexinspect_hooks.proofs.noise import (
+from flexinspect.analysis.proof_results import ISOLATED, UNREAD, Proof, format_amount, proof_finding
+from flexinspect.core.errors import UsageError
+from flexinspect.core.text import plural, printable
+from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.records.finding import Finding
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect_hooks.proofs.hidden_states import HiddenStates, RowChanges, capture_points
+from flexinspect_hooks.proofs.leak_path import (
+    IsolationLeak,
     above_noise,
+    explain_leaks,
     is_rounding,
     rounding_noise,
     run_noise,
     unstable_finding,
 )
-from flexinspect_hooks.proofs.rows import HiddenStates, RowChanges, capture_points
-from flexinspect_hooks.proofs.subject import OnProgress, RunIds, Subject, subject_of
-from flexinspect_hooks.spans import SegmentArgument
+from flexinspect_hooks.proofs.proof_subject import OnProgress, RunIds, Subject, subject_of
+from flexinspect_hooks.user_code.declared_prompt import SegmentArgument
 
 _MAX_NAMES = 4
 

@@ -1,0 +1,147 @@
+"""What going back costs: restoring a state of 300 tokens of the demo model, forking, editing."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from benchmarks.common import flex_source
+from flexinspect.inputs import datasets, model_names
+from flexinspect.inputs.config import load_config
+from flexinspect.masks import edits as maskedits
+from flexinspect.records.job import Job, SamplingOptions
+from flexinspect.records.prompt import Prompt
+from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+from flexinspect_hooks.generation.decoding import Choice, Decoder, generate
+from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.loading.model_loader import LoadedModel, load
+from flexinspect_hooks.rewind.branch_state import BranchState
+from flexinspect_hooks.rewind.branching_decoder import BranchingDecoder, StopCriteria
+from flexinspect_hooks.rewind.cache_shelf import n_rows_of
+
+TOKENS = 300
+ROUNDS = 11
+WARM = SamplingOptions(do_sample=True, temperature=1.2, top_k=50)
+
+
+class Nobody:
+    """A scribe that writes nothing down."""
+
+    def stand(self, branch: int, step: int) -> None: ...
+    def muted(self) -> Any:
+        return nullcontext()
+
+    def drop(self, line: BranchState) -> None: ...
+    def chose(self, line: BranchState, choice: Choice) -> None: ...
+    def begin(self, line: BranchState) -> None: ...
+    def end(self, line: BranchState, state: str, reason: str) -> None: ...
+    def tell(self, *about: Any) -> None: ...
+
+
+def measure() -> dict[str, Any]:
+    """Measure on the demo model, with one thread, as a live run uses on two cores."""
+    torch.set_num_threads(1)
+    loaded = load(
+        model_names.resolve("demo", load_config()),
+        device="cpu",
+        dtype="auto",
+        weights="pretrained",
+        seed=0,
+        trust_remote_code=False,
+        report=lambda phase, data: None,
+    )
+    prompt = _prompt(loaded)
+    with FlexPatch(loaded.model, flex_source(prompt, "cpu", compiled=False)) as patch:
+        journey = _journey(loaded, prompt, patch)
+        steps = [_timed(journey.advance) for _ in range(len(prompt.segments[-1]))]
+        facts = _journeys(journey, len(steps) - 2)
+        plain = _plain_step(loaded, prompt)
+    return {
+        "threads": 1,
+        "prompt": len(prompt.ids),
+        "steps": len(steps),
+        "step_ms": _median(steps[1:]),
+        "plain_step_ms": plain,
+        **facts,
+        "wanted_ms": 200,
+    }
+
+
+def _prompt(loaded: LoadedModel) -> Prompt:
+    """Return a prompt of the demo set with room for as many tokens as make `TOKENS` and two."""
+    (sample,) = datasets.load("demo", max_samples=1)
+    chosen = datasets.choose_paraphrases(sample, 5, None)
+
+    def made(n_new: int) -> Prompt:
+        job = Job(out="", max_new_tokens=n_new, sampling=WARM, stop="length")
+        return EnsembleRunner(loaded, job, compiled=False).plan(chosen).prompt
+
+    return made(TOKENS + 2 - len(made(1).ids))
+
+
+def _journey(loaded: LoadedModel, prompt: Prompt, patch: FlexPatch) -> BranchingDecoder:
+    decoder = Decoder(loaded.model, prompt, sampling=WARM)
+    limits = StopCriteria(len(prompt.segments[-1]))
+    return BranchingDecoder(loaded.model, decoder, patch, Nobody(), limits)
+
+
+def _journeys(journey: BranchingDecoder, step: int) -> Mapping[str, Any]:
+    """Restore, fork and edit at the step before the last, from its cache and from nothing."""
+    base = journey.branches[0]
+    rows = len(journey._decoder.prompt.ids) + step
+    cropped = [_timed(lambda: journey.restore(0, step)) for _ in range(ROUNDS)]
+    assert n_rows_of(journey._decoder.cache) == rows
+    onward = []
+    for _ in range(ROUNDS):
+        journey.restore(0, step)
+        onward.append(_timed(journey.advance))
+    again = []
+    for _ in range(3):
+        journey._decoder.set_state([], type(journey._decoder.cache)())
+        journey._cache_store.clear()
+        again.append(_timed(lambda: journey.restore(0, step)))
+    forks, edits = [], []
+    for number in range(ROUNDS):
+        token = (base.checkpoint(step).token_id + 1 + number) % 300
+        forks.append(_timed(lambda token=token: journey.fork(0, step, [token])))
+    for _ in range(3):
+        edit = [maskedits.parse_edit("drop paraphrase 2")]
+        edits.append(
+            _timed(lambda edit=edit: (journey.edit_mask(0, step, edit), journey.advance()))
+        )
+    return {
+        "state_rows": rows,
+        "restore_cropped_ms": _median(cropped),
+        "next_step_ms": _median(onward),
+        "restore_replayed_ms": _median(again),
+        "fork_ms": _median(forks),
+        "edit_with_recompute_ms": _median(edits),
+    }
+
+
+def _plain_step(loaded: LoadedModel, prompt: Prompt) -> float:
+    """Return the step of the same generation without anything kept for going back."""
+    stamps: list[float] = []
+
+    def stamp(choice: Choice) -> None:
+        stamps.append(time.perf_counter())
+
+    n_new = len(prompt.segments[-1])
+    generate(loaded.model, prompt, max_new_tokens=n_new, sampling=WARM, on_choice=stamp)
+    return _median([b - a for a, b in itertools.pairwise(stamps)])
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _median(seconds: list[float]) -> float:
+    return round(statistics.median(seconds) * 1e3, 3)

@@ -1,0 +1,364 @@
+"""Branches of a generation compared: the tree, tokens side by side, distributions, masks.
+
+Everything is read from a trace. A branch is read with its parents' steps before the fork. Where two
+distributions are compared, `basis` says from what: "all logits" where both steps hold the stream
+`logits.row` (level extreme), else "candidates": the tokens that both steps list among their best
+ones, every other token counted as one. Merging outcomes can only lower a KL divergence, so the
+latter is a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.records.step import Candidate, TokenRecord
+from flexinspect.trace.queries.branch_queries import visible_lineage
+from flexinspect.trace.queries.range_queries import (
+    branch_of_step,
+    chosen_tokens,
+    lineage,
+    step_bounds,
+    step_range,
+)
+from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import BranchRow
+
+LOGITS_STREAM = "logits.row"
+"""The stream that holds all logits of a step."""
+
+Basis = Literal["all logits", "candidates"]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchNode:
+    """A branch in the tree: `depth` below the base, `says` what made it differ from its parent.
+
+    `children` are the numbers of its forks. `n_steps` counts its own steps.
+    """
+
+    row: BranchRow
+    depth: int
+    children: tuple[int, ...]
+    change_text: str
+    n_steps: int
+
+
+def branch_tree(reader: TraceReader, generation: int) -> list[BranchNode]:
+    """Return all branches, each followed by its forks, in order. Raises `TraceError`."""
+    rows = {row.branch: row for row in reader.branches(generation)}
+    children: dict[int | None, list[int]] = {}
+    for row in rows.values():
+        parent = row.parent if row.parent in rows and row.parent != row.branch else None
+        children.setdefault(parent, []).append(row.branch)
+
+    def walk(branch: int, depth: int) -> Iterator[BranchNode]:
+        row, mine = rows[branch], tuple(children.get(branch, ()))
+        yield BranchNode(
+            row, depth, mine, describe_change(row.change), reader.n_steps(generation, branch)
+        )
+        for child in mine:
+            yield from walk(child, depth + 1)
+
+    return [node for branch in children.get(None, ()) for node in walk(branch, 0)]
+
+
+def describe_change(change: Mapping[str, Any]) -> str:
+    """Return what made a branch differ from its parent, in a few words; empty for the base."""
+    match change.get("kind"):
+        case "token":
+            token, instead = (
+                repr(str(change[key])) if key in change else f"token {change.get(other)}"
+                for key, other in (("text", "token_id"), ("instead_text", "instead_id"))
+            )
+            return f"{token} instead of {instead}"
+        case "mask":
+            edits = change.get("edits")
+            said = "; ".join(map(str, edits)) if isinstance(edits, list) else "an edited mask"
+            again = ", all keys computed again" if change.get("recomputed") else ""
+            return f"{said}{again}"
+        case "replay":
+            return "it came out differently when it was run again"
+    return ""
+
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPair:
+    """What two branches have at one position; None where one of them is shorter."""
+
+    pos: int
+    one: TokenRecord | None
+    other: TokenRecord | None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both have the same token."""
+        both = self.one, self.other
+        return None not in both and self.one.token_id == self.other.token_id  # type: ignore[union-attr]
+
+
+def token_pairs(
+    reader: TraceReader, generation: int, one: int, other: int, start: int = 0, stop: int = 1 << 62
+) -> list[TokenPair]:
+    """Return the tokens of two branches at the positions `start <= pos < stop`, in order."""
+    left, right = (
+        {token.pos: token for token in read_tokens(reader, generation, branch, start, stop)}
+        for branch in (one, other)
+    )
+    return [TokenPair(p, left.get(p), right.get(p)) for p in sorted(left.keys() | right.keys())]
+
+
+def common_steps(reader: TraceReader, generation: int, one: int, other: int) -> int:
+    """Return how many steps two branches share because neither had left the other yet."""
+    mine, theirs = (
+        {number: first for number, first, _ in lineage(reader, generation, branch)}
+        for branch in (one, other)
+    )
+    own = [first for number, first in mine.items() if number not in theirs]
+    own += [first for number, first in theirs.items() if number not in mine]
+    return min(own) if own else 1 << 62
+
+
+def first_difference(reader: TraceReader, generation: int, one: int, other: int) -> int | None:
+    """Return the first step that chose another token in `other`; None where none did.
+
+    A branch that ends earlier differs where it has no step any more.
+    """
+    start = common_steps(reader, generation, one, other)
+    ends = [step_bounds(reader, generation, branch) for branch in (one, other)]
+    lasts = [end[1] for end in ends if end is not None]
+    if len(lasts) < 2 or start > max(lasts):
+        return None
+    left, right = (chosen_tokens(reader, generation, start, 1 << 62, each) for each in (one, other))
+    steps = sorted(left.keys() | right.keys())
+    return next((step for step in steps if left.get(step) != right.get(step)), None)
+
+
+# -- distributions ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """How the distribution of a step differs in another branch.
+
+    `kl` is the KL divergence of `other` from `one` in nats, sum p_one * ln(p_one / p_other), of the
+    tokens that `basis` names. `changes` are (token id, text, logit in one, logit in other), largest
+    change first; logits are those before any processor.
+    """
+
+    step: int
+    basis: Basis
+    kl: float
+    changes: tuple[tuple[int, str, float, float], ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest change of a logit, in absolute value; 0 where none is known."""
+        return max((abs(b - a) for _, _, a, b in self.changes), default=0.0)
+
+
+def step_change(
+    reader: TraceReader, generation: int, step: int, one: int, other: int
+) -> StepChange | None:
+    """Return how a step's distribution differs between branches, None where one has none."""
+    places = [branch_of_step(reader, generation, step, branch) for branch in (one, other)]
+    found = [reader.candidates(generation, step, branch) for branch in places]
+    if not found[0] or not found[1]:
+        return None
+    rows = [reader.array(generation, step, LOGITS_STREAM, None, branch) for branch in places]
+    if rows[0] is not None and rows[1] is not None and rows[0].shape == rows[1].shape:
+        return _change_from_logits(step, rows[0], rows[1], [*found[0], *found[1]])
+    return _change_from_candidates(step, found[0], found[1])
+
+
+def step_changes(
+    reader: TraceReader, generation: int, start: int, stop: int, one: int, other: int
+) -> list[StepChange]:
+    """Return how the steps `start <= step < stop` differ that both branches have."""
+    both = (
+        {row.step for row in step_range(reader, generation, start, stop, branch)}
+        for branch in (one, other)
+    )
+    steps = sorted(set.intersection(*both))
+    made = (step_change(reader, generation, step, one, other) for step in steps)
+    return [change for change in made if change is not None]
+
+
+def _change_from_logits(
+    step: int, one: npt.NDArray[Any], other: npt.NDArray[Any], listed: Sequence[Candidate]
+) -> StepChange:
+    p, q = (_log_probabilities(row) for row in (one, other))
+    with np.errstate(invalid="ignore"):
+        parts = np.exp(p) * (p - q)
+    kl = float(np.where(np.isneginf(p), 0.0, parts).sum())
+    texts = {candidate.token_id: candidate.text for candidate in listed}
+    known = ((i, text, float(one[i]), float(other[i])) for i, text in texts.items())
+    return StepChange(step, "all logits", max(kl, 0.0), _sort_by_change(known))
+
+
+def _log_probabilities(row: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    wide = row.astype(np.float64)
+    high = wide.max()
+    out: npt.NDArray[np.float64] = wide - high - math.log(np.exp(wide - high).sum())
+    return out
+
+
+def _change_from_candidates(
+    step: int, one: Sequence[Candidate], other: Sequence[Candidate]
+) -> StepChange:
+    known = {candidate.token_id: candidate for candidate in other}
+    pairs = [(mine, known[mine.token_id]) for mine in one if mine.token_id in known]
+    kl = sum(math.exp(a.logprob) * (a.logprob - b.logprob) for a, b in pairs)
+    rest = [1 - sum(math.exp(pair[side].logprob) for pair in pairs) for side in (0, 1)]
+    if rest[0] > 1e-12:
+        kl += rest[0] * math.log(rest[0] / max(rest[1], 1e-12))
+    changes = ((a.token_id, a.text, a.logit, b.logit) for a, b in pairs)
+    return StepChange(step, "candidates", max(kl, 0.0), _sort_by_change(changes))
+
+
+def _sort_by_change(
+    changes: Iterator[tuple[int, str, float, float]],
+) -> tuple[tuple[int, str, float, float], ...]:
+    return tuple(sorted(changes, key=lambda one: (-abs(one[3] - one[2]), one[0])))
+
+
+# -- masks -----------------------------------------------------------------------------------------
+
+
+MAX_LISTED_CELLS = 256
+"""Cells that a difference of masks lists; all of them are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskChange:
+    """How the executed mask of a layer differs: cells as (row, key), positions of the sequence.
+
+    Compared are the rows that both branches computed up to `step`: `n_rows` of them. `opened` are
+    cells that `other` sees and `one` does not, `closed` the contrary; each at most `MOST_CELLS`,
+    counted in `n_opened` and `n_closed`.
+    """
+
+    step: int
+    layer: int
+    n_rows: int
+    n_opened: int
+    n_closed: int
+    opened: tuple[tuple[int, int], ...]
+    closed: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRows:
+    """The mask of one head as far as it is known: `cells` bool (n, n), `known` bool (n) rows."""
+
+    layer: int
+    cells: npt.NDArray[np.bool_]
+    known: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMask:
+    """The executed mask of one head in one step: `cells` bool (rows, keys), from `row`, `key` on.
+
+    Both are positions of the sequence.
+    """
+
+    layer: int
+    row: int
+    key: int
+    cells: npt.NDArray[np.bool_]
+
+
+FindStepMask = Callable[[int, int], StepMask | None]
+"""Finds the mask of a branch's own step: `find(branch, step)`."""
+
+
+def mask_change(
+    reader: TraceReader,
+    generation: int,
+    step: int,
+    one: int,
+    other: int,
+    *,
+    layer: int | None = None,
+    head: int = 0,
+    find: FindStepMask | None = None,
+) -> MaskChange | None:
+    """Return how the executed mask of a layer (None: the first) differs in another branch.
+
+    None where a branch has no call of the layer, or no cells were recorded (level basic). Who asks
+    again and again gives a `find` that remembers what `step_mask` returned.
+    """
+    mine, theirs = (
+        mask_rows(reader, generation, step, branch, layer=layer, head=head, find=find)
+        for branch in (one, other)
+    )
+    if mine is None or theirs is None:
+        return None
+    n = min(len(mine.known), len(theirs.known))
+    both = mine.known[:n] & theirs.known[:n]
+    a, b = (rows.cells[:n, :n] & both[:, None] for rows in (mine, theirs))
+    opened, closed = np.argwhere(b & ~a), np.argwhere(a & ~b)
+    return MaskChange(
+        *(step, mine.layer, int(both.sum()), len(opened), len(closed)),
+        opened=tuple((int(row), int(key)) for row, key in opened[:MAX_LISTED_CELLS]),
+        closed=tuple((int(row), int(key)) for row, key in closed[:MAX_LISTED_CELLS]),
+    )
+
+
+def mask_rows(
+    reader: TraceReader,
+    generation: int,
+    step: int,
+    branch: int,
+    *,
+    layer: int | None = None,
+    head: int = 0,
+    find: FindStepMask | None = None,
+) -> MaskRows | None:
+    """Return the executed mask of all rows up to a step, None where no cell of it is known."""
+    about = reader.step(generation, step, branch_of_step(reader, generation, step, branch))
+    if about is None:
+        return None
+    find = find or (lambda owner, at: step_mask(reader, generation, at, owner, layer, head))
+    cells = np.zeros((about.kv_after, about.kv_after), np.bool_)
+    known = np.zeros(about.kv_after, np.bool_)
+    number = None
+    for owner, first, stop in reversed(visible_lineage(reader, generation, branch, step)):
+        for at in range(first, step + 1 if stop is None else min(stop, step + 1)):
+            mask = find(owner, at)
+            if mask is not None:
+                _copy_rows(mask, cells, known)
+                number = mask.layer
+    return None if number is None else MaskRows(number, cells, known)
+
+
+def step_mask(
+    reader: TraceReader, generation: int, step: int, branch: int, layer: int | None, head: int
+) -> StepMask | None:
+    """Return the executed mask of a layer (None: the first) in a step, None if it is not known."""
+    row = reader.step(generation, step, branch)
+    calls = [] if row is None else reader.calls(generation, step, branch)
+    call = next((call for call in calls if layer in (None, call.layer)), None)
+    mask = None if call is None or call.mask is None else reader.mask(call.mask)
+    if row is None or call is None or mask is None or mask.cells is None:
+        return None
+    cells = mask.cells[min(max(head, 0), len(mask.cells) - 1)].copy()
+    # Equal masks of many steps are one record: only the step says where they lie.
+    return StepMask(call.layer, row.kv_before, max(row.kv_after - mask.kv_len, 0), cells)
+
+
+def _copy_rows(mask: StepMask, cells: npt.NDArray[np.bool_], known: npt.NDArray[np.bool_]) -> None:
+    row, key = mask.row + len(mask.cells), mask.key + mask.cells.shape[1]
+    if row <= len(known) and key <= len(known):
+        cells[mask.row : row, mask.key : key] = mask.cells
+        known[mask.row : row] = True

@@ -1,0 +1,346 @@
+"""Two traces compared, generation by generation and step by step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexinspect.core.errors import UsageError
+from flexinspect.core.text import format_ranges, plural, printable
+from flexinspect.records.step import StepRecord, TokenRecord
+from flexinspect.rules.step_diff import (
+    RealPositions,
+    StepDifference,
+    compare_steps,
+    find_jump,
+    rounding_limit,
+)
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.replay import is_standalone, replay_steps
+from flexinspect.trace.rows import GenerationRow
+
+COMPARED_STREAMS = ("hidden", "inputs.mask")
+SAME, ROUNDING, DIFFERENT = "same", "rounding", "different"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDifference:
+    """Where two prompts part: the position, and the words there (empty past the end of one)."""
+
+    position: int
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDifference:
+    """One generation of two traces.
+
+    `prompt` says where the prompts part, None where they are the same; of other prompts nothing
+    else is compared. `steps` are those that both have, up to and with the first that is fed
+    something else; `n_steps` counts those that each trace has. `words` are the texts of both tokens
+    where the runs part. `limit` is how far rounding may put layers apart. `padding` are positions
+    that were left out. `alike` are, of A and of B, the steps whose layers hold the very numbers of
+    the step before: they were not recorded anew (a graph that was replayed, a stale buffer).
+    """
+
+    generation: int
+    prompt: PromptDifference | None
+    n_steps: tuple[int, int]
+    steps: tuple[StepDifference, ...] = ()
+    words: tuple[str, str] = ("", "")
+    limit: float = 0.0
+    padding: tuple[int, ...] = ()
+    alike: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    missing: str = ""
+
+    @property
+    def divergence(self) -> StepDifference | None:
+        """The step after which the two go on with different tokens."""
+        return next((step for step in self.steps if step.is_diverged), None)
+
+    @property
+    def first_difference(self) -> StepDifference | None:
+        """The first step in which anything differs."""
+        return next((step for step in self.steps if not step.is_same), None)
+
+    @property
+    def first_beyond_rounding(self) -> StepDifference | None:
+        """The first step with a difference that rounding does not explain."""
+        return next((step for step in self.steps if self._is_beyond_rounding(step)), None)
+
+    def _is_beyond_rounding(self, step: StepDifference) -> bool:
+        worst = step.worst
+        fed = step.lengths or step.positions or step.masks
+        return bool(fed) or (worst is not None and worst.difference > self.limit)
+
+    @property
+    def jump(self) -> int | None:
+        """The layer at which the first odd step jumps, None where no layer stands out."""
+        found = (
+            None
+            if self.first_beyond_rounding is None
+            else find_jump(self.first_beyond_rounding.layers, self.limit)
+        )
+        return None if found is None else found.layer
+
+    @property
+    def verdict(self) -> str:
+        """`same`, `rounding` (same tokens and masks, numbers within rounding) or `different`."""
+        one, other = self.n_steps
+        if (
+            self.missing
+            or self.prompt is not None
+            or one != other
+            or self.first_beyond_rounding
+            or self.divergence
+        ):
+            return DIFFERENT
+        return SAME if self.first_difference is None else ROUNDING
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two traces compared. `identical` says that they are one and the same file, byte by byte."""
+
+    a: str
+    b: str
+    identical: bool
+    generations: tuple[GenerationDifference, ...]
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict of the generations."""
+        found = {one.verdict for one in self.generations}
+        return next((name for name in (DIFFERENT, ROUNDING) if name in found), SAME)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for scripts, with verdicts."""
+        said = asdict(self)
+        for one, generation in zip(said["generations"], self.generations, strict=True):
+            parted, first = generation.divergence, generation.first_difference
+            one["verdict"] = generation.verdict
+            one["first_difference"] = None if first is None else first.step
+            one["parted_at"] = None if parted is None else parted.step
+            one["jump"] = generation.jump
+        return {"version": 1, "verdict": self.verdict, **said}
+
+
+def compare_traces(a: TraceReader, b: TraceReader, *, generation: int | None = None) -> Comparison:
+    """Compare two traces, or one generation of both.
+
+    Raises `UsageError` for a generation that neither has, and for traces without any; `TraceError`
+    for a damaged one.
+    """
+    names = (str(a.path), str(b.path))
+    identical = _digest(a.path) == _digest(b.path)
+    pairs = list(zip_longest(_model_generations(a, generation), _model_generations(b, generation)))
+    if not pairs:
+        which = "" if generation is None else f" {generation}"
+        raise UsageError(f"Neither {names[0]} nor {names[1]} has a generation{which} of a model.")
+    return Comparison(*names, identical, tuple(_compare_generations(a, b, *pair) for pair in pairs))
+
+
+def _model_generations(reader: TraceReader, generation: int | None) -> list[GenerationRow]:
+    found = [one for one in reader.generations() if not is_standalone(one)]
+    return [one for one in found if generation is None or one.generation == generation]
+
+
+def _digest(path: Path) -> bytes:
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").digest()
+
+
+def _compare_generations(
+    a: TraceReader, b: TraceReader, one: GenerationRow | None, other: GenerationRow | None
+) -> GenerationDifference:
+    if one is None or other is None:
+        there = one or other
+        assert there is not None
+        missing = f"only {(b if one is None else a).path} has it"
+        return GenerationDifference(there.generation, None, (0, 0), missing=missing)
+    numbers = (one.generation, other.generation)
+    counts = (a.n_steps(numbers[0]), b.n_steps(numbers[1]))
+    prompt = _compare_prompts(_prompt_tokens(a, numbers[0]), _prompt_tokens(b, numbers[1]))
+    about = GenerationDifference(one.generation, prompt, counts)
+    return about if prompt is not None else _compare_generation_steps(a, b, numbers, about)
+
+
+def _prompt_tokens(reader: TraceReader, generation: int) -> list[TokenRecord]:
+    return [token for token in reader.tokens(generation) if token.step is None]
+
+
+def _compare_prompts(a: Sequence[TokenRecord], b: Sequence[TokenRecord]) -> PromptDifference | None:
+    for position, (one, other) in enumerate(zip_longest(a, b)):
+        if one is None or other is None or one.token_id != other.token_id:
+            words = ("" if token is None else token.text or token.token for token in (one, other))
+            return PromptDifference(position, *words)
+    return None
+
+
+def _compare_generation_steps(
+    a: TraceReader, b: TraceReader, numbers: tuple[int, int], result: GenerationDifference
+) -> GenerationDifference:
+    """Return the difference of two generations with one prompt, with its steps."""
+    both = zip(
+        replay_steps(a, numbers[0], 0, COMPARED_STREAMS),
+        replay_steps(b, numbers[1], 0, COMPARED_STREAMS),
+        strict=False,
+    )
+    real: RealPositions = None
+    limit = 0.0
+    found: list[StepDifference] = []
+    words, seen = ("", ""), (_StaleSteps(), _StaleSteps())
+    for one, other in both:
+        seen[0].add(one)
+        seen[1].add(other)
+        if not found:
+            real, limit = _real_positions(one), rounding_limit(one, other)
+        difference = compare_steps(one, other, (a.mask, b.mask), real=real)
+        found.append(difference)
+        if difference.is_diverged:
+            words = (_step_text(one), _step_text(other))
+        if difference.is_diverged or difference.lengths:
+            break
+    padding = () if real is None else tuple(np.flatnonzero(~real).tolist())
+    alike = (tuple(seen[0].steps), tuple(seen[1].steps))
+    told = replace(result, steps=tuple(found), words=words, limit=limit)
+    return replace(told, padding=padding, alike=alike)
+
+
+class _StaleSteps:
+    """Finds steps whose layers have the numbers of the step before."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self._before: tuple[object, ...] = ()
+
+    def add(self, step: StepRecord) -> None:
+        """Compare a step with the one before; a step of other rows cannot be alike."""
+        now = tuple((stat.layer, stat.norm, stat.min, stat.max) for stat in step.layer_stats)
+        if now and now == self._before:
+            self.steps.append(step.step)
+        self._before = now
+
+
+def _real_positions(step: StepRecord) -> RealPositions:
+    for wide in step.arrays:
+        if wide.stream == "inputs.mask" and len(wide.array):
+            real = np.asarray(wide.array[0], np.bool_)
+            return None if real.all() else real
+    return None
+
+
+def _step_text(step: StepRecord) -> str:
+    return "".join(token.text or token.token for token in step.tokens)
+
+
+_MAX_LAYERS = 40
+_VERDICT_TEXTS = {
+    DIFFERENT: "The two runs differ.",
+    ROUNDING: "The same tokens and masks; numbers differ by rounding.",
+}
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """Yield what there is to say of two traces, without the line breaks."""
+    yield f"A  {comparison.a}"
+    yield f"B  {comparison.b}"
+    if comparison.identical:
+        yield "Identical files: byte for byte the same, so that this compares a run with itself."
+    for generation in comparison.generations:
+        yield from _generation_lines(generation)
+    default = "No difference in anything that was recorded."
+    yield _VERDICT_TEXTS.get(comparison.verdict, default)
+
+
+def _generation_lines(one: GenerationDifference) -> Iterator[str]:
+    yield f"generation {one.generation}"
+    if one.missing:
+        yield f"  {one.missing}"
+        return
+    if one.prompt is not None:
+        place = f"{printable(one.prompt.a)!r} against {printable(one.prompt.b)!r}"
+        yield f"  the prompts part at position {one.prompt.position}: {place}; no step is compared"
+        return
+    if one.n_steps[0] != one.n_steps[1]:
+        yield f"  A has {plural(one.n_steps[0], 'step')}, B has {one.n_steps[1]}"
+    if one.padding:
+        yield f"  rows {format_ranges(one.padding)} are padding: differences there are not counted"
+    for name, alike in zip("AB", one.alike, strict=True):
+        if alike:
+            yield f"  {name}: steps {format_ranges(alike)} hold the numbers of the step before (stale)"
+    if one.first_difference is None:
+        yield f"  {plural(len(one.steps), 'step')} compared: the same"
+        return
+    yield f"  first difference: step {one.first_difference.step}"
+    shown = {one.first_difference.step: one.first_difference}
+    for step in (one.first_beyond_rounding, one.divergence):
+        if step is not None:
+            shown[step.step] = step
+    for number in sorted(shown):
+        yield from _step_lines(one, shown[number])
+    yield from _conclusion_lines(one)
+
+
+def _step_lines(one: GenerationDifference, step: StepDifference) -> Iterator[str]:
+    yield f"  step {step.step}"
+    if step.lengths:
+        yield f"    rows: {step.lengths}"
+    if step.positions:
+        yield f"    position ids: {step.positions}"
+    for path in step.paths:
+        yield f"    {_format_layers(path.layers)}: {path.a} against {path.b}"
+    for mask in step.masks:
+        cells = "" if mask.cells is None else f": {plural(mask.cells, 'cell')} of the first"
+        first = "" if mask.first is None else f", first at row {mask.first[0]}, key {mask.first[1]}"
+        yield f"    masks of {_format_layers(mask.layers)} differ{cells}{first}"
+    if step.layers:
+        yield from _layer_lines(step, one.limit)
+    if step.logits is not None:
+        moved = f"    logits of the candidates: up to {step.logits:.3g}"
+        news = f"; {plural(len(step.entered), 'other candidate')}" if step.entered else ""
+        yield moved + news
+    if step.is_diverged and step.tokens is not None:
+        pairs = zip(one.words, step.tokens, strict=True)
+        a, b = (printable(word) or f"id {id_}" for word, id_ in pairs)
+        margins = step.margins or (0.0, 0.0)
+        yield f"    token: {a!r} (margin {margins[0]:.3g}) against {b!r} (margin {margins[1]:.3g})"
+
+
+def _layer_lines(step: StepDifference, limit: float) -> Iterator[str]:
+    """Yield each layer's difference and what the layer added to it."""
+    how = "hidden states" if step.layers[0].exact else "statistics"
+    yield f"    layer  difference  added     ({how}, relative; rounding up to {limit:g})"
+    for layer in step.layers[:_MAX_LAYERS]:
+        mark = "  <- more than rounding" if layer.difference > limit else ""
+        yield f"    {layer.layer:5}  {layer.difference:<10.3g}  {layer.added:<+9.3g}{mark}".rstrip()
+    if len(step.layers) > _MAX_LAYERS:
+        yield f"    ... and {len(step.layers) - _MAX_LAYERS} more layers (--json has all)"
+
+
+def _conclusion_lines(one: GenerationDifference) -> Iterator[str]:
+    if one.jump is not None:
+        yield f"  layer {one.jump} stands out: it adds far more than the others"
+    elif (
+        one.first_beyond_rounding is None
+        and one.first_difference is not None
+        and one.first_difference.layers
+    ):
+        yield "  the difference grows evenly over the layers, no single jump: rounding"
+    if one.divergence is None:
+        yield f"  the same token in each of {plural(len(one.steps), 'step')}"
+    else:
+        yield f"  from step {one.divergence.step + 1} on the two are fed other tokens: not compared"
+
+
+def _format_layers(which: tuple[int, ...]) -> str:
+    if not which:
+        return "some layers"
+    return f"layer{'s' * (len(which) > 1)} {format_ranges(which)}"

@@ -1,0 +1,112 @@
+"""Findings for people, in a terminal of any width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from flexinspect.analysis.reports.collect import (
+    PositionTexts,
+    Report,
+    ReportGroup,
+    describe_place,
+    finding_page,
+    format_thousands,
+)
+from flexinspect.core.text import escape_unprintable
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.trace.codec import plain_json
+
+MAX_OTHER_SENTENCES = 4
+"""Sentences of a group that are told beside the first."""
+MAX_EVIDENCE = 12
+_MAX_VALUE_LENGTH = 160
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print all groups, worst first, with what to make of them, and the counts at the end."""
+    words = dict(zip(map(id, report.findings), report.position_texts, strict=True))
+    for group in report.groups():
+        _print_paragraph(console, _group_heading(group))
+        for text in _group_lines(group, words.get(id(group.findings[0]), ())):
+            _print_paragraph(console, text, indent=2)
+        console.print()
+    for said in (*report.disabled_rules, *report.notes):
+        _print_paragraph(console, Text(f"! {escape_unprintable(said)}", style="yellow"))
+    _print_paragraph(console, _totals_line(report))
+
+
+def _print_paragraph(console: Console, text: Text, *, indent: int = 0) -> None:
+    """Print a paragraph, its lines without blanks at their ends."""
+    for line in text.wrap(console, max(console.width - indent, 20)):
+        line.rstrip()
+        console.print(Text(" " * indent) + line, soft_wrap=True)
+
+
+def _group_heading(group: ReportGroup) -> Text:
+    head = Text(f"{group.severity}", style=_STYLES[group.severity])
+    head = Text.assemble(head, (f"  {escape_unprintable(group.id)}", "bold"))
+    return head.append(f"  {escape_unprintable(group.describe_extent())}", style="dim")
+
+
+def _group_lines(group: ReportGroup, texts: PositionTexts) -> Iterator[Text]:
+    first = group.findings[0]
+    yield Text(escape_unprintable(first.sentence))
+    yield from (_labelled_line(name, text) for name, text in _evidence_lines(first, texts))
+    yield from _other_sentences(group)
+    for name in ("why", "confirm", "fix", "query"):
+        if said := getattr(first, name):
+            yield _labelled_line(name, escape_unprintable(said))
+    yield _labelled_line("page", finding_page(escape_unprintable(group.id)))
+
+
+def _labelled_line(name: str, text: str) -> Text:
+    return Text.assemble((f"{name}  ", "cyan"), text)
+
+
+def _evidence_lines(finding: Finding, texts: PositionTexts) -> Iterator[tuple[str, str]]:
+    yield "at", describe_place(finding)
+    if texts:
+        named = ", ".join(
+            f"{pos} “{escape_unprintable(text)}”" if text else str(pos) for pos, text in texts
+        )
+        more = len(finding.positions) - len(texts)
+        yield "positions", named + (f" and {format_thousands(more)} more" if more > 0 else "")
+    facts = []
+    for key, value in list(finding.evidence.items())[:MAX_EVIDENCE]:
+        shown = value if isinstance(value, str) else plain_json(value)
+        facts.append(f"{key} {escape_unprintable(shown)[:_MAX_VALUE_LENGTH]}")
+    if facts:
+        yield "evidence", " · ".join(facts)
+
+
+def _other_sentences(group: ReportGroup) -> list[Text]:
+    """Tell what else was found: sentences that differ from the first, each once."""
+    first, *rest = group.findings
+    by_sentence = {one.sentence: one for one in reversed(rest) if one.sentence != first.sentence}
+    others = list(reversed(by_sentence.values()))
+    lines = [
+        Text(f"also: {escape_unprintable(one.sentence)} ({describe_place(one)})", style="dim")
+        for one in others[:MAX_OTHER_SENTENCES]
+    ]
+    if len(others) > MAX_OTHER_SENTENCES:
+        lines.append(
+            Text(f"and {format_thousands(len(others) - MAX_OTHER_SENTENCES)} more", style="dim")
+        )
+    return lines
+
+
+def _totals_line(report: Report) -> Text:
+    counts = [
+        f"{format_thousands(n)} {severity}{'' if n == 1 else 's'}"
+        for severity in Severity
+        if (n := report.count(severity))
+    ]
+    if counts:
+        return Text(", ".join(counts), style="bold")
+    names = ", ".join(escape_unprintable(rule.name) for rule in report.rules)
+    looked = f"{len(report.rules)} rules looked ({names})" if names else "no rule has looked"
+    return Text(f"No finding: {looked}.")

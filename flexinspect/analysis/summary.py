@@ -1,0 +1,114 @@
+"""A trace at a glance: counts, the worst findings, and the command that opens it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.records.finding import Finding, Severity, sort_by_severity
+from flexinspect.trace.reader import TraceReader
+
+MAX_FINDINGS = 5
+"""Findings that are shown."""
+
+# Each colour brings its own background, and all else is the page's own: right in light and dark.
+_BADGES = {
+    Severity.ERROR: "color: #fff; background: #b3261e",
+    Severity.WARNING: "color: #000; background: #f2b705",
+    Severity.NOTE: "color: #fff; background: #3b6ea5",
+}
+_CELL = "text-align: left; vertical-align: top; padding: 2px 10px 2px 0"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """What a trace at `path` holds so far; `findings` are the worst of `n_findings`."""
+
+    path: Path
+    state: str
+    n_generations: int
+    n_steps: int
+    n_findings: int
+    findings: tuple[Finding, ...]
+
+    def text(self) -> str:
+        """Return it as lines for a terminal; nothing of the model can move the cursor."""
+        shown = [f"  {one.severity}: {escape_unprintable(one.sentence)}" for one in self.findings]
+        more = [f"  {self._more()}"] if self._more() else []
+        return "\n".join([f"{self._name()} {self._counts()}", *shown, *more, self.command()])
+
+    def html(self) -> str:
+        """Return it as HTML for a notebook: everything escaped, nothing loaded from elsewhere."""
+        parts = [
+            f"<div><strong>{escape(self._name())}</strong> {escape(self._counts())}</div>",
+            _findings_table(self.findings) if self.findings else "",
+            f"<div>{self._more()}</div>" if self._more() else "",
+            f'<pre style="margin: 6px 0"><code>{escape(self.command())}</code></pre>',
+        ]
+        return f'<div style="color: inherit">{"".join(parts)}</div>'
+
+    def command(self) -> str:
+        """Return the shell command that opens the trace."""
+        return f"flexinspect open {shlex.quote(escape_unprintable(str(self.path)))}"
+
+    def _name(self) -> str:
+        return escape_unprintable(self.path.name)
+
+    def _counts(self) -> str:
+        counts = ((self.n_generations, "generation"), (self.n_steps, "step"))
+        told = [_count_text(n, what) for n, what in (*counts, (self.n_findings, "finding"))]
+        return f"({self.state}): {', '.join(told)}"
+
+    def _more(self) -> str:
+        rest = self.n_findings - len(self.findings)
+        return f"and {rest} more" if rest else ""
+
+
+def summarize_trace(reader: TraceReader, path: Path) -> TraceSummary:
+    """Return the glance at what `reader` reads; `path` is where that will be in the end.
+
+    Raises `TraceError` for a damaged trace.
+    """
+    with reader.snapshot():
+        generations = [row.generation for row in reader.generations()]
+        found = reader.findings()
+        return TraceSummary(
+            *(path, reader.state, len(generations)),
+            n_steps=sum(reader.n_steps(number) for number in generations),
+            n_findings=len(found),
+            findings=sort_by_severity(found)[:MAX_FINDINGS],
+        )
+
+
+def _findings_table(findings: tuple[Finding, ...]) -> str:
+    head = "".join(f'<th style="{_CELL}">{name}</th>' for name in ("severity", "where", "finding"))
+    rows = "".join(f"<tr>{_finding_row(finding)}</tr>" for finding in findings)
+    style = "border-collapse: collapse; margin: 6px 0; color: inherit; background: transparent"
+    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+
+
+def _finding_row(finding: Finding) -> str:
+    badge = f"padding: 0 6px; border-radius: 3px; {_BADGES[finding.severity]}"
+    cells = (
+        f'<span style="{badge}">{finding.severity}</span>',
+        escape(_finding_location(finding)),
+        escape(escape_unprintable(finding.sentence)),
+    )
+    return "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells)
+
+
+def _finding_location(finding: Finding) -> str:
+    places = (
+        ("generation", finding.generation),
+        ("step", finding.step),
+        ("layer", finding.layer),
+        ("head", finding.head),
+    )
+    return ", ".join(f"{name} {number}" for name, number in places if number is not None)
+
+
+def _count_text(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

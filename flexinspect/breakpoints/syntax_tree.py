@@ -1,0 +1,288 @@
+"""What is wrong with an expression, with a mark under the place.
+
+`parse(to_text(tree)) == tree` for every tree that `parse` returns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from unicodedata import east_asian_width
+
+from flexinspect.breakpoints.names import EMPTY_ROW, FALLBACK, VALUE_NAMES
+from flexinspect.core.errors import UsageError
+
+
+class ExpressionError(UsageError):
+    """An expression that cannot be read; `start` and `stop` are the place in `text`.
+
+    `reason` is the sentence alone, as an input field shows it below itself.
+    """
+
+    def __init__(
+        self, reason: str, text: str, start: int, stop: int, *, hint: str | None = None
+    ) -> None:
+        shown = f"  {_printable(text)}"
+        super().__init__(f"{reason}\n{shown}\n{_underline(text, start, stop)}", hint=hint)
+        self.reason = reason
+        self.text = text
+        self.start, self.stop = start, stop
+
+    def with_location(self, where: str) -> ExpressionError:
+        """Return the same error, which says where the expression stands."""
+        reason = f"{where}: {self.reason}"
+        return ExpressionError(reason, self.text, self.start, self.stop, hint=self.hint)
+
+
+def _printable(text: str) -> str:
+    """Return the text in one line, each character of it in place of itself."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\N{MIDDLE DOT}" for c in text)
+
+
+def _underline(text: str, start: int, stop: int) -> str:
+    before = sum(map(_cell_width, text[:start]))
+    return f"  {' ' * before}{'^' * max(sum(map(_cell_width, text[start:stop])), 1)}"
+
+
+def _cell_width(character: str) -> int:
+    return 2 if east_asian_width(character) in "WF" else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A written number; with a unit it is an amount of memory."""
+
+    value: float
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A written text."""
+
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A name of `WORDS`."""
+
+    name: str
+
+
+Operand = Number | Text | Name
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Two operands and what is to hold between them."""
+
+    left: Operand
+    op: str
+    right: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A name whose value is one of those written."""
+
+    name: Name
+    values: tuple[Number | Text, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Contains:
+    """A name whose text contains a written one."""
+
+    part: Text
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationCondition:
+    """One of `SIGHTS`, anywhere or at modules whose names match."""
+
+    kind: str
+    module_pattern: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FindingCondition:
+    """A new finding whose id matches, and whose severity compares so."""
+
+    pattern: str
+    op: str | None = None
+    severity: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Not:
+    """What must not hold."""
+
+    inner: Expression
+
+
+@dataclass(frozen=True, slots=True)
+class And:
+    """All of which must hold; none of them is an `And`."""
+
+    parts: tuple[Expression, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Or:
+    """One of which must hold; none of them is an `Or`."""
+
+    parts: tuple[Expression, ...]
+
+
+Expression = Compare | Member | Contains | ObservationCondition | FindingCondition | Not | And | Or
+Leaf = Compare | Member | Contains | ObservationCondition | FindingCondition
+
+
+def to_text(tree: Expression) -> str:
+    """Write an expression, with no more parentheses than it needs."""
+    if isinstance(tree, Or):
+        return " or ".join(to_text(part) for part in tree.parts)
+    if isinstance(tree, And):
+        return " and ".join(_parenthesized(part, Or) for part in tree.parts)
+    if isinstance(tree, Not):
+        return f"not {_parenthesized(tree.inner, Or, And)}"
+    return _leaf_text(tree)
+
+
+def _parenthesized(tree: Expression, *looser_types: type) -> str:
+    return f"({to_text(tree)})" if isinstance(tree, looser_types) else to_text(tree)
+
+
+def _leaf_text(leaf: Leaf) -> str:
+    if isinstance(leaf, Compare):
+        return f"{operand_text(leaf.left)} {leaf.op} {operand_text(leaf.right)}"
+    if isinstance(leaf, Member):
+        return f"{leaf.name.name} in ({', '.join(map(operand_text, leaf.values))})"
+    if isinstance(leaf, Contains):
+        return f"{operand_text(leaf.part)} in {leaf.name.name}"
+    if isinstance(leaf, ObservationCondition):
+        return leaf.kind if leaf.module_pattern is None else f"{leaf.kind} @ {leaf.module_pattern}"
+    return f"finding {leaf.pattern}" + (f" {leaf.op} {leaf.severity}" if leaf.op else "")
+
+
+def operand_text(operand: Operand) -> str:
+    """Write an operand."""
+    if isinstance(operand, Name):
+        return operand.name
+    if isinstance(operand, Text):
+        return quote(operand.value)
+    return f"{operand.value!r} {operand.unit}" if operand.unit else repr(operand.value)
+
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def quote(text: str) -> str:
+    """Write a text between double quotes, with escapes for what cannot be seen."""
+    return '"' + "".join(_ESCAPES.get(c) or _escape_character(c) for c in text) + '"'
+
+
+def _escape_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 1 << 16
+        else f"\\U{code:08x}"
+    )
+
+
+def leaves(tree: Expression) -> Iterator[Leaf]:
+    """Yield what an expression is made of, from left to right."""
+    if isinstance(tree, And | Or):
+        for part in tree.parts:
+            yield from leaves(part)
+    elif isinstance(tree, Not):
+        yield from leaves(tree.inner)
+    else:
+        yield tree
+
+
+def value_names_in(tree: Expression) -> tuple[str, ...]:
+    """Return the names with a value that an expression asks for, each once."""
+    found = [operand.name for leaf in leaves(tree) for operand in _name_operands(leaf)]
+    return tuple(dict.fromkeys(found))
+
+
+def _name_operands(leaf: Leaf) -> list[Name]:
+    if isinstance(leaf, Compare):
+        return [side for side in (leaf.left, leaf.right) if isinstance(side, Name)]
+    return [leaf.name] if isinstance(leaf, Member | Contains) else []
+
+
+def is_per_layer(tree: Expression) -> bool:
+    """Say whether an expression is tried for each layer: it names what every layer has."""
+    return any(VALUE_NAMES[name].is_per_layer for name in value_names_in(tree))
+
+
+def observations_in(tree: Expression) -> tuple[ObservationCondition, ...]:
+    """Return what an expression wants to see, each once."""
+    return tuple(
+        dict.fromkeys(leaf for leaf in leaves(tree) if isinstance(leaf, ObservationCondition))
+    )
+
+
+def has_finding(tree: Expression) -> bool:
+    """Say whether an expression asks for findings."""
+    return any(isinstance(leaf, FindingCondition) for leaf in leaves(tree))
+
+
+def needs_calls(tree: Expression) -> bool:
+    """Say whether attention calls are to be looked at, one by one, while the model runs."""
+    return is_per_layer(tree) or any(s.kind in (EMPTY_ROW, FALLBACK) for s in observations_in(tree))
+
+
+_GLOB_PARTS = re.compile(r"\*{2,}|\*|\?|\[!?[^\[\]]+\]|.", re.DOTALL)
+_WILDCARDS = {"*": r"[^.]*", "?": r"[^.]"}
+
+
+def matches_module(pattern: str, name: str) -> bool:
+    """Say whether a module is meant: by its whole name, or by the last parts of it.
+
+    `*` stands for one part (`layers.*.self_attn`) or a piece of one, `**` for any number of parts,
+    `[0-3]` for one of these characters.
+    """
+    return _compile_glob(pattern).fullmatch(name) is not None
+
+
+def count_wildcards(pattern: str) -> int:
+    """Return how many pieces of a module's pattern stand for more than themselves."""
+    return sum(len(piece) > 1 or piece in _WILDCARDS for piece in _GLOB_PARTS.findall(pattern))
+
+
+def matches_finding(pattern: str, finding_id: str) -> bool:
+    """Say whether a finding is meant; `*` stands for any text."""
+    return fnmatchcase(finding_id, pattern)
+
+
+@lru_cache(maxsize=256)
+def _compile_glob(pattern: str) -> re.Pattern[str]:
+    body = "".join(map(_glob_part_regex, _GLOB_PARTS.findall(pattern)))
+    try:
+        return re.compile(rf"(?:.*\.)?(?:{body})", re.DOTALL)
+    except re.error:  # such as [z-a]: then it means itself
+        return re.compile(rf"(?:.*\.)?{re.escape(pattern)}", re.DOTALL)
+
+
+def _glob_part_regex(piece: str) -> str:
+    if piece.startswith("**"):
+        return ".*"
+    if piece in _WILDCARDS:
+        return _WILDCARDS[piece]
+    if len(piece) > 1:
+        inside = piece[1:-1].replace("\\", "\\\\")
+        return f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
+    return re.escape(piece)

@@ -1,0 +1,64 @@
+"""`flexinspect dump`: a trace as text for people, or as JSON for programs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTION = """Print a trace: the manifest, then for each generation its segments, tokens and
+steps with candidates, attention calls, layer statistics and memory, then masks, findings and
+events. Works on a finished trace and on one that is being recorded."""
+
+_EPILOG = """examples:
+  flexinspect dump run.flextrace | less
+  flexinspect dump run.flextrace --step 3
+  flexinspect dump run.flextrace --generation 1 --json | jq '.steps[].candidates[0].text'
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "dump",
+        help="print a trace as text or JSON",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="the trace file")
+    parser.add_argument("--generation", metavar="N", type=int, help="only this generation")
+    parser.add_argument("--step", metavar="N", type=int, help="only this step (0 is the prefill)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for on stdout.
+
+    Raises `UsageError` for a step or generation that does not exist and `TraceError` for a file
+    that is no trace or is damaged.
+    """
+    from flexinspect.trace.reader import open_trace
+    from flexinspect.trace.trace_dump import DumpSelection, dump_json, dump_text
+
+    with open_trace(args.trace) as reader, reader.snapshot():
+        what = DumpSelection(reader, generation=args.generation, step=args.step)
+        pieces = dump_json(what) if args.json else dump_text(what)
+        try:
+            _print(pieces)
+        except BrokenPipeError:
+            # The reader of the pipe has seen enough; the interpreter must not try to flush again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _print(pieces: Any) -> None:
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:  # a terminal that cannot show a letter shows its escape
+        reconfigure(errors="backslashreplace")
+    for piece in pieces:
+        sys.stdout.write(piece)
+    sys.stdout.flush()

@@ -1,0 +1,243 @@
+"""What commands print on stdout in words and tables."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Collection
+from typing import Any
+
+from rich.console import Console
+
+from flexinspect.core.errors import UsageError
+from flexinspect.records.debugger_options import (
+    DebuggerOptions,
+    check_debugger,
+    controlling_terminal,
+    parse_address,
+)
+from flexinspect.records.job import OnBreak
+
+
+class Output(Console):
+    """Rich's console on stdout, without markup, so that text of the user's is printed as it is.
+
+    Raises `BrokenPipeError` when whoever read stdout has gone (`| head`); Rich itself would end the
+    process with exit code 1.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """Let the command line end quietly, as for everything else that it prints."""
+        raise BrokenPipeError
+
+
+def add_break_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say where a run stops by itself."""
+    group = parser.add_argument_group("breakpoints", "docs/breakpoints.md has the language")
+    group.add_argument(
+        "--break",
+        dest="breakpoints",
+        action="append",
+        default=None,
+        metavar="EXPR",
+        help="stop where this holds: 'entropy > 3 and step > 2', 'nan @ layers.*.self_attn', "
+        "'finding mask.* [once]'; repeat it for more",
+    )
+    group.add_argument(
+        "--wait",
+        default=False,
+        action="store_true",
+        help="pause at a breakpoint also without a terminal, where a run ends with exit code 3",
+    )
+
+
+def breakpoints_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the breakpoints of the settings and of the flags.
+
+    Raises `ExpressionError` for one that cannot be read.
+    """
+    from flexinspect.breakpoints import BreakpointStore, ExpressionError
+    from flexinspect.inputs.config import load_config
+
+    given: list[str] = args.breakpoints or []
+    book = BreakpointStore(finding_ids=known_finding_ids)
+    for text in given:
+        try:
+            book.add(text)
+        except ExpressionError as error:
+            raise error.with_location("--break") from None
+    return (*load_config().breakpoints.values(), *given)
+
+
+def known_finding_ids() -> Collection[str]:
+    """Return the ids of all findings that the registered rules may tell of."""
+    from flexinspect.rules.engine import load_rules
+
+    return load_rules().finding_kinds.keys()
+
+
+def on_break(args: argparse.Namespace) -> OnBreak:
+    """Say what a hit does: without a terminal, or under --json, nobody would see the pause.
+
+    With a debugger somebody does.
+
+    Raises `UsageError` for --wait in a run that takes no commands: it would wait for ever.
+    """
+    if args.wait and not args.control:
+        raise UsageError(
+            "--wait pauses the run until a command comes, and --no-control takes none.",
+            hint="Leave one of them out.",
+        )
+    is_watched = (sys.stderr.isatty() and not args.json) or args.pdb or args.debugpy is not None
+    return "wait" if args.wait or is_watched else "stop"
+
+
+DEBUG_FLAGS = ("--debugpy", "--wait-for-client", "--debugpy-expose", "--pdb")
+
+
+def add_debugger_flags(parser: argparse.ArgumentParser) -> None:
+    """Add them, as a group of their own."""
+    group = parser.add_argument_group(
+        "debugger",
+        "rules of an uncompiled FlexAttention then run as plain Python, so that breakpoints in a "
+        "mask_mod are hit: values stay the same, a breakpoint costs what its lines cost",
+    )
+    group.add_argument(
+        "--debugpy",
+        default=None,
+        type=_parse_address,
+        metavar="[HOST:]PORT",
+        help="let VSCode attach to the capture process here (0: any free port)",
+    )
+    group.add_argument(
+        "--wait-for-client",
+        default=False,
+        action="store_true",
+        help="run nothing until a client has attached",
+    )
+    group.add_argument(
+        "--debugpy-expose",
+        default=False,
+        action="store_true",
+        help="let HOST be an address that other machines reach",
+    )
+    group.add_argument(
+        "--pdb",
+        "--interactive",
+        default=False,
+        action="store_true",
+        help="plain pdb on this terminal at a breakpoint() or an exception",
+    )
+
+
+def debugger_of(args: argparse.Namespace) -> DebuggerOptions:
+    """Return what the flags ask for, checked; tells on stderr of a port that others can reach.
+
+    Raises `UsageError`.
+    """
+    host, port = args.debugpy or (DebuggerOptions().host, None)
+    tty = controlling_terminal() if args.pdb else None
+    options = DebuggerOptions(host, port, args.wait_for_client, args.pdb, tty)
+    if check_debugger(options, is_exposed=args.debugpy_expose):
+        print(
+            f"flexinspect: whoever reaches {host}:{port} can run any code in this run.",
+            file=sys.stderr,
+        )
+    return options
+
+
+def _parse_address(text: str) -> tuple[str, int]:
+    try:
+        return parse_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_control_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of control."""
+    group = parser.add_argument_group(
+        "control", "flexinspect ctl and flexinspect attach reach a run while it goes on"
+    )
+    group.add_argument(
+        "--hold",
+        default=False,
+        action="store_true",
+        help="keep the model alive after the last generation, until ctl continue or Ctrl-C",
+    )
+    group.add_argument(
+        "--serve",
+        default=None,
+        metavar="HOST:PORT",
+        help="take commands over TCP too; every request needs the token that is printed",
+    )
+    group.add_argument(
+        "--insecure-bind",
+        default=False,
+        action="store_true",
+        help="let --serve listen where other machines reach it, unencrypted",
+    )
+    group.add_argument(
+        "--no-control",
+        dest="control",
+        default=True,
+        action="store_false",
+        help="take no commands at all",
+    )
+
+
+def serve_options(args: argparse.Namespace) -> tuple[str, int, str] | None:
+    """Return host, port and token of --serve, None without. Raises `UsageError`."""
+    if args.serve is None:
+        if args.insecure_bind:
+            raise UsageError("--insecure-bind goes with --serve HOST:PORT.")
+        return None
+    if not args.control:
+        raise UsageError("--serve and --no-control exclude each other.")
+    from flexinspect.control.discovery import parse_serve_address
+
+    serving = parse_serve_address(args.serve, insecure=args.insecure_bind)
+    return serving.host, serving.port, serving.token
+
+
+def print_serve_address(serving: tuple[str, int, str] | None) -> None:
+    """Say on stderr how to reach a run over TCP, before it starts."""
+    if serving is None:
+        return
+    from flexinspect.control.discovery import TOKEN_VARIABLE, is_loopback
+
+    host, port, token = serving
+    name = f"[{host}]" if ":" in host else host
+    where = f"http://{name}:{port}" if port else "a port that flexinspect attach --list shows"
+    given = "" if os.environ.get(TOKEN_VARIABLE) else f", {TOKEN_VARIABLE}={token}"
+    print(f"flexinspect: commands will be taken at {where}{given}", file=sys.stderr)
+    if not is_loopback(host):
+        text = "other machines can reach it; what is sent, the token too, is not encrypted"
+        print(f"flexinspect: {text}", file=sys.stderr)
+
+
+MAX_THREADS = 1024
+"""OpenMP makes as many as it is told, until the machine has none left for anybody."""
+
+
+def positive_int(text: str) -> int:
+    """Read a whole number above 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+def n_threads(text: str) -> int:
+    """Read a number of CPU threads."""
+    value = positive_int(text)
+    if value > MAX_THREADS:
+        raise ArgumentTypeError(f"{value} threads are more than {MAX_THREADS}")
+    return value

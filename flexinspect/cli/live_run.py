@@ -1,0 +1,293 @@
+"""Running a job without the full-screen viewer: progress as it happens, then the result."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from flexinspect.cli.run_progress import (
+    PlainProgress,
+    RunProgress,
+    RunSummary,
+    TerminalProgress,
+    print_summary,
+    summarize_run,
+)
+from flexinspect.core.errors import TraceError
+from flexinspect.core.signals import (
+    INTERRUPTED,
+    interrupt_signal,
+    is_signal_exit_code,
+    raise_on_signals,
+)
+from flexinspect.core.text import escape_unprintable
+from flexinspect.launch.child_process import (
+    KILL_AFTER_INTERRUPTS,
+    Capture,
+    hand_over_terminal,
+    start_capture,
+)
+from flexinspect.launch.crash import close_crashed_trace
+from flexinspect.records.job import Job
+from flexinspect.trace.file.location import delete_trace
+from flexinspect.trace.file.side_files import DebuggerStop, read_stop
+from flexinspect.trace.follower import NewGeneration, NewStep, TraceFollower, TraceUpdates
+from flexinspect.trace.reader import TraceReader
+
+POLL_INTERVAL_S = 0.05
+
+
+def show_run(job: Job, *, as_json: bool, verbose: bool) -> int:
+    """Start the capture process, show what it does, and print the result.
+
+    The result goes to stdout, everything else to stderr. Returns the exit code: that of the
+    capture process, 1 when it was ended by a signal.
+    """
+    console = Console(stderr=True, highlight=False, markup=False)
+    progress = _make_progress(console, quiet=as_json, verbose=verbose)
+    _handle_end_signals()
+    run = LiveRun(start_capture(job), progress)
+    with progress:
+        code = run.watch()
+    return run.conclude(code, console, as_json=as_json)
+
+
+def conclude_run(process: Capture, code: int, *, stopping: bool) -> int:
+    """Wait for a run whose interface was closed, and print its result as `show_run` does.
+
+    `stopping` says that it was asked to end already, so that one Ctrl-C ends it at once.
+    """
+    console = Console(stderr=True, highlight=False, markup=False)
+    if process.poll() is None:
+        console.print("finishing the trace (Ctrl-C ends it at once) …")
+    _handle_end_signals()
+    while not process.state.pauses.empty():
+        process.state.pauses.get()  # the interface has shown them
+    kind = LiveScriptRun if process.has_own_streams else LiveRun
+    run = kind(process, PlainProgress(console, quiet=True), stops=int(stopping))
+    ended = run.conclude(run.watch(), console, as_json=False)
+    return code or ended
+
+
+def _handle_end_signals() -> None:
+    """Let `kill`, `timeout` and a closed terminal end a run as Ctrl-C does, with a valid trace."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
+            raise_on_signals(name)
+
+
+def _make_progress(console: Console, *, quiet: bool, verbose: bool) -> RunProgress:
+    if console.is_terminal and not quiet:
+        return TerminalProgress(console, verbose=verbose)
+    return PlainProgress(console, verbose=verbose, quiet=quiet)
+
+
+class LiveRun:
+    """One capture process and what is shown of it."""
+
+    def __init__(self, process: Capture, progress: RunProgress, *, stops: int = 0) -> None:
+        self._process = process
+        self._progress = progress
+        self._follower: TraceFollower | None = None
+        self._stops = stops
+        self._end_signal = int(signal.SIGINT)
+        self._debugger_stop: DebuggerStop | None = None
+
+    def watch(self) -> int:
+        """Follow the trace until the process ends; returns its exit code.
+
+        The first Ctrl-C asks the process to end its generation and trace, the second kills it.
+        """
+        while True:
+            try:
+                code = self._process.poll()
+                self._print_pauses()
+                self._poll()
+                if self._process.state.wants_terminal and code is None:
+                    with self._progress.suspended():
+                        hand_over_terminal(self._process)
+                if code is not None:
+                    self._close()
+                    return code
+                time.sleep(POLL_INTERVAL_S)
+            except KeyboardInterrupt as error:
+                self._stop(interrupt_signal(error))
+
+    def _print_pauses(self) -> None:
+        """Say that the run pauses, even when nothing else is said: else it would seem to hang."""
+        stops = self._process.state.pauses
+        while not stops.empty():
+            self._progress.console.print(
+                f"flexinspect: {escape_unprintable(stops.get())}", soft_wrap=True
+            )
+
+    def _stop(self, number: int) -> None:
+        self._stops += 1
+        if self._stops == 1:
+            self._end_signal = number
+            self._progress.print_line("stopping after this step (Ctrl-C again ends it at once)")
+            self._process.signal(number)
+        else:
+            self._process.kill()
+
+    def _poll(self) -> None:
+        state = self._process.state
+        while not state.prints.empty():
+            self._progress.print_line(state.prints.get())
+        if self._follower is None and (state.recording is None or state.is_over):
+            return
+        if state.recording is not None:
+            self._report_debugger_stop(state.recording)
+        try:
+            if self._follower is None and state.recording is not None:
+                self._follower = TraceFollower(state.recording)
+            if self._follower is not None:
+                self._show(self._follower.poll(), self._follower.reader)
+        except TraceError:
+            if state.recording is not None and state.recording.exists():
+                raise
+            # The trace was withdrawn or moved to its place; the end of the process tells.
+            self._close()
+
+    def _report_debugger_stop(self, recording: Path) -> None:
+        """Say once that a debugger holds the run, and where: nothing comes before it lets go."""
+        held = read_stop(recording)
+        if held is not None and held.by != "pdb" and held != self._debugger_stop:
+            self._report(held.sentence())
+        self._debugger_stop = held
+
+    def _report(self, text: str) -> None:
+        self._progress.print_line(text)
+
+    def _show(self, news: TraceUpdates, reader: TraceReader) -> None:
+        for row in news.events:
+            self._progress.on_event(row.event)
+        for what in news.changes:
+            if isinstance(what, NewGeneration):
+                self._progress.on_generation_start(what.generation, reader)
+            elif isinstance(what, NewStep):
+                self._progress.on_step(what.step, what.tokens, reader)
+            else:
+                self._progress.on_generation_end(what.generation)
+
+    def _close(self) -> None:
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+
+    def conclude(self, code: int, console: Console, *, as_json: bool) -> int:
+        """Print the result and, if the run went wrong, why."""
+        state = self._process.state
+        if not state.is_over and state.recording is not None and state.recording.exists():
+            close_crashed_trace(state.recording, self._process, code)
+            state.path = state.recording
+        elif state.is_over and state.path is None and state.recording is not None:
+            delete_trace(state.recording)  # what our own look at it may have put beside it
+        path = state.path if state.path is not None and state.path.exists() else None
+        summary = summarize_run(path, code) if path is not None else None
+        if as_json:
+            facts = summary.as_json() if summary else {"trace": None, "generations": []}
+            error = state.error or (None if code == 0 else self._process.describe_exit(code))
+            facts |= {"exit_code": self._exit_code(code), "error": error, "hint": state.hint}
+            json.dump(facts, sys.stdout, ensure_ascii=False, indent=2)
+            sys.stdout.write("\n")
+        elif summary is not None:
+            self._print(summary, console)
+        self._explain(code, console, kept=path is not None)
+        return self._exit_code(code)
+
+    def _print(self, summary: RunSummary, console: Console) -> None:
+        print_summary(summary)
+
+    def _exit_code(self, code: int) -> int:
+        if self._stops and code != 0:
+            return 128 + self._end_signal
+        return code if code >= 0 else 1
+
+    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
+        state = self._process.state
+        lines = [f"flexinspect: {state.note}"] if state.note else []
+        if state.error:
+            lines += [f"flexinspect: {state.error}", state.hint or ""]
+        elif code not in (0, INTERRUPTED) and not self._stops:
+            lines.append(f"flexinspect: {self._process.describe_exit(code)}")
+        elif not kept:
+            lines.append("flexinspect: The run was stopped before anything ran; there is no trace.")
+        if not state.error and not is_signal_exit_code(code) and (kept or not self._stops):
+            # Warnings of a good run, or the last words of one that died without a sentence; what
+            # one says that was asked to end before it was up is Python's own end.
+            lines += self._process.last_stderr_lines()
+        for line in filter(None, lines):
+            console.print(escape_unprintable(line), soft_wrap=True)
+
+
+MAX_NOTES = 8
+MAX_ANSWERS = 10
+
+
+class LiveScriptRun(LiveRun):
+    """A program of the user's: signals are its own, stdout too, and so is its exit code."""
+
+    def _poll(self) -> None:
+        """Look only when asked to tell of each step: the program may need every core."""
+        self._report_debugger_messages()
+        if self._progress.verbose:
+            super()._poll()
+        elif self._process.state.recording is not None:
+            self._report_debugger_stop(self._process.state.recording)
+
+    def _report_debugger_messages(self) -> None:
+        """Say on stderr where to attach, and what no debugger can do: it cannot wait."""
+        said = self._process.state.debugger_messages
+        while not said.empty():
+            self._report(said.get())
+
+    def _report(self, text: str) -> None:
+        """Say it even though a program's run is quiet otherwise."""
+        self._progress.console.print(f"flexinspect: {escape_unprintable(text)}", soft_wrap=True)
+
+    def _stop(self, number: int) -> None:
+        """Hand a signal on, as often as it comes: what it means is for the program to say."""
+        self._stops += 1
+        if self._stops < KILL_AFTER_INTERRUPTS:
+            self._process.signal(number)
+        else:
+            self._process.kill()
+
+    def _exit_code(self, code: int) -> int:
+        """Return the program's own, as a shell would see it."""
+        return code if code >= 0 else 128 - code
+
+    def _print(self, summary: RunSummary, console: Console) -> None:
+        print_summary(summary, console, limit=MAX_ANSWERS)
+        notes = list(dict.fromkeys(summary.notes))
+        for note in notes[:MAX_NOTES]:
+            console.print(f"note  {escape_unprintable(note)}", soft_wrap=True)
+        if len(notes) > MAX_NOTES:
+            console.print(f"note  and {len(notes) - MAX_NOTES} more events in the trace")
+
+    def _explain(self, code: int, console: Console, *, kept: bool) -> None:
+        """Say what is ours to say: what the program said of its end, it has said already."""
+        state = self._process.state
+        lines = [f"flexinspect: {state.note}"] if state.note else []
+        if state.error:
+            lines += [f"flexinspect: {state.error}", state.hint or ""]
+        elif code < 0:
+            lines.append(f"flexinspect: {self._process.describe_exit(code)}")
+        for line in filter(None, lines):
+            console.print(escape_unprintable(line), soft_wrap=True)
+
+
+def show_script(process: Capture, *, as_json: bool, verbose: bool) -> int:
+    """Follow a user's program to its end, and say on stderr what its trace holds.
+
+    With `as_json` our summary goes to stdout. Returns the program's exit code.
+    """
+    console = Console(stderr=True, highlight=False, markup=False)
+    run = LiveScriptRun(process, PlainProgress(console, verbose=verbose, quiet=not verbose))
+    return run.conclude(run.watch(), console, as_json=as_json)

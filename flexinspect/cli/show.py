@@ -1,0 +1,396 @@
+"""`flexinspect show`: what a panel says of one place of a trace, in words or as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.core.text import escape_unprintable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flexinspect.drawing.theme import Theme
+    from flexinspect.panels.base import Panel, Picture, Request, TracePlace
+    from flexinspect.panels.source import Source
+    from flexinspect.trace.reader import TraceReader
+
+_DESCRIPTION = """Print what the panels of the interface say about one place of a trace: all of
+them, or those named. Without --generation and --step the place is the prefill (step 0) of
+generation 0, layer 0, head 0. Works on a finished trace and on one that is being recorded."""
+
+_EPILOG = """examples:
+  flexinspect show run.flextrace
+  flexinspect show run.flextrace --panel mask --step 3 --layer 2
+  flexinspect show run.flextrace --panel tokens --option colour=entropy --picture
+  flexinspect show run.flextrace --panel attention --step 3 --export attention.png
+  flexinspect show run.flextrace --panel logits --json | jq -r '.lines[]'
+  flexinspect show --list
+
+exit codes: 0 done, 1 the only panel has nothing to show or one failed, 2 no such place or option
+"""
+
+_DEFAULT_WIDTH, _DEFAULT_HEIGHT = 100, 30
+_MAX_SIZE = 1000
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the subcommand with what `ArgumentParser.add_subparsers` returned."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "show",
+        help="print a panel as text, or save its picture, without the interface",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("trace", metavar="TRACE", type=Path, nargs="?", help="the trace file")
+    add("--panel", metavar="NAME", action="append", help="only this panel (may be repeated)")
+    for name, what in (
+        ("generation", "the generation, from 0 (default: 0)"),
+        ("branch", "the branch of it (default: 0)"),
+        ("step", "the step; 0 is the prefill (default: the branch's first)"),
+        ("layer", "the layer (default: 0)"),
+        ("head", "the query head (default: 0)"),
+    ):
+        add(f"--{name}", metavar="N", type=int, help=what)
+    add(
+        "--width",
+        metavar="N",
+        type=int,
+        help=f"cells (default: the terminal's, or {_DEFAULT_WIDTH})",
+    )
+    add("--height", metavar="N", type=int, help=f"lines of a picture (default: {_DEFAULT_HEIGHT})")
+    add("--picture", action="store_true", help="print the picture instead of the text")
+    add("--json", action="store_true", help="print JSON: an object, or a list for several panels")
+    add("--export", metavar="FILE", type=Path, help="save the picture as FILE.svg or FILE.png")
+    add("--option", metavar="KEY=VALUE", action="append", default=[], help="set a panel's option")
+    add("--list", action="store_true", help="list the panels, what they show and their options")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for and return the exit code.
+
+    Raises `UsageError` for a panel, place or option that does not exist, `TraceError` for a file
+    that is no trace, and `FlexInspectError` when a panel fails or a picture cannot be saved.
+    """
+    if args.list:
+        return _list(as_json=args.json)
+    _check(args)
+    from flexinspect.panels.panel_registry import load_panel, panel_names
+    from flexinspect.panels.source import Source
+    from flexinspect.trace.reader import open_trace
+
+    named = tuple(dict.fromkeys(args.panel or ()))
+    options = _parse_options(args.option)
+    _check_options(options, [load_panel(name) for name in named] or _loadable_panels())
+    with open_trace(args.trace) as reader, reader.snapshot():
+        view = _PanelPrinter(args, _place(args, reader), Source(reader), options)
+        return view.show(named or panel_names(), named=bool(named))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.trace is None:
+        raise UsageError("No trace is named.", hint="For instance: flexinspect show run.flextrace")
+    if args.picture and args.json:
+        raise UsageError("--picture and --json exclude each other.")
+    for name in ("width", "height"):
+        size = getattr(args, name)
+        if size is not None and not 1 <= size <= _MAX_SIZE:
+            raise UsageError(f"--{name} {size} is not between 1 and {_MAX_SIZE}.")
+    for name in ("generation", "branch", "step", "layer", "head"):
+        if (getattr(args, name) or 0) < 0:
+            raise UsageError(f"--{name} {getattr(args, name)} is below 0.")
+    if args.export is None:
+        return
+    if len(set(args.panel or ())) != 1:
+        raise UsageError("--export saves the picture of one panel.", hint="Name it: --panel NAME.")
+    if args.export.suffix.lower() not in (".svg", ".png"):
+        raise UsageError(f"--export {args.export} is neither .svg nor .png.")
+
+
+def _parse_options(given: Iterable[str]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--option {text} is not KEY=VALUE.")
+        pairs[key.strip().replace("-", "_")] = value.strip()
+    return pairs
+
+
+def _check_options(options: dict[str, str], panels: Sequence[Panel[Any, Any]]) -> None:
+    """Raise `UsageError` for an option that no panel has, or a value that does not fit."""
+    from flexinspect.panels.panel_registry import option_names, with_options
+
+    known = {name: panel.name for panel in panels for name in option_names(panel)}
+    for key in options:
+        if key not in known:
+            who = f"The panel {panels[0].name} has" if len(panels) == 1 else "The panels have"
+            raise UsageError(f"{who} no option '{key}'; known: {', '.join(known) or 'none'}.")
+    for panel in panels:
+        with_options(panel, options)
+
+
+def _loadable_panels() -> list[Panel[Any, Any]]:
+    from flexinspect.panels.panel_registry import load_panel, panel_names
+
+    found = []
+    for name in panel_names():
+        with suppress(FlexInspectError):  # told when its turn comes
+            found.append(load_panel(name))
+    return found
+
+
+def _place(args: argparse.Namespace, reader: TraceReader) -> TracePlace:
+    """Return the place asked for; what was not asked for is the first there is."""
+    from flexinspect.panels.base import TracePlace
+    from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+
+    generations = [row.generation for row in reader.generations()]
+    generation = _choose_number("generation", args.generation, generations, "The trace")
+    whose = f"Generation {generation}"
+    branches = [row.branch for row in reader.branches(generation)]
+    branch = _choose_number("branch", args.branch, branches, whose)
+    if branch:
+        whose = f"Branch {branch} of generation {generation}"
+    family = lineage(reader, generation, branch) or [(branch, 0, None)]
+    steps = _branch_steps(reader, generation, family)
+    begin = family[0][1]
+    asked = begin if args.step is None and begin in steps else args.step
+    step = _choose_number("step", asked, steps, whose)
+    owner = branch_of_step(reader, generation, step, branch)
+    layers, heads = _layers_and_heads(reader, (generation, step, owner))
+    layer = _choose_number("layer", args.layer, layers, f"Step {step}", unknown=True)
+    head = _choose_number("head", args.head, heads, f"Layer {layer}", unknown=True)
+    return TracePlace(generation, branch, step, layer, head)
+
+
+def _branch_steps(
+    reader: TraceReader, generation: int, family: Sequence[tuple[int, int, int | None]]
+) -> range:
+    """Return the steps of a branch, from the first one of the branch that it comes from."""
+    newest, fork, _ = family[0]
+    root = family[-1][0]
+    last = reader.last_step(generation, newest)
+    if last is None:
+        return range(fork)  # nothing of its own yet
+    root_last = reader.last_step(generation, root)
+    first = fork if root_last is None else root_last + 1 - reader.n_steps(generation, root)
+    return range(first, last + 1)
+
+
+def _choose_number(
+    what: str, requested: int | None, known: Sequence[int], whose: str, *, unknown: bool = False
+) -> int:
+    """Return the number asked for, or the first known one; `unknown`: none known proves nothing."""
+    if requested is None:
+        return known[0] if known else 0
+    if requested in known or (unknown and not known):
+        return requested
+    raise UsageError(f"{whose} has no {what} {requested}; it has {_format_numbers(what, known)}.")
+
+
+def _format_numbers(what: str, known: Sequence[int]) -> str:
+    if not known:
+        return f"no {what} at all"
+    if len(known) == 1:
+        return f"{what} {known[0]} only"
+    if list(known) == list(range(known[0], known[-1] + 1)):
+        return f"{what}s {known[0]} to {known[-1]}"
+    return f"the {what}s {', '.join(map(str, known))}"
+
+
+def _layers_and_heads(
+    reader: TraceReader, key: tuple[int, int, int]
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the layers and query heads of a step: of its calls, or as the manifest says."""
+    calls = reader.calls(*key)
+    if calls:
+        heads = range(max(call.q_heads for call in calls))
+        return sorted({call.layer for call in calls}), heads
+    model = reader.model(key[0])
+    counts = [model.get(name) for name in ("layers", "heads")]
+    found = [range(count if isinstance(count, int) else 0) for count in counts]
+    return found[0], found[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _PanelPrinter:
+    """What is shown, and how: the command line, the place, the options that were set."""
+
+    args: argparse.Namespace
+    place: TracePlace
+    source: Source
+    options: dict[str, str]
+
+    def show(self, names: Sequence[str], *, named: bool) -> int:
+        """Show the panels and return the exit code.
+
+        Of panels that were not named, one that fails is told on stderr and passed by.
+        """
+        told: list[dict[str, Any]] = []
+        failed = False
+        if len(names) > 1 and not self.args.json:
+            print(self._location())
+        for name in names:
+            try:
+                told.append(self._show_panel(name, alone=len(names) == 1))
+            except FlexInspectError as error:
+                if named:
+                    raise
+                failed = True
+                print(f"flexinspect: {_escape_unprintable(error.message)}", file=sys.stderr)
+        if self.args.json:
+            _print_json(told[0] if len(names) == 1 else told)
+        return 1 if failed or (len(names) == 1 and told[0]["missing"]) else 0
+
+    def _show_panel(self, name: str, *, alone: bool) -> dict[str, Any]:
+        from flexinspect.panels.base import Missing, check_panel_applies
+        from flexinspect.panels.panel_registry import load_panel
+
+        panel = load_panel(name)
+        picture = None
+        with _panel_errors(name):
+            request = self._request(panel)
+            try:
+                check_panel_applies(panel, self.source, self.place)
+                data = panel.load(self.source, request)
+                lines, missing = panel.describe(data), False
+                if self.args.picture or self.args.export:
+                    picture = panel.paint(data, request, self._theme())
+            except Missing as nothing:
+                lines, missing = nothing.lines(), True
+        lines = [_escape_unprintable(line) for line in lines]
+        if self.args.export:
+            self._save(panel, picture, lines)
+        if not (self.args.json or (self.args.export and not self.args.picture)):
+            _print_panel(None if alone else f"{panel.title} ({name})", lines, picture)
+        about = {"trace": str(self.args.trace), "place": asdict(self.place), "panel": name}
+        return {**about, "title": panel.title, "missing": missing, "lines": lines}
+
+    def _request(self, panel: Panel[Any, Any]) -> Request[Any]:
+        from flexinspect.panels.base import Request
+        from flexinspect.panels.panel_registry import with_options
+
+        width = self.args.width
+        if width is None:
+            alone = self.args.export or not sys.stdout.isatty()
+            width = (
+                _DEFAULT_WIDTH
+                if alone
+                else shutil.get_terminal_size((_DEFAULT_WIDTH, _DEFAULT_HEIGHT)).columns
+            )
+        options = with_options(panel, self.options)
+        return Request(self.place, options, width, self.args.height or _DEFAULT_HEIGHT)
+
+    def _theme(self) -> Theme:
+        """Return all colours for a file, and for the terminal what it has."""
+        from flexinspect.drawing.theme import Theme
+
+        if self.args.export:
+            return Theme()
+        system = _console().color_system
+        return Theme("none" if system is None else "truecolor" if system == "truecolor" else "256")
+
+    def _save(self, panel: Panel[Any, Any], picture: Picture | None, lines: list[str]) -> None:
+        from flexinspect.drawing.export import save
+
+        if picture is None:
+            raise FlexInspectError(lines[0], hint="\n".join(lines[1:]) or None)
+        title = f"{panel.title}: {self._location()}"
+        file = save(
+            self.args.export, picture.strips, title=title, theme=self._theme(), note=picture.note
+        )
+        print(f"flexinspect: saved {_escape_unprintable(str(file))}", file=sys.stderr)
+
+    def _location(self) -> str:
+        place = asdict(self.place)
+        usual = {"branch": 0, "pos": None}
+        words = [f"{name} {place[name]}" for name in place if place[name] != usual.get(name, "")]
+        return _escape_unprintable(", ".join([self.args.trace.name, *words]))
+
+
+@contextmanager
+def _panel_errors(name: str) -> Iterator[None]:
+    """Make a sentence of whatever a panel, maybe somebody else's, fails with."""
+    try:
+        yield
+    except FlexInspectError:
+        raise
+    except Exception as error:
+        raise FlexInspectError(
+            f"The panel {name} failed: {type(error).__name__}: {error}",
+            hint="This is a bug of the panel; the others work without it.",
+        ) from error
+
+
+def _print_panel(heading: str | None, lines: Sequence[str], picture: Picture | None) -> None:
+    indent = ""
+    if heading is not None:
+        indent = "  "
+        print(f"\n{_escape_unprintable(heading)}")
+    if picture is None:
+        for line in lines:
+            print(f"{indent}{line}".rstrip())
+        return
+    console = _console()
+    for strip in picture.strips:
+        print(strip.render(console) if console.is_terminal else strip.text.rstrip())
+    if picture.note:
+        print(_escape_unprintable(picture.note))
+
+
+def _console() -> Console:
+    """Return the terminal as Rich sees it: NO_COLOR, FORCE_COLOR, and none where there is none."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    return Console(file=sys.stdout, color_system=None) if console.no_color else console
+
+
+def _print_json(what: Any) -> None:
+    json.dump(what, sys.stdout, ensure_ascii=False, indent=2, default=str)
+    sys.stdout.write("\n")
+
+
+def _escape_unprintable(line: str) -> str:
+    """Escape what no panel should have let through; what is printable is left as it is."""
+    return line if line.isprintable() else escape_unprintable(line)
+
+
+def _list(*, as_json: bool) -> int:
+    from flexinspect.panels.panel_registry import panel_names
+
+    entries = [_panel_entry(name) for name in panel_names()]
+    if as_json:
+        _print_json(entries)
+        return 0
+    for entry in entries:
+        print(_escape_unprintable(f"{entry['name']}: {entry['title']}"))
+        for line in entry["help"]:
+            print(f"  {_escape_unprintable(line)}")
+        for key, value in entry["options"].items():
+            print(_escape_unprintable(f"  --option {key}={value}"))
+    return 0
+
+
+def _panel_entry(name: str) -> dict[str, Any]:
+    from flexinspect.panels.panel_registry import load_panel, option_names
+
+    try:
+        panel = load_panel(name)
+    except FlexInspectError as error:
+        return {"name": name, "title": "not available", "help": [error.message], "options": {}}
+    options = {key: getattr(panel.options(), key) for key in option_names(panel)}
+    about = {"name": name, "title": panel.title, "help": panel.help.lines()}
+    return {**about, "options": options}

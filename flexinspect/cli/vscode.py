@@ -1,0 +1,48 @@
+"""`flexinspect vscode`: the debug configurations of this folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+EXAMPLES = """\
+examples:
+  flexinspect vscode                      # .vscode/launch.json of this folder
+  flexinspect vscode --folder ~/project
+  flexinspect vscode --dry-run            # print what would be written
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = subparsers.add_parser(
+        "vscode",
+        help="write the debug configurations for VSCode",
+        description="Add configurations to .vscode/launch.json: run under the debugger, attach to "
+        "a run, attach by process id, run the tests. What the file holds stays as it is, comments "
+        "too, and a configuration of the same name is left alone.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), help="the folder that VSCode opens (default: here)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the file, write nothing")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write or print the file."""
+    from flexinspect.launch.vscode_config import attach_notes, write_launch
+
+    path, merged = write_launch(args.folder, dry_run=args.dry_run)
+    if args.dry_run:
+        sys.stdout.write(merged.text)
+    lines = [f"added  {name}" for name in merged.added] + [f"kept   {name}" for name in merged.kept]
+    end = "nothing to add" if not merged.added else "not written" if args.dry_run else "written"
+    out = sys.stderr if args.dry_run else sys.stdout
+    print("\n".join([*lines, f"{path}: {end}"]), file=out)
+    for note in attach_notes() if merged.added else ():
+        print(f"flexinspect: {note}", file=sys.stderr)
+    return 0

@@ -1,0 +1,196 @@
+"""The one table of keys: action, default keys, description, who answers.
+
+Users remap an action by its id under `[keys]` in the settings file, for instance
+`"step.next" = "n"` or `"step.next" = ["n", "right"]`. Panels never name a key; they answer actions.
+
+The settings are read in the capture process, too: Textual's names stand here, not its code.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One action: `id` (group.name), default keys as Textual names them, what it does.
+
+    `label` puts it in the footer under that name. What the trace screen does not answer itself goes
+    to the focused panel, or to the first one that does.
+    """
+
+    id: str
+    keys: tuple[str, ...]
+    text: str
+    label: str = ""
+
+
+KEYS: tuple[Key, ...] = (
+    Key("step.next", ("right", "l"), "next token", label="next"),
+    Key("step.previous", ("left", "h"), "previous token", label="back"),
+    Key("step.first", ("home",), "first step, the prefill"),
+    Key("step.last", ("end",), "last step"),
+    Key("step.forward", ("pagedown",), "ten tokens on"),
+    Key("step.back", ("pageup",), "ten tokens back"),
+    Key("step.goto", ("g",), "go to a step, by number or word", label="go"),
+    Key("step.follow", ("f",), "follow the newest step", label="live"),
+    Key("tokens.search", ("slash",), "search the tokens", label="find"),
+    Key("tokens.match", ("asterisk",), "next match of the search"),
+    Key("finding.next", ("n",), "next finding", label="finding"),
+    Key("finding.previous", ("N",), "previous finding"),
+    Key("generation.next", ("greater_than_sign",), "next generation"),
+    Key("generation.previous", ("less_than_sign",), "previous generation"),
+    Key("layer.next", ("down", "j"), "next layer"),
+    Key("layer.previous", ("up", "k"), "previous layer"),
+    Key("head.next", ("right_square_bracket",), "next head"),
+    Key("head.previous", ("left_square_bracket",), "previous head"),
+    Key("panel.next", ("tab",), "next panel", label="panel"),
+    Key("panel.previous", ("shift+tab",), "previous panel"),
+    Key("panel.choose", ("c",), "choose what the panel shows"),
+    Key("panel.maximize", ("x",), "this panel alone, or all again", label="max"),
+    Key("panel.more", ("plus",), "one panel more"),
+    Key("panel.fewer", ("minus",), "one panel fewer"),
+    Key("zoom.in", ("z",), "zoom in"),
+    Key("zoom.out", ("Z",), "zoom out"),
+    Key("view.flip", ("m",), "flip the view: declared, received, executed, difference"),
+    Key("view.blocks", ("B",), "show or hide the blocks"),
+    Key("view.measure", ("v",), "next measure"),
+    Key("cursor.left", ("shift+left", "H"), "move the cursor in the panel"),
+    Key("cursor.right", ("shift+right", "L"), "move the cursor in the panel"),
+    Key("cursor.up", ("shift+up", "K"), "move the cursor in the panel"),
+    Key("cursor.down", ("shift+down", "J"), "move the cursor in the panel"),
+    Key("cursor.enter", ("enter",), "go to what the cursor is on"),
+    Key("run.pause", ("space",), "pause the model after this step, or let it go on"),
+    Key("run.step", ("full_stop",), "let the model make one token"),
+    Key("run.breakpoints", ("b",), "breakpoints: stop when a condition holds"),
+    Key("travel.restore", ("R",), "put the model back to this step"),
+    Key("travel.fork", ("F",), "go on from this step with another token, as a branch"),
+    Key("travel.mask", ("E",), "go on from this step with another mask, as a branch"),
+    Key("branch.choose", ("t",), "choose a branch"),
+    Key("run.stop", ("ctrl+c",), "stop the run; its trace stays valid (twice: end it at once)"),
+    Key("screen.shot", ("s",), "save a picture of the screen"),
+    Key("panel.export", ("S",), "save a picture of the panel"),
+    Key("app.palette", ("p", "ctrl+p"), "all commands", label="menu"),
+    Key("app.help", ("question_mark",), "help", label="help"),
+    Key("app.theme", ("T",), "choose a theme"),
+    Key("app.quit", ("q",), "quit", label="quit"),
+)
+
+N_DIGITS = 10
+
+
+def all_keys() -> tuple[Key, ...]:
+    """Return the table with the digits, which show a panel by its number; 0 stands for 10."""
+    digits = tuple(
+        Key(f"panel.show-{n}", (str(n % 10),), f"show panel {n} here")
+        for n in range(1, N_DIGITS + 1)
+    )
+    return KEYS + digits
+
+
+NAMED_KEYS = (
+    *("up", "down", "left", "right", "home", "end", "pageup", "pagedown"),
+    *("enter", "tab", "space", "escape", "backspace", "delete", "insert"),
+    *(f"f{n}" for n in range(1, 25)),
+)
+KEY_SYNTAX = (
+    'A key is a character ("w", "?", "7"), or one of up, down, left, right, home, end, pageup, '
+    "pagedown, enter, tab, space, escape, backspace, delete, insert, f1 to f24; ctrl+, alt+ and "
+    "shift+ may stand before it."
+)
+FIXED_KEYS = {"app.palette": "ctrl+p", "app.quit": "ctrl+q"}
+"""Keys that Textual itself gives to an action, whatever else the user gives to it."""
+
+_MODIFIERS = ("alt", "ctrl", "shift")
+_EQUIVALENT_KEYS = {"ctrl+i": "tab", "ctrl+m": "enter", "ctrl+left_square_bracket": "escape"}
+"""Keys that a terminal cannot tell from another one."""
+
+
+def parse_key(text: str) -> str | None:
+    """Return the key that is meant as Textual names it, None if there is none.
+
+    It is a character, a name, or as the help shows it (`→`, `pgdn`), after any modifiers.
+    """
+    found = re.fullmatch(r"((?:\w+\+)*)(.+)", text if len(text) == 1 else text.replace(" ", ""))
+    base = _parse_base(found[2]) if found else None
+    if found is None or base is None:
+        return None
+    modifiers = found[1].lower().split("+")[:-1]
+    if len(set(modifiers)) < len(modifiers) or not set(modifiers) <= set(_MODIFIERS):
+        return None
+    if modifiers == ["shift"] and len(base) == 1:
+        return base.upper() if base.isalpha() else None  # a terminal sends what shift makes of it
+    whole = "+".join([*sorted(modifiers), base.lower() if modifiers else base])
+    return _EQUIVALENT_KEYS.get(whole, whole)
+
+
+def _parse_base(text: str) -> str | None:
+    name = text.lower()
+    if name in NAMED_KEYS or name in _ASCII_NAMES:
+        return name
+    if name in _DISPLAY_NAMES:
+        return _DISPLAY_NAMES[name]
+    return _character_name(text) if len(text) == 1 and text.isprintable() else None
+
+
+def _character_name(character: str) -> str:
+    """Return Textual's name of a character: itself, or what Unicode calls it."""
+    name = unicodedata.name(character, "").lower().replace("-", "_").replace(" ", "_")
+    name = character if character.isalnum() or not name else name
+    return _SHORT_NAMES.get(name, name)
+
+
+_SHORT_NAMES = {
+    "solidus": "slash",
+    "reverse_solidus": "backslash",
+    "commercial_at": "at",
+    "hyphen_minus": "minus",
+    "plus_sign": "plus",
+    "low_line": "underscore",
+}
+_ASCII_NAMES = {_character_name(chr(code)) for code in range(33, 127) if not chr(code).isalnum()}
+_DISPLAY_NAMES = {
+    "↑": "up",
+    "↓": "down",
+    "←": "left",
+    "→": "right",
+    "⌫": "backspace",
+    "esc": "escape",
+    "⏎": "enter",
+    "pgdn": "pagedown",
+    "pgup": "pageup",
+    "del": "delete",
+}
+"""How the help of the interface shows keys."""
+
+
+class KeyConflict(NamedTuple):
+    """Two actions that would claim one key; `given` is the one that the user gave it to."""
+
+    key: str
+    action: str
+    other: str
+
+
+def find_key_conflict(overrides: Mapping[str, Sequence[str]]) -> KeyConflict | None:
+    """Return the first key that a remapped action would share with another one.
+
+    `given` maps actions to keys by Textual's names; all other actions have their default keys.
+    """
+    claims: dict[str, list[str]] = {}
+    for key in all_keys():
+        own = dict.fromkeys(
+            [*overrides.get(key.id, key.keys), *filter(None, [FIXED_KEYS.get(key.id)])]
+        )
+        for name in own:
+            claims.setdefault(name, []).append(key.id)
+    for action, names in overrides.items():
+        for name in names:
+            others = [other for other in claims[name] if other != action]
+            if others:
+                return KeyConflict(name, action, others[0])
+    return None

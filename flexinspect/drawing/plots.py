@@ -1,0 +1,170 @@
+"""Numbers as text: bars, sparklines, timelines of block characters, and short figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+
+from textual.strip import Strip
+
+from flexinspect.drawing.text_lines import align_right, line
+from flexinspect.drawing.theme import Theme
+
+_HORIZONTAL_BLOCKS = " ▏▎▍▌▋▊▉█"
+_VERTICAL_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def bar(fraction: float, width: int) -> str:
+    """Return a bar over `fraction` of `width` cells, to an eighth of a cell; "?" for NaN.
+
+    Clipped to 0 and 1. A fraction above zero is never drawn as nothing.
+    """
+    if width <= 0:
+        return ""
+    if math.isnan(fraction):
+        return "?".ljust(width)
+    eighths = round(min(max(fraction, 0.0), 1.0) * width * 8)
+    if fraction > 0:
+        eighths = max(eighths, 1)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_HORIZONTAL_BLOCKS[rest] if rest else "")).ljust(width)
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """Return one character per value in `width` characters, scaled as in `timeline`.
+
+    More values than characters: the highest of each bucket. None is a blank, and what is not a
+    finite number is a "!", which no other value of its bucket hides.
+    """
+    columns = _bucket_columns(values, width)
+    scaled = _scale_to_eighths(columns, 8)
+    text = "".join(
+        _sparkline_char(value, height) for value, height in zip(columns, scaled, strict=True)
+    )
+    return text.ljust(max(width, 0))
+
+
+def timeline(
+    values: Sequence[float | None],
+    width: int,
+    height: int,
+    theme: Theme,
+    *,
+    marked: int | None = None,
+    style: str = "accent",
+) -> list[Strip]:
+    """Return columns of eighth blocks, one per value: `height` strips of `width` cells.
+
+    Scaled from the lowest value or 0, whichever is lower, to the highest. More values than
+    columns: the highest of each bucket. None is an empty column, a value is at least an eighth,
+    and what is not a finite number is a "!" at the foot. `marked` is the index of a value, whose
+    column is drawn reversed.
+    """
+    columns = _bucket_columns(values, width)
+    heights = _scale_to_eighths(columns, 8 * height)
+    cursor = _column_of(marked, len(values), len(columns))
+    return [
+        _timeline_row(columns, heights, row, width, (style, cursor), theme)
+        for row in _rows_top_down(height)
+    ]
+
+
+def format_number(value: float | None, width: int = 0) -> str:
+    """Return a number as a person writes it, with two or three digits: "0.0032", "12.4".
+
+    "-" is None. `width` puts it at the right of so many cells, with fewer digits where they do
+    not fit; where none do it is "…", never a number cut to another one.
+    """
+    if width <= 0:
+        return _number_forms(value)[0]
+    return align_right(
+        next((form for form in _number_forms(value) if len(form) <= width), "…"), width
+    )
+
+
+def _number_forms(value: float | None) -> list[str]:
+    """Return the ways to write a number, the best first, then shorter ones."""
+    if value is None:
+        return ["-"]
+    size = abs(value)
+    if size == 0 or not math.isfinite(size):
+        return ["0" if size == 0 else str(float(value))]
+    mantissa, exponent = f"{value:.0e}".split("e")
+    whole = [f"{value:.0f}"] if 1 <= size < 1e5 else []
+    return [_format_digits(value), *whole, f"{mantissa}e{int(exponent)}"]
+
+
+def _format_digits(value: float) -> str:
+    size = abs(value)
+    if size < 1e-3 or size >= 1e5:
+        return f"{value:.1e}"
+    if size >= 100:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if size >= 0.01 else f"{value:.2g}"
+
+
+def _rows_top_down(height: int) -> range:
+    return range(height - 1, -1, -1)
+
+
+def _bucket_columns(values: Sequence[float | None], width: int) -> list[float | None]:
+    """Return at most `width` values; NaN for a bucket with anything that is not finite."""
+    count = len(values)
+    buckets = min(count, max(width, 0))
+    edges = [bucket * count // buckets for bucket in range(buckets)] + [count]
+    return [_bucket_max(values[start:stop]) for start, stop in pairwise(edges)]
+
+
+def _bucket_max(bucket: Sequence[float | None]) -> float | None:
+    known = [value for value in bucket if value is not None]
+    if not known:
+        return None
+    return max(known) if all(map(math.isfinite, known)) else math.nan
+
+
+def _scale_to_eighths(columns: Sequence[float | None], top: int) -> list[int]:
+    """Return 1 to `top` eighths per value, 0 where there is no finite one."""
+    finite = [float(value) for value in columns if value is not None and math.isfinite(value)]
+    low, high = min([0.0, *finite]), max(finite, default=0.0)
+    span = high / 2 - low / 2  # halves: the difference itself may overflow
+    heights: list[int] = []
+    for value in columns:
+        if value is None or not math.isfinite(value):
+            heights.append(0)
+        else:
+            share = (float(value) / 2 - low / 2) / span if span > 0 else 0.0
+            heights.append(max(round(share * top), min(top, 1)))
+    return heights
+
+
+def _sparkline_char(value: float | None, height: int) -> str:
+    return "!" if value is not None and not math.isfinite(value) else _VERTICAL_BLOCKS[height]
+
+
+def _column_of(marked: int | None, count: int, columns: int) -> int | None:
+    """Return the column of a value: the inverse of the edges in `_columns`."""
+    if marked is None or not 0 <= marked < count or not columns:
+        return None
+    return ((marked + 1) * columns - 1) // count
+
+
+def _timeline_row(
+    columns: Sequence[float | None],
+    heights: Sequence[int],
+    row: int,
+    width: int,
+    drawn: tuple[str, int | None],
+    theme: Theme,
+) -> Strip:
+    style, cursor = drawn
+    cells: list[tuple[str, str]] = []
+    for column, (value, eighths) in enumerate(zip(columns, heights, strict=True)):
+        text = _VERTICAL_BLOCKS[min(max(eighths - 8 * row, 0), 8)]
+        name = style
+        if row == 0 and value is not None and not math.isfinite(value):
+            text, name = "!", "bad"
+        cells.append((text, "cursor" if column == cursor else name))
+    groups = groupby(cells, key=lambda cell: cell[1])
+    spans = [("".join(text for text, _ in group), theme.style(name)) for name, group in groups]
+    return line(spans, width, theme.style("text"))

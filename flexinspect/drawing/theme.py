@@ -1,0 +1,118 @@
+"""How things look: the colours of the theme and of the terminal, as styles by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from rich.color import Color
+from rich.segment import Segment
+from rich.style import Style
+from textual import color as textual_color
+from textual.filter import LineFilter
+
+ColorDepth = Literal["truecolor", "256", "none"]
+
+DARK_COLORS: Mapping[str, str] = {
+    "foreground": "#e0e0e0",
+    "background": "#121212",
+    "surface": "#1e1e1e",
+    "muted": "#8a8f98",
+    "primary": "#0178d4",
+    "accent": "#ffa62b",
+    "success": "#4ebf71",
+    "warning": "#e6b422",
+    "error": "#f0556d",
+}
+"""Colours used where no theme is running: pictures that are exported, and tests."""
+
+SEGMENT_COLORS: tuple[str, ...] = (
+    "#0072b2",
+    "#b8860b",
+    "#00806a",
+    "#a85088",
+    "#7a7a00",
+    "#5a6fc0",
+    "#a04a20",
+    "#407a90",
+)
+"""Backgrounds of neighbouring segments, after Okabe and Ito: told apart by colour-blind readers
+(https://jfly.uni-koeln.de/color/), darkened so that white text on them is readable."""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Styles for one terminal: `depth` says how many colours there are, "none" for NO_COLOR.
+
+    Without colours, meaning is carried by bold, dim, underline and reverse, and by characters.
+    """
+
+    depth: ColorDepth = "truecolor"
+    colors: Mapping[str, str] = field(default_factory=lambda: dict(DARK_COLORS))
+
+    @property
+    def no_color(self) -> bool:
+        """Whether no colour may be used."""
+        return self.depth == "none"
+
+    def style(self, name: str) -> Style:
+        """Return a style by its name; an unknown name is a `KeyError`, found by the tests."""
+        return self._styles[name]
+
+    def segment_style(self, number: int) -> Style:
+        """Return the background of segment `number`; neighbours differ."""
+        return self._segment_styles[number % len(self._segment_styles)]
+
+    def color(self, name: str) -> Color:
+        """Return a colour of the theme by name: see `DARK`."""
+        return Color.parse(self.colors[name])
+
+    @cached_property
+    def _styles(self) -> dict[str, Style]:
+        on = Style(
+            color=None if self.no_color else self.color("foreground"),
+            bgcolor=None if self.no_color else self.color("background"),
+        )
+        tint = {name: self._tint(name) for name in self.colors}
+        return {
+            "text": on,
+            "strong": on + Style(bold=True),
+            "muted": on + (Style(dim=True) if self.no_color else tint["muted"]),
+            "title": on + tint["primary"] + Style(bold=True),
+            "accent": on + tint["accent"],
+            "good": on + tint["success"],
+            "warn": on + tint["warning"] + Style(bold=self.no_color),
+            "bad": on + tint["error"] + Style(bold=True),
+            "chosen": on + tint["accent"] + Style(bold=True),
+            "cursor": on + Style(reverse=True, bold=True),
+            "special": on + tint["accent"] + Style(italic=True),
+            "invisible": on + (Style(dim=True) if self.no_color else tint["muted"]),
+        }
+
+    @cached_property
+    def _segment_styles(self) -> tuple[Style, ...]:
+        if self.no_color:
+            return (Style(), Style(underline=True))
+        white = Color.parse("#ffffff")
+        return tuple(Style(color=white, bgcolor=Color.parse(band)) for band in SEGMENT_COLORS)
+
+    def _tint(self, name: str) -> Style:
+        return Style() if self.no_color else Style(color=self.color(name))
+
+
+class NoColorFilter(LineFilter):
+    """Takes all colours off what is drawn; Textual's own filter makes greys of them."""
+
+    def apply(self, segments: list[Segment], background: textual_color.Color) -> list[Segment]:
+        """Return the segments without colours; what a click on them does stays."""
+        return [
+            Segment(text, style and _without_colors(style), control)
+            for text, style, control in segments
+        ]
+
+
+@lru_cache(1024)
+def _without_colors(style: Style) -> Style:
+    return style.without_color + Style.from_meta(style.meta)

@@ -1,0 +1,621 @@
+"""Questions with their paraphrases: built-in sets, own files, own classes. No torch.
+
+What `load` accepts:
+
+* `demo`: the questions that ship with the demo model;
+* `FILE.jsonl`: own questions, one JSON object per line (fields: `flexinspect.inputs.datasets`);
+* `webqa` and `myriadlama`: from the hub, through the extra `flexinspect[datasets]`;
+* `webqa:PATH` and `myriadlama:PATH`: the same from a local .jsonl, .json or .csv file, or from a
+  folder written by `Dataset.save_to_disk` (needs the extra);
+* a name registered with `register_dataset` or in the entry-point group `flexinspect.inputs.datasets`;
+* `package.module:Class`: the user's own class, see `ParaphraseDataset`.
+
+Own files (`plain_samples`), one object per row:
+
+* `paraphrases`: list of texts, or `question`: text (both: the question is paraphrase 0);
+* `answers`: list of texts or one text, or `answer`: text; may be absent;
+* `id` (or `uuid`): text or number; the row's number when absent. Everything else goes to `meta`.
+
+In a CSV file a list is written as JSON (`["a", "b"]`) or with bars (`a|b`).
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import importlib
+import json
+import random
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from flexinspect.core.environment import PACKAGE_DATA, offline_if_unreachable
+from flexinspect.core.errors import DatasetError, FlexInspectError, UsageError, summarize_error
+
+__all__ = [
+    "ParaPharaseDataset",
+    "ParaphraseDataset",
+    "Sample",
+    "choose_paraphrases",
+    "from_prompts",
+    "load",
+    "names",
+    "register_dataset",
+]
+
+DEMO = PACKAGE_DATA / "demo" / "questions.jsonl"
+ENTRY_POINTS = "flexinspect.inputs.datasets"
+_BUILT_IN = ("demo", "webqa", "myriadlama")
+_CLASS_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_registered: dict[str, Callable[[], Any]] = {}
+
+
+class ParaphraseDataset:
+    """Base of a user's own dataset: override `load_dataset`.
+
+    Any class with a `load_dataset()` and a constructor without arguments will do; this one adds
+    batches. Give it to flexinspect as `--dataset package.module:Class`, by `register_dataset`, or
+    as an entry point of the group `flexinspect.inputs.datasets`.
+    """
+
+    def load_dataset(self) -> Iterable[Sample | Mapping[str, Any]]:
+        """Return the samples: `Sample` records or mappings with the fields of a JSONL line."""
+        raise NotImplementedError(f"{type(self).__name__} must define load_dataset()")
+
+    def get_dataloader(
+        self, batch_size: int = 8, shuffle: bool = False, seed: int = 0
+    ) -> Iterator[list[Any]]:
+        """Yield batches of at most `batch_size`, in an order drawn from `seed` when shuffled."""
+        if batch_size < 1:
+            raise UsageError(f"A batch size of {batch_size} is not possible; use 1 or more.")
+        samples = list(self.load_dataset())
+        if shuffle:
+            random.Random(seed).shuffle(samples)
+        for start in range(0, len(samples), batch_size):
+            yield self.collate_fn(samples[start : start + batch_size])
+
+    def collate_fn(self, batch: Sequence[Any]) -> list[Any]:
+        """Return what `get_dataloader` yields for a batch: by default the list of its samples."""
+        return list(batch)
+
+
+# The spelling of the project that inspired this one; classes written for it keep working.
+ParaPharaseDataset = ParaphraseDataset
+
+
+def register_dataset(name: str, dataset: Callable[[], Any]) -> None:
+    """Make `--dataset name` mean `dataset()`, a class or function without arguments.
+
+    Its result offers `load_dataset()`. Raises `UsageError` for the name of a built-in one.
+    """
+    if name in _BUILT_IN or ":" in name:
+        raise UsageError(f"The dataset name {name!r} is taken or has a colon; choose another.")
+    _registered[name] = dataset
+
+
+def names() -> tuple[str, ...]:
+    """Return every name that `load` knows: built in, registered, from entry points."""
+    points = (point.name for point in entry_points(group=ENTRY_POINTS))
+    return tuple(dict.fromkeys((*_BUILT_IN, *_registered, *points)))
+
+
+def load(spec: str, *, max_samples: int | None = None) -> list[Sample]:
+    """Return the samples that `spec` means, at most `max_samples` of them, in their own order.
+
+    Raises `DatasetError` with file and line, or with the next step, when they cannot be had.
+    """
+    if max_samples is not None and max_samples < 1:
+        raise UsageError(f"--max-samples {max_samples} is not possible; use 1 or more.")
+    samples = list(islice(_samples(spec.strip(), max_samples), max_samples))
+    if not samples:
+        raise DatasetError(f"The dataset {spec} is empty.", hint="Give one with questions in it.")
+    return samples
+
+
+def _samples(spec: str, limit: int | None) -> Iterator[Sample]:
+    name, _, path = spec.partition(":")
+    if spec == "demo":
+        return _demo()
+    if name in PUBLIC_DATASETS:
+        rows = local_rows(Path(path)) if path else hub_rows(name)
+        return PUBLIC_DATASETS[name].samples(rows, limit)
+    if spec in _registered:
+        return _user_samples(spec, _registered[spec])
+    point = next((p for p in entry_points(group=ENTRY_POINTS) if p.name == spec), None)
+    if point is not None:
+        return _user_samples(spec, lambda: point.load()())
+    if _CLASS_SPEC.fullmatch(spec) and not Path(spec).exists():
+        return _user_samples(spec, lambda: _import(spec)())
+    if Path(spec).suffix or Path(spec).exists():
+        return plain_samples(local_rows(Path(spec)))
+    near = difflib.get_close_matches(spec, names(), n=2)
+    ask = f"Did you mean {' or '.join(near)}? " if near else ""
+    raise DatasetError(
+        f"The dataset {spec!r} is unknown.",
+        hint=f"{ask}Give {', '.join(names())}, a FILE.jsonl, or package.module:Class.",
+    )
+
+
+def _demo() -> Iterator[Sample]:
+    if not DEMO.is_file():
+        raise DatasetError(
+            "The demo questions are missing from this installation.", hint="Reinstall flexinspect."
+        )
+    return plain_samples(local_rows(DEMO))
+
+
+def _import(spec: str) -> Any:
+    module_name, _, attribute = spec.partition(":")
+    # A console script has no current folder on its path; the user's module usually lies there.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last: a file here must not replace an installed module
+    module = importlib.import_module(module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise DatasetError(
+            f"The module {module_name} ({module.__file__}) has no {attribute}.",
+            hint="Check the name after the colon.",
+        ) from None
+
+
+def _user_samples(spec: str, make: Callable[[], Any]) -> Iterator[Sample]:
+    # The user's code may fail in any way; the sentence says so, the cause keeps the traceback.
+    try:
+        dataset = make()
+        items = iter(dataset.load_dataset())
+    except FlexInspectError:
+        raise
+    except (Exception, SystemExit) as error:  # its module may be a script that ends itself
+        raise _user_dataset_error(spec, error) from error
+    return _iterate_user_samples(spec, items)
+
+
+def _iterate_user_samples(spec: str, items: Iterator[Any]) -> Iterator[Sample]:
+    number = 0
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise _user_dataset_error(spec, error) from error
+        number += 1
+        if isinstance(item, Sample):
+            yield item
+        else:
+            yield sample_from(item, f"{spec}, sample {number}", f"{number}")
+
+
+def _user_dataset_error(spec: str, error: BaseException) -> DatasetError:
+    return DatasetError(
+        f"The dataset {spec} failed: {summarize_error(error)}.",
+        hint="It needs a constructor without arguments and load_dataset() that returns samples.",
+    )
+
+
+def choose_paraphrases(
+    sample: Sample, num_paraphrases: int | None = None, indices: str | None = None
+) -> Sample:
+    """Return the sample with some of its paraphrases only.
+
+    `indices` counts from 0 and keeps the order given: "0,2,1", "0-2" (both ends), or a mixture;
+    `num_paraphrases` then keeps the first so many. Raises `DatasetError` when there are fewer, and
+    `UsageError` for something that is no list of indices.
+    """
+    available = len(sample.paraphrases)
+    chosen = list(range(available)) if indices is None else _parse_indices(indices)
+    beyond = next((index for index in chosen if index >= available), None)
+    if beyond is not None:
+        raise DatasetError(
+            f"The sample {sample.id} has {available} paraphrases, counted from 0: there is no "
+            f"number {beyond}.",
+            hint=f"Use --indices between 0 and {available - 1}.",
+        )
+    if num_paraphrases is not None and num_paraphrases < 1:
+        raise UsageError(f"--num-paraphrases {num_paraphrases} is not possible; use 1 or more.")
+    if num_paraphrases is not None and num_paraphrases > len(chosen):
+        raise DatasetError(
+            f"The sample {sample.id} has {len(chosen)} paraphrases to choose from, not "
+            f"{num_paraphrases}.",
+            hint=f"Use --num-paraphrases {len(chosen)} or less, or a dataset with more.",
+        )
+    paraphrases = tuple(sample.paraphrases[index] for index in chosen[:num_paraphrases])
+    return Sample(sample.id, paraphrases, sample.answers, sample.meta)
+
+
+def _parse_indices(text: str) -> list[int]:
+    chosen: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if match is None or (match[2] and int(match[2]) < int(match[1])):
+            raise UsageError(
+                f"--indices {text!r} is no list of paraphrases.",
+                hint="Write numbers from 0 with commas, or ranges: 0,1,2 or 0-2.",
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        chosen.extend(range(first, min(last, first + 10_000) + 1))
+    return chosen
+
+
+def from_prompts(prompts: Sequence[str]) -> Sample:
+    """Return the sample of `--prompt TEXT` given once per paraphrase; no answer is expected.
+
+    Raises `DatasetError` when there is none, or an empty one.
+    """
+    if not prompts or not all(prompt.strip() for prompt in prompts):
+        raise DatasetError(
+            "A prompt is empty.", hint="Give --prompt TEXT, once per paraphrase, each with text."
+        )
+    return Sample("prompt", tuple(prompts), (), {"source": "--prompt"})
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One question: its paraphrases, the answers that count as right, whatever else is known."""
+
+    id: str
+    paraphrases: tuple[str, ...]
+    answers: tuple[str, ...] = ()
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRow:
+    """One stored object and where it is from ("file:line"), for messages."""
+
+    where: str
+    number: int
+    fields: Mapping[str, Any]
+
+
+def local_rows(path: Path) -> Iterator[DatasetRow]:
+    """Return the rows of a .jsonl, .json or .csv file, or of a `save_to_disk` folder, lazily.
+
+    Raises `DatasetError` naming file and line.
+    """
+    readers = {".jsonl": _jsonl, ".json": _json, ".csv": _csv}
+    path = path.expanduser()
+    if path.is_dir():
+        return _library_rows(str(path), lambda library: library.load_from_disk(str(path)))
+    reader = readers.get(path.suffix.lower())
+    if not path.is_file():
+        raise DatasetError(f"There is no dataset file {path}.", hint="Check the path.")
+    if reader is None:
+        raise DatasetError(
+            f"The dataset file {path} has an unknown form {path.suffix!r}.",
+            hint="Use .jsonl, .json or .csv.",
+        )
+    return _read_rows(path, reader)
+
+
+def _read_rows(path: Path, reader: Callable[[Path], Iterator[DatasetRow]]) -> Iterator[DatasetRow]:
+    try:
+        yield from reader(path)
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"The dataset file {path} is not UTF-8 text.") from error
+    except (OSError, csv.Error) as error:
+        raise DatasetError(f"The dataset file {path} cannot be read: {error}.") from error
+
+
+def _jsonl(path: Path) -> Iterator[DatasetRow]:
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                fields = json.loads(line)
+            except ValueError as error:
+                raise DatasetError(
+                    f"{where}: this line is not valid JSON ({error}).",
+                    hint="Each line is one object, such as "
+                    '{"question": "...", "paraphrases": ["..."], "answers": ["..."]}.',
+                ) from error
+            yield DatasetRow(where, number, _check_object(fields, where))
+
+
+def _json(path: Path) -> Iterator[DatasetRow]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DatasetError(f"{path}: this is not valid JSON ({error}).") from error
+    if isinstance(data, dict):
+        data = next((value for value in data.values() if isinstance(value, list)), None)
+    if not isinstance(data, list):
+        raise DatasetError(f"{path}: a list of objects is expected, or an object that holds one.")
+    for number, fields in enumerate(data, start=1):
+        where = f"{path}, entry {number}"
+        yield DatasetRow(where, number, _check_object(fields, where))
+
+
+def _csv(path: Path) -> Iterator[DatasetRow]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file)
+        for number, fields in enumerate(reader, start=1):
+            row = {
+                key: _parse_list_cell(value) if key in _LIST_COLUMNS else value
+                for key, value in fields.items()
+                if key and value
+            }
+            yield DatasetRow(f"{path}:{reader.line_num}", number, row)
+
+
+_LIST_COLUMNS = (
+    "paraphrases",
+    "answers",
+    "templates",
+    "obj_aliases",
+    "object_aliases",
+    "obj_ents",
+    "manual_paraphrases",
+    "auto_paraphrases",
+)
+_QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'" + r'|"((?:[^"\\]|\\.)*)"')
+
+
+def _parse_list_cell(text: str) -> Any:
+    if not text.lstrip().startswith("["):
+        return [part.strip() for part in text.split("|")]
+    try:
+        return json.loads(text)
+    except ValueError:
+        # What pandas writes: the repr of a list, or of an array, which has no commas.
+        return [re.sub(r"\\(.)", r"\1", one or two) for one, two in _QUOTED.findall(text)]
+
+
+def _check_object(fields: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(fields, dict):
+        raise DatasetError(f"{where}: an object is expected, not {type(fields).__name__}.")
+    return fields
+
+
+def plain_samples(rows: Iterable[DatasetRow]) -> Iterator[Sample]:
+    """Turn rows in the form of own files into samples."""
+    for row in rows:
+        yield sample_from(row.fields, row.where, str(row.number))
+
+
+def sample_from(fields: Any, where: str, default_id: str) -> Sample:
+    """Return the sample of one object in the form of own files, or raise `DatasetError`."""
+    fields = dict(fields) if isinstance(fields, Mapping) else _check_object(fields, where)
+    used = ("id", "uuid", "question", "paraphrases", "answers", "answer")
+    question, paraphrases = fields.get("question"), fields.get("paraphrases")
+    if question is None and paraphrases is None:
+        raise DatasetError(
+            f"{where}: there is neither `question` nor `paraphrases`.",
+            hint=f"The fields are {', '.join(fields) or 'none'}.",
+        )
+    asked = check_texts(paraphrases, where, "paraphrases") if paraphrases is not None else ()
+    if question is not None:
+        first = check_texts(question, where, "question")
+        asked = (*first, *(text for text in asked if text not in first))
+    if not asked:
+        raise DatasetError(f"{where}: `paraphrases` is empty.")
+    answers = fields.get("answers", fields.get("answer"))
+    return Sample(
+        id=_sample_id(fields, default_id),
+        paraphrases=asked,
+        answers=() if answers is None else check_texts(answers, where, "answers"),
+        meta={key: value for key, value in fields.items() if key not in used},
+    )
+
+
+def _sample_id(fields: Mapping[str, Any], default: str) -> str:
+    value = fields.get("id", fields.get("uuid"))
+    return default if value is None or value == "" else str(value)
+
+
+def check_texts(value: Any, where: str, name: str) -> tuple[str, ...]:
+    """Return one text or a list of non-empty texts as a tuple."""
+    value = [value] if isinstance(value, str) else value
+    if not isinstance(value, (list, tuple)):
+        raise DatasetError(
+            f"{where}: `{name}` must be a text or a list of texts, not {type(value).__name__}."
+        )
+    for index, text in enumerate(value):
+        if not isinstance(text, str) or not text.strip():
+            raise DatasetError(
+                f"{where}: `{name}` number {index} must be a non-empty text, not {text!r}."
+            )
+    return tuple(value)
+
+
+def webqa_samples(rows: Iterable[DatasetRow], _limit: int | None = None) -> Iterator[Sample]:
+    """Turn rows of WebQuestions ("webqa") into samples.
+
+    Accepted: the hub's `url`, `question`, `answers`; with paraphrases beside them as `paraphrase0`,
+    `paraphrase1`, ... (what the origin's preparation writes) or as a list `paraphrases`; and the
+    dataset's own JSON files with `utterance` and `targetValue`.
+    """
+    for row in rows:
+        fields = dict(row.fields)
+        if "utterance" in fields:
+            fields["question"] = fields.pop("utterance")
+            fields["answers"] = _target_values(str(fields.pop("targetValue", "")))
+        numbered = sorted(
+            (key for key in fields if re.fullmatch(r"paraphrase\d+", key)),
+            key=lambda key: int(key.removeprefix("paraphrase")),
+        )
+        if numbered:
+            # Generated paraphrases can come out empty; the others are still good.
+            listed = [fields.pop(key) for key in numbered]
+            fields["paraphrases"] = [text for text in listed if text]
+        yield sample_from(fields, row.where, f"webqa-{row.number}")
+
+
+def _target_values(text: str) -> list[str]:
+    found = re.findall(r'\(description (?:"((?:[^"\\]|\\.)*)"|([^()]*))\)', text)
+    return [re.sub(r"\\(.)", r"\1", quoted) or bare.strip() for quoted, bare in found]
+
+
+def myriadlama_samples(rows: Iterable[DatasetRow], limit: int | None = None) -> Iterator[Sample]:
+    """Turn rows of MyriadLAMA into samples: one per fact (subject and relation).
+
+    Accepted: the hub's one row per fact and template (`uuid`, `rel_uri`, `sub_ent`, `obj_aliases`,
+    `template` with [X] and [Y], `is_manual`); one row per fact with a list `templates`; and the
+    origin's prepared rows with `manual_paraphrases`, `auto_paraphrases` and `answers`. [X] becomes
+    the subject and [Y] becomes [MASK]; hand-written templates come first.
+    """
+    facts: dict[str, _Fact] = {}
+    for row in rows:
+        fact = _Fact.of(row)
+        known = facts.get(fact.key)
+        if known is not None:
+            known.add(fact)
+        elif limit is None or len(facts) < limit:
+            facts[fact.key] = fact
+    for number, fact in enumerate(facts.values(), start=1):
+        yield fact.sample(number)
+
+
+@dataclass(slots=True)
+class _Fact:
+    key: str
+    where: str
+    answers: tuple[str, ...]
+    manual: list[str]
+    automatic: list[str]
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, row: DatasetRow) -> _Fact:
+        fields, where = row.fields, row.where
+        relation = _first_field(fields, "rel_uri", "rel", "relation", "predicate_id")
+        subject = _first_field(fields, "sub_ent", "subject", "sub_label", "sub_uri")
+        identity = fields.get("uuid") or f"{subject}|{relation}"
+        manual, automatic = _prepared_paraphrases(fields, where) or _fill_templates(
+            fields, where, subject
+        )
+        wanted = ("answers", "obj_aliases", "object_aliases", "obj_ents", "object", "obj_label")
+        answers = _flatten(_first_field(fields, *wanted))
+        if answers is None:
+            raise DatasetError(f"{where}: there is no `obj_aliases` nor any other object.")
+        meta = {"relation": relation, "subject": subject}
+        right = tuple(dict.fromkeys(check_texts(answers, where, "answers")))
+        return cls(str(identity), where, right, manual, automatic, meta)
+
+    def add(self, other: _Fact) -> None:
+        self.manual += other.manual
+        self.automatic += other.automatic
+
+    def sample(self, number: int) -> Sample:
+        paraphrases = tuple(dict.fromkeys((*self.manual, *self.automatic)))
+        if not paraphrases:
+            raise DatasetError(f"{self.where}: there is no template.")
+        meta = {**self.meta, "manual": len(dict.fromkeys(self.manual))}
+        return Sample(self.key or str(number), paraphrases, self.answers, meta)
+
+
+def _prepared_paraphrases(
+    fields: Mapping[str, Any], where: str
+) -> tuple[list[str], list[str]] | None:
+    names = ("manual_paraphrases", "auto_paraphrases")
+    if not any(name in fields for name in names):
+        return None
+    manual, automatic = (list(check_texts(fields.get(name) or [], where, name)) for name in names)
+    return manual, automatic
+
+
+def _fill_templates(
+    fields: Mapping[str, Any], where: str, subject: Any
+) -> tuple[list[str], list[str]]:
+    templates = _first_field(fields, "templates", "template")
+    if templates is None or not isinstance(subject, str):
+        raise DatasetError(
+            f"{where}: `template` and `sub_ent` (or `subject`) are needed.",
+            hint=f"The fields are {', '.join(fields) or 'none'}.",
+        )
+    filled = [
+        template.replace("[X]", subject).replace("[Y]", "[MASK]")
+        for template in check_texts(templates, where, "template")
+    ]
+    by_hand = str(fields.get("is_manual", True)).lower() in ("true", "1")
+    return (filled, []) if by_hand else ([], filled)
+
+
+def _first_field(fields: Mapping[str, Any], *keys: str) -> Any:
+    return next((fields[key] for key in keys if fields.get(key) not in (None, "")), None)
+
+
+def _flatten(value: Any) -> Any:
+    """Return a list of lists (one list of aliases per object) as one list."""
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in value):
+        return [text for item in value for text in ([item] if isinstance(item, str) else item)]
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class PublicDataset:
+    """A public dataset: where the hub has it, and how its rows become samples."""
+
+    repo_id: str
+    split: str
+    samples: Callable[[Iterable[DatasetRow], int | None], Iterator[Sample]]
+
+
+PUBLIC_DATASETS: Mapping[str, PublicDataset] = {
+    "webqa": PublicDataset("stanfordnlp/web_questions", "test", webqa_samples),
+    "myriadlama": PublicDataset("iszhaoxin/MyriadLAMA", "train", myriadlama_samples),
+}
+
+
+def hub_rows(name: str) -> Iterator[DatasetRow]:
+    """Return the rows of a public dataset, through the `datasets` library and its cache.
+
+    No code of the repository is run. Raises `DatasetError` without the library or the network.
+    """
+    public = PUBLIC_DATASETS[name]
+
+    def read(library: Any) -> Iterable[Any]:
+        with offline_if_unreachable():
+            rows: Iterable[Any] = library.load_dataset(public.repo_id, split=public.split)
+            return rows
+
+    return _library_rows(
+        public.repo_id,
+        read,
+        hint="Check the network (HF_ENDPOINT sets a mirror, HTTPS_PROXY a proxy), or fetch the "
+        f"data elsewhere and give --dataset {name}:FILE.jsonl.",
+    )
+
+
+def _library_rows(
+    place: str, read: Callable[[Any], Iterable[Any]], *, hint: str | None = None
+) -> Iterator[DatasetRow]:
+    try:
+        library = importlib.import_module("datasets")
+    except ImportError as error:
+        raise DatasetError(
+            f"The dataset {place} needs the package `datasets`, which is not installed.",
+            hint="Run: pip install 'flexinspect[datasets]'",
+        ) from error
+    try:
+        items = read(library)
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise DatasetError(
+            f"The dataset {place} cannot be loaded: {type(error).__name__}: {reason}", hint=hint
+        ) from error
+    return (
+        DatasetRow(f"{place}, row {number}", number, dict(fields))
+        for number, fields in enumerate(items, start=1)
+    )
+
+
+def is_correct_answer(answer: str, expected: Iterable[str]) -> bool:
+    """Say whether an answer equals one of those expected: exact match but for case and spaces."""
+    mine = _normalize(answer)
+    return any(mine == _normalize(other) for other in expected)
+
+
+def _normalize(text: str) -> str:
+    return " ".join(unicodedata.normalize("NFC", text).casefold().strip(" .").split())

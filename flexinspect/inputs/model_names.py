@@ -1,0 +1,214 @@
+"""Which model a name means and where it is, without torch and without the network."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flexinspect.core.environment import PACKAGE_DATA
+from flexinspect.core.errors import ModelError
+from flexinspect.inputs.config import Config, ModelAlias, expand_user
+from flexinspect.inputs.model_sizes import parameter_count, stored_parameter_count, weight_files
+
+ARCHITECTURES = PACKAGE_DATA / "architectures"
+DEMO = PACKAGE_DATA / "demo"
+
+ALIASES: Mapping[str, str] = {
+    "llama3.2_3b_it": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama3.2_1b_it": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama3.1_8b_it": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama3.2_3b": "meta-llama/Llama-3.2-3B",
+    "llama3.2_1b": "meta-llama/Llama-3.2-1B",
+    "llama3.1_8b": "meta-llama/Llama-3.1-8B",
+    "qwen2.5_3b_it": "Qwen/Qwen2.5-3B-Instruct",
+    "qwen2.5_7b": "Qwen/Qwen2.5-7B",
+    "qwen2.5_7b_it": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5_14b_it": "Qwen/Qwen2.5-14B-Instruct",
+    "qwen3_1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3_4b": "Qwen/Qwen3-4B",
+    "qwen3_8b": "Qwen/Qwen3-8B",
+}
+# Their owners ask everybody to accept a licence before the first download.
+_GATED = ("meta-llama/", "google/gemma")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model as asked for, and where it is.
+
+    `name`: as the user wrote it; `kind`: "demo", "alias", "folder" or "hub"; `repo_id`: its hub
+    id, if it has one; `path`: the folder that holds it on this machine (for a cached model the
+    snapshot in the Hugging Face cache), None when it must be downloaded; `config_path`: the
+    architecture that ships with flexinspect, for building it with random weights; `where`: "here",
+    "cached" (configuration and every weight file present) or "download"; `gated`: its owner is
+    known to ask for the acceptance of a licence; `dtype`: the one set in the user's configuration.
+    """
+
+    name: str
+    kind: str
+    repo_id: str | None
+    path: Path | None
+    config_path: Path | None
+    where: str
+    gated: bool = False
+    dtype: str | None = None
+
+    @property
+    def place(self) -> str:
+        """The folder or hub id, for messages."""
+        return str(self.path) if self.where == "here" else str(self.repo_id)
+
+
+def resolve(name: str, config: Config | None = None) -> ModelSource:
+    """Return what `name` means: demo, own alias, built-in alias, local folder or hub id.
+
+    They are tried in this order, looking at the disk only. Raises `ModelError` for an unknown name
+    (with the nearest known ones) and for a folder that is no model.
+    """
+    config = config or Config()
+    name = name.strip()
+    if name == "demo":
+        return _demo()
+    if name in config.models:
+        return _user_alias(config.models[name])
+    if name in ALIASES:
+        return _alias(name)
+    if expand_user(name).is_dir():
+        return _folder(name, expand_user(name))
+    if _looks_like_path(name):
+        raise ModelError(
+            f"There is no model folder {name}.",
+            hint="Give a folder that holds config.json, or a name from `flexinspect models`.",
+        )
+    if _HUB_ID.fullmatch(name):
+        return _hub(name)
+    raise _unknown_model(name, config)
+
+
+def _demo() -> ModelSource:
+    if not (DEMO / "config.json").is_file():
+        raise ModelError(
+            "The demo model is missing from this installation.",
+            hint="Reinstall flexinspect, or run `make demo-model` in a clone to train it.",
+        )
+    return ModelSource("demo", "demo", None, DEMO, None, "here")
+
+
+def _user_alias(entry: ModelAlias) -> ModelSource:
+    if entry.target == "demo" or entry.target in ALIASES:
+        source = resolve(entry.target)
+    elif entry.folder.is_dir():
+        source = _folder(entry.alias, entry.folder)
+    elif not _looks_like_path(entry.target) and _HUB_ID.fullmatch(entry.target):
+        source = _hub(entry.target)
+    else:
+        raise ModelError(
+            f"The model {entry.alias!r} of {entry.file} points to {entry.target}, "
+            "which is neither a folder there nor a hub id.",
+            hint=f"Correct the path: as a folder it would be {entry.folder}.",
+        )
+    return replace(source, name=entry.alias, kind="alias", dtype=entry.dtype)
+
+
+def _alias(name: str) -> ModelSource:
+    source = _hub(ALIASES[name])
+    return replace(source, name=name, kind="alias", config_path=ARCHITECTURES / f"{name}.json")
+
+
+def _folder(name: str, folder: Path) -> ModelSource:
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"The folder {folder} is not a model: it has no config.json.",
+            hint="Give the folder that `save_pretrained` wrote, or one downloaded from the hub.",
+        )
+    return ModelSource(name, "folder", None, folder.resolve(), None, "here")
+
+
+def _hub(repo_id: str) -> ModelSource:
+    snapshot = cached_snapshot(repo_id)
+    complete = snapshot is not None and has_all_weights(snapshot)
+    return ModelSource(
+        repo_id,
+        "hub",
+        repo_id,
+        snapshot if complete else None,
+        shipped_architecture(repo_id),
+        "cached" if complete else "download",
+        gated=repo_id.startswith(_GATED),
+    )
+
+
+def shipped_architecture(repo_id: str) -> Path | None:
+    """Return the configuration that ships for a hub id, None when it is not a built-in one."""
+    name = next((alias for alias, target in ALIASES.items() if target == repo_id), None)
+    return None if name is None else ARCHITECTURES / f"{name}.json"
+
+
+def cached_snapshot(repo_id: str, file: str = "config.json") -> Path | None:
+    """Return the folder of the Hugging Face cache that holds `file` of a hub id, if any."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo_id, file)
+    return Path(found).parent if isinstance(found, str) and Path(found).exists() else None
+
+
+def has_all_weights(folder: Path) -> bool:
+    """Say whether every safetensors file that the folder's index names is there."""
+    try:
+        return all(path.exists() for path in weight_files(folder))
+    except ModelError:
+        return False
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+
+
+def _unknown_model(name: str, config: Config) -> ModelError:
+    known = ["demo", *config.models, *ALIASES]
+    lower = {alias.lower(): alias for alias in known}
+    near = difflib.get_close_matches(name.lower(), list(lower), n=3, cutoff=0.5)
+    nearest = "The nearest names are " + ", ".join(lower[n] for n in near) + ". " if near else ""
+    return ModelError(
+        f"The model {name!r} is unknown.",
+        hint=f"{nearest}`flexinspect models` lists all; a hub id is written owner/name, "
+        "a local folder ./name.",
+    )
+
+
+def read_config(source: ModelSource) -> dict[str, Any] | None:
+    """Return the configuration that is at hand without a download, None when there is none.
+
+    The model's own file wins over the one that ships. Raises `ModelError` when it is unreadable.
+    """
+    snapshot = source.path or (cached_snapshot(source.repo_id) if source.repo_id else None)
+    file = source.config_path if snapshot is None else snapshot / "config.json"
+    if file is None:
+        return None
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"The model configuration {file} cannot be read.", hint="Fetch the file again."
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"The model configuration {file} is not a JSON object.")
+    return config
+
+
+def count_parameters(source: ModelSource) -> int | None:
+    """Return the number of parameters, by formula or from the files at hand; None when unknown."""
+    config = read_config(source)
+    try:
+        count = None if config is None else parameter_count(config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        count = None
+    if count is None and source.path is not None and has_all_weights(source.path):
+        return stored_parameter_count(source.path)
+    return count

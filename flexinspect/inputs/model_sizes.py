@@ -1,0 +1,276 @@
+"""How large a model is, computed from its configuration or its safetensors headers: no torch.
+
+Counts are parameters, sizes are bytes. The formulas are exact for the architectures they name; for
+any other one the count comes from the headers of the weight files, or is unknown (None).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flexinspect.core.errors import ModelError, UsageError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_NAMES = {
+    **{name: name for name in DTYPE_BYTES},
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "float": "float32",
+    "half": "float16",
+}
+# The format's own limit; a larger number means that the file is not what it says.
+_MAX_HEADER = 100_000_000
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+def canonical_dtype(name: str) -> str:
+    """Return float32, bfloat16 or float16 for any accepted spelling; `UsageError` otherwise."""
+    try:
+        return _DTYPE_NAMES[name.strip().lower().removeprefix("torch.")]
+    except KeyError:
+        raise UsageError(
+            f"The dtype {name!r} is unknown.", hint="Use float32, bfloat16 or float16."
+        ) from None
+
+
+def check_dtype(name: str) -> None:
+    """Raise `ModelError` unless this is the name of a dtype, or `auto`."""
+    if name.strip().lower() == "auto":
+        return
+    try:
+        canonical_dtype(name)
+    except UsageError as error:
+        raise ModelError(error.message, hint=f"{error.hint} Or auto.") from None
+
+
+def parameter_count(config: Mapping[str, Any]) -> int | None:
+    """Return the number of parameters of a Llama, Mistral, Qwen2 or Qwen3 configuration.
+
+    Tied embeddings count once. None for every other architecture.
+    """
+    kind = config.get("model_type")
+    if kind not in ("llama", "mistral", "qwen2", "qwen3"):
+        return None
+    hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    embedding = int(config["vocab_size"]) * hidden
+    per_layer = _attention_parameters(config, kind) + _mlp_parameters(config, kind) + 2 * hidden
+    head = 0 if config.get("tie_word_embeddings", False) else embedding
+    return embedding + layers * per_layer + hidden + head
+
+
+def _attention_parameters(config: Mapping[str, Any], kind: str) -> int:
+    hidden = int(config["hidden_size"])
+    q = int(config["num_attention_heads"]) * _head_dim(config)
+    kv = _kv_heads(config) * _head_dim(config)
+    bias = bool(config.get("attention_bias", False)) and kind in ("llama", "qwen3")
+    count = hidden * (q + 2 * kv) + q * hidden
+    if bias or kind == "qwen2":
+        count += q + 2 * kv
+    if bias:
+        count += hidden
+    return count + (2 * _head_dim(config) if kind == "qwen3" else 0)
+
+
+def _mlp_parameters(config: Mapping[str, Any], kind: str) -> int:
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    bias = kind == "llama" and config.get("mlp_bias", False)
+    return 3 * hidden * inner + (2 * inner + hidden if bias else 0)
+
+
+def _kv_heads(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    explicit = config.get("head_dim")
+    if explicit is None and config.get("model_type") == "qwen3":
+        return 128
+    return int(explicit or config["hidden_size"] // config["num_attention_heads"])
+
+
+def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int | None:
+    """Return the bytes that one token adds to the KV cache of all layers, None when unknown.
+
+    For layers with a sliding window this is the bound before the window is full.
+    """
+    text = config.get("text_config", config)
+    try:
+        values = 2 * int(text["num_hidden_layers"]) * _kv_heads(text) * _head_dim(text)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return values * DTYPE_BYTES[canonical_dtype(dtype)]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes that a run needs against what there is; None means unknown.
+
+    `weights`: the parameters in the dtype they run in; `kv`: the cache of `n_tokens` tokens;
+    `available`: free memory of the device that holds them.
+    """
+
+    weights: int | None
+    kv: int | None
+    n_tokens: int
+    available: int | None
+
+    @property
+    def total(self) -> int | None:
+        """Weights and cache together, None when the weights are unknown."""
+        return None if self.weights is None else self.weights + (self.kv or 0)
+
+    @property
+    def fits(self) -> bool:
+        """False only when it is known that the need is larger than what there is."""
+        return self.total is None or self.available is None or self.total <= self.available
+
+
+def plan_memory(
+    config: Mapping[str, Any],
+    *,
+    dtype: str,
+    n_tokens: int = 2048,
+    n_parameters: int | None = None,
+    available: int | None = None,
+) -> MemoryPlan:
+    """Return what a model needs in `dtype` with `n_tokens` tokens in its cache.
+
+    `n_parameters` overrides the count from the configuration; `available` (bytes) defaults to the
+    free RAM of this machine.
+    """
+    count = parameter_count(config) if n_parameters is None else n_parameters
+    weights = None if count is None else count * DTYPE_BYTES[canonical_dtype(dtype)]
+    per_token = kv_bytes_per_token(config, dtype)
+    kv = None if per_token is None else per_token * n_tokens
+    return MemoryPlan(weights, kv, n_tokens, available_ram() if available is None else available)
+
+
+def available_ram() -> int:
+    """Return the bytes of RAM that this process may still take, container limits included."""
+    free = int(psutil.virtual_memory().available)
+    limits = (_cgroup_v2_free(), _cgroup_v1_free())
+    return min([free, *(limit for limit in limits if limit is not None)])
+
+
+def _cgroup_v2_free(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    try:
+        limit = int((root / "memory.max").read_text())  # "max" is no number: no limit
+        used = int((root / "memory.current").read_text())
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        cache = int(stat.get("inactive_file", 0))  # the kernel gives it back on demand
+    except (OSError, ValueError):
+        return None
+    return max(0, limit - used + cache)
+
+
+def _cgroup_v1_free(root: Path = Path("/sys/fs/cgroup/memory")) -> int | None:
+    try:
+        limit = int((root / "memory.limit_in_bytes").read_text())
+        used = int((root / "memory.usage_in_bytes").read_text())
+    except (OSError, ValueError):
+        return None
+    return max(0, limit - used)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the header of a safetensors file: tensor name to dtype, shape and offsets.
+
+    Reads no tensor. Raises `ModelError` when the file is truncated or not a safetensors file.
+    """
+    try:
+        header = _parse_header(path)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise _damaged(path) from error
+    end = max((int(tensor["data_offsets"][1]) for _, tensor in _tensors(header)), default=0)
+    if path.stat().st_size < _header_length(path) + end:
+        raise _damaged(path)
+    return header
+
+
+def _parse_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > _MAX_HEADER:
+            raise ValueError("header too long")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise TypeError("header is not an object")
+    for _, tensor in _tensors(header):
+        _ = int(tensor["data_offsets"][1]) + math.prod(tensor["shape"])
+    return header
+
+
+def _header_length(path: Path) -> int:
+    with path.open("rb") as file:
+        return 8 + int(struct.unpack("<Q", file.read(8))[0])
+
+
+def _tensors(header: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
+
+
+def _damaged(path: Path) -> ModelError:
+    return ModelError(
+        f"The weight file {path} is damaged or not a safetensors file.",
+        hint="Fetch the file again: delete it and repeat the download or copy.",
+    )
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files that a model folder should have, whether present or not.
+
+    They come from the index when there is one; otherwise it is the single `model.safetensors`.
+    Raises `ModelError` for an unreadable index.
+    """
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return (folder / SINGLE_FILE,)
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return tuple(folder / Path(name).name for name in sorted(names))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"The weight index {index} cannot be read.", hint="Fetch the file again."
+        ) from error
+
+
+def stored_parameter_count(folder: Path) -> int:
+    """Return the exact number of values in the safetensors files of a folder, from their headers.
+
+    Raises `ModelError` when a file is missing or damaged.
+    """
+    headers = (read_header(path) for path in weight_files(folder))
+    return sum(math.prod(t["shape"]) for header in headers for _, t in _tensors(header))
+
+
+def human_count(n: int | None) -> str:
+    """Return a parameter count as "3.2 B", "2.1 M" or "640 k", "?" when unknown."""
+    if n is None:
+        return "?"
+    for size, unit in ((10**9, "B"), (10**6, "M")):
+        if n >= size:
+            return f"{n / size:.1f} {unit}"
+    return f"{n / 1000:.0f} k" if n >= 1000 else str(n)
+
+
+def human_bytes(n: int | None) -> str:
+    """Return a size in decimal units as "6.4 GB", "?" when unknown."""
+    if n is None:
+        return "?"
+    value = float(n)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}"
+        value /= 1000
+    return f"{value:.1f} GB"

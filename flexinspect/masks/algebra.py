@@ -1,0 +1,275 @@
+"""Mask algebra in numpy: presets over segments, dense masks, block tables, differences.
+
+Every preset is causal and has one normal form, `MaskSpec`: a row of region r sees the keys
+`kv < head[r]` and the keys `kv >= low[r]`, as long as `kv <= q`. The torch side builds its
+`mask_mod` from the same rule, so what is declared and what is run come from one description.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.core.errors import MaskError
+from flexinspect.records.prompt import Segment, SegmentKind
+
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int32]
+
+UNREACHABLE = 2**31 - 1
+"""A `low` that no key reaches (the largest int32, as kernels index in int32): the row is empty."""
+
+BLOCK_SIZE = 128
+"""Tokens per block of a block mask, the default of `create_block_mask`."""
+
+SEPARATOR_MODES = ("attached", "isolated")
+
+
+@dataclass(frozen=True, slots=True)
+class MaskSpec:
+    """A causal mask in normal form.
+
+    Region r covers the rows `starts[r] <= q < starts[r + 1]` (the last one is open). A cell is
+    open when `kv <= q and (kv < head[r] or kv >= low[r])`.
+    """
+
+    name: str
+    starts: tuple[int, ...]
+    prefix_stops: tuple[int, ...]
+    local_starts: tuple[int, ...]
+
+    def region(self, q_idx: int) -> int:
+        """Return the region of a row."""
+        return int(np.searchsorted(self.starts, q_idx, side="right")) - 1
+
+    def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
+        """Return the mask, bool of shape (n_q, n_kv), for the rows from `q_offset` on."""
+        q_idx = np.arange(q_offset, q_offset + n_q)[:, None]
+        kv_idx = np.arange(q_offset + n_q if n_kv is None else n_kv)[None]
+        region = np.searchsorted(self.starts, q_idx, side="right") - 1
+        head, low = np.asarray(self.prefix_stops)[region], np.asarray(self.local_starts)[region]
+        open_cells: BoolArray = (kv_idx <= q_idx) & ((kv_idx < head) | (kv_idx >= low))
+        return open_cells
+
+
+def causal() -> MaskSpec:
+    """Return the plain causal rule: every row sees itself and all before it."""
+    return MaskSpec("causal", (0,), (0,), (0,))
+
+
+def preset(name: str, segments: Sequence[Segment], *, separators: str = "attached") -> MaskSpec:
+    """Return the rule of a preset for these segments.
+
+    `separators` is `attached` (a separator belongs to the piece before it) or `isolated` (its rows
+    see nothing, while later rows still see it: empty rows, as some published code has them).
+
+    Raises `MaskError` for an unknown preset or separators mode.
+    """
+    check_preset(name)
+    if separators not in SEPARATOR_MODES:
+        raise MaskError(
+            f"--separators {separators} is unknown; use {' or '.join(SEPARATOR_MODES)}."
+        )
+    view = PRESETS[name]
+    seen = [_visible_interval(view, segments, segment, separators) for segment in segments]
+    return _build_spec(name, [segment.start for segment in segments], seen)
+
+
+def declared_spec(declared: Mapping[str, Any]) -> MaskSpec | None:
+    """Return the rule of a declaration, None when it describes none (an own mask function)."""
+    columns = [declared.get(name) for name in ("starts", "head", "low")]
+    fit = (isinstance(c, list | tuple) and all(type(n) is int for n in c) for c in columns)
+    if not all(fit):
+        return None
+    starts, head, low = (tuple(column or ()) for column in columns)
+    fits = starts and len(starts) == len(head) == len(low) and starts[0] == 0
+    if not fits or list(starts) != sorted(starts):
+        return None
+    return MaskSpec(str(declared.get("preset", "declared")), starts, head, low)
+
+
+def check_preset(name: str) -> None:
+    """Raise `MaskError` with the known names, and the nearest one, for an unknown preset."""
+    if name in PRESETS:
+        return
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    raise MaskError(
+        f"The mask '{name}' is unknown; the presets are {', '.join(PRESETS)}.",
+        hint=f"Did you mean --mask {near[0]}?"
+        if near
+        else "Your own rule is given as --mask package.module:function.",
+    )
+
+
+Interval = tuple[int, int]
+"""(head, low): keys below `head` and keys from `low` on are seen."""
+
+_ALL_KEYS: Interval = (0, 0)
+_UNRESTRICTED_KINDS = (SegmentKind.CUE, SegmentKind.GENERATED)
+
+
+def _isolation(segments: Sequence[Segment], owner: Segment) -> Interval:
+    return _prefix_interval(_last_stop(segments, SegmentKind.BOS), owner)
+
+
+def _shared_prefix(segments: Sequence[Segment], owner: Segment) -> Interval:
+    return _prefix_interval(_last_stop(segments, SegmentKind.BOS, SegmentKind.SHARED), owner)
+
+
+def _anchor_first(segments: Sequence[Segment], owner: Segment) -> Interval:
+    anchors = [i for i, s in enumerate(segments) if s.kind is SegmentKind.PARAPHRASE][:1]
+    anchor_stop = max((s.stop for s in segments if s.owner in anchors), default=0)
+    prefix_stop = _last_stop(segments, SegmentKind.BOS, SegmentKind.SHARED)
+    return _prefix_interval(max(anchor_stop, prefix_stop), owner)
+
+
+def _document(segments: Sequence[Segment], owner: Segment) -> Interval:
+    bos_stop = _last_stop(segments, SegmentKind.BOS)
+    if owner.kind in _UNRESTRICTED_KINDS:
+        return bos_stop, max(
+            (s.start for s in segments if s.kind is SegmentKind.PARAPHRASE), default=0
+        )
+    return _prefix_interval(bos_stop, owner)
+
+
+def _causal(segments: Sequence[Segment], owner: Segment) -> Interval:
+    return _ALL_KEYS
+
+
+PRESETS: dict[str, Callable[[Sequence[Segment], Segment], Interval]] = {
+    "segment-isolation": _isolation,
+    "shared-prefix": _shared_prefix,
+    "causal": _causal,
+    "anchor-first": _anchor_first,
+    "document": _document,
+}
+"""What a segment sees, by preset. BOS is seen by all (it depends on nothing, so nothing leaks
+through it). Rows of the cue and of generated text see everything before them, but for `document`,
+where they go on with the last paraphrase."""
+
+
+def _last_stop(segments: Sequence[Segment], *kinds: SegmentKind) -> int:
+    return max((segment.stop for segment in segments if segment.kind in kinds), default=0)
+
+
+def _prefix_interval(prefix_stop: int, owner: Segment) -> Interval:
+    if owner.kind in _UNRESTRICTED_KINDS:
+        return _ALL_KEYS
+    return min(prefix_stop, owner.start), owner.start
+
+
+def _visible_interval(
+    interval_of: Callable[[Sequence[Segment], Segment], Interval],
+    segments: Sequence[Segment],
+    segment: Segment,
+    separators: str,
+) -> Interval:
+    if segment.kind is SegmentKind.SEPARATOR and separators == "isolated":
+        return 0, UNREACHABLE
+    return interval_of(segments, segments[segment.owner])
+
+
+def _build_spec(name: str, starts: Sequence[int], intervals: Sequence[Interval]) -> MaskSpec:
+    """Merge neighbours that see the same, so that a rule costs as few comparisons as it can."""
+    merged: list[tuple[int, int, int]] = []
+    for start, (head, low) in zip(starts, intervals, strict=True):
+        head, low = (0, 0) if head >= low else (head, low)
+        if not merged or merged[-1][1:] != (head, low):
+            merged.append((start if merged else 0, head, low))
+    return MaskSpec(
+        name,
+        tuple(start for start, _, _ in merged),
+        tuple(head for _, head, _ in merged),
+        tuple(low for _, _, low in merged),
+    )
+
+
+def row_chunks(n_rows: int, size: int = BLOCK_SIZE) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of row chunks, so that no whole grid is ever held."""
+    for start in range(0, n_rows, size):
+        yield start, min(start + size, n_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """Which key blocks each row block visits: `partial` applies the rule, `full` does not.
+
+    Both are bool of shape (row blocks, key blocks).
+    """
+
+    partial: BoolArray
+    full: BoolArray
+
+
+def block_tables(spec: MaskSpec, n_q: int, n_kv: int, *, q_offset: int = 0) -> BlockTables:
+    """Return the block tables of a rule, made one row of blocks at a time.
+
+    A block that sticks out of the mask is never full, as in `create_block_mask`.
+    """
+    chunks = (
+        spec.dense(stop - start, n_kv, q_offset=q_offset + start) for start, stop in row_chunks(n_q)
+    )
+    return stack_block_rows(chunks)
+
+
+def row_block_tables(spec: MaskSpec, q_idx: int, n_kv: int) -> BlockTables:
+    """Return the block tables of one row, as a decode step needs them, without its cells.
+
+    A block of one row is never full, so every block that the row's two intervals touch is partial.
+    """
+    region = spec.region(q_idx)
+    starts = np.arange(0, n_kv, BLOCK_SIZE)
+    stops = starts + BLOCK_SIZE
+    partial: BoolArray = (starts <= q_idx) & (
+        (starts < spec.prefix_stops[region])
+        | ((stops > spec.local_starts[region]) & (spec.local_starts[region] <= q_idx))
+    )
+    return BlockTables(partial[None], np.zeros((1, len(starts)), np.bool_))
+
+
+def stack_block_rows(chunks: Iterable[BoolArray]) -> BlockTables:
+    """Return the tables of a mask given as chunks of at most `BLOCK` rows, (rows, n_kv) each."""
+    rows = [_block_row_tables(chunk) for chunk in chunks]
+    return BlockTables(np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows]))
+
+
+def _block_row_tables(cells: BoolArray) -> tuple[BoolArray, BoolArray]:
+    n_rows, n_kv = cells.shape
+    edges = np.arange(0, n_kv, BLOCK_SIZE)
+    any_open: BoolArray = np.logical_or.reduceat(cells.any(axis=0), edges)
+    full: BoolArray = np.logical_and.reduceat(cells.all(axis=0), edges)
+    full[-1] &= n_kv % BLOCK_SIZE == 0
+    full &= n_rows == BLOCK_SIZE
+    return any_open & ~full, full
+
+
+def expand_blocks(blocks: BoolArray, n_q: int, n_kv: int, size: tuple[int, int]) -> BoolArray:
+    """Return a block-level bool array as a token-level one of shape (n_q, n_kv)."""
+    return blocks.repeat(size[0], axis=0).repeat(size[1], axis=1)[:n_q, :n_kv]
+
+
+def executed_mask(
+    mask_mod_cells: BoolArray, tables: BlockTables, size: tuple[int, int], *, compiled: bool
+) -> BoolArray:
+    """Return the mask that the kernel honours, of the shape of `rule_cells` (n_q, n_kv).
+
+    Uncompiled flex evaluates the rule on every cell; compiled flex computes
+    (partial block and rule) or full block, and never visits other blocks. Checked against both
+    kernels in the tests; see the sources of `torch.nn.attention.flex_attention`.
+    """
+    if not compiled:
+        return mask_mod_cells
+    n_q, n_kv = mask_mod_cells.shape
+    partial = expand_blocks(tables.partial, n_q, n_kv, size)
+    full = expand_blocks(tables.full, n_q, n_kv, size)
+    return (partial & mask_mod_cells) | full
+
+
+def empty_rows(cells: BoolArray) -> npt.NDArray[np.intp]:
+    """Return the rows (last axis but one of a 2-D mask) that see no key at all."""
+    return np.flatnonzero(~cells.any(axis=1))

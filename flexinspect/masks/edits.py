@@ -1,0 +1,372 @@
+"""Edits of a mask, as a person gives them: a preset, a segment dropped or joined, a cell, a row.
+
+    preset causal                        another preset over the same segments
+    drop paraphrase 2                    nobody else sees it, nor the separator that belongs to it
+    join paraphrase 1 and paraphrase 2   the two see each other
+    let paraphrase 3 see paraphrase 1    one sees another
+    let cue not see paraphrase 2         or no longer does
+    cell 12 3                            row 12, key 3: opened if it was closed, and the other way
+    cell 12 3 open                       (or close)
+    row 12                               opened to all before it; closed to itself alone if it was
+    row 12 close                         (or open)
+
+Segments go by their label or their number. A mask stays causal: a cell above the diagonal cannot be
+opened, as the key is not there when a generated row is computed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.core.errors import MaskError
+from flexinspect.masks import algebra
+from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.records.prompt import Segment, SegmentKind
+
+OPEN_END = algebra.UNREACHABLE
+"""A `stop` beyond every position."""
+
+EDIT_HINT = (
+    "Write 'preset NAME', 'drop SEGMENT', 'join SEGMENT and SEGMENT', "
+    "'let SEGMENT [not] see SEGMENT', 'cell ROW KEY [open|close]' or 'row ROW [open|close]'."
+)
+
+
+class BaseMask(Protocol):
+    """What edits lie on: a mask in positions of the whole sequence."""
+
+    def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
+        """Return its cells, bool (n_q, n_kv), for the rows from `q_offset` on."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPatch:
+    """A rectangle of cells, `start <= i < stop`, opened as far as they are causal, or closed."""
+
+    row_start: int
+    row_stop: int
+    key_start: int
+    key_stop: int
+    is_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PatchedMask:
+    """A mask with patches over it, the later ones over the earlier ones."""
+
+    base: BaseMask
+    patches: tuple[MaskPatch, ...] = ()
+
+    def dense(self, n_q: int, n_kv: int | None = None, *, q_offset: int = 0) -> BoolArray:
+        """Return its cells, bool (n_q, n_kv), for the rows from `q_offset` on."""
+        return apply_patches(
+            self.base.dense(n_q, n_kv, q_offset=q_offset), self.patches, q_offset=q_offset
+        )
+
+
+def apply_patches(
+    cells: BoolArray, patches: Sequence[MaskPatch], *, q_offset: int = 0
+) -> BoolArray:
+    """Return cells (..., rows, keys) with patches applied; row 0 is position `q_offset`."""
+    out = cells.copy()
+    n_rows, n_keys = out.shape[-2:]
+    q_idx = np.arange(q_offset, q_offset + n_rows)
+    for patch in patches:
+        rows = slice(*(min(max(at - q_offset, 0), n_rows) for at in _patch_rows(patch)))
+        keys = slice(min(patch.key_start, n_keys), min(patch.key_stop, n_keys))
+        if not patch.is_open:
+            out[..., rows, keys] = False
+            continue
+        causal = np.arange(n_keys)[None, keys] <= q_idx[rows, None]
+        out[..., rows, keys] |= causal
+    return out
+
+
+def _patch_rows(patch: MaskPatch) -> tuple[int, int]:
+    return patch.row_start, patch.row_stop
+
+
+def changed_rows(before: PatchedMask, after: PatchedMask, n_rows: int) -> npt.NDArray[np.intp]:
+    """Return which of the first `n_rows` rows are other rows under `after`.
+
+    Of a mask that is no `MaskSpec` only some heads may be known, so every row under a new patch
+    counts.
+    """
+    if not isinstance(before.base, MaskSpec) and before.base is after.base:
+        new = after.patches[len(before.patches) :]
+        touched = np.zeros(n_rows, np.bool_)
+        for patch in new:
+            touched[slice(*_patch_rows(patch))] = True
+        return np.flatnonzero(touched)
+    found = [
+        start + np.flatnonzero(_differing_rows(before, after, start, stop, n_rows))
+        for start, stop in algebra.row_chunks(n_rows)
+    ]
+    return np.concatenate(found) if found else np.zeros(0, np.intp)
+
+
+def _differing_rows(
+    before: PatchedMask, after: PatchedMask, start: int, stop: int, n_rows: int
+) -> npt.NDArray[np.bool_]:
+    one, other = (rule.dense(stop - start, n_rows, q_offset=start) for rule in (before, after))
+    differs: npt.NDArray[np.bool_] = (one != other).any(axis=1)
+    return differs
+
+
+# -- the edits -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One edit. `kind` is preset, drop, join, see, cell or row.
+
+    `names` are the preset, or the segments (of "see": who sees, who is seen); `places` the row, and
+    the key of a cell. `is_open` is what becomes of them, None for the contrary of what they are.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    indices: tuple[int, ...] = ()
+    is_open: bool | None = None
+
+    def __str__(self) -> str:
+        """The edit as `parse` reads it."""
+        match self.kind:
+            case "join":
+                return f"join {self.names[0]} and {self.names[1]}"
+            case "see":
+                verb = "not see" if self.is_open is False else "see"
+                return f"let {self.names[0]} {verb} {self.names[1]}"
+            case "preset" | "drop":
+                return f"{self.kind} {self.names[0]}"
+        verb = {None: "", True: " open", False: " close"}[self.is_open]
+        return f"{self.kind} {' '.join(map(str, self.indices))}{verb}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the edit as plain data."""
+        lists = {"names": list(self.names), "places": list(self.indices)}
+        return {"kind": self.kind, **lists, "open": self.is_open}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Edit:
+        """Read an edit back. Raises `MaskError` when it is none."""
+        try:
+            is_open = data.get("open")
+            names = tuple(str(name) for name in data.get("names", ()))
+            places = tuple(int(place) for place in data.get("places", ()))
+            edit = cls(str(data["kind"]), names, places, None if is_open is None else bool(is_open))
+            return parse_edit(str(edit))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise MaskError(f"{data!r} is no edit of a mask.", hint=EDIT_HINT) from error
+
+
+_EDIT_PATTERNS: tuple[tuple[str, str], ...] = (
+    ("preset", r"preset (\S+)"),
+    ("drop", r"drop (.+)"),
+    ("join", r"join (.+) and (.+)"),
+    ("hide", r"let (.+) not see (.+)"),
+    ("see", r"let (.+) see (.+)"),
+    ("cell", r"cell (\d{1,9})[ ,]+(\d{1,9})(?: (open|close))?"),
+    ("row", r"row (\d{1,9})(?: (open|close))?"),
+)
+
+
+def parse_edit(text: str) -> Edit:
+    """Return the edit that a text says. Raises `MaskError` with the forms there are."""
+    said = " ".join(text.split())
+    for kind, form in _EDIT_PATTERNS:
+        found = re.fullmatch(form, said, re.IGNORECASE)
+        if found is None:
+            continue
+        if kind == "hide":
+            return Edit("see", tuple(found.groups()), (), False)
+        if kind not in ("cell", "row"):
+            return Edit(kind, tuple(found.groups()))
+        *places, verb = found.groups()
+        is_open = None if verb is None else verb.lower() == "open"
+        return Edit(kind, (), tuple(map(int, places)), is_open)
+    raise MaskError(f"'{text}' is no edit of a mask.", hint=EDIT_HINT)
+
+
+def apply_edits(
+    edits: Sequence[Edit], mask: PatchedMask, segments: Sequence[Segment]
+) -> PatchedMask:
+    """Return the rule with edits applied, one after the other.
+
+    Raises `MaskError` for a segment or preset that is not known, a key behind its row, and edits
+    that change nothing.
+    """
+    after = mask
+    for edit in edits:
+        after = _APPLY_BY_KIND[edit.kind](edit, after, segments)
+    if after is mask:
+        said = "; ".join(str(edit) for edit in edits)
+        raise MaskError(f"'{said}' changes nothing: the mask is like that already.")
+    return after
+
+
+def _apply_preset(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    name, _, separators = edit.names[0].partition("/")
+    made = algebra.preset(name, segments, separators=separators or "attached")
+    return mask if mask == PatchedMask(made) else PatchedMask(made)
+
+
+def _apply_drop(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    number = find_segment(edit.names[0], segments)
+    if segments[number].kind is SegmentKind.GENERATED:
+        raise MaskError("The generated segment cannot be dropped: its rows choose the tokens.")
+    mine = _segment_spans(number, segments)
+    others = _rows_outside(mine)
+    return _with_patches(mask, [MaskPatch(*rows, *keys, False) for keys in mine for rows in others])
+
+
+def _apply_join(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    one, other = (find_segment(name, segments) for name in edit.names)
+    if one == other:
+        raise MaskError(f"'{edit}' names one segment twice.")
+    return _with_patches(
+        mask, _opening_patches(one, other, segments) + _opening_patches(other, one, segments)
+    )
+
+
+def _apply_see(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    reader, read = (find_segment(name, segments) for name in edit.names)
+    if segments[reader].stop <= segments[read].start:
+        raise MaskError(
+            f"{segments[reader].label} comes before {segments[read].label}, and a row sees no "
+            "later key.",
+            hint=f"Say it the other way round, or 'drop {segments[reader].label}'.",
+        )
+    found = _opening_patches(reader, read, segments)
+    if edit.is_open is False:
+        found = [replace(patch, is_open=False) for patch in found]
+    return _with_patches(mask, found)
+
+
+def _opening_patches(reader: int, read: int, segments: Sequence[Segment]) -> list[MaskPatch]:
+    """Return patches that open one segment to another; none where that is all later."""
+    pairs = [
+        (r, k) for r in _segment_spans(reader, segments) for k in _segment_spans(read, segments)
+    ]
+    return [MaskPatch(*rows, *keys, True) for rows, keys in pairs if keys[0] < rows[1]]
+
+
+def _apply_cell(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    row, key = edit.indices
+    if key > row:
+        raise MaskError(f"Row {row} comes before key {key}, and a row sees no later key.")
+    _check_row(row, segments)
+    is_open = edit.is_open
+    if is_open is None:
+        is_open = not mask.dense(1, row + 1, q_offset=row)[0, key]
+    return _with_patches(mask, [MaskPatch(row, row + 1, key, key + 1, is_open)])
+
+
+def _apply_row(edit: Edit, mask: PatchedMask, segments: Sequence[Segment]) -> PatchedMask:
+    row = edit.indices[0]
+    _check_row(row, segments)
+    is_open = edit.is_open
+    if is_open is None:
+        is_open = not mask.dense(1, row + 1, q_offset=row).all()
+    if is_open:
+        return _with_patches(mask, [MaskPatch(row, row + 1, 0, row + 1, True)])
+    itself = MaskPatch(row, row + 1, row, row + 1, True)
+    return _with_patches(mask, [MaskPatch(row, row + 1, 0, OPEN_END, False), itself])
+
+
+def _check_row(row: int, segments: Sequence[Segment]) -> None:
+    if segments and row >= segments[-1].stop:
+        raise MaskError(f"There is no row {row}: the last one may be {segments[-1].stop - 1}.")
+
+
+_APPLY_BY_KIND: dict[str, Callable[[Edit, PatchedMask, Sequence[Segment]], PatchedMask]] = {
+    "preset": _apply_preset,
+    "drop": _apply_drop,
+    "join": _apply_join,
+    "see": _apply_see,
+    "cell": _apply_cell,
+    "row": _apply_row,
+}
+
+
+def _with_patches(mask: PatchedMask, patches: Sequence[MaskPatch]) -> PatchedMask:
+    """Return a rule with patches over it, the same one where they change no cell."""
+    needed = tuple(patch for patch in patches if _changes_cells(mask, patch))
+    if not needed:
+        return mask
+    return PatchedMask(mask.base, (*mask.patches, *patches))
+
+
+def _changes_cells(mask: PatchedMask, patch: MaskPatch) -> bool:
+    """Say whether a patch changes a cell; of endless rows one per region of the ground is asked."""
+    last = (
+        patch.row_stop - 1
+        if patch.row_stop < OPEN_END
+        else max(patch.row_start, _last_region_start(mask))
+    )
+    for start, stop in algebra.row_chunks(last + 1 - patch.row_start):
+        first = patch.row_start + start
+        cells = mask.dense(stop - start, last + 1, q_offset=first)
+        if (cells != apply_patches(cells, [patch], q_offset=first)).any():
+            return True
+    return False
+
+
+def _last_region_start(mask: PatchedMask) -> int:
+    starts = mask.base.starts if isinstance(mask.base, MaskSpec) else ()
+    places = [start for patch in mask.patches for start in (patch.row_start, patch.key_stop)]
+    return max((*starts, *(place for place in places if place < OPEN_END), 0)) + 1
+
+
+def with_segment_labels(edit: Edit, segments: Sequence[Segment]) -> Edit:
+    """Return an edit that calls its segments by their labels. Raises `MaskError`."""
+    if edit.kind == "preset":
+        return edit
+    labels = tuple(segments[find_segment(name, segments)].label for name in edit.names)
+    return replace(edit, names=labels)
+
+
+# -- segments --------------------------------------------------------------------------------------
+
+
+def find_segment(name: str, segments: Sequence[Segment]) -> int:
+    """Return the number of the segment of a label or number. Raises `MaskError`."""
+    said = name.strip().lower()
+    labels = [segment.label.lower() for segment in segments]
+    if said in labels:
+        return labels.index(said)
+    if said.isascii() and said.isdecimal() and int(said) < len(segments):
+        return int(said)
+    near = difflib.get_close_matches(said, labels, 1)
+    raise MaskError(
+        f"There is no segment '{name.strip()}'.",
+        hint=f"Did you mean '{near[0]}'?" if near else f"There are {', '.join(labels)}.",
+    )
+
+
+def _segment_spans(number: int, segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Return the spans of a segment and of what belongs to it, neighbours merged."""
+    mine = [s for at, s in enumerate(segments) if number in (at, s.owner)]
+    spans: list[tuple[int, int]] = []
+    for segment in mine:
+        stop = OPEN_END if segment.kind is SegmentKind.GENERATED else segment.stop
+        if spans and spans[-1][1] == segment.start:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((segment.start, stop))
+    return spans
+
+
+def _rows_outside(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the rows outside of spans, from the first span on: none before it sees them."""
+    starts = [stop for _, stop in spans]
+    stops = [*(start for start, _ in spans[1:]), OPEN_END]
+    return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

@@ -1,0 +1,209 @@
+"""Windows of a sheet: cells folded into pixels, and pixels into states that keep what is rare.
+
+Every fold is exact: it counts the open cells of each pixel, so that a single open or closed cell
+is never lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.masks.algebra import IntArray
+from flexinspect.masks.counting import BIT_COUNTS, TILE, CellCounts, Counts, PackedMask
+
+States = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PixelGrid:
+    """A window of a sheet in pixels: pixel (0, 0) begins at (`row`, `key`).
+
+    A pixel is `row_scale` rows high and `key_scale` keys wide (both from `SCALES`), the window
+    `height` and `width` pixels. `row` and `key` are multiples of the scales.
+    """
+
+    row: int
+    key: int
+    height: int
+    width: int
+    row_scale: int = 1
+    key_scale: int = 1
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether tiles are fine enough for it."""
+        return self.row_scale >= TILE and self.key_scale >= TILE
+
+    @property
+    def row_stop(self) -> int:
+        """The row after its last one."""
+        return self.row + self.height * self.row_scale
+
+    @property
+    def key_stop(self) -> int:
+        """The key after its last one."""
+        return self.key + self.width * self.key_scale
+
+    def empty(self) -> Counts:
+        """Return zeros for its pixels."""
+        return np.zeros((self.height, self.width), np.int64)
+
+
+SCALES: tuple[int, ...] = (
+    *range(1, 8),
+    8,
+    16,
+    24,
+    32,
+    *(m << k for k in range(20) for m in (40, 48, 56, 64)),
+)
+"""Cells per side of a pixel: whatever bits, or from `TILE` on tiles, can be folded into."""
+
+
+def fold_tiles(plane: CellCounts | None, first_row: int, grid: PixelGrid, out: Counts) -> None:
+    """Add the cells of a plane whose row 0 lies at `first_row` of the sheet, from its tiles."""
+    if plane is not None and plane.tiles is not None:
+        at = (first_row // TILE, 0)
+        start = (grid.row // TILE, grid.key // TILE)
+        _fold(out, plane.tiles, at, start, (grid.row_scale // TILE, grid.key_scale // TILE))
+
+
+def fold_rows(packed: PackedMask, first_row: int, grid: PixelGrid, out: Counts) -> None:
+    """Add the cells of packed rows that begin at `first_row` of the sheet."""
+    if grid.key_scale >= TILE:
+        start, scale = (grid.row, grid.key // TILE), (grid.row_scale, grid.key_scale // TILE)
+        _fold(out, BIT_COUNTS[packed], (first_row, 0), start, scale)
+        return
+    low = grid.key // 8
+    bits = np.unpackbits(packed[:, low : -(-grid.key_stop // 8)], axis=1)
+    at, start = (first_row, 8 * low), (grid.row, grid.key)
+    _fold(out, bits, at, start, (grid.row_scale, grid.key_scale))
+
+
+def _fold(
+    out: Counts,
+    values: npt.NDArray[np.uint8],
+    at: tuple[int, int],
+    start: tuple[int, int],
+    scale: tuple[int, int],
+) -> None:
+    """Add `values`, whose corner lies `at`, to pixels of `scale` values from `start` on."""
+    rows = _axis_pixels(at[0], values.shape[0], start[0], scale[0], out.shape[0])
+    keys = _axis_pixels(at[1], values.shape[1], start[1], scale[1], out.shape[1])
+    if rows is None or keys is None:
+        return
+    sums = np.add.reduceat(values[rows.low : rows.high], rows.edges, axis=0, dtype=np.int32)
+    sums = np.add.reduceat(sums[:, keys.low : keys.high], keys.edges, axis=1, dtype=np.int64)
+    out[rows.first : rows.first + len(sums), keys.first : keys.first + sums.shape[1]] += sums
+
+
+@dataclass(frozen=True, slots=True)
+class _AxisPixels:
+    """The values `low` to `high` of an axis; those from each edge on go to the next pixel."""
+
+    low: int
+    high: int
+    edges: npt.NDArray[np.intp]
+    first: int
+
+
+def _axis_pixels(at: int, length: int, start: int, scale: int, n_pixels: int) -> _AxisPixels | None:
+    low, high = max(start - at, 0), min(start + scale * n_pixels - at, length)
+    if low >= high:
+        return None
+    pixel = (np.arange(low, high) + (at - start)) // scale
+    return _AxisPixels(low, high, np.flatnonzero(np.diff(pixel, prepend=-1)), int(pixel[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Block tables spread over a sheet: edges of the blocks' rows and keys, ascending.
+
+    `partial` and `full` are bool (row blocks, key blocks). Blocks stick out of the mask at its
+    ends; the edges do not.
+    """
+
+    rows: IntArray
+    keys: IntArray
+    partial: npt.NDArray[np.bool_]
+    full: npt.NDArray[np.bool_]
+
+
+def fold_blocks(blocks: BlockLayout, grid: PixelGrid, partial: Counts, full: Counts) -> None:
+    """Add to each pixel how many of its cells lie in partial and in full blocks."""
+    over = _overlap(blocks.rows, grid.row, grid.row_scale, grid.height)
+    across = _overlap(blocks.keys, grid.key, grid.key_scale, grid.width).T
+    used = np.flatnonzero(over.any(axis=0))
+    for out, table in ((partial, blocks.partial), (full, blocks.full)):
+        out += np.rint(over[:, used] @ table[used].astype(np.float64) @ across).astype(np.int64)
+
+
+def _overlap(edges: IntArray, start: int, scale: int, n_pixels: int) -> npt.NDArray[np.float64]:
+    """Return how many rows (or keys) of each block lie in each pixel, (pixels, blocks)."""
+    pixel = start + scale * np.arange(n_pixels + 1)
+    low = np.maximum(pixel[:-1, None], edges[None, :-1])
+    high = np.minimum(pixel[1:, None], edges[None, 1:])
+    cells: npt.NDArray[np.float64] = np.maximum(high - low, 0).astype(np.float64)
+    return cells
+
+
+def pixel_sizes(grid: PixelGrid, known: Iterable[tuple[int, int]], n_keys: int) -> Counts:
+    """Return how many cells of a sheet each pixel holds, of the rows between the pairs `known`."""
+    rows = np.zeros(grid.height, np.int64)
+    pixel = grid.row + grid.row_scale * np.arange(grid.height + 1)
+    for start, stop in known:
+        inside = np.minimum(pixel[1:], stop) - np.maximum(pixel[:-1], start)
+        rows += np.maximum(inside, 0)
+    edge = np.minimum(grid.key + grid.key_scale * np.arange(grid.width + 1), n_keys)
+    return rows[:, None] * np.diff(edge)[None]
+
+
+# -- pixels as states -----------------------------------------------------------------------------
+
+CLOSED, OPEN, UNKNOWN, LOST, LEAKED, BOTH, APPLIED = 0, 6, 7, 8, 9, 10, 11
+"""States of a pixel; 1 to 5 lie between closed and open. `APPLIED` is a partial block, in which the
+rule decides."""
+
+N_STATES = 12
+_N_BETWEEN = OPEN - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PixelCounts:
+    """Pixels of a sheet: cells that are known, and those of each kind, int64 (height, width)."""
+
+    size: Counts
+    open: Counts
+    lost: Counts | None = None
+    leaked: Counts | None = None
+
+    def pixel_states(self) -> States:
+        """Return the pixels' states."""
+        states = share_states(self.open, self.size)
+        if self.lost is not None and self.leaked is not None:
+            states[self.lost > 0] = LOST
+            states[self.leaked > 0] = LEAKED
+            states[(self.lost > 0) & (self.leaked > 0)] = BOTH
+        return states
+
+
+def share_states(n_open: Counts, size: Counts) -> States:
+    """Return states by share: closed and open only where all known cells are, else in between."""
+    safe = np.maximum(size, 1)
+    states = np.clip(1 + n_open * _N_BETWEEN // safe, 1, _N_BETWEEN).astype(np.uint8)
+    states[n_open == 0] = CLOSED
+    states[n_open >= safe] = OPEN
+    states[size == 0] = UNKNOWN
+    return states
+
+
+def block_states(partial: Counts, full: Counts, size: Counts) -> States:
+    """Return states of a window of block tables: pixels of one kind as such, others by share."""
+    states = share_states(partial + full, size)
+    inside = (partial + full == size) & (size > 0)
+    states[inside & (partial > 0)] = APPLIED
+    return states

@@ -1,0 +1,390 @@
+"""What the attention panel shows, fetched: the grid of a measure, and the row of one head.
+
+The grid and the mass by segment were reduced during capture and are read as they are. The weights
+of single tokens are recomputed from the stored queries and keys (see `attentionrows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.plots import format_number
+from flexinspect.drawing.token_cells import TokenCell, display_text
+from flexinspect.masks.attention_row import (
+    UNCHECKED,
+    Bools,
+    Floats,
+    LseCheck,
+    attention_by_segment,
+    entropy,
+)
+from flexinspect.panels.attention.row_recompute import (
+    RecomputedRow,
+    RowNotRecordedError,
+    StepView,
+    first_token_weights,
+    load_step_view,
+    recompute_row,
+)
+from flexinspect.panels.base import Missing, Request, TracePlace
+from flexinspect.panels.source import Source
+from flexinspect.panels.token_window import segment_color
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import TokenRecord
+from flexinspect.trace.rows import ArrayInfo
+
+ENTROPY, SINK = "entropy", "sink"
+MAX_LISTED_KEYS = 512
+"""Rows of up to this many keys come with all their words, longer ones with those of `HEAVIEST`."""
+
+N_HEAVIEST = 64
+_GROUPED_KINDS = {
+    SegmentKind.BOS: "BOS",
+    SegmentKind.SHARED: "shared",
+    SegmentKind.SEPARATOR: "separators",
+    SegmentKind.CUE: "cue",
+    SegmentKind.GENERATED: "generated",
+}
+_KIND_ORDER = (SegmentKind.PARAPHRASE, *_GROUPED_KINDS)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What the user chose.
+
+    `measure` is one of `Grid.measures` ("" or one that is not there: the first). `row` is the q_idx
+    of a row of the step whose queries are stored, None for the newest.
+    """
+
+    measure: str = ""
+    row: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGrid:
+    """A measure of the newest row: `values` float64 (layers, heads), one gate per layer.
+
+    `layers` names the layer of each row of it. `unit` is "nats" for the entropy, else "share".
+    """
+
+    measure: str
+    measures: tuple[str, ...]
+    layers: tuple[int, ...]
+    values: Floats
+    lse_checks: tuple[LseCheck, ...]
+    unit: str = "share"
+
+    def drawable_values(self) -> Floats:
+        """Return the values that may be drawn: NaN in the layers whose gate is bad."""
+        values = self.values.copy()
+        values[[check.is_failed for check in self.lse_checks]] = np.nan
+        return values
+
+
+def format_share(value: float) -> str:
+    """Return a share of 1 with four decimals; what is smaller is not worth its exponent."""
+    return "<0.0001" if 0 < value < 1e-4 else f"{value:.4f}" if value else "0"
+
+
+def format_value(value: float, unit: str) -> str:
+    """Return a value of a grid with its unit: "0.1234" or "1.23 nats"."""
+    return format_share(value) if unit == "share" else f"{format_number(value)} nats"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """The weights of a row over its keys, float64 (keys,), 0 where `open_keys` is False.
+
+    Key 0 stands at `first_pos`. `heaviest` lists keys by weight, largest first, at most `HEAVIEST`
+    of them; `words`, by position, holds at least theirs.
+    """
+
+    first_pos: int
+    weights: Floats
+    open_keys: Bools
+    entropy: float
+    heaviest: npt.NDArray[np.intp]
+    tokens: dict[int, TokenCell]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionData:
+    """One step's grid, and in it the row `q_idx` of one head of the layer in `grid_row`.
+
+    `rows` are the q_idx that can be chosen. `mass` is float64 (segments,) of the row, None where
+    there is none to show. `tokens` is None where single weights cannot be shown: `why` says what
+    is missing, `refused` that they are not what ran. `newest_gate` is that of the newest row of the
+    same head, which is all the evidence there is for an older row.
+    """
+
+    place: TracePlace
+    grid: AttentionGrid
+    grid_row: int
+    head: int
+    q_idx: int
+    is_newest: bool
+    rows: range
+    segments: tuple[Segment, ...]
+    query: TokenCell | None
+    segment_attention: Floats | None
+    segment_check: LseCheck
+    lse_check: LseCheck = UNCHECKED
+    newest_lse_check: LseCheck = UNCHECKED
+    tokens: TokenRow | None = None
+    missing_reason: str = ""
+    mismatch: str = ""
+
+    @property
+    def layer(self) -> int:
+        """The layer that is shown."""
+        return self.grid.layers[self.grid_row]
+
+
+def load_attention(source: Source, request: Request[AttentionOptions]) -> AttentionData:
+    """Return what is known of the attention of a step. Raises `Missing`."""
+    view = load_step_view(source, request.place)
+    segment_attention = view.load_array("attention.mass")
+    if (
+        segment_attention is None
+        or segment_attention.ndim != 3
+        or not segment_attention.size
+        or len(segment_attention) != len(view.calls)
+    ):
+        raise Missing(
+            f"Step {view.step_row.step} has no attention mass.",
+            "It is recorded at --level advanced (by segment) and --level extreme (by token).",
+        )
+    infos = source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
+    segments = _load_segments(view, segment_attention.shape[2])
+    layers = [call.layer for call in view.calls]
+    grid_row = layers.index(view.place.layer) if view.place.layer in layers else 0
+    head = min(max(view.place.head, 0), segment_attention.shape[1] - 1)
+    rows = _stored_rows(view, infos, layers[grid_row])
+    chosen = request.options.row
+    q_idx = chosen if chosen is not None and chosen in rows else view.step_row.kv_after - 1
+    newest = q_idx == view.step_row.kv_after - 1
+    call = view.calls[grid_row]
+    check = LseCheck(call.gate, call.gate_kind, call.dtype)
+    data = AttentionData(
+        place=view.place,
+        grid=_load_grid(view, segment_attention, segments, infos, request.options.measure),
+        grid_row=grid_row,
+        head=head,
+        q_idx=q_idx,
+        is_newest=newest,
+        rows=rows,
+        segments=segments,
+        query=_load_token_cells(view, [q_idx], segments).get(q_idx),
+        segment_attention=segment_attention[grid_row, head].astype(np.float64)
+        if newest and not check.is_failed
+        else None,
+        segment_check=check,
+    )
+    return _load_token_row(view, data)
+
+
+def _load_segments(view: StepView, n_segments: int) -> tuple[Segment, ...]:
+    """Return the segments of the mass: those of the branch, or of its parent while it is open."""
+    for branch in dict.fromkeys((view.branch, *(branch for branch, _, _ in view.lineage), 0)):
+        found = view.source.reader.segments(view.place.generation, branch)
+        if len(found) == n_segments:
+            return tuple(replace(one, label=escape_unprintable(one.label)) for one in found)
+    kind = SegmentKind.PARAPHRASE
+    return tuple(Segment(0, 0, f"segment {i + 1}", kind, i) for i in range(n_segments))
+
+
+def _stored_rows(view: StepView, infos: Iterable[ArrayInfo], layer: int) -> range:
+    """Return the rows of this step whose queries are stored for the layer."""
+    stored = any(info.stream == "q" and info.layer == layer for info in infos)
+    newest = view.step_row.kv_after - 1
+    return range(view.step_row.kv_before if stored else newest, newest + 1)
+
+
+# -- the grid -------------------------------------------------------------------------------------
+
+
+def _load_grid(
+    view: StepView,
+    segment_attention: npt.NDArray[np.floating],
+    segments: Sequence[Segment],
+    infos: Sequence[ArrayInfo],
+    chosen: str,
+) -> AttentionGrid:
+    groups = measure_groups(segments)
+    streams = {info.stream for info in infos}
+    measures = list(groups)
+    if "attention.entropy" in streams:
+        measures.append(ENTROPY)
+    one_token = [i for i, s in enumerate(segments) if s.start == 0 and len(s) == 1]
+    stored = {"q", "k", "attention.lse"} <= streams and view.step_row.q_len == 1
+    if one_token or stored:
+        measures.append(SINK)
+    measure = chosen if chosen in measures else measures[0]
+    gates = tuple(LseCheck(call.gate, call.gate_kind, call.dtype) for call in view.calls)
+    values: npt.NDArray[np.floating] | None
+    if measure == ENTROPY:
+        values = view.load_array("attention.entropy")
+    elif measure == SINK and not one_token:
+        values = first_token_weights(view)
+        # The capture's gates are of sums that were not made with these weights.
+        gates = tuple(LseCheck() for _ in gates)
+    else:
+        values = segment_attention[:, :, one_token if measure == SINK else groups[measure]].sum(
+            axis=2
+        )
+    if values is None or values.shape != segment_attention.shape[:2]:
+        values = np.full(segment_attention.shape[:2], np.nan)
+    unit = "nats" if measure == ENTROPY else "share"
+    layers = tuple(call.layer for call in view.calls)
+    return AttentionGrid(measure, tuple(measures), layers, values.astype(np.float64), gates, unit)
+
+
+def measure_groups(segments: Sequence[Segment]) -> dict[str, list[int]]:
+    """Return the measures that are masses, each with the numbers of its segments, in order.
+
+    Every paraphrase is one of its own; other kinds are taken together.
+    """
+    groups: dict[str, list[int]] = {}
+    for kind in _KIND_ORDER:
+        for index, segment in enumerate(segments):
+            if segment.kind is kind:
+                groups.setdefault(_GROUPED_KINDS.get(kind, segment.label), []).append(index)
+    return groups
+
+
+def attention_shares(data: AttentionData, most: int) -> list[tuple[str, int, float]]:
+    """Return (label, band, mass) of all segments, else by kind, else of the largest kinds.
+
+    At most `most` of them; the band is -1 for separators.
+    """
+    segment_attention = [] if data.segment_attention is None else data.segment_attention.tolist()
+    every = [
+        (segment.label, -1 if segment.kind is SegmentKind.SEPARATOR else index, value)
+        for index, (segment, value) in enumerate(
+            zip(data.segments, segment_attention, strict=False)
+        )
+    ]
+    if len(every) <= most:
+        return every
+    groups = measure_groups(data.segments)
+    kinds = [
+        (name, every[at[0]][1], sum(segment_attention[i] for i in at))
+        for name, at in groups.items()
+    ]
+    if len(kinds) <= most:
+        return kinds
+    return sorted(kinds, key=lambda part: -part[2])[: max(most, 0)]
+
+
+# -- the row --------------------------------------------------------------------------------------
+
+
+def _load_token_row(view: StepView, data: AttentionData) -> AttentionData:
+    """Return the data with the row's weights, or with why there are none."""
+    try:
+        newest = recompute_row(view, data.grid_row, data.head, view.step_row.kv_after - 1)
+        found = newest
+        if not data.is_newest:
+            found = recompute_row(view, data.grid_row, data.head, data.q_idx)
+    except RowNotRecordedError as reason:
+        return replace(data, missing_reason=str(reason))
+    data = replace(data, newest_lse_check=newest.lse_check, lse_check=found.lse_check)
+    if not (np.isfinite(newest.row.total) and np.isfinite(found.row.total)):
+        return replace(
+            data, missing_reason="The scores of this row are not finite, so it has no weights."
+        )
+    if newest.lse_check.is_failed:
+        return replace(
+            data,
+            mismatch=describe_mismatch(newest),
+            grid=_with_row_check(data.grid, newest.lse_check),
+        )
+    data = replace(data, tokens=_make_token_row(view, found, data.segments))
+    if data.segment_attention is None and any(map(len, data.segments)):
+        segment_attention = attention_by_segment(found.row.weights, data.segments, found.first_pos)
+        return replace(data, segment_attention=segment_attention, segment_check=found.lse_check)
+    return data
+
+
+def _with_row_check(grid: AttentionGrid, check: LseCheck) -> AttentionGrid:
+    """Return the grid with the gate of the row where its values were made in the same way."""
+    if any(one.is_checked for one in grid.lse_checks):
+        return grid
+    return replace(grid, lse_checks=(check,) * len(grid.lse_checks))
+
+
+def describe_mismatch(newest: RecomputedRow) -> str:
+    """Return the sentence for a row whose gate is bad."""
+    value = newest.lse_check.value
+    if newest.lse_check.kind == "output":
+        return (
+            f"This is not what ran: the row's output or its mass, recomputed, is off by "
+            f"{value:.2g} where at most {newest.lse_check.tolerance:g} is rounding."
+        )
+    return (
+        f"This is not what ran: recomputed from the stored queries and keys under the recorded "
+        f"mask, the weights of the newest row sum to {newest.row.total:.4g} where 1 is right "
+        f"(gate {value:.2g}). A cap on the scores or a score_mod, which a trace does not hold, "
+        f"does this too."
+    )
+
+
+def _make_token_row(view: StepView, found: RecomputedRow, segments: Sequence[Segment]) -> TokenRow:
+    weights = found.row.weights
+    heaviest = _heaviest_keys(weights, found.open_keys)
+    whole = len(weights) <= MAX_LISTED_KEYS
+    chosen = range(len(weights)) if whole else heaviest.tolist()
+    positions = [found.first_pos + key for key in chosen]
+    return TokenRow(
+        first_pos=found.first_pos,
+        weights=weights,
+        open_keys=found.open_keys,
+        entropy=entropy(weights),
+        heaviest=heaviest,
+        tokens=_load_token_cells(view, positions, segments),
+    )
+
+
+def _heaviest_keys(weights: Floats, open_keys: Bools) -> npt.NDArray[np.intp]:
+    n = min(int(open_keys.sum()), N_HEAVIEST)
+    ranked = np.where(open_keys, weights, -1.0)
+    top = np.argpartition(-ranked, n - 1)[:n] if 0 < n < len(ranked) else np.arange(len(ranked))
+    # Of equal weights the earlier key comes first.
+    return top[np.lexsort((top, -ranked[top]))][:n]
+
+
+def _load_token_cells(
+    view: StepView, positions: Sequence[int], segments: Sequence[Segment]
+) -> dict[int, TokenCell]:
+    """Return the words at some positions: one query for neighbours, one each for the others."""
+    if not positions:
+        return {}
+    first, last = min(positions), max(positions)
+    spans = (
+        [(first, last + 1)] if last - first < MAX_LISTED_KEYS else [(p, p + 1) for p in positions]
+    )
+    found: dict[int, TokenCell] = {}
+    for start, stop in spans:
+        for token in _load_tokens(view, start, stop):
+            found.setdefault(token.pos, _token_cell(token, segments))
+    return found
+
+
+def _load_tokens(view: StepView, start: int, stop: int) -> Iterable[TokenRecord]:
+    """Yield the tokens of a span, those of the branch itself before those of its parents."""
+    for branch, _, stop_step in view.lineage:
+        for token in view.source.reader.tokens(view.place.generation, branch, start, stop):
+            if token.step is None or stop_step is None or token.step < stop_step:
+                yield token
+
+
+def _token_cell(token: TokenRecord, segments: Sequence[Segment]) -> TokenCell:
+    text, invisible = display_text(token.token, token.text, special=token.special)
+    return TokenCell(
+        token.pos, text, segment_color(token.segment, segments), token.special, invisible
+    )

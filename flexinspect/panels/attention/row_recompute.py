@@ -1,0 +1,342 @@
+"""Attention rows recomputed from a trace: its queries, keys and masks, read no more than needed.
+
+Keys of a layer lie in pieces, one per step. Those of the prefill and of every 64 steps after it are
+kept together, so that going on by one step reads what is new and little else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexinspect.masks.attention_row import (
+    AttentionRow,
+    Bools,
+    Floats,
+    LseCheck,
+    kv_head_of,
+    row_scores,
+    row_weights,
+    worst_check,
+)
+from flexinspect.panels.base import Missing, TracePlace
+from flexinspect.panels.source import Source
+from flexinspect.records.step import Array, CallRecord
+from flexinspect.trace.mask_cells import find_mask_cells, read_mask_arrays, read_packed_rows
+from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import StepRow
+
+KEY_CHUNK_STEPS = 64
+"""Decode steps whose keys are kept together."""
+
+MAX_READ_BYTES = 256 << 20
+"""Keys (or queries) that are read for one picture at most, as they lie in memory."""
+
+
+MAX_CACHED_MASK_CELLS = 1 << 22
+"""Cells of a head up to which a mask is kept whole; of larger ones, the row that is shown."""
+
+
+EXTREME_ONLY = "Weights of single tokens are recorded at --level extreme."
+
+
+class RowNotRecordedError(Exception):
+    """A row cannot be recomputed; the sentence says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """One recorded step: `owners` are its branch and that branch's parents, newest first, each with
+    its first step and the step after its last; `branch` is the one that holds this step."""
+
+    source: Source
+    place: TracePlace
+    lineage: tuple[tuple[int, int, int | None], ...]
+    branch: int
+    step_row: StepRow
+    calls: tuple[CallRecord, ...]
+
+    def load_array(self, stream: str, layer: int | None = None) -> Array | None:
+        """Return an array of this step, None when it is not stored."""
+        return _load_array(self, self.step_row.step, stream, layer)
+
+
+def load_step_view(source: Source, place: TracePlace) -> StepView:
+    """Return the step of a place. Raises `Missing` when it is not recorded."""
+    reader = source.reader
+    owners = tuple(lineage(reader, place.generation, place.branch))
+    branch = branch_of_step(reader, place.generation, place.step, place.branch)
+    about = reader.step(place.generation, place.step, branch)
+    if about is None:
+        raise Missing(f"Step {place.step} of generation {place.generation} is not recorded.")
+    calls = tuple(reader.calls(place.generation, place.step, branch))
+    return StepView(source, place, owners, branch, about, calls)
+
+
+def _load_array(view: StepView, step: int, stream: str, layer: int | None) -> Array | None:
+    reader, generation = view.source.reader, view.place.generation
+    branch = branch_of_step(reader, generation, step, view.place.branch)
+    return reader.array(generation, step, stream, layer, branch)
+
+
+def _array_bytes(array: Array | None) -> int:
+    return 512 + (0 if array is None else array.nbytes)
+
+
+def load_queries(view: StepView, layer: int) -> Array:
+    """Return the queries of a layer in this step, (heads, rows, width)."""
+    key = ("attention.q", view.place.generation, view.branch, view.step_row.step, layer)
+    found = view.source.get_or_create(key, lambda: view.load_array("q", layer), _array_bytes)
+    if found is None:
+        raise RowNotRecordedError(_describe_not_stored(view, layer))
+    if found.ndim != 3:
+        raise RowNotRecordedError(
+            f"The stored queries of layer {layer} have the shape {found.shape}."
+        )
+    return found
+
+
+def _describe_not_stored(view: StepView, layer: int) -> str:
+    infos = view.source.reader.arrays(view.place.generation, view.step_row.step, view.branch)
+    stored = sorted({i.layer for i in infos if i.stream == "q" and i.layer is not None})
+    if not stored:
+        return EXTREME_ONLY
+    names = ", ".join(map(str, stored[:12])) + (" ..." if len(stored) > 12 else "")
+    return f"The queries and keys of layer {layer} are not stored; those of layers {names} are."
+
+
+def load_keys(view: StepView, call: CallRecord) -> list[Array]:
+    """Return the keys of the call's layer up to this step: pieces (key heads, rows, width)."""
+    size = view.step_row.kv_after * call.kv_heads * call.head_dim * 4
+    if size > MAX_READ_BYTES:
+        raise RowNotRecordedError(
+            f"The keys of this row take {size >> 20} MiB, "
+            f"and a picture reads {MAX_READ_BYTES >> 20} MiB at most."
+        )
+    last = view.step_row.step
+    pieces = [_load_key_chunk(view, call.layer, 0, 1)]
+    for start in range(1, last + 1, KEY_CHUNK_STEPS):
+        pieces.append(
+            _load_key_chunk(view, call.layer, start, min(start + KEY_CHUNK_STEPS, last + 1))
+        )
+    n_keys = sum(piece.shape[1] for piece in pieces)
+    if n_keys != view.step_row.kv_after:
+        raise RowNotRecordedError(
+            f"The stored keys are {n_keys}, but this row had {view.step_row.kv_after}."
+        )
+    return pieces
+
+
+def _load_key_chunk(view: StepView, layer: int, start: int, stop: int) -> Array:
+    def read() -> Array:
+        return _join_keys(view, layer, start, stop)
+
+    if start > 0 and stop - start < KEY_CHUNK_STEPS:
+        return read()
+    # A branch of its own has keys of its own, so the branch that was asked for is in the name.
+    key = ("attention.k", view.place.generation, view.place.branch, layer, start)
+    return view.source.get_or_create(key, read, _array_bytes)
+
+
+def _join_keys(view: StepView, layer: int, start: int, stop: int) -> Array:
+    parts = []
+    for step in range(start, stop):
+        part = _load_array(view, step, "k", layer)
+        if part is None or part.ndim != 3:
+            raise RowNotRecordedError(f"The keys of layer {layer} in step {step} are not stored.")
+        parts.append(part)
+    try:
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    except ValueError:
+        raise RowNotRecordedError(
+            f"The keys of layer {layer} change their shape between steps."
+        ) from None
+
+
+def load_mask_row(view: StepView, call: CallRecord, row: int) -> Bools:
+    """Return a row (from 0 in this step) of the executed mask, bool (mask heads, keys)."""
+    small = call.q_len * call.kv_len <= MAX_CACHED_MASK_CELLS
+
+    def read() -> Bools | None:
+        if call.mask is None:
+            return None
+        if not small:
+            return _read_mask_row(view.source.reader, call.mask, row)
+        mask = view.source.reader.mask(call.mask)
+        return None if mask is None else mask.cells
+
+    key = ("attention.mask", call.mask, None if small else row)
+    cells = view.source.get_or_create(key, read, _array_bytes)
+    # One row of a mask for many stands for all of them.
+    at = row if small and cells is not None and cells.shape[1] != 1 else 0
+    if cells is None or not 0 <= at < cells.shape[1]:
+        raise RowNotRecordedError(f"The executed mask of layer {call.layer} was not recorded.")
+    found: Bools = cells[:, at]
+    return found
+
+
+def _read_mask_row(reader: TraceReader, fingerprint: str, row: int) -> Bools | None:
+    """Return a row of a mask of any size, bool (heads, 1, keys), None where it has none."""
+    cells = find_mask_cells(reader, fingerprint)
+    if cells is None:
+        return None
+    at = 0 if cells.n_rows == 1 else row
+    if not 0 <= at < cells.n_rows:
+        return None
+    rows = [
+        packed[0]
+        for head in range(cells.heads)
+        for _, packed in read_packed_rows(reader, cells, head, at, at + 1)
+    ]
+    packed = np.stack(rows)[:, None] if rows else np.zeros((0, 1, 0), np.uint8)
+    return np.unpackbits(packed, axis=2, count=cells.n_keys).astype(np.bool_)
+
+
+def _is_row_averaged(view: StepView, call: CallRecord, head: int, row: int) -> bool:
+    """Say whether nothing of a row's scores is left under its mask (`MaskRecord.averaged`)."""
+
+    def read() -> Bools | None:
+        found = dict(read_mask_arrays(view.source.reader, [str(call.mask)], "mask.averaged"))
+        return found.get(str(call.mask))
+
+    averaged = view.source.get_or_create(("attention.averaged", call.mask), read, _array_bytes)
+    if averaged is None:
+        return False
+    flags = averaged[head if averaged.shape[0] == call.q_heads else 0]
+    return bool(flags[row if len(flags) > 1 else 0])
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedRow:
+    """A row over the keys from position `first_pos` on; `visible` says which were open.
+
+    `gate` is the row's own, unchecked for all rows but the newest.
+    """
+
+    row: AttentionRow
+    open_keys: Bools
+    first_pos: int
+    lse_check: LseCheck
+
+
+def recompute_row(view: StepView, index: int, head: int, q_idx: int) -> RecomputedRow:
+    """Return a row of call `index` of a step. Raises `Unrecorded`.
+
+    The newest row is normalised with the stored log-sum-exp. Where the kernel gave none, that is
+    capture's own (under the same mask), which capture checked by the layer's output: then both
+    must hold.
+    """
+    call, about = view.calls[index], view.step_row
+    query = load_queries(view, call.layer)
+    row_in_step = q_idx - about.kv_before
+    if not (0 <= head < query.shape[0] and 0 <= row_in_step < query.shape[1]):
+        raise RowNotRecordedError(f"The query of row {q_idx}, head {head} is not stored.")
+    scores = _recompute_scores(view, call, query[head, row_in_step], head, query.shape[0])
+    # Not the mask record's own offset: a mask is stored once, with the step that had it first.
+    first_pos = max(about.kv_after - call.kv_len, 0)
+    visible = _select_head(load_mask_row(view, call, row_in_step), head, query.shape[0])
+    visible = _fit_to_cache(visible, len(scores) - first_pos)
+    if _is_row_averaged(view, call, head, row_in_step):
+        scores = np.zeros_like(scores)
+    newest = q_idx == about.kv_after - 1
+    lse = _stored_lse(view, index, head) if newest else None
+    row = row_weights(scores[first_pos:], visible, lse)
+    return RecomputedRow(row, visible, first_pos, _make_lse_check(row.lse_error, call))
+
+
+def _recompute_scores(
+    view: StepView, call: CallRecord, query: Array, head: int, q_heads: int
+) -> Floats:
+    pieces = load_keys(view, call)
+    group = kv_head_of(head, q_heads, pieces[0].shape[0])
+    if any(piece.shape[2] != query.shape[0] or group >= piece.shape[0] for piece in pieces):
+        raise RowNotRecordedError(f"The stored queries and keys of layer {call.layer} do not fit.")
+    return np.concatenate(
+        [row_scores(query, piece[group], call.scale, call.softcap) for piece in pieces]
+    )
+
+
+def _select_head(cells: Bools, head: int, q_heads: int) -> Bools:
+    # A mask made for another number of heads is read at its first, as capture reads it.
+    found: Bools = cells[head if cells.shape[0] == q_heads else 0]
+    return found
+
+
+def _fit_to_cache(visible: Bools, n_keys: int) -> Bools:
+    """Return the row over the keys that there are: a static cache has room for more."""
+    if len(visible) < n_keys or visible[n_keys:].any():
+        raise RowNotRecordedError(
+            f"The mask has {len(visible)} keys in this row, the cache {n_keys}."
+        )
+    return visible[:n_keys]
+
+
+def _stored_lse(view: StepView, index: int, head: int) -> float | None:
+    lse = view.load_array("attention.lse")
+    if lse is None or lse.ndim != 2 or index >= lse.shape[0] or head >= lse.shape[1]:
+        return None
+    return float(lse[index, head])
+
+
+def _make_lse_check(own: float | None, call: CallRecord) -> LseCheck:
+    if own is None:
+        return LseCheck()
+    if call.gate_kind != "output":
+        return LseCheck(own, "lse")
+    return worst_check(
+        [LseCheck(own, "output", call.dtype), LseCheck(call.gate, "output", call.dtype)]
+    )
+
+
+def first_token_weights(view: StepView) -> Floats | None:
+    """Return the newest row's weight on the first token, float64 (layers, heads), recomputed.
+
+    Needs no other key, as the stored log-sum-exp normalises; NaN for layers that are not stored.
+    None where the queries of all layers would be too much to read, or none is stored.
+    """
+    if view.step_row.q_len > 1:
+        return None
+    lse = view.load_array("attention.lse")
+    if lse is None or lse.ndim != 2 or len(lse) != len(view.calls):
+        return None
+    widths = sum(call.kv_heads * call.head_dim for call in view.calls)
+    if widths * view.step_row.kv_after * 4 > 4 * MAX_READ_BYTES:
+        return None
+    out = np.full(lse.shape, np.nan)
+    for index, call in enumerate(view.calls):
+        try:
+            out[index] = _first_token_weights_of(view, call, lse[index])
+        except RowNotRecordedError:
+            continue
+    return None if np.isnan(out).all() else out
+
+
+def _first_token_weights_of(view: StepView, call: CallRecord, lse: Array) -> Floats:
+    query = load_queries(view, call.layer)
+    if view.step_row.kv_after > call.kv_len:
+        return np.zeros(len(lse))  # a sliding cache has dropped the first key
+    first = _load_first_key(view, call.layer)
+    cells = load_mask_row(view, call, 0)[:, 0]
+    cells = cells if len(cells) == len(lse) else cells[:1]
+    if query.shape[0] != len(lse) or query.shape[2] != first.shape[1]:
+        raise RowNotRecordedError("")
+    groups = [kv_head_of(head, len(lse), len(first)) for head in range(len(lse))]
+    scores = np.array(
+        [
+            row_scores(query[h, 0], first[g][None], call.scale, call.softcap)[0]
+            for h, g in enumerate(groups)
+        ]
+    )
+    with np.errstate(all="ignore"):
+        weights: Floats = np.where(cells, np.exp(scores - lse.astype(np.float64)), 0.0)
+    return weights
+
+
+def _load_first_key(view: StepView, layer: int) -> Array:
+    def read() -> Array:
+        return _join_keys(view, layer, 0, 1)[:, 0].copy()
+
+    key = ("attention.first", view.place.generation, view.place.branch, layer)
+    return view.source.get_or_create(key, read, _array_bytes)

@@ -1,0 +1,314 @@
+"""The branches panel: the tree of forks, and a branch beside its base step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual.strip import Strip
+
+from flexinspect.analysis.branch_comparison import (
+    BranchNode,
+    MaskChange,
+    StepChange,
+    StepMask,
+    branch_tree,
+    first_difference,
+    mask_change,
+    step_change,
+    step_mask,
+)
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.text_lines import Span, align_right, clip_text, line, wrap_paragraph
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels.base import (
+    Help,
+    Missing,
+    Navigate,
+    NoOptions,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+)
+from flexinspect.panels.source import Source
+from flexinspect.trace.queries.range_queries import branch_of_step, step_bounds
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import BranchRow
+
+_STEP_WIDTH, _KL_WIDTH, _LOGIT_WIDTH = 5, 11, 8
+_MASK_BYTES = 512
+_MIN_COMPARISON_LINES = 4
+"""Lines that the comparison keeps at least: its heading, two steps and the masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPair:
+    """One step of a branch beside its base: the texts chosen, None where one has no such step."""
+
+    step: int
+    base: str | None
+    own: str | None
+    change: StepChange | None = None
+
+    @property
+    def is_different(self) -> bool:
+        """Whether both have the step, and chose different tokens."""
+        return None not in (self.base, self.own) and self.base != self.own
+
+
+@dataclass(frozen=True, slots=True)
+class BranchesData:
+    """The tree, the branch that is compared (None without forks), and its steps in the window.
+
+    `parting` is the first of all steps at which both chose different tokens, None where none did.
+    """
+
+    nodes: tuple[BranchNode, ...]
+    place: TracePlace
+    compared: BranchRow | None = None
+    pairs: tuple[StepPair, ...] = ()
+    diverged_at: int | None = None
+    masks: MaskChange | None = None
+
+
+class BranchesPanel(Panel[BranchesData, NoOptions]):
+    """The tree above, base and branch side by side below."""
+
+    name: ClassVar[str] = "branches"
+    title: ClassVar[str] = "Branches"
+    needs_tokens: ClassVar[bool] = True
+    help: ClassVar[Help] = Help(
+        "It shows the branches of this generation as a tree, and the branch you are on beside the "
+        "one it left: what each chose, how far apart the two are, and how their masks differ.",
+        "KL is in nats from the base to the branch; with a ≥ it is a lower bound, from the tokens "
+        "listed in both; logit is the largest change of one of them; click a branch or a step to "
+        "go there.",
+        "Look for the step at which the texts part, and whether logits had moved before it: then "
+        "the change was felt before it was seen.",
+    )
+    depends_on_size: ClassVar[bool] = True
+
+    def options(self) -> NoOptions:
+        """Return the options; there are none."""
+        return NoOptions()
+
+    def load(self, source: Source, request: Request[NoOptions]) -> BranchesData:
+        """Read the tree, and the steps of the branch that fit the height."""
+        reader, place = source.reader, request.place
+        nodes = tuple(branch_tree(reader, place.generation))
+        if not nodes:
+            raise Missing("This generation has no branch yet.")
+        shown = _compared_branch(nodes, place.branch)
+        if shown is None or shown.parent is None:
+            return BranchesData(nodes, place)
+        pairs = _load_pairs(reader, shown, place.step, request.height - len(nodes) - 2)
+        masks = None
+        if any(pair.step == place.step and pair.change is not None for pair in pairs):
+            masks = _compare_masks(source, place, shown.parent, shown.branch)
+        parting = _find_divergence(reader, shown)
+        return BranchesData(nodes, place, shown, tuple(pairs), parting, masks)
+
+    def describe(self, data: BranchesData) -> list[str]:
+        """Return the tree, then the comparison, a line each."""
+        lines = [_format_node(node, data.place.branch) for node in data.nodes]
+        if data.compared is None:
+            return [*lines, "Nothing was forked: F goes on from a step with another token."]
+        lines.append(f"Branch {data.compared.branch} beside branch {data.compared.parent}:")
+        lines += [_format_pair(pair) for pair in data.pairs]
+        if data.diverged_at is not None:
+            lines.append(f"The texts part at step {data.diverged_at}.")
+        return [*lines, *([_describe_masks(data)] if data.masks is not None else [])]
+
+    def paint(self, data: BranchesData, request: Request[NoOptions], theme: Theme) -> Picture:
+        """Draw the tree, then the steps, then how the masks differ."""
+        width, height = request.width, request.height
+        strips = [
+            _draw_node(node, data, width, theme)
+            for node in data.nodes[: _tree_height(data, height)]
+        ]
+        if data.compared is None:
+            hint = "Nothing was forked. F goes on from a step with another token, E with another "
+            hint += "mask, while the model is alive."
+            strips += wrap_paragraph(hint, width, theme.style("muted"))
+            return Picture(strips[:height], "one branch")
+        strips.append(_draw_heading(data.compared, width, theme))
+        strips += [_draw_pair(pair, data, width, theme) for pair in data.pairs]
+        if data.masks is not None:
+            strips[height - 1 :] = []
+            strips += _draw_mask_description(
+                _describe_masks(data), width, height - len(strips), theme
+            )
+        note = (
+            "the same tokens" if data.diverged_at is None else f"parts at step {data.diverged_at}"
+        )
+        return Picture(strips[:height], note)
+
+    def on_mouse(
+        self, x: int, y: int, data: BranchesData, request: Request[NoOptions], *, click: bool
+    ) -> Navigate | None:
+        """Go to the branch or the step that was clicked."""
+        if not click:
+            return None
+        n_nodes = min(len(data.nodes), _tree_height(data, request.height))
+        if y < n_nodes:
+            return Navigate(branch=data.nodes[y].row.branch)
+        at = y - n_nodes - 1
+        return Navigate(step=data.pairs[at].step) if 0 <= at < len(data.pairs) else None
+
+
+def _tree_height(data: BranchesData, height: int) -> int:
+    return max(height - _MIN_COMPARISON_LINES, 1) if data.compared is not None else height
+
+
+def _compared_branch(nodes: tuple[BranchNode, ...], branch: int) -> BranchRow | None:
+    """Return the branch to compare: the current one, on branch 0 the last that left it."""
+    rows = [node.row for node in nodes]
+    here = next((row for row in rows if row.branch == branch and row.parent is not None), None)
+    return here or next((row for row in reversed(rows) if row.parent == branch), None)
+
+
+def _compare_masks(
+    source: Source, place: TracePlace, parent: int, branch: int
+) -> MaskChange | None:
+    """Compare the masks of all steps up to this one; of each, what was read before is kept."""
+    reader, generation, layer, head = source.reader, place.generation, place.layer, place.head
+
+    def find(owner: int, step: int) -> StepMask | None:
+        return source.get_or_create(
+            ("branches.mask", generation, owner, step, layer, head),
+            lambda: step_mask(reader, generation, step, owner, layer, head),
+            lambda mask: _MASK_BYTES + (0 if mask is None else mask.cells.nbytes),
+        )
+
+    about = (reader, generation, place.step, parent, branch)
+    return mask_change(*about, layer=layer, head=head, find=find)
+
+
+def _load_pairs(reader: TraceReader, shown: BranchRow, step: int, room: int) -> list[StepPair]:
+    """Return the steps around `step` from the fork on, until both branches have ended."""
+    generation, both = shown.generation, (shown.parent or 0, shown.branch)
+    bounds = (step_bounds(reader, generation, branch) for branch in both)
+    last = max((found[1] for found in bounds if found is not None), default=-1)
+    n = max(room, 2)
+    start = max(shown.fork_step or 0, min(step - n // 2, last + 1 - n))
+    return [
+        _load_pair(reader, generation, both, at) for at in range(start, min(start + n, last + 1))
+    ]
+
+
+def _load_pair(reader: TraceReader, generation: int, both: tuple[int, int], step: int) -> StepPair:
+    base, own = (_load_step_text(reader, generation, branch, step) for branch in both)
+    change = None
+    if base is not None and own is not None:
+        change = step_change(reader, generation, step, *both)
+    return StepPair(step, base, own, change)
+
+
+def _find_divergence(reader: TraceReader, shown: BranchRow) -> int | None:
+    """Return the first step at which both chose different tokens; that one has ended is none."""
+    generation, both = shown.generation, (shown.parent or 0, shown.branch)
+    step = first_difference(reader, generation, *both)
+    if step is None:
+        return None
+    texts = [_load_step_text(reader, generation, branch, step) for branch in both]
+    return step if None not in texts else None
+
+
+def _load_step_text(reader: TraceReader, generation: int, branch: int, step: int) -> str | None:
+    where = branch_of_step(reader, generation, step, branch)
+    if reader.step(generation, step, where) is None:
+        return None
+    tokens = reader.step_tokens(generation, step, where)
+    return tokens[-1].text if tokens else "?"
+
+
+def _format_node(node: BranchNode, current: int) -> str:
+    row = node.row
+    mark = "▸" if row.branch == current else " "
+    stem = "  " * (node.depth - 1) + "└ " if node.depth else ""
+    origin = (
+        f" from step {row.fork_step}: {escape_unprintable(node.change_text)}"
+        if row.parent is not None
+        else ""
+    )
+    answer = f" · {escape_unprintable(row.answer).strip()}" if row.answer.strip() else ""
+    return f"{mark} {stem}branch {row.branch}{origin} · {row.state}{answer}"
+
+
+def _draw_node(node: BranchNode, data: BranchesData, width: int, theme: Theme) -> Strip:
+    style = theme.style("chosen" if node.row.branch == data.place.branch else "text")
+    return line([(_format_node(node, data.place.branch), style)], width, theme.style("text"))
+
+
+def _text_width(width: int) -> int:
+    return max((width - _STEP_WIDTH - _KL_WIDTH - _LOGIT_WIDTH - 2) // 2, 6)
+
+
+def _draw_heading(row: BranchRow, width: int, theme: Theme) -> Strip:
+    each = _text_width(width)
+    both = (f"branch {row.parent}", f"branch {row.branch}")
+    if max(map(len, both)) > each:
+        both = (f"br {row.parent}", f"br {row.branch}")
+    text = align_right("step", _STEP_WIDTH) + " " + clip_text(both[0], each) + " "
+    text += (
+        clip_text(both[1], each) + align_right("KL", _KL_WIDTH) + align_right("logit", _LOGIT_WIDTH)
+    )
+    return line([(text, theme.style("muted"))], width, theme.style("text"))
+
+
+def _quote_text(text: str | None) -> str:
+    return "–" if text is None else f"“{escape_unprintable(text)}”"
+
+
+def _format_kl(change: StepChange | None) -> str:
+    if change is None:
+        return ""
+    return f"{'≥ ' if change.basis == 'candidates' else ''}{change.kl:.3g}"
+
+
+def _format_pair(pair: StepPair) -> str:
+    text = f"step {pair.step}: {_quote_text(pair.base)} | {_quote_text(pair.own)}"
+    if pair.change is not None:
+        text += f", KL {_format_kl(pair.change)} nats, a logit moved by {pair.change.largest:.3g}"
+    return text
+
+
+def _draw_pair(pair: StepPair, data: BranchesData, width: int, theme: Theme) -> Strip:
+    each, text = _text_width(width), theme.style("text")
+    here = pair.step == data.place.step
+    spans: list[Span] = [
+        (
+            align_right(str(pair.step), _STEP_WIDTH) + " ",
+            theme.style("chosen" if here else "muted"),
+        ),
+        (clip_text(_quote_text(pair.base), each) + " ", text),
+        (
+            clip_text(_quote_text(pair.own), each),
+            theme.style("warn") if pair.is_different else text,
+        ),
+        (align_right(_format_kl(pair.change), _KL_WIDTH), text),
+    ]
+    if pair.change is not None:
+        spans.append((align_right(f"{pair.change.largest:.3g}", _LOGIT_WIDTH), text))
+    return line(spans, width, text)
+
+
+def _describe_masks(data: BranchesData) -> str:
+    masks = data.masks
+    assert masks is not None
+    where = f"(layer {masks.layer}, head {data.place.head}, up to this step)"
+    if not masks.n_opened and not masks.n_closed:
+        return f"Masks: the same in all {masks.n_rows} rows that both computed {where}."
+    first = next(iter((*masks.opened, *masks.closed)))
+    return (
+        f"Masks: {masks.n_opened} cells opened, {masks.n_closed} closed, "
+        f"the first at row {first[0]}, key {first[1]} {where}."
+    )
+
+
+def _draw_mask_description(words: str, width: int, room: int, theme: Theme) -> list[Strip]:
+    """Return how the masks differ, wrapped where there is room for it."""
+    style = theme.style("muted")
+    lines = wrap_paragraph(words, width, style)
+    return lines if len(lines) <= room else [line([(words, style)], width, style)]

@@ -1,0 +1,554 @@
+"""The layers panel: statistics of every layer's output at every step, and where NaN began."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.heatmap import CIVIDIS, CIVIDIS_MARKED, Palette, boxes, quantise
+from flexinspect.drawing.plots import format_number
+from flexinspect.drawing.text_lines import Span, align_right, line, wrap_paragraph
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels.base import Help, Missing, Navigate, Panel, Picture, Request, TracePlace
+from flexinspect.panels.source import Source
+from flexinspect.panels.timeline import (
+    StepWindow,
+    columns_per_step,
+    drop_cut_span,
+    load_step_window,
+    step_at,
+)
+from flexinspect.records.step import LayerStatRecord
+from flexinspect.trace.queries.range_queries import (
+    NonfiniteOutput,
+    StatCell,
+    Statistic,
+    branch_of_step,
+    first_nonfinite_output,
+    format_ranges,
+    layer_stats_range,
+    lineage,
+    step_range,
+)
+from flexinspect.trace.reader import TraceReader
+
+MEASURES: dict[Statistic, str] = {
+    "norm": "norm per row",
+    "max": "max abs",
+    "mean": "mean",
+    "std": "std",
+    "bad": "NaN/Inf",
+}
+"""Measures and how they are called. The norm is over all rows of a step, so it is divided by the
+root of their number: a prefill would outshine every decode step."""
+
+SCAN_STEPS = 2048
+"""Steps that are searched for NaN and Inf at once, and whose answer is kept."""
+
+MAX_CELLS = 1 << 14
+"""Values that a window holds at most; it has fewer steps where a step has very many modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstBadOutput:
+    """The first bad output of a branch: where, how much, and what of that step is bad too.
+
+    `n_values` is None where the number of values is not known; `later` are the other layers.
+    """
+
+    step: int
+    stat: LayerStatRecord
+    n_values: int | None
+    later: tuple[int, ...]
+
+    def format_place(self) -> str:
+        """Return "step 3, layer 5"."""
+        return f"step {self.step}, layer {self.stat.layer}"
+
+    def format_counts(self) -> str:
+        """Return "12 NaN and 1 Inf of 192 values"."""
+        of = "" if self.n_values is None else f" of {self.n_values} values"
+        return f"{self.stat.n_nan} NaN and {self.stat.n_inf} Inf{of}"
+
+    def sentence(self) -> str:
+        """Return the whole of it in one sentence."""
+        module = escape_unprintable(self.stat.module)
+        also = f"; in that step also layers {format_ranges(self.later)}" if self.later else ""
+        also = also.replace("layers", "layer") if len(self.later) == 1 else also
+        return f"First NaN/Inf at {self.format_place()} ({module}): {self.format_counts()}{also}."
+
+
+@dataclass(frozen=True, slots=True)
+class LayersData:
+    """One measure in a window of steps: arrays of shape (layers, steps), see `layers`, `window`.
+
+    `values` is NaN where nothing is known, `n_bad` -1. `kind` is the module within the layer, ""
+    the layer itself; `kinds` are those of the window. `now` are all modules of the current step.
+    """
+
+    place: TracePlace
+    window: StepWindow
+    measure: Statistic
+    kind: str
+    kinds: tuple[str, ...]
+    layers: tuple[int, ...]
+    values: npt.NDArray[np.float64]
+    n_bad: npt.NDArray[np.int64]
+    step_stats: tuple[LayerStatRecord, ...]
+    rows: int
+    first_bad: FirstBadOutput | None
+
+    def scale(self) -> tuple[float, float, bool]:
+        """Return the lowest and highest finite value, and whether the colours are logarithmic."""
+        if self.measure == "bad":
+            return 0.0, 1.0, False
+        fine = self.values[np.isfinite(self.values)]
+        if not fine.size:
+            return 0.0, 0.0, False
+        low, high = float(fine.min()), float(fine.max())
+        return low, high, low > 0 and high > 30 * low
+
+    def current_stat(self) -> LayerStatRecord | None:
+        """Return the shown module of the place's layer at the current step."""
+        mine = (stat for stat in self.step_stats if stat.layer == self.place.layer)
+        return next(
+            (stat for stat in mine if module_kind(stat.layer, stat.module) == self.kind), None
+        )
+
+
+def module_kind(layer: int, module: str) -> str:
+    """Return a module's name within its layer: "" for "model.layers.3", "mlp" for "...3.mlp"."""
+    parts = module.split(".")
+    if str(layer) not in parts:
+        return module
+    return ".".join(parts[parts.index(str(layer)) + 1 :])
+
+
+def format_kind(kind: str) -> str:
+    """Return the name of a kind of module for people."""
+    return escape_unprintable(kind) or "layer"
+
+
+def load_layers(
+    source: Source, place: TracePlace, n_columns: int, measure: Statistic, chosen: str
+) -> LayersData:
+    """Read the window that fits in `n_columns`: the step, one statistic of its neighbours.
+
+    Raises `Missing` when there are no statistics in the window and nothing bad anywhere.
+    """
+    reader = source.reader
+    owner = branch_of_step(reader, place.generation, place.step, place.branch)
+    now = tuple(reader.layer_stats(place.generation, place.step, owner))
+    most = max(MAX_CELLS // max(len(now), 1), 8)
+    window = load_step_window(reader, place, min(n_columns, most))
+    span = (place.generation, window.start, window.stop, place.branch)
+    cells = layer_stats_range(reader, *span, statistic=measure)
+    bad = find_first_bad(source, place, window)
+    if not cells and bad is None:
+        raise Missing(
+            f"No layer statistics are recorded in {window.format_steps()}, and no NaN or Inf.",
+            "Level basic records only layers with NaN or Inf; record with --level advanced.",
+        )
+    lengths = {row.step: row.q_len for row in step_range(reader, *span)}
+    kinds = tuple(dict.fromkeys(module_kind(cell.layer, cell.module) for cell in cells))
+    kind = chosen if chosen in kinds else "" if "" in kinds or not kinds else kinds[0]
+    mine = [cell for cell in cells if module_kind(cell.layer, cell.module) == kind]
+    layers = tuple(sorted({cell.layer for cell in mine}))
+    values, n_bad = stat_arrays(mine, window, layers)
+    if measure == "norm":
+        values /= np.sqrt([max(lengths.get(step, 1), 1) for step in window.steps])
+    rows = max(lengths.get(place.step, 1), 1)
+    return LayersData(place, window, measure, kind, kinds, layers, values, n_bad, now, rows, bad)
+
+
+def stat_arrays(
+    cells: Sequence[StatCell], window: StepWindow, layers: Sequence[int]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return values and counts of NaN and Inf, each (layers, steps).
+
+    Where a module ran several times in a step, the larger value counts.
+    """
+    values = np.full((len(layers), len(window)), np.nan)
+    n_bad = np.full(values.shape, -1, np.int64)
+    row = {layer: index for index, layer in enumerate(layers)}
+    for cell in cells:
+        at = row[cell.layer], cell.step - window.start
+        values[at] = np.fmax(values[at], cell.value)
+        n_bad[at] = max(n_bad[at], cell.n_bad)
+    return values, n_bad
+
+
+def find_first_bad(source: Source, place: TracePlace, window: StepWindow) -> FirstBadOutput | None:
+    """Return the first bad output of the place's branch, parents included.
+
+    Searched `SCAN` steps at a time; what is known of a finished part is kept.
+    """
+    reader, generation = source.reader, place.generation
+    for branch, first, stop in reversed(lineage(reader, generation, place.branch)):
+        end = window.last + 1 if stop is None else min(stop, window.last + 1)
+        for start in range(first, end, SCAN_STEPS):
+            part = (generation, start, min(start + SCAN_STEPS, end), branch)
+            found = _search_steps(source, part, done=start + SCAN_STEPS <= window.last)
+            if found is not None:
+                return _with_details(reader, generation, branch, found)
+    return None
+
+
+def _search_steps(
+    source: Source, part: tuple[int, int, int, int], *, done: bool
+) -> NonfiniteOutput | None:
+    def search() -> NonfiniteOutput | None:
+        return first_nonfinite_output(source.reader, *part)
+
+    return (
+        source.get_or_create(("first bad output", part), search, lambda _: 400)
+        if done
+        else search()
+    )
+
+
+def _with_details(
+    reader: TraceReader, generation: int, branch: int, found: NonfiniteOutput
+) -> FirstBadOutput:
+    stats = reader.layer_stats(generation, found.step, branch)
+    bad_layers = {stat.layer for stat in stats if stat.n_nan or stat.n_inf}
+    later = tuple(sorted(bad_layers - {found.stat.layer}))
+    return FirstBadOutput(
+        found.step, found.stat, _count_values(reader, generation, branch, found), later
+    )
+
+
+def _count_values(
+    reader: TraceReader, generation: int, branch: int, found: NonfiniteOutput
+) -> int | None:
+    """Return how many values a layer's output has: rows times width, both as recorded."""
+    if module_kind(found.stat.layer, found.stat.module):
+        return None
+    step = reader.step(generation, found.step, branch)
+    hidden = reader.model(generation).get("hidden")
+    if step is None or not isinstance(hidden, int):
+        return None
+    total = step.q_len * hidden
+    return total if total >= found.stat.n_nan + found.stat.n_inf else None
+
+
+def describe_layers(data: LayersData) -> list[str]:
+    """Return what is bad, the current step as a table, and the range of the measure."""
+    span = f"steps {data.window.first}-{data.window.last}"
+    fine = f"No recorded layer output has NaN or Inf in {span}."
+    lines = [data.first_bad.sentence() if data.first_bad else fine]
+    lines += stat_table(data)
+    lines.append(_describe_range(data))
+    if len(data.kinds) > 1:
+        names = ", ".join(format_kind(kind) for kind in data.kinds)
+        lines.append(f"Modules recorded per layer: {names}; shown: {format_kind(data.kind)}.")
+    return lines
+
+
+def stat_table(data: LayersData) -> list[str]:
+    """Return all modules of the current step as a table between empty lines."""
+    if not data.step_stats:
+        none = f"No layer statistics are recorded at step {data.window.current}"
+        return [f"{none}; level basic records only layers with NaN or Inf."]
+    names = ("norm", "norm/row", "min", "max", "mean", "std")
+    head = f"{'layer':>5}{''.join(f'{name:>10}' for name in names)}{'NaN':>8}{'Inf':>8}  module"
+    rows = []
+    for stat in data.step_stats:
+        per_row = stat.norm / data.rows**0.5
+        values = (stat.norm, per_row, stat.min, stat.max, stat.mean, stat.std)
+        figures = "".join(f" {format_number(value, 9)}" for value in values)
+        rows.append(
+            f"{stat.layer:>5}{figures}{stat.n_nan:>8}{stat.n_inf:>8}  {escape_unprintable(stat.module)}"
+        )
+    rows_word = f"{data.rows} rows" if data.rows > 1 else "1 row"
+    return ["", f"Step {data.window.current} ({rows_word}):", head, *rows, ""]
+
+
+def _describe_range(data: LayersData) -> str:
+    name = MEASURES[data.measure]
+    what = name[0].upper() + name[1:]
+    shown = data.window.format_steps()
+    if data.measure == "bad":
+        n_sick, n_known = int((data.n_bad > 0).sum()), int((data.n_bad >= 0).sum())
+        return f"{what} in {shown}: {n_sick} of {n_known} layer outputs have some."
+    fine = np.where(np.isfinite(data.values), data.values, np.nan)
+    if np.isnan(fine).all():
+        return f"{what} in {shown}: no finite value."
+    ends = [np.unravel_index(find(fine), fine.shape) for find in (np.nanargmin, np.nanargmax)]
+    words = [
+        f"{format_number(float(fine[at]))} (step {data.window.start + int(at[1])}, layer "
+        f"{data.layers[int(at[0])]})"
+        for at in ends
+    ]
+    return f"{what} in {shown}: {words[0]} to {words[1]}."
+
+
+_LABEL_WIDTH, _VALUE_WIDTH = 7, 9
+_BAD_LEVEL, _MISSING_LEVEL = CIVIDIS.size, CIVIDIS.size + 1
+
+LAYERS_PALETTE = Palette([*CIVIDIS_MARKED.rgb, (58, 58, 62)], CIVIDIS_MARKED.ramp + "·")
+"""`CIVIDIS_MARKED` and a last level, dark grey, for what was not recorded."""
+
+_MARK_STYLE = Style.parse("bold #ffffff on #e6283c")
+_TABLE_WIDTH = 90
+
+
+@dataclass(frozen=True, slots=True)
+class LayersOptions:
+    """`measure` colours the cells; `module` names one within the layer, "" the layer itself."""
+
+    measure: Statistic = "norm"
+    module: str = ""
+
+
+class LayersPanel(Panel[LayersData, LayersOptions]):
+    """Layers down, steps across, coloured by a statistic; the first bad output is marked."""
+
+    name: ClassVar[str] = "layers"
+    title: ClassVar[str] = "Layers"
+    help: ClassVar[Help] = Help(
+        "It shows one statistic of every layer's output at every step: norm, largest absolute "
+        "value, mean, standard deviation, or NaN and Inf.",
+        "Layers go down and steps across; light is high, red or ! is NaN or Inf, X the first of "
+        "them, grey or · not recorded; the numbers at the right are this step's.",
+        "Look for the X: the lowest layer of the earliest step is where it began, and what "
+        "follows only inherits it; look also for a row or column unlike its neighbours.",
+    )
+    depends_on_size: ClassVar[bool] = True
+    actions: ClassVar[tuple[str, ...]] = ("view.measure", "view.flip", "cursor.enter")
+
+    def options(self) -> LayersOptions:
+        """Return the norm of the layers themselves."""
+        return LayersOptions()
+
+    def load(self, source: Source, request: Request[LayersOptions]) -> LayersData:
+        """Read the window of steps that fits, and find the first bad output of the branch."""
+        options = request.options
+        columns = _grid_width(request.width)
+        return load_layers(source, request.place, columns, options.measure, options.module)
+
+    def describe(self, data: LayersData) -> list[str]:
+        """Return what is bad, the current step as a table, and the range of the measure."""
+        return describe_layers(data)
+
+    def paint(self, data: LayersData, request: Request[LayersOptions], theme: Theme) -> Picture:
+        """Draw the strips, their legend, and the place's layer in words."""
+        width, height = request.width, request.height
+        rows = layer_rows(data, _grid_height(data, width, height))
+        strips = [_axis(data, width, theme)] if data.layers else []
+        strips += _draw_grid(data, rows, width, theme)
+        strips += [_legend(data, rows, width, theme)] if data.layers else []
+        strips += _describe_current_layer(data, width, theme)
+        strips += _draw_stat_table(data, width, height - len(strips), theme)
+        note = f"{MEASURES[data.measure]} · {data.window.format_steps()}"
+        if data.first_bad:
+            note = (
+                f"first NaN/Inf: {data.first_bad.format_place()}, {data.first_bad.format_counts()}"
+            )
+        return Picture(strips[:height], note, alarm=data.first_bad is not None)
+
+    def on_action(
+        self, action: str, data: LayersData, request: Request[LayersOptions]
+    ) -> LayersOptions | Navigate | None:
+        """Change the measure or the module, or go to the first bad output."""
+        if action == "view.measure":
+            names = list(MEASURES)
+            after = names[(names.index(request.options.measure) + 1) % len(names)]
+            return replace(request.options, measure=after)
+        if action == "view.flip" and len(data.kinds) > 1:
+            after_kind = data.kinds[(data.kinds.index(data.kind) + 1) % len(data.kinds)]
+            return replace(request.options, module=after_kind)
+        if action == "cursor.enter" and data.first_bad:
+            return Navigate(step=data.first_bad.step, layer=data.first_bad.stat.layer)
+        return None
+
+    def on_mouse(
+        self, x: int, y: int, data: LayersData, request: Request[LayersOptions], *, click: bool
+    ) -> Navigate | None:
+        """Go to the step and layer of the cell that was clicked."""
+        rows = layer_rows(data, _grid_height(data, request.width, request.height))
+        step = step_at(x - _LABEL_WIDTH, data.window, _grid_width(request.width))
+        if not click or step is None or not 1 <= y <= len(rows):
+            return None
+        layers = [data.layers[index] for index in rows[y - 1]]
+        return Navigate(
+            step=step, layer=data.place.layer if data.place.layer in layers else layers[0]
+        )
+
+
+def _grid_width(width: int) -> int:
+    spare = width - _LABEL_WIDTH
+    return max(spare - _VALUE_WIDTH if spare >= 2 * _VALUE_WIDTH else spare, 1)
+
+
+def _grid_height(data: LayersData, width: int, height: int) -> int:
+    """Return the lines that the layers may take: words give way to them, but not all."""
+    n_words = len(_describe_current_layer(data, width, Theme("none")))
+    return max(min(len(data.layers), max(height - 2 - n_words, height * 3 // 5, height - 5)), 1)
+
+
+def layer_rows(data: LayersData, room: int) -> list[range]:
+    """Return the layers, as indices, of each line: neighbours share one where there are many."""
+    n_layers = len(data.layers)
+    each = -(-n_layers // max(room, 1)) or 1
+    return [range(at, min(at + each, n_layers)) for at in range(0, n_layers, each)]
+
+
+def layer_levels(data: LayersData) -> npt.NDArray[np.int64]:
+    """Return the level of every value, (layers, steps): -1 where nothing is recorded."""
+    low, high, logarithmic = data.scale()
+    values = data.values
+    if logarithmic:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values, low, high = np.log(values), float(np.log(low)), float(np.log(high))
+    levels = quantise(values, low, high, CIVIDIS.size).astype(np.int64)
+    levels[(data.n_bad > 0) | ~np.isfinite(data.values)] = _BAD_LEVEL
+    levels[data.n_bad < 0] = -1
+    return levels
+
+
+def _draw_grid(data: LayersData, rows: list[range], width: int, theme: Theme) -> list[Strip]:
+    if not rows:
+        return []
+    levels = np.stack([layer_levels(data)[row].max(axis=0) for row in rows])
+    levels[levels < 0] = _MISSING_LEVEL
+    window, room = data.window, _grid_width(width)
+    each = columns_per_step(window, room)
+    mine = next((i for i, row in enumerate(rows) if _contains_current(data, row)), -1)
+    cells = boxes(
+        levels[:, : room // each].astype(np.uint8),
+        LAYERS_PALETTE,
+        theme,
+        cell_width=each,
+        marked=(mine, window.current - window.start),
+    )
+    strips = []
+    for row, strip in zip(rows, cells, strict=True):
+        drawn = _mark_bad(strip, data, row, each, theme)
+        parts = [_label(data, row, theme), drawn, _value(data, row, theme)]
+        strips.append(Strip.join(parts).adjust_cell_length(width, theme.style("text")))
+    return strips
+
+
+def _contains_current(data: LayersData, row: range) -> bool:
+    return any(data.layers[index] == data.place.layer for index in row)
+
+
+def _mark_bad(strip: Strip, data: LayersData, row: range, each: int, theme: Theme) -> Strip:
+    """Return a line of cells with an X on the first bad output of the branch, if it is in it."""
+    bad = data.first_bad
+    if bad is None or bad.stat.layer not in [data.layers[index] for index in row]:
+        return strip
+    at = (bad.step - data.window.start) * each + (each - 1) // 2
+    if not 0 <= at < strip.cell_length:
+        return strip
+    style = theme.style("cursor") if theme.no_color else _MARK_STYLE
+    mark = Strip([Segment("X", style)], 1)
+    return Strip.join([strip.crop(0, at), mark, strip.crop(at + 1, strip.cell_length)])
+
+
+def _label(data: LayersData, row: range, theme: Theme) -> Strip:
+    here = _contains_current(data, row)
+    first, last = data.layers[row[0]], data.layers[row[-1]]
+    name = str(first) if first == last else f"{first}-{last}"
+    text = f"{'▸' if here else ' '}{align_right(name, _LABEL_WIDTH - 2)} "
+    return line([(text, theme.style("chosen" if here else "muted"))], _LABEL_WIDTH)
+
+
+def _value(data: LayersData, row: range, theme: Theme) -> Strip:
+    """Return the row's value at the current step: the largest, where layers share a line."""
+    column = data.window.current - data.window.start
+    n_bad, values = data.n_bad[row, column], data.values[row, column]
+    if (n_bad < 0).all():
+        return line([(align_right("-", _VALUE_WIDTH), theme.style("muted"))], _VALUE_WIDTH)
+    if data.measure == "bad" or (n_bad > 0).any():
+        count = int(n_bad[n_bad > 0].sum())
+        style = theme.style("bad" if count else "muted")
+        return line([(align_right(f"{count} bad", _VALUE_WIDTH), style)], _VALUE_WIDTH)
+    largest = values[np.nanargmax(np.abs(values))] if not np.isnan(values).all() else np.nan
+    return line(
+        [(" " + format_number(float(largest), _VALUE_WIDTH - 1), theme.style("text"))], _VALUE_WIDTH
+    )
+
+
+def _axis(data: LayersData, width: int, theme: Theme) -> Strip:
+    """Return the line above the strips: the current step over its column."""
+    window, room = data.window, _grid_width(width)
+    each = columns_per_step(window, room)
+    at = (window.current - window.start) * each + (each - 1) // 2
+    name = f"step {window.current}"
+    before = at >= len(name) + 1 and at + 1 + len(name) > room
+    text = " " * (at - len(name)) + name + "▾" if before else " " * at + "▾" + name
+    spans: list[Span] = [
+        (align_right("layer", _LABEL_WIDTH - 1) + " ", theme.style("muted")),
+        (text, theme.style("chosen")),
+    ]
+    return line(spans, width, theme.style("text"))
+
+
+def _legend(data: LayersData, rows: list[range], width: int, theme: Theme) -> Strip:
+    low, high, logarithmic = data.scale()
+    text, muted = theme.style("text"), theme.style("muted")
+    kind = f" of {format_kind(data.kind)}" if data.kind else ""
+    spans: list[Span] = [(f"{MEASURES[data.measure]}{kind} ", theme.style("title"))]
+    if data.measure != "bad":
+        spans += [
+            (f"{format_number(low)} ", text),
+            *_draw_scale(theme),
+            (f" {format_number(high)}", text),
+        ]
+        spans += [(" log", muted)] if logarithmic else []
+    remarks = []
+    if (data.n_bad > 0).any():
+        remarks.append("! NaN/Inf" if theme.no_color else "red NaN/Inf")
+    if rows and len(rows[0]) > 1:
+        remarks.append(f"highest of {len(rows[0])} layers")
+    if (data.n_bad < 0).any():
+        remarks.append("· not recorded" if theme.no_color else "grey not recorded")
+    for remark in remarks:
+        spans = [*drop_cut_span([*spans, (f"  {remark}", muted)], width)]
+    return line(spans, width, text)
+
+
+def _draw_scale(theme: Theme) -> list[Span]:
+    ramp = np.linspace(0, CIVIDIS.size - 1, 8).astype(np.uint8)[None]
+    return [
+        (segment.text, segment.style or theme.style("text"))
+        for segment in boxes(ramp, LAYERS_PALETTE, theme, cell_width=1)[0]
+    ]
+
+
+def _describe_current_layer(data: LayersData, width: int, theme: Theme) -> list[Strip]:
+    """Return the first bad output and the place's layer, as wrapped lines."""
+    strips = (
+        wrap_paragraph(data.first_bad.sentence(), width, theme.style("bad"))
+        if data.first_bad
+        else []
+    )
+    stat = data.current_stat()
+    if stat is None:
+        none = f"No statistics of layer {data.place.layer} at step {data.window.current}."
+        return [*strips, *wrap_paragraph(none, width, theme.style("muted"))]
+    words = (
+        f"Layer {stat.layer}: norm {format_number(stat.norm)}, {format_number(stat.min)} to {format_number(stat.max)}, "
+        f"mean {format_number(stat.mean)}, std {format_number(stat.std)}"
+    )
+    if stat.n_nan or stat.n_inf:
+        words += f", {stat.n_nan} NaN, {stat.n_inf} Inf"
+    return [*strips, *wrap_paragraph(f"{words}.", width, theme.style("muted"))]
+
+
+def _draw_stat_table(data: LayersData, width: int, room: int, theme: Theme) -> list[Strip]:
+    """Return the modules of the current step as a table, where all of it fits."""
+    rows = stat_table(data)[:-1]
+    if not data.step_stats or width < _TABLE_WIDTH or len(rows) > room:
+        return []
+    return [line([(row, theme.style("muted"))], width, theme.style("text")) for row in rows]

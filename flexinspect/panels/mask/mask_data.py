@@ -1,0 +1,399 @@
+"""What the mask panel shows, fetched: the sheet, the window of it that is seen, its words."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.drawing.token_cells import TokenCell, display_text
+from flexinspect.masks import viewport
+from flexinspect.masks.algebra import declared_spec
+from flexinspect.masks.attention_row import UNCHECKED, LseCheck
+from flexinspect.masks.counting import CHUNK_ROWS, PositionGroups
+from flexinspect.masks.viewport import PixelCounts, PixelGrid, States
+from flexinspect.panels.base import Missing, Request, TracePlace
+from flexinspect.panels.mask.mask_grid import (
+    BlockPart,
+    MaskPart,
+    MaskView,
+    MaskViewRequest,
+    close_dropped_keys,
+    load_blocks,
+    load_mask_view,
+)
+from flexinspect.panels.mask.mask_layout import MaskLayout, MaskOptions, MaskViewMode, mask_layout
+from flexinspect.panels.source import Source
+from flexinspect.panels.token_window import segment_color
+from flexinspect.records.prompt import Segment
+from flexinspect.records.step import CallRecord, MaskRecord
+from flexinspect.trace.queries.branch_queries import generation_in_branch
+from flexinspect.trace.queries.range_queries import branch_of_step, lineage
+from flexinspect.trace.queries.search_queries import last_pos, n_generations, read_tokens
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import GenerationRow
+
+MAX_LISTED_ROWS = 8
+"""Empty rows that are named with their words."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskData:
+    """A window of a sheet, ready to be drawn and to be put in words.
+
+    `states` are the pixels of the frame's grid (see `masksheets.windows`), `tables` what the block
+    tables say of them (the same states), None where they are not asked for. `current` are the rows
+    of the place's step, `cursor` is (row, key). `words` holds the tokens that are named, by
+    position. `mask` describes the mask of the cursor's row, or of the current step. `why` says why
+    another view is shown than was asked for, "" where it is not.
+    """
+
+    place: TracePlace
+    generation_row: GenerationRow
+    mask_view: MaskView
+    segments: tuple[Segment, ...]
+    layout: MaskLayout
+    view_mode: MaskViewMode
+    states: States
+    tables: States | None
+    blocks: tuple[BlockPart, ...]
+    current: range | None
+    cursor: tuple[int, int] | None
+    tokens: dict[int, TokenCell]
+    call: CallRecord | None
+    mask: MaskRecord | None
+    empty_rows: npt.NDArray[np.intp]
+    fallback_reason: str = ""
+
+    @property
+    def lse_check(self) -> LseCheck:
+        """How far this step's newest row is from what ran."""
+        return (
+            LseCheck(self.call.gate, self.call.gate_kind, self.call.dtype)
+            if self.call
+            else UNCHECKED
+        )
+
+    def segment(self, position: int) -> Segment | None:
+        """Return the segment of a position."""
+        number = segment_number(self.segments, position)
+        return self.segments[number] if number >= 0 else None
+
+    def block_part(self, row: int) -> BlockPart | None:
+        """Return the block tables of the part that holds a row."""
+        parts = zip(self.mask_view.parts, self.blocks, strict=False)
+        return next((blocks for part, blocks in parts if row < part.stop), None)
+
+
+def load_mask(source: Source, request: Request[MaskOptions]) -> MaskData:
+    """Return what is to be drawn at a place. Raises `Missing`, `TraceError`."""
+    place, reader = request.place, source.reader
+    if place.generation >= n_generations(reader):
+        raise Missing("No step of this generation is recorded yet.", "Wait for its first step.")
+    about = generation_in_branch(reader, reader.generation(place.generation), place.branch)
+    segments = _load_segments(reader, place)
+    call = _find_call(reader, place)
+    if call is not None:
+        place = replace(place, layer=call.layer)
+    view_request = MaskViewRequest(
+        *(place.generation, place.branch, place.step, place.layer, place.head),
+        declared_spec(about.declared),
+        PositionGroups(tuple(s.start for s in segments) or (0,)),
+    )
+    mask_view = load_mask_view(source, view_request)
+    if mask_view is None or not mask_view.n_keys:
+        raise Missing("No step of this generation has fed a row yet.")
+    data = _make_mask_data(request, place, about, mask_view, segments)
+    return _with_tokens(source, replace(data, call=call))
+
+
+def _find_call(reader: TraceReader, place: TracePlace) -> CallRecord | None:
+    """Return the call of the place's layer, of the first layer if it has none, None without any."""
+    owner = branch_of_step(reader, place.generation, place.step, place.branch)
+    calls = reader.calls(place.generation, place.step, owner)
+    return next((call for call in calls if call.layer == place.layer), calls[0] if calls else None)
+
+
+def _load_segments(reader: TraceReader, place: TracePlace) -> tuple[Segment, ...]:
+    for branch, _, _ in lineage(reader, place.generation, place.branch):
+        found = reader.segments(place.generation, branch)
+        if found:
+            return tuple(sorted(found, key=lambda segment: segment.start))
+    return ()
+
+
+def _make_mask_data(
+    request: Request[MaskOptions],
+    place: TracePlace,
+    about: GenerationRow,
+    mask_view: MaskView,
+    segments: tuple[Segment, ...],
+) -> MaskData:
+    """Return the data without words, call and mask."""
+    source, options = mask_view.source, request.options
+    current = mask_view.rows_of_step(place.step)
+    cursor = _find_cursor(mask_view, options, place)
+    view, why = _choose_view_mode(source, mask_view, options.view, current)
+    focus = cursor or _default_focus(mask_view, current)
+    shape = (mask_view.n_rows, mask_view.n_keys)
+    layout = mask_layout(request.width, request.height, shape, options.zoom, focus, options)
+    blocks: tuple[BlockPart, ...] = ()
+    tables: States | None = None
+    if options.blocks or view == "received" or mask_view.count("lost") or mask_view.count("leaked"):
+        blocks = tuple(load_blocks(source, part, mask_view.head) for part in mask_view.parts)
+    if options.blocks or view == "received":
+        tables = load_table_states(mask_view, blocks, layout.grid)
+    states = tables if view == "received" and tables is not None else None
+    return MaskData(
+        place=place,
+        generation_row=about,
+        mask_view=mask_view,
+        segments=segments,
+        layout=layout,
+        view_mode=view,
+        states=load_states(mask_view, layout.grid, view) if states is None else states,
+        tables=tables if options.blocks else None,
+        blocks=blocks,
+        current=current,
+        cursor=cursor,
+        tokens={},
+        call=None,
+        mask=None,
+        empty_rows=_find_empty_rows(mask_view),
+        fallback_reason=why,
+    )
+
+
+def _find_cursor(
+    mask_view: MaskView, options: MaskOptions, place: TracePlace
+) -> tuple[int, int] | None:
+    q, kv = options.q, options.kv
+    if q is None and kv is None:
+        q = kv = place.pos
+    if q is None and kv is None:
+        return None
+    row = None if q is None else mask_view.row_of(q)
+    if row is None:
+        row = mask_view.n_rows - 1 if q is None else _nearest_row(mask_view, q)
+    key = int(mask_view.positions[row]) if kv is None else kv
+    return row, min(max(key, 0), mask_view.n_keys - 1)
+
+
+def _nearest_row(mask_view: MaskView, position: int) -> int:
+    return int(np.abs(mask_view.positions - position).argmin())
+
+
+def _default_focus(mask_view: MaskView, current: range | None) -> tuple[int, int]:
+    row = mask_view.n_rows - 1 if current is None else current[-1]
+    return row, min(int(mask_view.positions[row]), mask_view.n_keys - 1)
+
+
+RECORD_CELLS_HINT = "Cells are recorded from --level advanced on, up to 67 million of a mask."
+
+
+def _choose_view_mode(
+    source: Source, mask_view: MaskView, asked: MaskViewMode, current: range | None
+) -> tuple[MaskViewMode, str]:
+    """Return the view that can be shown, and why it is another one. Raises `Missing`."""
+    if asked in ("declared", "difference") and mask_view.spec is None:
+        return _choose_view_mode(source, mask_view, "executed", current)[0], (
+            "No mask was declared as a rule, so there is nothing to compare with"
+        )
+    if asked not in ("executed", "difference") or mask_view.n_known():
+        return asked, ""
+    if any(load_blocks(source, part, mask_view.head).blocks for part in mask_view.parts):
+        return "received", "The executed cells were not recorded; this is what was received"
+    if mask_view.spec is not None:
+        return "declared", "The executed cells were not recorded; this is what was declared"
+    raise Missing("The mask of this layer was not recorded.", RECORD_CELLS_HINT)
+
+
+def _find_empty_rows(mask_view: MaskView) -> npt.NDArray[np.intp]:
+    """Return the rows that see nothing, of those that were recorded."""
+    found: list[npt.NDArray[np.intp]] = []
+    for part in mask_view.parts:
+        rows = np.flatnonzero(part.counts.open.row_counts == 0)
+        if len(rows) and part.known is not True:
+            rows = rows[[part.is_known(part.row + row) for row in rows.tolist()]]
+        found.append(rows + part.row)
+    return np.concatenate(found)
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def _with_tokens(source: Source, data: MaskData) -> MaskData:
+    mask_view, grid = data.mask_view, data.layout.grid
+    row = (
+        data.cursor[0]
+        if data.cursor
+        else data.current[-1]
+        if data.current
+        else mask_view.n_rows - 1
+    )
+    name = mask_view.part_of(row).step_at(row).mask
+    mask = None
+    if name is not None:
+        key = ("mask.summary", name)
+        mask = source.get_or_create(key, lambda: source.reader.mask_summary(name), lambda _: 1024)
+    positions = _named_positions(data, row)
+    if grid.row_scale == 1 and data.layout.left:
+        stop = min(grid.row_stop, mask_view.n_rows)
+        positions |= set(mask_view.positions[grid.row : stop].tolist())
+    if grid.key_scale == 1 and data.layout.token_lines:
+        positions |= set(range(grid.key, min(grid.key_stop, mask_view.n_keys)))
+    return replace(
+        data, mask=mask, tokens=load_token_cells(source, data.place, data.segments, positions)
+    )
+
+
+def _named_positions(data: MaskData, row: int) -> set[int]:
+    """Return the positions that the words speak of."""
+    mask_view = data.mask_view
+    rows = [row, *data.empty_rows[:MAX_LISTED_ROWS].tolist()]
+    keys = [data.cursor[1]] if data.cursor else []
+    for first in (mask_view.first_cell("lost"), mask_view.first_cell("leaked")):
+        if first is not None:
+            rows.append(first[0])
+            keys.append(first[1])
+    return {*mask_view.positions[rows].tolist(), *keys}
+
+
+_CHUNK_TOKENS = 256
+"""Tokens that are kept together."""
+
+
+def load_token_cells(
+    source: Source, place: TracePlace, segments: tuple[Segment, ...], positions: Iterable[int]
+) -> dict[int, TokenCell]:
+    """Return the tokens at some positions, as far as there are any. Raises `TraceError`."""
+    last = last_pos(source.reader, place.generation, place.branch) or 0
+    starts = tuple(segment.start for segment in segments)
+    found: dict[int, TokenCell] = {}
+    needed = sorted(set(positions))
+    for start in sorted({position // _CHUNK_TOKENS * _CHUNK_TOKENS for position in needed}):
+        stop = min(start + _CHUNK_TOKENS, last + 1)
+        key = ("mask.words", place.generation, place.branch, start, stop, starts)
+        words = source.get_or_create(
+            key, _TokenReader(source, place, segments, (start, stop)).read, lambda w: 200 * len(w)
+        )
+        found |= {p: words[p] for p in needed if start <= p < stop and p in words}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenReader:
+    source: Source
+    place: TracePlace
+    segments: tuple[Segment, ...]
+    span: tuple[int, int]
+
+    def read(self) -> dict[int, TokenCell]:
+        """Return the words of the span; a branch has its own ones, and its parent's before."""
+        words: dict[int, TokenCell] = {}
+        reader, place = self.source.reader, self.place
+        for token in read_tokens(reader, place.generation, place.branch, *self.span):
+            text, invisible = display_text(token.token, token.text, special=token.special)
+            band = segment_color_at(self.segments, token.pos)
+            words[token.pos] = TokenCell(token.pos, text, band, token.special, invisible)
+        return words
+
+
+def segment_color_at(segments: Sequence[Segment], position: int) -> int:
+    """Return the colour of a position's segment, -1 for separators."""
+    return segment_color(segment_number(segments, position), segments)
+
+
+def segment_number(segments: Sequence[Segment], position: int) -> int:
+    """Return the number of the segment of a position (the last one beyond the end), or -1.
+
+    `segments` are in order of their starts.
+    """
+    return bisect_right(segments, position, key=lambda segment: segment.start) - 1
+
+
+def load_states(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> States:
+    """Return a window of a view as states; kept, as it is the same at most steps."""
+    serials = tuple(part.serial for part in mask_view.parts)
+    key = ("mask.window", serials, mask_view.head, grid, view)
+    states: States = mask_view.source.get_or_create(
+        key,
+        lambda: make_window(mask_view, grid, view).pixel_states(),
+        lambda found: found.nbytes + 256,
+    )
+    return states
+
+
+def make_window(mask_view: MaskView, grid: PixelGrid, view: MaskViewMode) -> PixelCounts:
+    """Return a window of what was executed, of what was declared, or of how they differ."""
+    known = [(0, mask_view.n_rows)]
+    if view != "declared":
+        known = [span for part in mask_view.parts for span in part.known_spans()]
+    window = PixelCounts(viewport.pixel_sizes(grid, known, mask_view.n_keys), grid.empty())
+    if view == "declared":
+        _add_declared_rows(mask_view, grid, window)
+        return window
+    if view == "difference":
+        window = replace(window, lost=grid.empty(), leaked=grid.empty())
+    for part in mask_view.parts:
+        if part.row < grid.row_stop and part.stop > grid.row:
+            _add_part(mask_view, part, grid, window)
+    return window
+
+
+def _add_declared_rows(mask_view: MaskView, grid: PixelGrid, window: PixelCounts) -> None:
+    stop = min(grid.row_stop, mask_view.n_rows)
+    for row in range(grid.row, stop, CHUNK_ROWS):
+        packed = mask_view.declared(row, min(row + CHUNK_ROWS, stop), mask_view.n_keys)
+        viewport.fold_rows(packed, row, grid, window.open)
+
+
+def _add_part(mask_view: MaskView, part: MaskPart, grid: PixelGrid, window: PixelCounts) -> None:
+    if grid.in_tiles:
+        for out, plane in (
+            (window.open, part.counts.open),
+            (window.lost, part.counts.lost),
+            (window.leaked, part.counts.leaked),
+        ):
+            if out is not None:
+                viewport.fold_tiles(plane, part.row, grid, out)
+        return
+    start, stop = max(grid.row, part.row), min(grid.row_stop, part.stop)
+    packed = part.rows(mask_view.source, mask_view.head, start - part.row, stop - part.row)
+    viewport.fold_rows(packed, start, grid, window.open)
+    if window.lost is not None and window.leaked is not None:
+        meant = mask_view.declared(start, stop, part.n_keys)
+        close_dropped_keys(meant, part.steps, start - part.row)
+        known = np.array([part.is_known(row) for row in range(start, stop)])
+        meant[~known] = 0
+        viewport.fold_rows(meant & ~packed, start, grid, window.lost)
+        viewport.fold_rows(packed & ~meant, start, grid, window.leaked)
+
+
+def load_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:
+    """Return what the block tables say of a window; dense masks are received as they are run."""
+    serials = tuple(part.serial for part in mask_view.parts)
+    key = ("mask.tables", serials, mask_view.head, grid)
+    states: States = mask_view.source.get_or_create(
+        key, lambda: _make_table_states(mask_view, blocks, grid), lambda found: found.nbytes + 256
+    )
+    return states
+
+
+def _make_table_states(mask_view: MaskView, blocks: Sequence[BlockPart], grid: PixelGrid) -> States:
+    spans: list[tuple[int, int]] = []
+    partial, full = grid.empty(), PixelCounts(grid.empty(), grid.empty())
+    for part, tables in zip(mask_view.parts, blocks, strict=True):
+        if part.row >= grid.row_stop or part.stop <= grid.row:
+            continue
+        spans += tables.spans
+        for one in tables.blocks:
+            viewport.fold_blocks(one, grid, partial, full.open)
+        if tables.is_dense:
+            spans += part.known_spans()
+            _add_part(mask_view, part, grid, full)
+    size = viewport.pixel_sizes(grid, spans, mask_view.n_keys)
+    return viewport.block_states(partial, full.open, size)

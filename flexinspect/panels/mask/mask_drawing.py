@@ -1,0 +1,474 @@
+"""The mask panel drawn: the cells, words and segments along the axes, the cursor in words below."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+from rich.cells import cell_len
+from rich.color import Color
+from rich.segment import Segment as RichSegment
+from rich.style import Style
+from textual.strip import Strip
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.heatmap import RGB, Levels, Palette, blend, heat
+from flexinspect.drawing.text_lines import Span, align_right, clip_text, line
+from flexinspect.drawing.theme import Theme
+from flexinspect.drawing.token_cells import TokenCell, token_style
+from flexinspect.masks.viewport import APPLIED, BOTH, CLOSED, LEAKED, LOST, N_STATES, OPEN, UNKNOWN
+from flexinspect.panels.mask.mask_data import MaskData, segment_color_at
+from flexinspect.panels.mask.mask_text import (
+    CellDescription,
+    describe_cell,
+    describe_first_pairs,
+    format_block_counts,
+    format_counts,
+    format_token,
+)
+from flexinspect.records.prompt import SegmentKind
+
+NARROW_WIDTH = 72
+"""Columns below which the note says layer, head and scale briefly."""
+
+
+def draw_mask(data: MaskData, theme: Theme) -> list[Strip]:
+    """Return at most `height` strips of exactly `width` cells, as the data's frame says."""
+    layout = data.layout
+    strips = [_draw_segment_header(data, theme)] * layout.header + _draw_token_header(data, theme)
+    strips += _draw_grid_lines(data, theme)
+    strips += _draw_footer(data, theme)[: layout.footer]
+    return strips[: layout.height]
+
+
+def _draw_grid_lines(data: MaskData, theme: Theme) -> list[Strip]:
+    layout = data.layout
+    blank = layout.width - layout.left - layout.columns
+    end = Strip([RichSegment(" " * blank, theme.style("text"))] if blank > 0 else [])
+    cells = grid_strips(data, theme)[: layout.lines]
+    labels = [Strip(_draw_row_margin(data, number, theme)) for number in range(len(cells))]
+    return [Strip.join([*parts, end]) for parts in zip(labels, cells, strict=True)]
+
+
+# -- margins --------------------------------------------------------------------------------------
+
+
+def _draw_row_margin(data: MaskData, number: int, theme: Theme) -> list[RichSegment]:
+    """Return the left margin of a line: words or segments, and the mark of the current rows."""
+    layout, mask_view = data.layout, data.mask_view
+    if not layout.left:
+        return []
+    rows = _rows_of_line(data, number)
+    width = layout.left - 1
+    mark = _row_mark(data, rows, theme)
+    first_line = layout.cell_width < 2 or number * 2 % layout.cell_width == 0
+    if layout.grid.row_scale == 1 and width >= (6 if layout.cell_width > 1 else 10):
+        positions = [int(mask_view.positions[row]) for row in rows]  # one or two of them
+        spans = _draw_tokens_at(data, positions, width, theme) if first_line else None
+        if spans is None:
+            spans = [(" " * width, token_style(_blank_cell(data, positions[0]), theme))]
+    else:
+        spans = [_draw_segment_at(data, number, width, theme)]
+    strip = line(spans, width, theme.style("text"))
+    return [*strip, RichSegment(mark[0], mark[1])]
+
+
+def _rows_of_line(data: MaskData, number: int) -> range:
+    """Return the rows of the sheet that a line of the grid shows."""
+    grid, enlarged = data.layout.grid, data.layout.cell_width
+    start = grid.row + 2 * number // enlarged * grid.row_scale
+    stop = grid.row + (-(-2 * (number + 1) // enlarged)) * grid.row_scale
+    last = data.mask_view.n_rows
+    return range(min(start, last - 1), max(min(stop, last), min(start, last - 1) + 1))
+
+
+def _row_mark(data: MaskData, rows: range, theme: Theme) -> Span:
+    if data.cursor is not None and data.cursor[0] in rows:
+        return "▸", theme.style("chosen")
+    current = data.current
+    whole = current is not None and len(current) == data.mask_view.n_rows
+    if (
+        current is not None
+        and not whole
+        and rows.start < current.stop
+        and current.start < rows.stop
+    ):
+        return "▶" if len(current) == 1 else "▌", theme.style("accent")
+    return " ", theme.style("text")
+
+
+def _blank_cell(data: MaskData, position: int) -> TokenCell:
+    return TokenCell(2 * position, "", segment_color_at(data.segments, position))
+
+
+def _draw_tokens_at(data: MaskData, positions: list[int], width: int, theme: Theme) -> list[Span]:
+    """Return the words of one or two rows at the right of the margin, in their segments' bands."""
+    words = [data.tokens.get(p, _blank_cell(data, p)) for p in positions]
+    if len(words) == 1:
+        room = [width]
+    else:
+        second = min(cell_len(words[1].text), max(width // 2, width - cell_len(words[0].text)))
+        room = [width - second, second]
+    spans: list[Span] = []
+    for number, (word, cells) in enumerate(zip(words, room, strict=False)):
+        text = align_right(word.text, cells) if number == 0 else clip_text(word.text, cells)
+        spans.append((text, token_style(word, theme)))
+    return spans
+
+
+def _draw_segment_at(data: MaskData, number: int, width: int, theme: Theme) -> Span:
+    """Return the label of a segment at the line where it begins, else its band."""
+    position = _middle_position(data, number)
+    style = token_style(_blank_cell(data, position), theme)
+    about = data.segment(position)
+    if about is None:
+        return align_right(str(position), width), style
+    if number == 0 or data.segment(_middle_position(data, number - 1)) is not about:
+        return clip_text(_shorten_label(escape_unprintable(about.label), width), width), style
+    text = str(position) if number % 8 == 4 and width >= 5 else ""
+    return align_right(text, width), style
+
+
+def _middle_position(data: MaskData, number: int) -> int:
+    """Return the position of the row in the middle of a line."""
+    rows = _rows_of_line(data, number)
+    middle = int(data.mask_view.positions[rows[(len(rows) - 1) // 2]])
+    if segment_color_at(data.segments, middle) < 0:  # a separator is not worth a label
+        middle = int(data.mask_view.positions[rows[len(rows) // 2]])
+    return middle
+
+
+def _shorten_label(label: str, width: int) -> str:
+    """Return a label that fits: "paraphrase 12" as "para 12", "p12" where there is no room."""
+    if len(label) <= width:
+        return label
+    name, _, number = label.rpartition(" ")
+    if not (name and number.isdigit()):
+        return label
+    room = width - len(number) - 1
+    return f"{name[:room]} {number}" if room >= 3 else f"{name[:1]}{number}"
+
+
+def _draw_segment_header(data: MaskData, theme: Theme) -> Strip:
+    layout = data.layout
+    grid = layout.grid
+    keys = (grid.key + grid.key_scale * np.arange(grid.width)).tolist()
+    spans: list[Span] = [(_corner_label(data), theme.style("muted"))] if layout.left else []
+    for number, run in groupby(keys, key=lambda key: _segment_index(data, key)):
+        own = list(run)
+        width = len(own) * layout.cell_width
+        label = escape_unprintable(data.segments[number].label) if number >= 0 else str(own[0])
+        bar = "│" if theme.no_color else ""
+        text = (
+            clip_text(bar + _shorten_label(label, width - len(bar)), width)
+            if width > 3
+            else bar * 1
+        )
+        spans.append((text.ljust(width)[:width], token_style(_blank_cell(data, own[0]), theme)))
+    return line(spans, layout.width, theme.style("text"))
+
+
+def _segment_index(data: MaskData, key: int) -> int:
+    about = data.segment(key)
+    return -1 if about is None else data.segments.index(about)
+
+
+def _corner_label(data: MaskData) -> str:
+    return clip_text("row ↓ key →" if data.layout.left >= 11 else "", data.layout.left)
+
+
+def _draw_token_header(data: MaskData, theme: Theme) -> list[Strip]:
+    """Return the words of the keys: from top to bottom, or across where a cell is wide enough."""
+    layout, mask_view = data.layout, data.mask_view
+    if not layout.token_lines:
+        return []
+    keys = range(layout.grid.key, min(layout.grid.key_stop, mask_view.n_keys))
+    words = [data.tokens.get(key, _blank_cell(data, key)) for key in keys]
+    styles = [token_style(word, theme) for word in words]
+    cells = [_vertical_text(word.text, layout.cell_width, layout.token_lines) for word in words]
+    strips = []
+    for number in range(layout.token_lines):
+        spans: list[Span] = [(" " * layout.left, theme.style("text"))] if layout.left else []
+        spans += [(cell[number], style) for cell, style in zip(cells, styles, strict=True)]
+        strips.append(line(_merge_spans(spans), layout.width, theme.style("text")))
+    return strips
+
+
+def _vertical_text(text: str, width: int, lines: int) -> list[str]:
+    """Return a word in `lines` lines of `width` cells."""
+    if lines == 1 and width > 1:
+        return [clip_text(text.strip(), width)]
+    letters = [char for char in text.strip() or text if cell_len(char) > 0]
+    shown = [char if cell_len(char) <= width else "□" for char in letters]
+    if len(shown) > lines:
+        shown = [*shown[: lines - 1], "…"]
+    return [clip_text(char, width) for char in [" "] * (lines - len(shown)) + shown]
+
+
+def _merge_spans(spans: list[Span]) -> list[Span]:
+    return [
+        ("".join(text for text, _ in run), style)
+        for style, run in groupby(spans, key=lambda span: span[1])
+    ]
+
+
+# -- the foot -------------------------------------------------------------------------------------
+
+
+def _draw_footer(data: MaskData, theme: Theme) -> list[Strip]:
+    layout = data.layout
+    words, counts = describe_cell(data), format_counts(data)
+    text = theme.style("text")
+    if words is None:
+        first, rest = _footer_without_cursor(data, theme)
+    elif cell_len(words.sentence()) <= layout.width:
+        first, rest = [(words.sentence(), theme.style(words.style))], [(counts, text)]
+    else:
+        first = [(_shorten_description(data, words), theme.style(words.style))]
+        rest = [(words.reason or counts, theme.style(words.style) if words.reason else text)]
+    gap: list[Span] = [("  ", text)] if rest else []
+    second = [*rest, *gap, *mask_legend(data, theme)]
+    if layout.footer > 2 and layout.width < 2 * NARROW_WIDTH:
+        return [
+            line(spans, layout.width, text) for spans in (first, rest, mask_legend(data, theme))
+        ]
+    return [line(spans, layout.width, text) for spans in (first, second, [])]
+
+
+def _footer_without_cursor(data: MaskData, theme: Theme) -> tuple[list[Span], list[Span]]:
+    counts: list[Span] = [(format_counts(data), theme.style("text"))]
+    if data.fallback_reason:
+        return [(data.fallback_reason, theme.style("warn"))], counts
+    pairs = describe_first_pairs(data)
+    return ([(pairs[0], theme.style("bad"))], counts) if pairs else (counts, [])
+
+
+def _shorten_description(data: MaskData, words: CellDescription) -> str:
+    """Return who may look at whom, without the row's segment where it is too long with it."""
+    whole = f"row {words.row} {words.relation} {words.key}"
+    if cell_len(whole) <= data.layout.width or data.cursor is None:
+        return whole
+    may = words.relation.replace("may look at", "sees").replace("may not look at", "does not see")
+    position = int(data.mask_view.positions[data.cursor[0]])
+    return f"{format_token(data, position, segment=False)} {may} {words.key}"
+
+
+EVEN, ODD, GENERATED, CROSS, CURSOR, UNVISITED, PARTIAL, FULL = range(8)
+"""Tints of a cell: neighbouring segments, generated text, the cursor's row and column, the cursor,
+and what the block tables say."""
+
+_CLOSED_RGB: tuple[RGB, ...] = (
+    *((22, 26, 38), (33, 39, 56), (20, 42, 46), (62, 66, 84), (120, 70, 160)),
+    *((40, 40, 44), (24, 36, 74), (20, 60, 44)),
+)
+_OPEN_RGB: tuple[RGB, ...] = (
+    *((233, 206, 92), (206, 172, 58), (140, 208, 160), (255, 240, 178), (255, 255, 255)),
+    *((220, 150, 130), (240, 222, 120), (150, 225, 150)),
+)
+_STATE_RGB: dict[int, RGB] = {
+    UNKNOWN: (96, 62, 84),
+    LOST: (86, 180, 233),
+    LEAKED: (240, 52, 92),
+    BOTH: (205, 120, 230),
+    APPLIED: (106, 140, 196),
+}
+_STATE_NAMES = {
+    CLOSED: "closed",
+    3: "partly open",
+    OPEN: "open",
+    APPLIED: "partial block",
+    LOST: "lost",
+    LEAKED: "leaked",
+    BOTH: "both",
+    UNKNOWN: "not recorded",
+}
+_STATE_CHARS = {LOST: "-", LEAKED: "+", BOTH: "±", UNKNOWN: "?", APPLIED: "▒"}
+"""Characters of states without colours; open and closed cells are half blocks."""
+
+_CLOSED_CELL = "·"
+_SHADE_CHARS = "·░░▒▓▓█"
+
+
+@cache
+def mask_palette() -> Palette:
+    """Return the colours of all states in all tints: level `tint * N_STATES + state`."""
+    rgb: list[RGB] = []
+    for closed, open_ in zip(_CLOSED_RGB, _OPEN_RGB, strict=True):
+        # Halves, so that what is partly open is told from both ends however little it is.
+        between = blend(
+            (_mix_colors(closed, open_, 0.28), _mix_colors(closed, open_, 0.72)), OPEN - 1
+        )
+        rgb += [closed, *between, open_]
+        rgb += [_STATE_RGB[state] for state in sorted(_STATE_RGB)]
+    return Palette(rgb, " " * len(rgb))
+
+
+def _mix_colors(low: RGB, high: RGB, share: float) -> RGB:
+    red, green, blue = (round(a + (b - a) * share) for a, b in zip(low, high, strict=True))
+    return red, green, blue
+
+
+# -- the grid -------------------------------------------------------------------------------------
+
+
+def grid_strips(data: MaskData, theme: Theme) -> list[Strip]:
+    """Return the lines of the grid, each as wide as the grid."""
+    times = data.layout.cell_width
+    if theme.no_color:
+        return _colorless_strips(_enlarge(data.states, times), _enlarge(_tints(data), times), theme)
+    return heat(_enlarge(_palette_levels(data), times), mask_palette(), theme)
+
+
+def _enlarge(pixels: Levels, times: int) -> Levels:
+    if times == 1:
+        return pixels
+    return pixels.repeat(times, axis=0).repeat(times, axis=1)
+
+
+def _palette_levels(data: MaskData) -> Levels:
+    levels: Levels = _tints(data) * np.uint8(N_STATES) + data.states
+    return levels
+
+
+def _tints(data: MaskData) -> Levels:
+    """Return a tint per pixel: of the segments (or blocks), and of the cursor."""
+    tables = data.tables
+    tints = _segment_tints(data) if tables is None else _block_tints(tables)
+    if data.cursor is not None:
+        _add_cursor_cross(tints, data)
+    return tints
+
+
+def _block_tints(tables: Levels) -> Levels:
+    tints = np.full(tables.shape, PARTIAL, np.uint8)
+    tints[tables == CLOSED] = UNVISITED
+    tints[tables == OPEN] = FULL
+    tints[tables == UNKNOWN] = EVEN
+    return tints
+
+
+def _segment_tints(data: MaskData) -> Levels:
+    grid, mask_view = data.layout.grid, data.mask_view
+    rows = np.minimum(grid.row + grid.row_scale * np.arange(grid.height), mask_view.n_rows - 1)
+    keys = grid.key + grid.key_scale * np.arange(grid.width)
+    starts, numbers, generated = _tint_groups(data)
+    of_row = np.searchsorted(starts, mask_view.positions[rows], side="right") - 1
+    of_key = np.searchsorted(starts, keys, side="right") - 1
+    tints = ((numbers[of_row][:, None] + numbers[of_key][None]) % 2).astype(np.uint8)
+    tints[generated[of_row]] = GENERATED
+    tints[:, generated[of_key]] = GENERATED
+    return tints
+
+
+def _tint_groups(
+    data: MaskData,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return starts of segments, a number per owner (separators go with theirs), generated ones."""
+    starts, numbers, generated = [0], [0], [False]
+    owner = -1
+    for index, segment in enumerate(data.segments):
+        own = segment.owner if segment.kind is SegmentKind.SEPARATOR else index
+        starts.append(segment.start)
+        numbers.append(numbers[-1] + (own != owner))
+        generated.append(segment.kind is SegmentKind.GENERATED)
+        owner = own
+    return np.array(starts), np.array(numbers), np.array(generated)
+
+
+def _add_cursor_cross(tints: Levels, data: MaskData) -> None:
+    assert data.cursor is not None
+    grid = data.layout.grid
+    row = (data.cursor[0] - grid.row) // grid.row_scale
+    key = (data.cursor[1] - grid.key) // grid.key_scale
+    if 0 <= row < grid.height:
+        tints[row] = CROSS
+    if 0 <= key < grid.width:
+        tints[:, key] = CROSS
+    if 0 <= row < grid.height and 0 <= key < grid.width:
+        tints[row, key] = CURSOR
+
+
+def _colorless_strips(states: Levels, tints: Levels, theme: Theme) -> list[Strip]:
+    """Return half blocks and shades of one colour; generated text and the cursor in styles."""
+    if len(states) % 2:
+        states, tints = (np.vstack([part, part[-1:]]) for part in (states, tints))
+    strips = []
+    pairs = zip(states[::2], states[1::2], tints[::2], tints[1::2], strict=True)
+    for upper, lower, tint, under in pairs:
+        marks = np.where(under == CURSOR, under, tint).tolist()
+        cells = [
+            (_closed_cell_char(_cell_char(a, b), mark), mark)
+            for a, b, mark in zip(upper.tolist(), lower.tolist(), marks, strict=True)
+        ]
+        segments = [
+            RichSegment(
+                "".join(text for text, _ in run), theme.style(_TINT_STYLES.get(mark, "text"))
+            )
+            for mark, run in groupby(cells, key=lambda cell: cell[1])
+        ]
+        strips.append(Strip(segments, states.shape[1]))
+    return strips
+
+
+_TINT_STYLES = {CURSOR: "cursor", CROSS: "strong"}
+
+
+_CLOSED_CELL_CHARS = {UNVISITED: " ", FULL: ":"}
+"""A closed cell, by what the block tables say of it."""
+
+
+def _closed_cell_char(character: str, tint: int) -> str:
+    return _CLOSED_CELL_CHARS.get(tint, character) if character == _CLOSED_CELL else character
+
+
+def _cell_char(upper: int, lower: int) -> str:
+    for letter in (BOTH, LEAKED, LOST, UNKNOWN):
+        if letter in (upper, lower):
+            return _STATE_CHARS[letter]
+    ends = {
+        (CLOSED, CLOSED): _CLOSED_CELL,
+        (OPEN, OPEN): "█",
+        (OPEN, CLOSED): "▀",
+        (CLOSED, OPEN): "▄",
+    }
+    found = ends.get((upper, lower))
+    if found is not None:
+        return found
+    if APPLIED in (upper, lower):
+        return _STATE_CHARS[APPLIED]
+    return _SHADE_CHARS[min(max((upper + lower) // 2, 1), OPEN - 1)]
+
+
+# -- what they mean -------------------------------------------------------------------------------
+
+
+def mask_legend(data: MaskData, theme: Theme) -> list[Span]:
+    """Return what the colours on screen mean, and the label of the block layer."""
+    seen = {3 if CLOSED < n < OPEN else n for n in np.unique(data.states).tolist()}
+    text = theme.style("text")
+    spans: list[Span] = []
+    for state in (n for n in _STATE_NAMES if n in seen):
+        spans.append(_swatch(state, EVEN, theme))
+        name = (
+            "full block" if data.view_mode == "received" and state == OPEN else _STATE_NAMES[state]
+        )
+        spans.append((f" {name}  ", text))
+    if data.tables is not None:
+        label = format_block_counts(data)
+        spans.append((f"{label}  " if label else "", theme.style("title")))
+        if theme.no_color:
+            spans.append(("closed cells: blank not visited, · partial, : full", text))
+        else:
+            for tint, name in ((UNVISITED, "not visited"), (PARTIAL, "partial"), (FULL, "full")):
+                spans += [_swatch(CLOSED, tint, theme), _swatch(OPEN, tint, theme)]
+                spans.append((f" {name}  ", text))
+    return spans
+
+
+def _swatch(state: int, tint: int, theme: Theme) -> Span:
+    if theme.no_color:
+        return _cell_char(state, state), theme.style("text")
+    rgb = mask_palette().rgb[tint * N_STATES + state]
+    return "■", theme.style("text") + Style(color=Color.from_rgb(*rgb))

@@ -1,0 +1,597 @@
+"""The mask of a sequence as parts: what a step or some decode steps fed into one layer and head.
+
+Parts are made once and kept; a sheet of them is put together at every step. A mask stands where its
+step stood (one that comes again is stored once, with the place that it had first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import count, groupby
+
+import numpy as np
+
+from flexinspect.masks.algebra import IntArray, MaskSpec
+from flexinspect.masks.counting import (
+    CHUNK_ROWS,
+    MaskCounts,
+    PackedMask,
+    PositionGroups,
+    count_cells,
+    pack_spec,
+    shift_keys,
+)
+from flexinspect.masks.viewport import BlockLayout
+from flexinspect.panels.source import Source
+from flexinspect.records.step import Array, MaskRecord
+from flexinspect.trace.mask_cells import (
+    StepCalls,
+    StoredCells,
+    find_mask_cells,
+    max_mask_heads,
+    read_mask_arrays,
+    read_packed_rows,
+    read_step_calls,
+)
+from flexinspect.trace.queries.branch_queries import visible_lineage
+
+MAX_PACKED_BYTES = 16 << 20
+"""Bytes of packed cells up to which a mask is kept whole; of larger ones, bands of rows are."""
+
+BAND_ROWS = 1024
+_serials = count()
+
+
+@dataclass(frozen=True, slots=True)
+class StepMaskRows:
+    """The rows that a step fed into a layer, and the mask that they were given there.
+
+    `pos` is the position of the first row, `kv_offset` that of the first key, `kv_len` the number
+    of keys of the call.
+    """
+
+    step: int
+    pos: int
+    n_rows: int
+    mask: str | None
+    kv_offset: int
+    kv_len: int
+
+
+def close_dropped_keys(rows: PackedMask, steps: Sequence[StepMaskRows], start: int) -> None:
+    """Close the keys that a sliding cache had dropped when the rows were fed: nobody lost them.
+
+    `rows` are packed, from row `start` of a part on; `fed` is the part's.
+    """
+    for number, one in enumerate(steps[start : start + len(rows)] if len(steps) > 1 else steps):
+        whole, rest = divmod(one.kv_offset, 8)
+        some = rows if len(steps) == 1 else rows[number : number + 1]
+        some[:, :whole] = 0
+        if rest and whole < some.shape[1]:
+            some[:, whole] &= 0xFF >> rest
+
+
+@dataclass(frozen=True)
+class MaskPart:
+    """Rows of a sheet from `row` on. `known` says of which rows the cells were recorded.
+
+    `packed` is None for a mask that is too large to be held; `source` reads it then.
+    """
+
+    row: int
+    steps: tuple[StepMaskRows, ...]
+    positions: IntArray
+    n_keys: int
+    heads: int
+    known: bool | tuple[bool, ...]
+    counts: MaskCounts
+    packed: PackedMask | None
+    cells: StoredCells | None = None
+    serial: int = field(default_factory=lambda: next(_serials))
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of it."""
+        return len(self.positions)
+
+    @property
+    def stop(self) -> int:
+        """The row of the sheet after its last one."""
+        return self.row + self.n_rows
+
+    def step_at(self, row: int) -> StepMaskRows:
+        """Return what a row (of the sheet) was fed with."""
+        return self.steps[0] if len(self.steps) == 1 else self.steps[row - self.row]
+
+    def is_known(self, row: int) -> bool:
+        """Tell whether the cells of a row (of the sheet) were recorded."""
+        return self.known if isinstance(self.known, bool) else self.known[row - self.row]
+
+    def known_spans(self) -> Iterator[tuple[int, int]]:
+        """Yield (row, row after) of the sheet's rows that are known."""
+        if isinstance(self.known, bool):
+            if self.known:
+                yield self.row, self.stop
+            return
+        for number, known in enumerate(self.known):
+            if known:
+                yield self.row + number, self.row + number + 1
+
+    def rows(self, source: Source, head: int, start: int, stop: int) -> PackedMask:
+        """Return its packed rows `start <= row < stop`, counted from its own first one."""
+        if self.packed is not None:
+            return self.packed[start:stop]
+        if self.cells is None:
+            return np.zeros((stop - start, -(-self.n_keys // 8)), np.uint8)
+        bands = [
+            self._load_band(source, head, band)
+            for band in range(start // BAND_ROWS, -(-stop // BAND_ROWS))
+        ]
+        first = start // BAND_ROWS * BAND_ROWS
+        return np.concatenate(bands)[start - first : stop - first]
+
+    def _load_band(self, source: Source, head: int, band: int) -> PackedMask:
+        cells, about = self.cells, self.steps[0]
+        assert cells is not None
+        start, stop = band * BAND_ROWS, min((band + 1) * BAND_ROWS, self.n_rows)
+
+        def read() -> PackedMask:
+            if cells.n_rows == 1:  # one row that is broadcast
+                row = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
+                return shift_keys(row, cells.n_keys, about.kv_offset).repeat(stop - start, axis=0)
+            found = read_packed_rows(source.reader, cells, head, start, stop)
+            return np.concatenate([shift_keys(p, cells.n_keys, about.kv_offset) for _, p in found])
+
+        key = ("mask.band", about.mask, about.kv_offset, head, band)
+        return source.get_or_create(key, read, lambda packed: packed.nbytes)
+
+
+@dataclass(frozen=True)
+class MaskView:
+    """The mask of a layer and head: `parts` one below the other, row 0 first.
+
+    `first_step` to `last_step` are the steps among them (step 0 always is), of `n_steps` in all.
+    """
+
+    source: Source
+    parts: tuple[MaskPart, ...]
+    head: int
+    heads: int
+    spec: MaskSpec | None
+    groups: PositionGroups
+    first_step: int
+    last_step: int
+    n_steps: int
+
+    @cached_property
+    def n_rows(self) -> int:
+        """Rows in all."""
+        return self.parts[-1].stop if self.parts else 0
+
+    @cached_property
+    def n_keys(self) -> int:
+        """Keys in all: the columns."""
+        return max((part.n_keys for part in self.parts), default=0)
+
+    @cached_property
+    def positions(self) -> IntArray:
+        """The position of each row."""
+        return np.concatenate([part.positions for part in self.parts])
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether only a window of the decode steps is shown."""
+        return self.last_step - self.first_step + 1 < self.n_steps
+
+    def part_of(self, row: int) -> MaskPart:
+        """Return the part that holds a row."""
+        return next(part for part in self.parts if row < part.stop)
+
+    def row_of(self, position: int) -> int | None:
+        """Return the row of a position, the last one if it was fed again, None without any."""
+        found = np.flatnonzero(self.positions == position)
+        return int(found[-1]) if len(found) else None
+
+    def rows_of_step(self, step: int) -> range | None:
+        """Return the rows that a step fed, None when they are not on the sheet."""
+        for part in self.parts:
+            if len(part.steps) == 1 and part.steps[0].step == step:
+                return range(part.row, part.stop)
+            for number, step_rows in enumerate(part.steps):
+                if step_rows.step == step:
+                    return range(part.row + number, part.row + number + 1)
+        return None
+
+    def declared(self, row: int, stop: int, n_keys: int) -> PackedMask:
+        """Return the declared rows from one to another, packed; there must be a rule."""
+        assert self.spec is not None
+        return pack_spec(self.spec, self.positions[row:stop], n_keys)
+
+    def cell(self, row: int, key: int) -> bool | None:
+        """Return whether a cell is open in what was executed, None where that is not known."""
+        part = self.part_of(row)
+        if not part.is_known(row):
+            return None
+        if key >= part.n_keys:
+            return False
+        own = row - part.row
+        packed = part.rows(self.source, self.head, own, own + 1)
+        return bool(packed[0, key // 8] >> (7 - key % 8) & 1)
+
+    def row_count(self, row: int) -> int:
+        """Return how many keys a row sees."""
+        part = self.part_of(row)
+        return int(part.counts.open.row_counts[row - part.row])
+
+    def column_count(self, key: int) -> int:
+        """Return how many rows see a key."""
+        return sum(int(p.counts.key_counts[key]) for p in self.parts if key < p.n_keys)
+
+    def count(self, kind: str) -> int:
+        """Return how many cells are "open", "lost" or "leaked"."""
+        planes = [getattr(part.counts, kind) for part in self.parts]
+        return sum(plane.n for plane in planes if plane is not None)
+
+    def first_cell(self, kind: str) -> tuple[int, int] | None:
+        """Return (row, key) of the first cell that is "lost" or "leaked"."""
+        for part in self.parts:
+            plane = getattr(part.counts, kind)
+            if plane is not None and plane.first is not None:
+                return part.row + plane.first[0], plane.first[1]
+        return None
+
+    def n_known(self) -> int:
+        """Return how many rows were recorded."""
+        return sum(stop - start for part in self.parts for start, stop in part.known_spans())
+
+
+PART_STEPS = 64
+"""Decode steps of one part."""
+
+WINDOW_STEPS = 256
+"""A long generation is shown from one to two times this many steps before the current one on ..."""
+
+MAX_STEPS = 1024
+"""... and this many steps in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskViewRequest:
+    """Which sheet: of which layer and head, compared with which rule, counted by which groups."""
+
+    generation: int
+    branch: int
+    step: int
+    layer: int
+    head: int
+    spec: MaskSpec | None
+    groups: PositionGroups
+
+
+def load_mask_view(source: Source, request: MaskViewRequest) -> MaskView | None:
+    """Return the mask around a step, None when no step fed a row. Raises `TraceError`."""
+    reader = source.reader
+    owners = visible_lineage(reader, request.generation, request.branch, request.step)
+    ends = [(reader.last_step(request.generation, owner), stop) for owner, _, stop in owners]
+    lasts = [
+        last if stop is None else min(last, stop - 1) for last, stop in ends if last is not None
+    ]
+    if not lasts:
+        return None
+    last = max(lasts)
+    first = _first_step(last, request.step)
+    parts: list[MaskPart] = []
+    for steps in _load_step_rows(source, request, owners, first, last + 1):
+        row = parts[-1].stop if parts else 0
+        parts.append(_load_part(source, steps, row, request))
+    if not parts:
+        return None
+    heads = max(part.heads for part in parts)
+    head = min(max(request.head, 0), heads - 1)
+    rule, groups = request.spec, request.groups
+    shown = min(first + MAX_STEPS - 1, last)
+    return MaskView(source, tuple(parts), head, heads, rule, groups, first, shown, last + 1)
+
+
+def _first_step(last: int, step: int) -> int:
+    if last < MAX_STEPS:
+        return 0
+    low, high = (
+        step // WINDOW_STEPS * WINDOW_STEPS - WINDOW_STEPS,
+        last // WINDOW_STEPS * WINDOW_STEPS + WINDOW_STEPS - MAX_STEPS,
+    )
+    return max(0, min(low, high))
+
+
+def _load_step_rows(
+    source: Source,
+    request: MaskViewRequest,
+    owners: list[tuple[int, int, int | None]],
+    first: int,
+    stop: int,
+) -> Iterator[tuple[StepMaskRows, ...]]:
+    """Yield what the first step fed, then what the steps of the window did, in parts."""
+    ranges = [(0, 1)] if first > 0 else []
+    stop = min(stop, first + MAX_STEPS)
+    ranges += [(low, min(low + PART_STEPS, stop)) for low in range(first, stop, PART_STEPS)]
+    for low, high in ranges:
+        for owner, begin, end in reversed(owners):
+            own = max(low, begin), high if end is None else min(high, end)
+            if own[0] < own[1]:
+                yield from _split_parts(
+                    _load_calls(source, request.generation, owner, *own), request.layer
+                )
+
+
+def _load_calls(
+    source: Source, generation: int, branch: int, start: int, stop: int
+) -> list[StepCalls]:
+    # All steps below `stop` are written, so that what is kept will never be different.
+    return source.get_or_create(
+        ("mask.calls", generation, branch, start, stop),
+        lambda: read_step_calls(source.reader, generation, branch, start, stop),
+        lambda calls: sum(256 + 200 * len(call.by_layer) for call in calls),
+    )
+
+
+def _split_parts(calls: list[StepCalls], layer: int) -> Iterator[tuple[StepMaskRows, ...]]:
+    together: list[StepMaskRows] = []
+    for call in calls:
+        mask, kv_len = call.by_layer.get(layer, (None, call.kv_after))
+        offset = max(call.kv_after - kv_len, 0)
+        step_rows = StepMaskRows(call.step, call.kv_before, call.q_len, mask, offset, kv_len)
+        if call.q_len == 1:
+            together.append(step_rows)
+            continue
+        if together:
+            yield tuple(together)
+        together = []
+        if call.q_len > 0:
+            yield (step_rows,)
+    if together:
+        yield tuple(together)
+
+
+def _load_part(
+    source: Source, steps: tuple[StepMaskRows, ...], row: int, request: MaskViewRequest
+) -> MaskPart:
+    names = [one.mask for one in steps if one.mask is not None]
+    heads = source.get_or_create(
+        ("mask.heads", *names),
+        lambda: max_mask_heads(source.reader, names),
+        lambda _: 100 * len(names),
+    )
+    # A mask that all heads share is one part for all of them.
+    request = replace(request, head=min(max(request.head, 0), heads - 1))
+    key: Hashable = ("mask.part", steps, row, request.head, request.spec, request.groups)
+    return source.get_or_create(key, lambda: _make_part(source, steps, row, request), _part_bytes)
+
+
+def _part_bytes(part: MaskPart) -> int:
+    packed = 0 if part.packed is None else part.packed.nbytes
+    return 1024 + 256 * len(part.steps) + packed + part.counts.n_bytes
+
+
+def _make_part(
+    source: Source, steps: tuple[StepMaskRows, ...], row: int, request: MaskViewRequest
+) -> MaskPart:
+    if len(steps) == 1 and steps[0].n_rows > 1:
+        return _make_prefill_part(source, steps[0], row, request)
+    found: dict[str, tuple[int, PackedMask]] = {}
+    heads = 1
+    for name, cells in read_mask_arrays(
+        source.reader, [f.mask for f in steps if f.mask], "mask.cells"
+    ):
+        if cells.ndim == 3 and cells.shape[0] > 0 and cells.shape[1] == 1:
+            heads = max(heads, cells.shape[0])
+            own = min(request.head, cells.shape[0] - 1)
+            found[name] = cells.shape[2], np.packbits(cells[own], axis=1)
+    width = [found[f.mask][0] if f.mask in found else f.kv_len for f in steps]
+    n_keys = max(f.kv_offset + keys for f, keys in zip(steps, width, strict=True))
+    packed = np.zeros((len(steps), -(-n_keys // 8)), np.uint8)
+    for number, one in enumerate(steps):
+        if one.mask in found:
+            line = shift_keys(found[one.mask][1], found[one.mask][0], one.kv_offset)
+            packed[number, : line.shape[1]] = line[0]
+    positions = np.array([one.pos for one in steps], np.int32)
+    known = tuple(one.mask in found for one in steps)
+    counted = _count_cells([(0, packed)], positions, n_keys, row, request, known, steps)
+    return MaskPart(row, steps, positions, n_keys, heads, known, counted, packed)
+
+
+def _make_prefill_part(
+    source: Source, step_rows: StepMaskRows, row: int, request: MaskViewRequest
+) -> MaskPart:
+    positions = np.arange(step_rows.pos, step_rows.pos + step_rows.n_rows, dtype=np.int32)
+    cells = find_mask_cells(source.reader, step_rows.mask) if step_rows.mask is not None else None
+    if cells is not None and (cells.n_rows not in (1, step_rows.n_rows) or cells.heads < 1):
+        cells = None
+    n_keys = step_rows.kv_offset + (step_rows.kv_len if cells is None else cells.n_keys)
+    if cells is None:
+        counted = _count_cells([], positions, n_keys, row, request, False, (step_rows,))
+        return MaskPart(row, (step_rows,), positions, n_keys, 1, False, counted, None)
+    n_bytes = step_rows.n_rows * -(-n_keys // 8)
+    whole = (
+        np.empty((step_rows.n_rows, n_bytes // step_rows.n_rows), np.uint8)
+        if n_bytes <= MAX_PACKED_BYTES
+        else None
+    )
+    chunks = _row_chunks(
+        source, cells, step_rows, min(max(request.head, 0), cells.heads - 1), whole
+    )
+    counted = _count_cells(chunks, positions, n_keys, row, request, True, (step_rows,))
+    return MaskPart(row, (step_rows,), positions, n_keys, cells.heads, True, counted, whole, cells)
+
+
+def _row_chunks(
+    source: Source, cells: StoredCells, step_rows: StepMaskRows, head: int, whole: PackedMask | None
+) -> Iterator[tuple[int, PackedMask]]:
+    """Yield the rows of a mask on the sheet's keys; fill `whole` with them where it is given."""
+    if cells.n_rows == 1 < step_rows.n_rows:  # one row that is broadcast
+        row = next(read_packed_rows(source.reader, cells, head, 0, 1))[1]
+        starts = range(0, step_rows.n_rows, CHUNK_ROWS)
+        found: Iterable[tuple[int, PackedMask]] = (
+            (n, row.repeat(min(CHUNK_ROWS, step_rows.n_rows - n), axis=0)) for n in starts
+        )
+    else:
+        found = read_packed_rows(
+            source.reader, cells, head, 0, step_rows.n_rows, at_most=CHUNK_ROWS
+        )
+    for start, packed in found:
+        rows = shift_keys(packed, cells.n_keys, step_rows.kv_offset)
+        if whole is not None:
+            whole[start : start + len(rows)] = rows
+        yield start, rows
+
+
+def _count_cells(
+    chunks: Iterable[tuple[int, PackedMask]],
+    positions: IntArray,
+    n_keys: int,
+    row: int,
+    request: MaskViewRequest,
+    known: bool | tuple[bool, ...],
+    steps: tuple[StepMaskRows, ...],
+) -> MaskCounts:
+    rule = request.spec
+
+    def declared(start: int, stop: int) -> PackedMask:
+        assert rule is not None
+        rows = pack_spec(rule, positions[start:stop], n_keys)
+        close_dropped_keys(rows, steps, start)
+        if not isinstance(known, bool):
+            rows[~np.array(known[start:stop])] = 0  # nothing is lost where nothing is known
+        return rows
+
+    return count_cells(
+        chunks,
+        positions,
+        n_keys,
+        first_row=row,
+        groups=request.groups,
+        declared=declared if rule is not None else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPart:
+    """The block tables of a part's rows; `spans` are the rows of the sheet that have any.
+
+    `dense` says that the rows were given no block mask at all. `size` is (rows, keys) of a block.
+    """
+
+    blocks: tuple[BlockLayout, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
+    is_dense: bool = False
+    size: tuple[int, int] | None = None
+
+    def at(self, row: int, key: int) -> str:
+        """Return what the tables say of a cell: "partial", "full", "not visited", "" if nothing."""
+        for one in self.blocks:
+            if one.rows[0] <= row < one.rows[-1]:
+                line = int(np.searchsorted(one.rows, row, side="right")) - 1
+                column = int(np.searchsorted(one.keys, key, side="right")) - 1
+                if not 0 <= column < one.full.shape[1]:
+                    return "not visited"
+                if one.full[line, column]:
+                    return "full"
+                return "partial" if one.partial[line, column] else "not visited"
+        return ""
+
+    def counts(self) -> tuple[int, int, int]:
+        """Return how many blocks are partial, full and not visited."""
+        partial = sum(int(one.partial.sum()) for one in self.blocks)
+        full = sum(int(one.full.sum()) for one in self.blocks)
+        return partial, full, sum(one.full.size for one in self.blocks) - partial - full
+
+
+def load_blocks(source: Source, part: MaskPart, head: int) -> BlockPart:
+    """Return the block tables of a part. Raises `TraceError`."""
+    return source.get_or_create(
+        ("mask.blocks", part.serial, head),
+        lambda: _make_block_part(source, part, head),
+        _block_part_bytes,
+    )
+
+
+def _block_part_bytes(found: BlockPart) -> int:
+    return 512 + sum(
+        2 * one.full.size + 8 * (len(one.rows) + len(one.keys)) for one in found.blocks
+    )
+
+
+def _make_block_part(source: Source, part: MaskPart, head: int) -> BlockPart:
+    names = list(dict.fromkeys(fed.mask for fed in part.steps if fed.mask is not None))
+    about = {name: source.reader.mask_summary(name) for name in names}
+    kinds = {mask.kind for mask in about.values() if mask is not None}
+    if "block" not in kinds:
+        return BlockPart(is_dense=bool(kinds))
+    tables = {
+        stream: dict(read_mask_arrays(source.reader, names, stream))
+        for stream in ("mask.partial", "mask.full")
+    }
+    blocks: list[BlockLayout] = []
+    spans: list[tuple[int, int]] = []
+    row = part.row
+    known = {name: mask for name, mask in about.items() if name in tables["mask.partial"]}
+    for (mask, offset), group in groupby(part.steps, key=lambda fed: _block_size(fed, known)):
+        steps = list(group)
+        start, row = row, row + sum(one.n_rows for one in steps)
+        if mask is None:
+            continue
+        rows = _row_edges(start, row, 1 if len(steps) > 1 else mask[0])
+        partial, full = (
+            _stack_tables(steps, tables[name], tables["mask.partial"], head) for name in tables
+        )
+        keys = _key_edges(offset, mask[1], partial.shape[1], part.n_keys)
+        blocks.append(BlockLayout(rows[: len(partial) + 1], keys, partial, full))
+        spans.append((start, row))
+    size = next(
+        (m for m, _ in (_block_size(fed, about) for fed in part.steps) if m is not None), None
+    )
+    return BlockPart(tuple(blocks), tuple(spans), False, size)
+
+
+def _block_size(
+    step_rows: StepMaskRows, about: Mapping[str, MaskRecord | None]
+) -> tuple[tuple[int, int] | None, int]:
+    """Return the size of a block and the offset of its keys."""
+    mask = about.get(step_rows.mask) if step_rows.mask is not None else None
+    if mask is None or mask.kind != "block" or not mask.block_q or not mask.block_kv:
+        return None, step_rows.kv_offset
+    return (mask.block_q, mask.block_kv), step_rows.kv_offset
+
+
+def _row_edges(start: int, stop: int, size: int) -> IntArray:
+    n_blocks = -(-(stop - start) // size)
+    return np.minimum(start + size * np.arange(n_blocks + 1), stop).astype(np.int32)
+
+
+def _key_edges(offset: int, size: int, n_blocks: int, n_keys: int) -> IntArray:
+    return np.minimum(offset + size * np.arange(n_blocks + 1), n_keys).astype(np.int32)
+
+
+def _stack_tables(
+    steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
+) -> Array:
+    """Return the tables of some steps one below the other, bool (row blocks, key blocks)."""
+    found = list(_head_tables(steps, tables, shapes, head))
+    width = max(table.shape[1] for table in found)
+    stacked = np.zeros((sum(map(len, found)), width), np.bool_)
+    row = 0
+    for table in found:
+        stacked[row : row + len(table), : table.shape[1]] = table
+        row += len(table)
+    return stacked
+
+
+def _head_tables(
+    steps: list[StepMaskRows], tables: dict[str, Array], shapes: dict[str, Array], head: int
+) -> Iterator[Array]:
+    for one in steps:
+        assert one.mask is not None
+        table = tables.get(one.mask, np.zeros_like(shapes[one.mask]))
+        own = table[min(head, len(table) - 1)]
+        yield own[:1] if len(steps) > 1 else own

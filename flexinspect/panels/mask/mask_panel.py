@@ -1,0 +1,162 @@
+"""The mask panel: who may look at whom, as it ran, and where that is not what was meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request
+from flexinspect.panels.mask.mask_data import MaskData, load_mask
+from flexinspect.panels.mask.mask_drawing import NARROW_WIDTH, draw_mask
+from flexinspect.panels.mask.mask_layout import (
+    MaskOptions,
+    MaskViewMode,
+    format_scale,
+    scroll_window,
+)
+from flexinspect.panels.mask.mask_text import (
+    describe_mask,
+    format_difference,
+    format_steps,
+    has_difference,
+)
+from flexinspect.panels.source import Source
+
+VIEW_MODES: tuple[MaskViewMode, ...] = ("executed", "received", "declared", "difference")
+_CURSOR_MOVES = {
+    "cursor.up": (-1, 0),
+    "cursor.down": (1, 0),
+    "cursor.left": (0, -1),
+    "cursor.right": (0, 1),
+}
+
+
+class MaskPanel(Panel[MaskData, MaskOptions]):
+    """The mask of the whole sequence: a row per token that was fed, a column per key."""
+
+    name: ClassVar[str] = "mask"
+    title: ClassVar[str] = "Mask"
+    needs_tokens: ClassVar[bool] = True
+    help: ClassVar[Help] = Help(
+        "It shows for one layer and head which tokens (across) each token (down) may look at: as "
+        "it was executed, received or declared, or where what was executed is not what was meant.",
+        "Bright cells are open, dark ones closed, in between where a pixel holds both; words and "
+        "bands along the axes are the tokens and their segments, and the cursor says who may look "
+        "at whom and why not.",
+        "Look for lost cells (meant to be open, but not executed), leaked ones (executed, but "
+        "meant to be closed), rows that see nothing, and paraphrases that see each other.",
+    )
+    depends_on_size: ClassVar[bool] = True
+    actions: ClassVar[tuple[str, ...]] = (
+        "zoom.in",
+        "zoom.out",
+        "view.flip",
+        "view.blocks",
+        *_CURSOR_MOVES,
+        "cursor.enter",
+    )
+
+    def options(self) -> MaskOptions:
+        """Return the options at the start: the whole mask as it was executed."""
+        return MaskOptions()
+
+    def load(self, source: Source, request: Request[MaskOptions]) -> MaskData:
+        """Return the window that is seen; parts of the mask are kept for the next step."""
+        return load_mask(source, request)
+
+    def describe(self, data: MaskData) -> list[str]:
+        """Return the mask in words: what it is, who sees whom, what is not as declared."""
+        return describe_mask(data)
+
+    def paint(self, data: MaskData, request: Request[MaskOptions], theme: Theme) -> Picture:
+        """Draw the window."""
+        strips = draw_mask(data, theme)[: request.height]
+        if data.layout.width != request.width:  # the panel was resized since it was loaded
+            strips = [strip.adjust_cell_length(request.width) for strip in strips]
+        return Picture(strips, format_note(data), data.lse_check.is_failed or has_difference(data))
+
+    def on_action(
+        self, action: str, data: MaskData, request: Request[MaskOptions]
+    ) -> MaskOptions | Navigate | None:
+        """Zoom, flip the view, show blocks, move the cursor, go to the step of the cursor's row."""
+        options, layout = request.options, data.layout
+        if action in ("zoom.in", "zoom.out"):
+            zoom = layout.zoom + (1 if action == "zoom.in" else -1)
+            inside = 0 <= zoom <= layout.last_zoom
+            return replace(options, zoom=zoom, row=None, key=None) if inside else None
+        if action == "view.flip":
+            views = [v for v in VIEW_MODES if data.mask_view.spec or v in ("executed", "received")]
+            shown = options.view if options.view in views else views[0]
+            return replace(options, view=views[(views.index(shown) + 1) % len(views)])
+        if action == "view.blocks":
+            return replace(options, blocks=not options.blocks)
+        if action == "cursor.enter":
+            return _navigate_to_cursor(data)
+        return _move_cursor(action, data, options) if action in _CURSOR_MOVES else None
+
+    def on_mouse(
+        self, x: int, y: int, data: MaskData, request: Request[MaskOptions], *, click: bool
+    ) -> MaskOptions | Navigate | None:
+        """Put the cursor where the mouse is; the window stays where it is."""
+        cell = data.layout.cell_at(x, y)
+        if cell is None or cell[0] >= data.mask_view.n_rows or cell[1] >= data.mask_view.n_keys:
+            return None
+        if cell == data.cursor:
+            return None
+        grid = data.layout.grid
+        return _with_cursor(data, replace(request.options, row=grid.row, key=grid.key), cell)
+
+
+def format_note(data: MaskData) -> str:
+    """Return the line in the border: what is wrong first, as a narrow panel cuts its end."""
+    mask_view, layer = data.mask_view, data.place.layer
+    one = mask_view.heads == 1  # every head got the same
+    where = f"layer {layer} · " + (
+        "all heads" if one else f"head {mask_view.head} of {mask_view.heads}"
+    )
+    scale = f"zoom {format_scale(data.layout)}"
+    if data.layout.width < NARROW_WIDTH:
+        where = f"L{layer} " + ("all" if one else f"H{mask_view.head}/{mask_view.heads}")
+        scale = format_scale(data.layout)
+    differs_now = has_difference(data) or data.view_mode == "difference"
+    parts = [
+        data.view_mode,
+        format_difference(data) if differs_now else "",
+        data.lse_check.describe() + (": not what ran" if data.lse_check.is_failed else ""),
+        where,
+        scale,
+        f"rows of {format_steps(data)}" if mask_view.is_truncated else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _move_cursor(action: str, data: MaskData, options: MaskOptions) -> MaskOptions | None:
+    mask_view, grid = data.mask_view, data.layout.grid
+    if data.cursor is None:
+        row = data.current[-1] if data.current else mask_view.n_rows - 1
+        cell = row, min(int(mask_view.positions[row]), mask_view.n_keys - 1)
+    else:
+        down, across = _CURSOR_MOVES[action]
+        row = data.cursor[0] + down * grid.row_scale
+        key = data.cursor[1] + across * grid.key_scale
+        cell = min(max(row, 0), mask_view.n_rows - 1), min(max(key, 0), mask_view.n_keys - 1)
+        if cell == data.cursor:
+            return None
+    first_row, first_key = scroll_window(data.layout, *cell)
+    return _with_cursor(data, replace(options, row=first_row, key=first_key), cell)
+
+
+def _with_cursor(data: MaskData, options: MaskOptions, cell: tuple[int, int]) -> MaskOptions:
+    return replace(options, q=int(data.mask_view.positions[cell[0]]), kv=cell[1])
+
+
+def _navigate_to_cursor(data: MaskData) -> Navigate | None:
+    if data.cursor is None:
+        return None
+    row = data.cursor[0]
+    step_rows = data.mask_view.part_of(row).step_at(row)
+    return Navigate(
+        step=step_rows.step,
+        pos=None if step_rows.n_rows == 1 else int(data.mask_view.positions[row]),
+    )

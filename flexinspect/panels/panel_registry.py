@@ -1,0 +1,150 @@
+"""The panels there are: the built-in ones and those of other packages, through one door."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from flexinspect.core import plugins
+from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.panels.base import Help, Panel
+
+
+def panel_names() -> tuple[str, ...]:
+    """Return the names of all panels, the built-in ones first in their order; imports none."""
+    found = plugins.names(plugins.PANELS)
+    built_in = plugins.BUILT_IN[plugins.PANELS]
+    return (
+        *(name for name in built_in if name in found),
+        *(name for name in found if name not in built_in),
+    )
+
+
+@cache
+def load_panel(name: str) -> Panel[Any, Any]:
+    """Return the panel of that name, always the same one.
+
+    Raises `UsageError` with the nearest name for an unknown one, `FlexInspectError` for a plug-in
+    that does not load or is no panel.
+    """
+    if name not in panel_names():
+        raise _unknown_panel_error(name)
+    made = _instantiate(name, plugins.load(plugins.PANELS, name))
+    for attribute, kind in (("name", str), ("title", str), ("help", Help)):
+        if not isinstance(getattr(made, attribute, None), kind):
+            raise _invalid_plugin_error(name, f"it has no {attribute}")
+    return made
+
+
+def _instantiate(name: str, factory: Any) -> Panel[Any, Any]:
+    if not callable(factory):
+        raise _invalid_plugin_error(name, f"it is {type(factory).__name__}, not a class of panels")
+    try:
+        made = factory()
+    except Exception as error:
+        raise _invalid_plugin_error(
+            name, f"making one failed with {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(made, Panel):
+        raise _invalid_plugin_error(name, f"it makes {type(made).__name__}, not a Panel")
+    return made
+
+
+def _unknown_panel_error(name: str) -> UsageError:
+    known = panel_names()
+    near = difflib.get_close_matches(name, known, n=1)
+    return UsageError(
+        f"There is no panel '{name}'; the panels are {', '.join(known) or 'none'}.",
+        hint=f"Did you mean {near[0]}?"
+        if near
+        else f"A panel of your own is an entry point of the group {plugins.PANELS}.",
+    )
+
+
+def _invalid_plugin_error(name: str, why: str) -> FlexInspectError:
+    return FlexInspectError(
+        f"The plug-in '{name}' of {plugins.PANELS} is no panel: {why}.",
+        hint="Update or remove the package that offers it; the other panels work without it.",
+    )
+
+
+def option_names(panel: Panel[Any, Any]) -> tuple[str, ...]:
+    """Return the options that a panel has."""
+    options = panel.options()
+    return tuple(field.name for field in fields(options)) if is_dataclass(options) else ()
+
+
+def with_options(panel: Panel[Any, Any], values: Mapping[str, str]) -> Any:
+    """Return a panel's options with those in `given`, as text, set; others' options are ignored.
+
+    A value is read by the annotation of its field: words for bool ("yes", "off"), numbers, text,
+    a choice of a `Literal` or `Enum`, "none" where that is allowed, and values between commas for
+    a tuple. Raises `UsageError` for one that does not fit.
+    """
+    options = panel.options()
+    mine = [name for name in option_names(panel) if name in values]
+    if not mine:
+        return options
+    hints = get_type_hints(type(options))
+    changes = {}
+    for name in mine:
+        try:
+            changes[name] = _parse_value(values[name], hints[name])
+        except ValueError as error:
+            raise UsageError(
+                f"The option {name} of the panel {panel.name} is {error}; "
+                f"'{values[name]}' is none (now: {getattr(options, name)})."
+            ) from error
+    return replace(options, **changes)
+
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+_SCALARS = {int: "a whole number", float: "a number", str: "text"}
+
+
+def _parse_value(text: str, kind: Any) -> Any:
+    """Return `text` as a `kind`; a `ValueError` says what that is."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if kind is bool:
+        return _parse_choice(text.lower(), _BOOLEANS, "yes or no")
+    if kind in _SCALARS:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(_SCALARS[kind]) from None
+    if origin is Literal:
+        return _parse_choice(text, {str(choice): choice for choice in inside})
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return _parse_choice(text, {str(choice.value): choice for choice in kind})
+    if origin in (Union, types.UnionType):
+        return _parse_union(text, inside)
+    if origin is tuple and len(inside) == 2 and inside[1] is Ellipsis:
+        return tuple(
+            _parse_value(part.strip(), inside[0]) for part in text.split(",") if part.strip()
+        )
+    raise ValueError("not one that can be given as text")
+
+
+def _parse_choice(text: str, choices: Mapping[str, Any], description: str = "") -> Any:
+    if text not in choices:
+        raise ValueError(description or f"one of {', '.join(choices)}")
+    return choices[text]
+
+
+def _parse_union(text: str, kinds: tuple[Any, ...]) -> Any:
+    if type(None) in kinds and text.lower() in ("none", ""):
+        return None
+    expected = []
+    for kind in kinds:
+        if kind is not type(None):
+            try:
+                return _parse_value(text, kind)
+            except ValueError as error:
+                expected.append(str(error))
+    raise ValueError(" or ".join([*expected, "none"] if type(None) in kinds else expected))

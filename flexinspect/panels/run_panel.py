@@ -1,0 +1,622 @@
+"""The run panel: the way from input to text as a diagram with its numbers, and the manifest."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from rich.cells import cell_len, chop_cells, set_cell_size
+from textual.strip import Strip
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.text_lines import Span, clip_text, line
+from flexinspect.drawing.theme import Theme
+from flexinspect.inputs.model_sizes import human_bytes, human_count
+from flexinspect.panels.base import Help, Panel, Picture, Request, TracePlace
+from flexinspect.panels.source import Source
+from flexinspect.panels.token_window import is_answer_correct
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import CallRecord, MaskRecord
+from flexinspect.trace.codec import plain_json
+from flexinspect.trace.file.location import COMPANION_SUFFIXES
+from flexinspect.trace.queries.range_queries import (
+    branch_of_step,
+    decode_phase_time,
+    format_ranges,
+    newest_step,
+    step_range,
+)
+from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import BranchRow, GenerationRow, StepRow
+
+_MIN_BOX_WIDTH = 25
+_BOX_GAP = 3
+_MAX_SEGMENTS = 7
+_MAX_BOX_LINES = 9
+_MAX_LINE_CHARS = 1000
+"""Characters of a line of a box that are looked at."""
+_MAX_ANSWER_CHARS = 240
+"""Characters of an answer that are shown in its box; the verdict stands below them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What the diagram and the manifest are made from; whatever is not recorded is empty or None.
+
+    `decode` is a window of decode steps around the place, `decode_time` their number and
+    milliseconds in the whole branch; `n_steps` counts all steps; `calls` are
+    those of the current step, or of the nearest one that has any; `open_share` is the part of the
+    cells of `mask` that are open. `right` says whether the answer is one of those expected, None
+    while that is not known.
+    """
+
+    run: Mapping[str, Any]
+    state: str
+    path: str
+    size: int
+    generation: GenerationRow | None = None
+    branch: BranchRow | None = None
+    segments: tuple[Segment, ...] = ()
+    question: str = ""
+    answer: str = ""
+    is_correct: bool | None = None
+    prefill: StepRow | None = None
+    n_steps: int = 0
+    decode: tuple[StepRow, ...] = ()
+    decode_time: tuple[int, float] = (0, 0.0)
+    prefill_calls: tuple[CallRecord, ...] = ()
+    calls: tuple[CallRecord, ...] = ()
+    mask: MaskRecord | None = None
+    open_share: float | None = None
+
+    def fact(self, *keys: str) -> Any:
+        """Return a fact of the manifest at nested keys, None where anything is missing."""
+        value: Any = self.run
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A stage: its title, what is known of it, and the name of the title's style."""
+
+    title: str
+    lines: tuple[str, ...] = field(default=())
+    style: str = "title"
+
+
+def generation_stages(facts: RunFacts) -> list[Box]:
+    """Return the stages of a generation, in order, with printable text."""
+    stages = (
+        ("input", _input_lines(facts)),
+        ("concatenation", _concatenation_lines(facts)),
+        ("mask", _mask_lines(facts)),
+        ("patch", _patch_lines(facts)),
+        ("prefill", _prefill_lines(facts)),
+        ("decode loop ↻", _decode_lines(facts)),
+    )
+    lines, style = _text_lines(facts)
+    return [
+        *(make_box(title, box_lines) for title, box_lines in stages),
+        make_box("text", lines, style),
+    ]
+
+
+def make_box(title: str, lines: Iterable[str], style: str = "title") -> Box:
+    """Return a stage whose lines may be drawn; empty ones are left out."""
+    return Box(title, _printable_lines(lines), style)
+
+
+def _printable_lines(lines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(
+        escape_unprintable(_truncate(text, _MAX_LINE_CHARS).strip()) for text in lines if text
+    ) or ("not recorded",)
+
+
+def _truncate(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _input_lines(facts: RunFacts) -> list[str]:
+    about = facts.generation
+    source = "typed prompts" if facts.fact("job", "prompts") else facts.fact("job", "dataset")
+    n = sum(segment.kind is SegmentKind.PARAPHRASE for segment in facts.segments)
+    return [
+        f"{source or ''} {about.sample_id if about else ''}",
+        f"{n} paraphrase{'' if n == 1 else 's'}" if facts.segments else "",
+        f"“{facts.question}”" if facts.question else "",
+    ]
+
+
+def _concatenation_lines(facts: RunFacts) -> list[str]:
+    prompt = [s for s in facts.segments if s.kind is not SegmentKind.GENERATED]
+    if not prompt:
+        return []
+    n_tokens, positions = prompt[-1].stop, facts.generation.positions if facts.generation else ""
+    pieces = [s for s in prompt if s.kind is not SegmentKind.SEPARATOR]
+    more = len(pieces) - _MAX_SEGMENTS
+    head = pieces if more <= 0 else [*pieces[: _MAX_SEGMENTS - 1], pieces[-1]]
+    named = [f"{s.label} [{s.start}, {s.stop})" for s in head]
+    if more > 0:
+        named.insert(-1, f"… {more} more")
+    n_between = len(prompt) - len(pieces)
+    return [
+        f"{n_tokens} tokens in {len(prompt)} segments",
+        f"positions {positions}" if positions else "",
+        *named,
+        f"and {n_between} separator{'' if n_between == 1 else 's'}" if n_between else "",
+    ]
+
+
+def _mask_lines(facts: RunFacts) -> list[str]:
+    mask, about = facts.mask, facts.generation
+    lines = [about.mask if about else ""]
+    separators = about.declared.get("separators") if about else None
+    if separators:
+        lines.append(f"separators {separators}")
+    if mask is None:
+        return lines
+    block = f", block {mask.block_q}x{mask.block_kv}" if mask.block_q is not None else ""
+    lines.append(f"{mask.fingerprint[:8]} ({mask.kind}), {mask.q_len}x{mask.kv_len}{block}")
+    if facts.open_share is not None:
+        lines.append(f"{100 * facts.open_share:.1f} % of its cells open")
+    return lines
+
+
+def _patch_lines(facts: RunFacts) -> list[str]:
+    parts = (("prefill", facts.prefill_calls), ("decode", facts.calls))
+    paths = [(name, _format_paths(calls)) for name, calls in parts if calls]
+    same = len({text for _, text in paths}) == 1
+    lines = [paths[0][1]] if same and paths else [f"{name}: {text}" for name, text in paths]
+    backends = dict.fromkeys(call.backend for call in (*facts.prefill_calls, *facts.calls))
+    compiled = facts.fact("compiled")
+    return [
+        *lines,
+        f"backend {', '.join(backends)}" if backends else "",
+        "" if compiled is None else "compiled" if compiled else "not compiled",
+    ]
+
+
+def _format_paths(calls: Sequence[CallRecord]) -> str:
+    ordered = sorted({(call.path, call.layer) for call in calls})
+    parts = []
+    for path, run in groupby(ordered, key=lambda pair: pair[0]):
+        layers = [layer for _, layer in run]
+        parts.append(f"{path}, layer{'s' if len(layers) > 1 else ''} {format_ranges(layers)}")
+    return "; ".join(parts)
+
+
+def _prefill_lines(facts: RunFacts) -> list[str]:
+    step = facts.prefill
+    if step is None:
+        return []
+    return [
+        f"{step.q_len} tokens in {step.wall_ms:.1f} ms" if math.isfinite(step.wall_ms) else "",
+        f"{step.q_len * 1e3 / step.wall_ms:.0f} tokens/s" if step.wall_ms > 0 else "",
+        f"cache {step.kv_before} → {step.kv_after}",
+    ]
+
+
+def _decode_lines(facts: RunFacts) -> list[str]:
+    n_decode = max(facts.n_steps - (facts.prefill is not None), 0)
+    n_timed, total_ms = facts.decode_time
+    ratio = facts.fact("cost", "ratio")
+    lines = [f"{n_decode} step{'' if n_decode == 1 else 's'}"]
+    if n_timed and math.isfinite(total_ms) and total_ms > 0:
+        lines.append(f"{total_ms / n_timed:.1f} ms per step")
+        lines.append(f"{1e3 * n_timed / total_ms:.1f} tokens/s")
+    if isinstance(ratio, int | float):
+        lines.append(f"capture {100 * ratio:.1f} % of the whole run")
+    return lines
+
+
+def _text_lines(facts: RunFacts) -> tuple[list[str], str]:
+    about, branch = facts.generation, facts.branch
+    if about is None:
+        return [], "title"
+    answer, expected = _truncate(facts.answer, _MAX_ANSWER_CHARS), about.expected
+    lines = [f"“{answer}”" if answer else "nothing yet" if _is_recording(branch) else "(nothing)"]
+    style = "title"
+    if expected:
+        named = (_truncate(text, _MAX_ANSWER_CHARS // 4) for text in expected[:4])
+        lines.append(f"expected {' | '.join(named)}")
+        if facts.is_correct is not None:
+            lines.append("✓ correct" if facts.is_correct else "✗ not among those expected")
+            style = "good" if facts.is_correct else "bad"
+    if branch is not None:
+        reason = f", {branch.stop_reason}" if branch.stop_reason else ""
+        lines.append(f"{branch.state}{reason}")
+    return lines, style
+
+
+def _is_recording(branch: BranchRow | None) -> bool:
+    return branch is not None and branch.state == "recording"
+
+
+# -- drawing -------------------------------------------------------------------------------------
+
+
+def draw_diagram(stages: Sequence[Box], width: int, theme: Theme) -> list[Strip]:
+    """Return the boxes from left to right, in as many rows as they need, one below the other."""
+    per_row = max(1, min(len(stages), (width + _BOX_GAP) // (_MIN_BOX_WIDTH + _BOX_GAP)))
+    n_rows = -(-len(stages) // per_row)
+    per_row = -(-len(stages) // n_rows)  # rows of equal length
+    each = max((width - _BOX_GAP * (per_row - 1)) // per_row, 1)
+    strips: list[Strip] = []
+    for start in range(0, len(stages), per_row):
+        row = stages[start : start + per_row]
+        strips += _draw_box_row(row, each, width, theme)
+        if start + per_row < len(stages):
+            strips.append(_draw_connector(len(row), each, width, theme))
+    return strips
+
+
+def _draw_box_row(row: Sequence[Box], box: int, width: int, theme: Theme) -> list[Strip]:
+    texts = [_wrap_lines(stage.lines, box - 4) for stage in row]
+    height = max(map(len, texts))
+    edge, body = theme.style("muted"), theme.style("text")
+    lines: list[list[Span]] = [[] for _ in range(height + 2)]
+    for index, (stage, text) in enumerate(zip(row, texts, strict=True)):
+        if index:
+            for number, spans_ in enumerate(lines):
+                spans_.append(("──▶" if number == 1 else " " * _BOX_GAP, edge))
+        title = clip_text(f" {stage.title} ", min(cell_len(stage.title) + 2, max(box - 3, 0)))
+        rest = "─" * (box - 3 - cell_len(title))
+        lines[0] += [("╭─", edge), (title, theme.style(stage.style)), (f"{rest}╮", edge)]
+        for number in range(height):
+            shown = clip_text(text[number] if number < len(text) else "", max(box - 4, 0))
+            lines[number + 1] += [("│ ", edge), (shown, body), (" │", edge)]
+        lines[-1].append((f"╰{'─' * (box - 2)}╯", edge))
+    return [line(spans_, width, body) for spans_ in lines]
+
+
+def _draw_connector(n_boxes: int, box: int, width: int, theme: Theme) -> Strip:
+    """Return the line that leads from the end of a row of boxes to the start of the next."""
+    first, last = box // 2, (n_boxes - 1) * (box + _BOX_GAP) + box // 2
+    text = "▼" if first == last else f"▼{'─' * (last - first - 1)}╯"
+    return line([(" " * first + text, theme.style("muted"))], width, theme.style("text"))
+
+
+def _wrap_lines(texts: Iterable[str], width: int) -> list[str]:
+    rows: list[str] = []
+    most = 2 * _MAX_BOX_LINES * max(width, 8)
+    for text in (_truncate(text, most) for text in texts):
+        for row in textwrap.wrap(text, max(width, 8), break_on_hyphens=False) or [""]:
+            rows += chop_cells(row, width) if cell_len(row) > width > 1 else [row]
+    return rows if len(rows) <= _MAX_BOX_LINES * 2 else [*rows[: _MAX_BOX_LINES * 2 - 1], "…"]
+
+
+def draw_facts_table(pairs: Iterable[tuple[str, str]], width: int, theme: Theme) -> list[Strip]:
+    """Return names and values, one below the other, long values wrapped under themselves."""
+    listed = list(pairs)
+    longest = max((cell_len(name) for name, _ in listed), default=0)
+    label = min(longest + 2, max(width // 3, 10), max(width - 1, 0))
+    muted, plain = theme.style("muted"), theme.style("text")
+    strips = []
+    for name, value in listed:
+        rows = _wrap_lines([value], max(width - label, 1)) or [""]
+        for number, row in enumerate(rows):
+            head = clip_text("" if number else name, max(label - 1, 0))
+            shown = set_cell_size(head, label)
+            strips.append(line([(shown, muted), (row, plain)], width, plain))
+    return strips
+
+
+_WINDOW_STEPS = 101
+_MAX_TOKENS = 120
+_MAX_CELLS = 1 << 24
+_MAX_FACTS = 300
+_MAX_VALUE_CHARS = 2000
+_MAX_DEPTH = 5
+
+_FIRST_KEYS = (
+    "model",
+    "level",
+    "compiled",
+    "threads",
+    "seed",
+    "versions",
+    "host",
+    "git",
+    "job",
+    "cost",
+)
+"""Keys of the manifest that come first; all others follow in their order."""
+
+_FORMATTED_KEYS = ("argv", "state", "started_at", "ended_at")
+"""Keys that are shown in words of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """`offset` is the number of lines that are scrolled away at the top."""
+
+    offset: int = 0
+
+
+class RunPanel(Panel[RunFacts, RunOptions]):
+    """The pipeline of the current generation, and below it everything the manifest says."""
+
+    name: ClassVar[str] = "run"
+    title: ClassVar[str] = "Run"
+    help: ClassVar[Help] = Help(
+        "It shows how this generation went from its sample to its answer, with the real numbers "
+        "of each stage, and below that the manifest of the run.",
+        "Follow the arrows from input to text; scroll to the manifest with shift+down and back "
+        "with shift+up.",
+        "Look whether the segments and the mask are those you meant, whether the patch says "
+        "FlexAttention, and whether the answer is the expected one.",
+    )
+    actions: ClassVar[tuple[str, ...]] = ("cursor.up", "cursor.down")
+
+    def options(self) -> RunOptions:
+        """Return the options: not scrolled."""
+        return RunOptions()
+
+    def load(self, source: Source, request: Request[RunOptions]) -> RunFacts:
+        """Read the manifest and the facts of one generation; nothing that grows with its length."""
+        reader, place = source.reader, request.place
+        # Of several models, the one of this generation.
+        run = {**reader.run(), "model": reader.model(place.generation)}
+        size = _trace_size(reader.path)
+        base = RunFacts(run, reader.state, str(reader.path), size)
+        branches = {row.branch: row for row in reader.branches(place.generation)}
+        return _load_generation_facts(source, place, base, branches) if branches else base
+
+    def describe(self, data: RunFacts) -> list[str]:
+        """Return the stages in order, then the manifest."""
+        lines = [f"{box.title.rstrip(' ↻')}: {'; '.join(box.lines)}." for box in run_stages(data)]
+        return [*lines, "Manifest:", *(f"{name}: {value}" for name, value in manifest_rows(data))]
+
+    def paint(self, data: RunFacts, request: Request[RunOptions], theme: Theme) -> Picture:
+        """Draw the diagram and the manifest, scrolled by the offset."""
+        strips = _draw_all(data, request.width, theme)
+        offset = _clamp_offset(request.options.offset, len(strips), request.height)
+        shown = strips[offset : offset + request.height]
+        stop = offset + len(shown)
+        where = f", lines {offset + 1}-{stop} of {len(strips)}" if len(strips) > len(shown) else ""
+        alarm = data.state == "failed"
+        return Picture(
+            shown, escape_unprintable(f"{data.state or 'state unknown'}{where}"), alarm=alarm
+        )
+
+    def on_action(
+        self, action: str, data: RunFacts, request: Request[RunOptions]
+    ) -> RunOptions | None:
+        """Scroll by a third of the height."""
+        if action not in self.actions:
+            return None
+        n_lines = len(_draw_all(data, request.width, Theme("none")))
+        move = max(request.height // 3, 1) * (1 if action == "cursor.down" else -1)
+        here = _clamp_offset(request.options.offset, n_lines, request.height)
+        offset = _clamp_offset(here + move, n_lines, request.height)
+        return RunOptions(offset) if offset != request.options.offset else None
+
+
+def _draw_all(data: RunFacts, width: int, theme: Theme) -> list[Strip]:
+    return [
+        *draw_diagram(run_stages(data), width, theme),
+        line([], width, theme.style("text")),
+        *draw_facts_table(manifest_rows(data), width, theme),
+    ]
+
+
+def _clamp_offset(offset: int, n_lines: int, height: int) -> int:
+    return max(0, min(offset, n_lines - height))
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def _trace_size(path: Path) -> int:
+    total = 0
+    for name in ("", *COMPANION_SUFFIXES):
+        with suppress(OSError):
+            total += path.with_name(path.name + name).stat().st_size
+    return total
+
+
+def _load_generation_facts(
+    source: Source, place: TracePlace, base: RunFacts, branches: Mapping[int, BranchRow]
+) -> RunFacts:
+    reader, generation = source.reader, place.generation
+    segments = reader.segments(generation, place.branch) or reader.segments(generation)
+    start = max(place.step - _WINDOW_STEPS // 2, 1)
+    decode = step_range(reader, generation, start, start + _WINDOW_STEPS, place.branch)
+    first = reader.steps(generation, 0, limit=1)
+    newest = newest_step(reader, generation, place.branch)
+    prefill = first[0] if first and first[0].phase == "prefill" else None
+    prefill_calls = reader.calls(generation, prefill.step) if prefill else []
+    holds = branch_of_step(reader, generation, place.step, place.branch)
+    calls = reader.calls(generation, place.step, holds) if place.step else []
+    if not calls and decode:
+        calls = reader.calls(generation, decode[0].step, decode[0].branch)
+    mask = _first_mask([*prefill_calls, *calls])
+    summary = reader.mask_summary(mask) if mask is not None else None
+    about, branch = reader.generation(generation), branches.get(place.branch)
+    answer = _load_answer(reader, place, branch, segments)
+    state = about.state if branch is None else branch.state
+    return RunFacts(
+        *(base.run, base.state, base.path, base.size),
+        generation=about,
+        branch=branch,
+        segments=tuple(segments),
+        question=_load_question(reader, generation, segments),
+        answer=answer,
+        is_correct=is_answer_correct(
+            source, (generation, place.branch), state, answer, about.expected
+        ),
+        prefill=prefill,
+        n_steps=0 if newest is None else newest + 1,
+        decode=tuple(step for step in decode if step.phase != "prefill"),
+        decode_time=source.get_or_create(
+            ("decode time", generation, place.branch, reader.last_step(generation, place.branch)),
+            lambda: decode_phase_time(reader, generation, place.branch),
+            lambda _: 64,
+        ),
+        prefill_calls=tuple(prefill_calls),
+        calls=tuple(calls),
+        mask=summary,
+        open_share=_load_open_share(source, mask) if mask is not None else None,
+    )
+
+
+def _first_mask(calls: Iterable[CallRecord]) -> str | None:
+    return next((call.mask for call in calls if call.mask is not None), None)
+
+
+def _load_open_share(source: Source, fingerprint: str) -> float | None:
+    """Return the open part of a mask's cells, None when they are unknown or very many."""
+    about = source.reader.mask_summary(fingerprint)
+    if about is None or about.q_len * about.kv_len * about.heads > _MAX_CELLS:
+        return None
+
+    def count() -> float | None:
+        mask = source.reader.mask(fingerprint)
+        if mask is None or mask.cells is None or not mask.cells.size:
+            return None
+        return float(np.count_nonzero(mask.cells) / mask.cells.size)
+
+    return source.get_or_create(("open share", fingerprint), count, lambda _: 64)
+
+
+def _load_question(reader: TraceReader, generation: int, segments: Iterable[Segment]) -> str:
+    """Return the first paraphrase as its tokens spell it, or the beginning of the prompt."""
+    listed = list(segments)
+    found = [s for s in listed if s.kind is SegmentKind.PARAPHRASE] or listed[:1]
+    if not found:
+        return ""
+    tokens = reader.tokens(generation, 0, found[0].start, found[0].stop, limit=_MAX_TOKENS)
+    return "".join(token.text for token in tokens).strip()
+
+
+def _load_answer(
+    reader: TraceReader, place: TracePlace, branch: BranchRow | None, segments: Iterable[Segment]
+) -> str:
+    """Return the answer, or what an unfinished generation has said so far."""
+    if branch is not None and branch.answer:
+        return branch.answer
+    start = next((s.start for s in segments if s.kind is SegmentKind.GENERATED), None)
+    if start is None:
+        return ""
+    tokens = read_tokens(reader, place.generation, place.branch, start, limit=_MAX_TOKENS)
+    return "".join(token.text for token in tokens if not token.special).strip()
+
+
+# -- the manifest --------------------------------------------------------------------------------
+
+
+def manifest_rows(facts: RunFacts) -> list[tuple[str, str]]:
+    """Return the facts of the run as (name, printable value), nested ones as "model.name"."""
+    run = facts.run
+    found = [("state", facts.state), ("file", f"{facts.path} ({human_bytes(facts.size)})")]
+    argv = run.get("argv")
+    if isinstance(argv, list):
+        found.append(("command", shlex.join(map(str, argv))))
+    for key in ("started_at", "ended_at"):
+        if key in run:
+            found.append((key, _format_time(run[key])))
+    keys = [
+        *(key for key in _FIRST_KEYS if key in run),
+        *(key for key in run if key not in _FIRST_KEYS),
+    ]
+    for key in keys:
+        if key not in _FORMATTED_KEYS:
+            found += _flatten(key, run[key])
+    shown = [
+        (escape_unprintable(name), _shorten_value(value)) for name, value in found[:_MAX_FACTS]
+    ]
+    more = len(found) - _MAX_FACTS
+    return [*shown, ("…", f"{more} more facts")] if more > 0 else shown
+
+
+def _flatten(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value and depth < _MAX_DEPTH:
+        for key, inner in value.items():
+            yield from _flatten(f"{name}.{key}", inner, depth + 1)
+    elif name == "model.parameters" and isinstance(value, int):
+        yield name, f"{value} ({human_count(value)})"
+    elif isinstance(value, str):
+        yield name, value or '""'
+    else:
+        yield name, "none" if value is None else plain_json(value)
+
+
+def _shorten_value(text: str) -> str:
+    short = text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"
+    return escape_unprintable(short)
+
+
+def _format_time(value: Any) -> str:
+    with suppress(ValueError, OverflowError, OSError, TypeError):
+        return datetime.fromtimestamp(value).astimezone().isoformat(" ", "seconds")
+    return plain_json(value)
+
+
+def run_stages(facts: RunFacts) -> list[Box]:
+    """Return the stages of a generation, or of a training run, in order, with printable text."""
+    about = facts.generation.declared.get("training") if facts.generation else None
+    if not isinstance(about, Mapping):
+        return generation_stages(facts)
+    return [
+        make_box("model", _model_lines(facts, about)),
+        make_box("optimizer", [str(about.get("optimizer") or "none: steps are told")]),
+        make_box("training loop ↻", _loop_lines(facts)),
+        make_box("outcome", _outcome_lines(facts)),
+    ]
+
+
+def format_placement(about: Mapping[str, Any]) -> str:
+    """Return on which devices the weights of a training run are, and what share on each."""
+    placement = about.get("placement")
+    named = placement if isinstance(placement, Mapping) else {}
+    sizes = {name: n for name, n in named.items() if _is_count(n)}
+    whole = sum(sizes.values())
+    if len(sizes) < 2 or not whole:
+        return "".join(map(str, sizes))
+    return ", ".join(f"{name} ({n / whole:.0%})" for name, n in sizes.items())
+
+
+def _model_lines(facts: RunFacts, about: Mapping[str, Any]) -> list[str]:
+    values, parameters = about.get("values"), about.get("parameters")
+    named = about.get("groups")
+    groups = f" in {len(named)} groups" if isinstance(named, list) else ""
+    return [
+        str(facts.fact("model", "class") or ""),
+        f"{human_count(values)} weights are trained" if _is_count(values) else "",
+        f"{parameters} parameters{groups}" if _is_count(parameters) else "",
+        f"on {format_placement(about)}" if format_placement(about) else "",
+    ]
+
+
+def _loop_lines(facts: RunFacts) -> list[str]:
+    ratio = facts.fact("cost", "ratio")
+    return [
+        f"{facts.n_steps} step{'' if facts.n_steps == 1 else 's'}",
+        f"level {facts.fact('level')}" if facts.fact("level") else "",
+        f"capture {100 * ratio:.1f} % of it" if isinstance(ratio, int | float) else "",
+    ]
+
+
+def _outcome_lines(facts: RunFacts) -> list[str]:
+    branch, wrong = facts.branch, facts.fact("training", "anomaly_steps")
+    reason = f", {branch.stop_reason}" if branch is not None and branch.stop_reason else ""
+    return [
+        f"{branch.state}{reason}" if branch is not None else "",
+        f"{wrong} wrong step{'' if wrong == 1 else 's'}" if _is_count(wrong) else "",
+    ]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0

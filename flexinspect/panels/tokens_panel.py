@@ -1,0 +1,296 @@
+"""Panel: the whole sequence as words, coloured by segment or by how sure the model was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from textual.strip import Strip
+
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.text_lines import Span, line
+from flexinspect.drawing.theme import Theme
+from flexinspect.drawing.token_cells import TokenCellRow, display_text, token_style, wrap_cells
+from flexinspect.panels.base import Help, Navigate, Panel, Picture, Request, TracePlace
+from flexinspect.panels.source import Source
+from flexinspect.panels.token_window import (
+    TokenWindow,
+    is_answer_correct,
+    load_token_window,
+    segment_at,
+    token_cells,
+)
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import TokenRecord
+from flexinspect.trace.queries.search_queries import read_tokens
+from flexinspect.trace.rows import GenerationRow
+
+Colour = Literal["probability", "entropy", "segment"]
+COLOURS: tuple[Colour, ...] = ("probability", "entropy", "segment")
+MAX_TEXT_CHARS = 200
+"""Characters of an answer, or of a segment out of sight, that are shown in its line."""
+PREVIEW_TOKENS = 64
+"""Tokens that are read of a segment out of sight."""
+MAX_PREVIEWS = 100
+"""Segments out of sight that are read at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokensOptions:
+    """`colour` of the generated tokens."""
+
+    colour: Colour = "probability"
+
+
+@dataclass(frozen=True, slots=True)
+class TokensData:
+    """The window, the generation, its answer so far, and whether that is one of the expected.
+
+    `right` is None while it is not known: nothing was expected, or the generation goes on.
+    `beginnings` are the first tokens of the segments of the prompt that the window leaves out.
+    """
+
+    window: TokenWindow
+    generation: GenerationRow
+    answer: str
+    is_correct: bool | None
+    place: TracePlace
+    previews: Mapping[int, Sequence[TokenRecord]] = field(default_factory=dict)
+
+
+class TokensPanel(Panel[TokensData, TokensOptions]):
+    """The sequence that was fed and made, token by token."""
+
+    name = "tokens"
+    title = "Tokens"
+    needs_tokens = True
+    help = Help(
+        "The whole sequence that the model saw and made, a piece per token, a colour per segment.",
+        "Generated tokens are coloured by how unsure the model was (v: probability, entropy, "
+        "segment); the white one is the token of this step; special tokens are italic, ◌ is a part "
+        "of a character.",
+        "Look for a segment that begins one token early or late, a doubled BOS, a missing "
+        "separator, and the first token where the answer turns away from what was expected.",
+    )
+    depends_on_size = True
+    actions = ("view.measure",)
+
+    def options(self) -> TokensOptions:
+        """Return the options at the start."""
+        return TokensOptions()
+
+    def load(self, source: Source, request: Request[TokensOptions]) -> TokensData:
+        """Read the tokens that fit around the place, and their steps."""
+        place = request.place
+        # Few tokens are shorter than two cells, so half of this many fill the panel.
+        window = load_token_window(source, place, max(request.width * request.height // 4, 64))
+        row = source.reader.generation(place.generation)
+        where = (place.generation, place.branch)
+        state, final_answer = _load_outcome(source, where, row)
+        right = is_answer_correct(source, where, state, final_answer, row.expected)
+        answer = final_answer or _partial_answer(source, where, window)
+        return TokensData(window, row, answer, right, place, _load_previews(source, where, window))
+
+    def describe(self, data: TokensData) -> list[str]:
+        """Return segments with their texts, then the generated tokens with their numbers.
+
+        Of a sequence that is not loaded whole, "…" stands for what is left out.
+        """
+        window = data.window
+        about = f"{window.n_tokens} tokens in {len(window.segments)} segments"
+        if not _is_whole(window):
+            about += f"; positions {window.start} to {window.stop - 1} are shown"
+        lines = [f"{about}."]
+        for number, segment in enumerate(window.segments):
+            if segment.kind != SegmentKind.GENERATED:
+                lines.append(_format_segment(number, segment, data))
+        chosen = [token for token in window.tokens if token.step is not None]
+        lines.append("Generated:" if chosen else f"Generated: {_format_no_tokens(window)}.")
+        lines += [_format_generated(token, data) for token in chosen]
+        return [*lines, _format_verdict(data)[0]]
+
+    def paint(self, data: TokensData, request: Request[TokensOptions], theme: Theme) -> Picture:
+        """Draw the rows around the current token, then the answer beside the expected one."""
+        width, height = request.width, request.height
+        rows = _layout_rows(data.window, request)
+        foot = [_verdict_line(data, width, theme)] if height > 3 else []
+        if height > 6:
+            foot.insert(0, _token_line(data, width, theme))
+        top = _first_row(rows, data.window.current, height - len(foot))
+        text = theme.style("text")
+        strips = [
+            line(row.spans(theme, current=data.window.current, marked=frozenset()), width, text)
+            for row in rows[top : top + height - len(foot)]
+        ]
+        strips += [line([], width, text)] * (height - len(foot) - len(strips))
+        return Picture([*strips, *foot][:height], _note(data, request))
+
+    def on_action(
+        self, action: str, data: TokensData, request: Request[TokensOptions]
+    ) -> TokensOptions | None:
+        """`view.measure`: colour by the next measure."""
+        if action != "view.measure":
+            return None
+        following = (COLOURS.index(request.options.colour) + 1) % len(COLOURS)
+        return replace(request.options, colour=COLOURS[following])
+
+    def on_mouse(
+        self, x: int, y: int, data: TokensData, request: Request[TokensOptions], *, click: bool
+    ) -> Navigate | None:
+        """Click a token: go to the step that chose it, or look at a token of the prompt."""
+        if not click:
+            return None
+        rows = _layout_rows(data.window, request)
+        feet = (request.height > 3) + (request.height > 6)
+        index = _first_row(rows, data.window.current, request.height - feet) + y
+        word = (
+            rows[index].cell_at(x) if 0 <= index < len(rows) and y < request.height - feet else None
+        )
+        if word is None:
+            return None
+        token = data.window.token(word.pos)
+        if token is None:
+            return None
+        if token.step is not None:
+            return Navigate(step=token.step)
+        return Navigate(step=0, pos=token.pos)
+
+
+def _layout_rows(window: TokenWindow, request: Request[TokensOptions]) -> list[TokenCellRow]:
+    return wrap_cells(token_cells(window, request.options.colour), request.width)
+
+
+def _first_row(rows: list[TokenCellRow], current: int | None, height: int) -> int:
+    """Return the first row to draw, so that the current one is on screen, about its middle."""
+    at = next(
+        (i for i, row in enumerate(rows) if any(word.pos == current for word in row.cells)),
+        len(rows) - 1,
+    )
+    return max(0, min(at - height // 2, len(rows) - height))
+
+
+def _is_whole(window: TokenWindow) -> bool:
+    return window.stop - window.start == window.n_tokens
+
+
+def _load_outcome(source: Source, where: tuple[int, int], row: GenerationRow) -> tuple[str, str]:
+    """Return the state and the answer of a branch; a generation's own are those of branch 0."""
+    generation, branch = where
+    forks = source.reader.branches(generation) if branch else []
+    mine = next((fork for fork in forks if fork.branch == branch), None)
+    return (mine.state, mine.answer) if mine else (row.state, row.answer)
+
+
+def _partial_answer(source: Source, where: tuple[int, int], window: TokenWindow) -> str:
+    """Return the beginning of an answer that is still being made."""
+    segments = (s.start for s in window.segments if s.kind == SegmentKind.GENERATED)
+    start = next(segments, window.start)
+    found = read_tokens(source.reader, *where, start, limit=MAX_TEXT_CHARS)
+    text = "".join(t.text for t in found if t.step is not None and not t.special).strip()
+    cut = bool(found) and found[-1].pos + 1 < window.n_tokens
+    return f"{text}…" if cut else text
+
+
+def _load_previews(
+    source: Source, where: tuple[int, int], window: TokenWindow
+) -> dict[int, Sequence[TokenRecord]]:
+    """Return the first tokens of the segments of the prompt that lie outside of the window."""
+    prompt = [s for s in enumerate(window.segments) if s[1].kind != SegmentKind.GENERATED]
+    outside = [s for s in prompt if s[1].stop <= window.start or s[1].start >= window.stop]
+    found: dict[int, Sequence[TokenRecord]] = {}
+    for number, segment in outside[:MAX_PREVIEWS]:
+        stop = min(segment.stop, segment.start + PREVIEW_TOKENS)
+        read = partial(read_tokens, source.reader, *where, segment.start, stop)
+        key = ("beginning", *where, segment.start, stop)
+        found[number] = source.get_or_create(key, read, lambda tokens: 512 * (1 + len(tokens)))
+    return found
+
+
+def _format_segment(number: int, segment: Segment, data: TokensData) -> str:
+    """Return a segment with its text: what the window has of it, else how it begins."""
+    window = data.window
+    stop = min(segment.stop, window.n_tokens)
+    start, end = max(segment.start, window.start), min(stop, window.stop)
+    if start < end:
+        inside = (window.token(pos) for pos in range(start, end))
+        text = "".join(_display_text(token) for token in inside if token and token.step is None)
+    else:
+        tokens = data.previews.get(number, ())
+        whole = "".join(_display_text(token) for token in tokens)
+        text = whole[:MAX_TEXT_CHARS]
+        start = segment.start
+        end = start + len(tokens) if text == whole else start
+    before = "…" if start > segment.start else ""
+    after = "…" if end < stop else ""
+    return f"{escape_unprintable(segment.label)} [{segment.start}, {stop}): {before}{text}{after}"
+
+
+def _format_no_tokens(window: TokenWindow) -> str:
+    if _is_whole(window):
+        return "nothing yet"
+    return f"no token of positions {window.start} to {window.stop - 1}"
+
+
+def _display_text(token: TokenRecord) -> str:
+    return display_text(token.token, token.text, special=token.special)[0]
+
+
+def _format_generated(token: TokenRecord, data: TokensData) -> str:
+    step = data.window.step_of(token)
+    parts = [f"  step {token.step}: {_display_text(token)} at position {token.pos}"]
+    if step is not None and step.chosen_logprob is not None:
+        parts.append(f"probability {math.exp(min(step.chosen_logprob, 0)):.4f}")
+    if step is not None and step.entropy is not None:
+        parts.append(f"entropy {step.entropy:.3f}")
+    if step is not None and step.chosen_rank is not None and step.chosen_rank > 0:
+        parts.append(f"rank {step.chosen_rank}")
+    return ", ".join(parts)
+
+
+def _format_verdict(data: TokensData) -> tuple[str, str]:
+    """Return the answer beside the expected one, and the style that says if they agree."""
+    row = data.generation
+    answer = escape_unprintable(data.answer[:MAX_TEXT_CHARS]) or "(nothing yet)"
+    answer += "…" if len(data.answer) > MAX_TEXT_CHARS else ""
+    if not row.expected:
+        return f"answer: {answer}; nothing was expected", "text"
+    expected = " | ".join(escape_unprintable(text) for text in row.expected[:3])
+    if data.is_correct is None:
+        return f"answer so far: {answer}; expected: {expected}", "muted"
+    verdict, style = ("right", "good") if data.is_correct else ("wrong", "bad")
+    return f"answer: {answer}; expected: {expected} ({verdict})", style
+
+
+def _verdict_line(data: TokensData, width: int, theme: Theme) -> Strip:
+    text, style = _format_verdict(data)
+    return line([(text, theme.style(style))], width, theme.style("text"))
+
+
+def _token_line(data: TokensData, width: int, theme: Theme) -> Strip:
+    """Return what is known of the current token in one line."""
+    window, text = data.window, theme.style("text")
+    token = None if window.current is None else window.token(window.current)
+    if token is None:
+        return line([("this step chose no token", theme.style("muted"))], width, text)
+    segment = segment_at(window.segments, token.pos)
+    word = token_cells(window, "segment")[token.pos - window.start]
+    spans: list[Span] = [
+        (word.text, token_style(word, theme)),
+        (f" {token.pos}", theme.style("strong")),
+        (f" id {token.token_id}", text),
+        (f" {escape_unprintable(segment.label)}" if segment else "", theme.style("muted")),
+    ]
+    if token.position_id != token.pos:
+        spans.append((f" position id {token.position_id}", theme.style("accent")))
+    step = window.step_of(token)
+    if step is not None and step.chosen_logprob is not None:
+        spans.append((f" p {math.exp(min(step.chosen_logprob, 0)):.3f}", text))
+    return line(spans, width, text)
+
+
+def _note(data: TokensData, request: Request[TokensOptions]) -> str:
+    shown_now = "" if _is_whole(data.window) else ", around this step"
+    return f"{data.window.n_tokens} tokens{shown_now} · colour: {request.options.colour}"

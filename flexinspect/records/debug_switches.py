@@ -1,0 +1,134 @@
+"""Levels, phases and the thirteen switches of the training debuggers: names, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from flexinspect.core.errors import UsageError
+
+
+class DebugLevel(StrEnum):
+    """How much a debugger looks at; each level does what the one before does, and more.
+
+    BASIC: NaN and Inf, one gradient norm per parameter, anomalies counted. ADVANCED: spread and
+    range of tensors, explosion and vanishing, memory, parameters. EXTREME: the history of every
+    tensor and norm, the numbers around an anomaly, and where it was met.
+    """
+
+    BASIC = "basic"
+    ADVANCED = "advanced"
+    EXTREME = "extreme"
+
+    def includes(self, other: DebugLevel) -> bool:
+        """Say whether this level does what `other` does."""
+        order = list(DebugLevel)
+        return order.index(self) >= order.index(other)
+
+
+class TrainingPhase(StrEnum):
+    """Which part of a training something was said in."""
+
+    SETUP = "setup"
+    TRAINING = "training"
+    VALIDATION = "validation"
+    TESTING = "testing"
+    FINISHED = "finished"
+
+
+def parse_level(level: str) -> DebugLevel:
+    """Return the level of that name. Raises `UsageError` naming the known ones."""
+    try:
+        return DebugLevel(level)
+    except ValueError:
+        known = ", ".join(DebugLevel)
+        raise UsageError(f"The debug level {level!r} is unknown; the levels are {known}.") from None
+
+
+def _switch_field(description: str) -> Any:
+    return field(default=False, metadata={"what": description})
+
+
+@dataclass(frozen=True, slots=True)
+class DebugSwitches:
+    """The thirteen switches, all off unless set; the section [debugging] has these names."""
+
+    enable_autograd_anomaly: bool = _switch_field(
+        "autograd names the forward operation that made a NaN"
+    )
+    enable_autograd_profiler: bool = _switch_field(
+        "torch.profiler over windows of steps, as a table"
+    )
+    enable_tensorboard_profiler: bool = _switch_field("the same windows, exported for TensorBoard")
+    debug_memory_usage: bool = _switch_field("memory of the process and of CUDA, each batch")
+    debug_gradient_norms: bool = _switch_field(
+        "norms of all gradients, NaN, Inf, explosion, vanishing"
+    )
+    debug_forward_pass: bool = _switch_field(
+        "shapes of inputs and outputs, loss and device, each batch"
+    )
+    debug_backward_pass: bool = _switch_field(
+        "which parameters have gradients, and how far they moved"
+    )
+    debug_device_placement: bool = _switch_field(
+        "devices of parameters and inputs, CUDA's own figures"
+    )
+    debug_mixed_precision: bool = _switch_field("autocast and the gradient scaler, each batch")
+    debug_data_loading: bool = _switch_field(
+        "datasets, splits, batches, and the wait for each batch"
+    )
+    debug_validation: bool = _switch_field("samples, batches, loss and memory of a validation")
+    debug_early_stopping: bool = _switch_field("patience, the value watched, and what was decided")
+    debug_lr_scheduling: bool = _switch_field("the scheduler, the learning rate, and its changes")
+
+    def status(self) -> dict[str, bool]:
+        """Return each switch by its full name."""
+        return {name: getattr(self, name) for name in SWITCHES}
+
+    def with_switches(self, names: Iterable[str], on: bool) -> DebugSwitches:
+        """Return these switches with those named turned on or off.
+
+        Raises `UsageError`, listing all, for a name that no switch has.
+        """
+        return replace(self, **{parse_switch(name): on for name in names})
+
+
+SWITCHES = tuple(each.name for each in fields(DebugSwitches))
+"""The full names, in order."""
+
+SWITCH_DESCRIPTIONS: Mapping[str, str] = {
+    each.name: each.metadata["what"] for each in fields(DebugSwitches)
+}
+
+
+def short_name(switch: str) -> str:
+    """Return a switch's name without its `debug_` or `enable_`."""
+    return switch.removeprefix("debug_").removeprefix("enable_")
+
+
+_BY_NAME = {name: switch for switch in SWITCHES for name in (switch, short_name(switch))}
+
+
+def parse_switch(name: str) -> str:
+    """Return the full name of a switch given by its full or short name.
+
+    Raises `UsageError`, listing all, for a name that no switch has.
+    """
+    try:
+        return _BY_NAME[name]
+    except (KeyError, TypeError):
+        known = ", ".join(map(short_name, SWITCHES))
+        raise UsageError(f"No switch is called {name!r}; the switches are {known}.") from None
+
+
+class DictDataclass(dict[str, Any]):
+    """Base of frozen dataclasses that are dicts too: `facts.key` and `facts["key"]` are the same.
+
+    So a result is typed where it is read by attribute, and goes to JSON as it is. A subclass is
+    made with `@dataclass(frozen=True, eq=False)`.
+    """
+
+    def __post_init__(self) -> None:
+        self.update({each.name: getattr(self, each.name) for each in fields(self)})  # type: ignore[arg-type]

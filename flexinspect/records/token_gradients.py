@@ -1,0 +1,75 @@
+"""What a trace can say of gradients: frozen records, as those of `flexinspect.records.step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Array = npt.NDArray[Any]
+else:
+    Array = Any
+
+GRADIENT_TARGETS = ("logprob", "margin")
+PARAMETER_PARTS = (
+    *("embedding", "q", "k", "v", "qkv", "o", "attention", "mlp", "norm", "lm_head", "tied"),
+    "other",
+)
+"""Groups of parameters; "tied" is an embedding that is the output head too."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStat:
+    """The gradient of one parameter: its Euclidean norm, largest absolute value, NaN and Inf.
+
+    `layer` is None for what belongs to no layer; `part` is one of `PARTS`.
+    """
+
+    name: str
+    norm: float
+    max: float
+    n_nan: int
+    n_inf: int
+    layer: int | None = None
+    part: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRecord:
+    """Gradients of one generated token: of its log-probability, or of its margin to the next best.
+
+    Of a forward of their own over the whole sequence before the token, without a cache. `value` is
+    what was differentiated, `scale` the norm of its gradient at the logits, `rival` the id that a
+    margin is to. `gate` is how far this forward's logits are from the recorded ones at most, as a
+    share of the largest of these; above `tolerance` (or NaN) it is not what ran, and nothing else
+    is recorded. `n_unreached` parameters have no part in the token; those of layers that are
+    unreached as a whole are in `stats`, with 0. `anomaly` is what autograd's
+    anomaly mode said. `tokens` is float (2, positions): gradient times input, and the gradient's
+    norm, at each token's embedding; `layers` is float (layers + 1,): the norms at the embeddings
+    and at each layer's output, 0 where none arrives, NaN for layers without attention.
+    """
+
+    generation: int
+    step: int
+    token_id: int
+    target: str
+    value: float
+    scale: float
+    path: str
+    gate: float
+    tolerance: float
+    wall_ms: float
+    branch: int = 0
+    rival: int | None = None
+    n_unreached: int = 0
+    anomaly: str | None = None
+    stats: tuple[GradientStat, ...] = ()
+    tokens: Array | None = None
+    layers: Array | None = None
+
+    @property
+    def matches_recorded(self) -> bool:
+        """Whether the gradient's forward gave the recorded logits."""
+        return self.gate <= self.tolerance

@@ -1,0 +1,416 @@
+"""The shape of the newest row's attention: all on one key, all on BOS, the same on every key.
+
+A head that looks at one key, or at BOS alone, is what trained models have by the dozen. So what is
+judged is all heads at once, over several steps, and only where the row may look at several keys:
+what a mask closes is the mask's matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.core.text import format_layers as in_layers
+from flexinspect.core.text import plural
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import SegmentKind
+from flexinspect.records.step import StepRecord
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.engine import FindingKind, Rule
+
+NumberArray = npt.NDArray[Any]
+
+ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
+
+
+class NewestRow(NamedTuple):
+    """The arrays of the newest row by call: mass (calls, heads, segments), the others without.
+
+    A call whose row was not recomputed has NaN, and no gate in its record.
+    """
+
+    segment_attention: NumberArray
+    lse: NumberArray
+    entropy: NumberArray
+
+
+def newest_row(step: StepRecord) -> NewestRow | None:
+    """Return the arrays of a step, None where attention was not recorded."""
+    found: dict[str, NumberArray] = {}
+    for record in step.arrays:
+        if record.stream in ROW_STREAMS:
+            found[record.stream] = record.array
+            if len(found) == len(ROW_STREAMS):
+                arrays = NewestRow(*(found[stream] for stream in ROW_STREAMS))
+                return arrays if len(arrays.lse) == len(step.calls) else None
+    return None
+
+
+def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
+    """Return how many keys the newest row of a call may look at: (1,) or by head.
+
+    None where that is not known, and where the row was meant to be closed and is averaged instead.
+    """
+    record = step.calls[call]
+    if record.mask is None:
+        return None
+    mask = context.mask(record.mask)
+    if mask is None or mask.cells is None:
+        return None
+    if mask.averaged is not None and mask.averaged[:, -1].any():
+        return None
+    counts: NumberArray = np.count_nonzero(mask.cells[:, -1], axis=-1)
+    return counts
+
+
+SINK = "attention.sink"
+COLLAPSED = "attention.collapsed"
+UNIFORM = "attention.uniform"
+INFINITE_LSE = "attention.lse"
+
+SINK_SHARE = 0.99
+ONE_KEY_ENTROPY = 0.01
+"""Nats: the entropy of 0.999 on one key and the rest on up to a thousand others is below it."""
+MIN_STEPS_IN_A_ROW = 3
+"""Steps in a row that make a habit."""
+MIN_LAYER_CHECKS = 4
+LAYER_CHECK_INTERVAL = 4
+"""Single layers are looked at in the first steps, and then in each of so many."""
+ENTROPY_TOLERANCE = 2e-5
+"""How far from log(n) an entropy may be by rounding."""
+ZERO_OFFSET = 3e-6
+MIN_OFFSET = 0.05
+"""Scores are the same when they are all 0, or all far from it: small random weights give scores
+that are close to 0 and to each other, and are no fault."""
+MIN_UNIFORM_TOKENS = 2
+"""Different tokens that must have been fed for it."""
+MIN_OPEN_KEYS = 4
+"""Fewer keys than these are not enough to speak of a distribution."""
+LSE_CHECK_TOLERANCE = 1e-2
+
+_ROW_QUERY = (
+    "SELECT step, stream, dtype, shape, codec, data FROM arrays WHERE generation = {generation} "
+    "AND branch = {branch} AND step = {step} AND stream IN ('attention.entropy', 'attention.mass')"
+)
+
+
+@dataclass(slots=True)
+class _ShapeCounts:
+    """In how many steps in a row something was seen, by what."""
+
+    collapsed: int = 0
+    sink: int = 0
+    layers: dict[int, int] = field(default_factory=dict)
+    uniform: dict[int, set[int]] = field(default_factory=dict)
+    """By layer: the tokens fed in the last steps in a row that were uniform."""
+
+
+class AttentionShapeRule(Rule):
+    """Looks at entropy, mass and log-sum-exp of the newest row, from level advanced on."""
+
+    name: ClassVar[str] = "attention shape"
+    streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        SINK: FindingKind(
+            Severity.NOTE,
+            "every head of every layer gives nearly all of its attention to the first token",
+            why=(
+                "The first token is where heads look that have nothing to say; when all of them "
+                "do, the generated rows read nothing of the prompt."
+            ),
+            confirm=(
+                "Look at the row of the step in the attention panel: the share of BOS stands first."
+            ),
+            fix=(
+                "Compare with a run under plain causal attention: if the share is lower there, the "
+                "mask keeps the prompt from the generated rows; else the model was not trained for "
+                "such a prompt."
+            ),
+            query=_ROW_QUERY,
+        ),
+        COLLAPSED: FindingKind(
+            Severity.WARNING,
+            "heads that all put more than 0.999 on one key, though others are open",
+            why=(
+                "Softmax over scores that are far too large is a choice of one key: the attention "
+                "of the whole model then mixes nothing."
+            ),
+            confirm=(
+                "Look at entropy in the attention panel: 0 in each head; and at attention.lse, "
+                "which is then the largest score itself, in the hundreds or more."
+            ),
+            fix=(
+                "Look for a scale that is applied twice or not at all (1/sqrt(head_dim)), for "
+                "norms of queries or keys that were left out, or weights of another model."
+            ),
+            query=_ROW_QUERY,
+        ),
+        UNIFORM: FindingKind(
+            Severity.WARNING,
+            "a layer in which every head gives every key the same weight",
+            why=(
+                "Equal weights mean that all scores are the same: what the keys hold plays no "
+                "part, and the layer gives each row the mean of the values."
+            ),
+            confirm=(
+                "The entropy in the attention panel equals log of the number of open keys, to five "
+                "digits, in each head."
+            ),
+            fix=(
+                "Look for queries or keys that are zero (weights not loaded, a buffer never "
+                "written), a scale of 0, or scores that all lie at a cap."
+            ),
+            query=_ROW_QUERY,
+        ),
+        INFINITE_LSE: FindingKind(
+            Severity.WARNING,
+            "a log-sum-exp that is infinite in a row that sees keys",
+            why=(
+                "The log-sum-exp of finite scores is finite, so some score of this row is not: the "
+                "weights of its head are NaN, or all on keys of infinite score."
+            ),
+            confirm=(
+                "Read the array attention.lse of the step: one number per call and head; at level "
+                "extreme, q and k of the layer show where they are too large."
+            ),
+            fix=(
+                "Compute scores in float32, or look for a bias that adds -Inf to open cells and "
+                "for keys that were never written."
+            ),
+            query=(
+                "SELECT layer, path, dtype, scale, gate, gate_kind FROM calls WHERE generation = "
+                "{generation} AND branch = {branch} AND step = {step} AND layer = {layer}"
+            ),
+        ),
+    }
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Begin with nothing seen."""
+        super().on_generation_start(context)
+        self._counts: dict[int, _ShapeCounts] = {}
+        first = context.segments[0] if context.segments else None
+        self._has_bos = first is not None and first.kind is SegmentKind.BOS and len(first) == 1
+
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+        """Return what the newest row's attention is, where that is no attention any more."""
+        row = newest_row(step)
+        if row is None:
+            return ()
+        if not math.isfinite(float(row.lse.sum())):
+            return self._check_infinite_lse(step, row)
+        runs = self._counts.get(step.branch)
+        if runs is None:
+            runs = self._counts[step.branch] = _ShapeCounts()
+        found: list[Finding] = []
+        if step.phase == "decode":
+            found += self._check_all_layers(step, runs, row)
+        if step.step < LAYER_CHECK_INTERVAL or step.step % LAYER_CHECK_INTERVAL == 0:
+            found += self._check_single_layers(step, runs, row)
+        return found
+
+    def _check_all_layers(
+        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
+    ) -> list[Finding]:
+        """Say what holds of all heads of all layers; the first head settles most steps."""
+        is_collapsed = (
+            float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
+            and float(row.entropy.max()) < ONE_KEY_ENTROPY
+            and self._has_open_keys(step)
+        )
+        runs.collapsed = runs.collapsed + 1 if is_collapsed else 0
+        if runs.collapsed >= MIN_STEPS_IN_A_ROW:
+            return [self._collapsed_finding(step, runs)]
+        if not self._has_bos or float(row.segment_attention[0, 0, 0]) <= SINK_SHARE:
+            runs.sink = 0
+            return []
+        share = float(row.segment_attention[:, :, 0].min())
+        runs.sink = runs.sink + 1 if share > SINK_SHARE and self._has_open_keys(step) else 0
+        return [self._sink_finding(step, runs, share)] if runs.sink >= MIN_STEPS_IN_A_ROW else []
+
+    def _check_single_layers(
+        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
+    ) -> list[Finding]:
+        """Say what holds of all heads of single layers: not in every step, as it costs more."""
+        high = row.entropy.max(axis=1).tolist()
+        low = row.entropy.min(axis=1).tolist()
+        found = self._check_uniform(step, runs, row, low, high)
+        if step.phase == "decode" and self._has_bos and not runs.collapsed and not runs.sink:
+            found += self._check_collapsed_layers(step, runs, row, high)
+        return found
+
+    def _has_open_keys(self, step: StepRecord) -> bool:
+        """Whether the newest row may look at several keys in every layer."""
+        for number in range(len(step.calls)):
+            n_open = count_open_keys(step, self.context, number)
+            if n_open is None or n_open.min() < MIN_OPEN_KEYS:
+                return False
+        return True
+
+    # -- one key, BOS ----------------------------------------------------------------------------
+
+    def _collapsed_finding(self, step: StepRecord, runs: _ShapeCounts) -> Finding:
+        n_layers = len({call.layer for call in step.calls})
+        sentence = (
+            f"Every head of {in_layers(range(n_layers), n_layers)} puts more than 0.999 of its "
+            f"attention on one key in {runs.collapsed} steps in a row (up to step {step.step}), "
+            f"though up to {step.kv_after} keys are open: softmax has become a choice."
+        )
+        evidence = {"steps": runs.collapsed}
+        return self._finding(step, COLLAPSED, sentence, evidence, [])
+
+    def _sink_finding(self, step: StepRecord, runs: _ShapeCounts, share: float) -> Finding:
+        sentence = (
+            f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
+            f"{runs.sink} generated rows in a row (up to step {step.step}): of "
+            f"{plural(step.kv_after - 1, 'other key')} next to nothing is read."
+        )
+        evidence = {"share": share, "steps": runs.sink}
+        return self._finding(step, SINK, sentence, evidence, [])
+
+    def _check_collapsed_layers(
+        self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
+    ) -> list[Finding]:
+        """Say of single layers whose heads all look at one key that is not BOS: a note."""
+        if min(high) >= ONE_KEY_ENTROPY:
+            runs.layers.clear()
+            return []
+        numbers = [number for number, entropy in enumerate(high) if entropy < ONE_KEY_ENTROPY]
+        sharp = {
+            step.calls[number].layer
+            for number in numbers
+            if float((row.segment_attention[number, :, 0] > 0.5).mean()) < 0.5
+            and self._sees_several(step, number)
+        }
+        runs.layers = {layer: runs.layers.get(layer, 0) + 1 for layer in sharp}
+        which = sorted(layer for layer, n in runs.layers.items() if n >= MIN_LAYER_CHECKS)
+        if not which:
+            return []
+        n_layers = len({call.layer for call in step.calls})
+        sentence = (
+            f"Every head of {in_layers(which, n_layers)} puts more than 0.999 of its attention on "
+            f"one key, and not on BOS, in {MIN_LAYER_CHECKS} steps looked at in a row (up to step "
+            f"{step.step})."
+        )
+        evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
+        note = Severity.NOTE
+        return [self._finding(step, COLLAPSED, sentence, evidence, which, severity=note)]
+
+    def _sees_several(self, step: StepRecord, number: int) -> bool:
+        n_open = count_open_keys(step, self.context, number)
+        return n_open is not None and int(n_open.min()) >= MIN_OPEN_KEYS
+
+    # -- the same on every key -------------------------------------------------------------------
+
+    def _check_uniform(
+        self,
+        step: StepRecord,
+        runs: _ShapeCounts,
+        row: NewestRow,
+        low: list[float],
+        high: list[float],
+    ) -> list[Finding]:
+        flat = [
+            n
+            for n, (a, b) in enumerate(zip(low, high, strict=True))
+            if b - a < ENTROPY_TOLERANCE < b
+        ]
+        if not flat:
+            if runs.uniform:
+                runs.uniform.clear()
+            return []
+        token = self.context.token(step.kv_after - 1)
+        if token is None:
+            return []
+        # One token alone may be blank by design: the embedding of padding is zero.
+        seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
+        seen -= {stat.layer + 1 for stat in step.layer_stats if stat.min == stat.max}
+        runs.uniform = {layer: runs.uniform.get(layer, set()) | {token.token_id} for layer in seen}
+        which = sorted(
+            layer for layer, ids in runs.uniform.items() if len(ids) >= MIN_UNIFORM_TOKENS
+        )
+        if not which:
+            return []
+        number = next(n for n, call in enumerate(step.calls) if call.layer == which[0])
+        n_keys = round(math.exp(high[number]))
+        n_layers = len({call.layer for call in step.calls})
+        sentence = (
+            f"Every head of {in_layers(which, n_layers)} gives each of the {n_keys} keys open to "
+            f"the newest row of step {step.step} the same weight (1/{n_keys}), whatever token is "
+            "fed: its scores do not depend on the keys."
+        )
+        evidence = {"entropy": high[number], "keys": n_keys}
+        return [self._finding(step, UNIFORM, sentence, evidence, which)]
+
+    def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
+        """Compare with the open keys; scores at their cap are told of elsewhere."""
+        n_open = count_open_keys(step, self.context, number)
+        if n_open is None or n_open.min() < MIN_OPEN_KEYS or step.calls[number].softcap is not None:
+            return False
+        most = np.log(n_open)
+        offset = np.abs(row.lse[number] - most)
+        are_the_same = bool(((offset < ZERO_OFFSET) | (offset > MIN_OFFSET)).all())
+        return are_the_same and float(np.abs(most - row.entropy[number]).max()) < ENTROPY_TOLERANCE
+
+    # -- log-sum-exp -----------------------------------------------------------------------------
+
+    def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> list[Finding]:
+        """Say what is infinite in a row that sees keys; NaN is told of by another rule."""
+        sick = min(
+            (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=None
+        )
+        for number, call in enumerate(step.calls):
+            lse = row.lse[number]
+            bad = np.flatnonzero(np.isinf(lse))
+            if not len(bad) or call.gate is None or not call.gate <= LSE_CHECK_TOLERANCE:
+                continue
+            if sick is not None and call.layer >= sick:
+                return []
+            n_open = count_open_keys(step, self.context, number)
+            if n_open is None:
+                continue
+            bad = bad[np.broadcast_to(n_open, lse.shape)[bad] > 0]
+            if len(bad):
+                return [self._lse_finding(step, number, lse, bad.tolist(), int(n_open.max()))]
+        return []
+
+    def _lse_finding(
+        self, step: StepRecord, number: int, lse: Any, bad: list[int], n_open: int
+    ) -> Finding:
+        call, first = step.calls[number], float(lse[bad[0]])
+        heads = f"head {bad[0]}" if len(bad) == 1 else f"{len(bad)} of {len(lse)} heads"
+        what = "+Inf" if first > 0 else "-Inf"
+        sentence = (
+            f"The log-sum-exp of the newest row is {what} in {heads} of layer {call.layer} in step "
+            f"{step.step}, though the row sees {plural(n_open, 'key')}."
+        )
+        evidence = {"heads": bad, "lse": first, "open": n_open}
+        head = bad[0] if len(bad) == 1 else None
+        return self._finding(step, INFINITE_LSE, sentence, evidence, [call.layer], head=head)
+
+    def _finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        evidence: dict[str, Any],
+        which: Sequence[int],
+        *,
+        head: int | None = None,
+        severity: Severity | None = None,
+    ) -> Finding:
+        return self.finding(
+            step,
+            finding_id,
+            sentence,
+            severity=severity,
+            layers=which,
+            head=head,
+            positions=(step.kv_after - 1,),
+            evidence=evidence,
+            series=f"layer {which[0]}" if which else "all",
+        )

@@ -1,0 +1,277 @@
+"""The key-value cache: left empty, lost, filled twice, used by another prompt, or not used at all.
+
+What a cache holds is compared with what was fed and with how many keys the attention calls really
+got: windows, crops after rejected drafts and caches that forget on purpose are no faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from flexinspect.core.text import format_layers, format_ranges, plural
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import CallRecord, EventRecord, InputsRecord, StepRecord
+from flexinspect.rules.cache.cache_contents import SLOT_STREAM, CacheTextTracker, check_slots
+from flexinspect.rules.cache.cache_findings import (
+    CACHE_DUPLICATED,
+    CACHE_KINDS,
+    CACHE_LOST,
+    EMPTY_LAYER,
+)
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.engine import FindingKind, Rule
+
+
+class CacheRule(Rule):
+    """Follows the cache through the steps of one model, from one generation to the next.
+
+    Of own code alone, as the cache of our own generation is ours; outside of models only slots of
+    keys that were never filled are looked for.
+    """
+
+    name: ClassVar[str] = "caches"
+    streams: ClassVar[tuple[str, ...]] = (SLOT_STREAM,)
+    handles_standalone_calls: ClassVar[bool] = True
+    findings: ClassVar[Mapping[str, FindingKind]] = CACHE_KINDS
+
+    def __init__(self) -> None:
+        self._layers, self._texts = CacheLayerTracker(), CacheTextTracker()
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Begin a generation; what earlier ones left in a cache stays known."""
+        super().on_generation_start(context)
+        self._layers.on_generation_start()
+        self._texts.on_generation_start(context)
+
+    def on_event(self, event: EventRecord) -> Sequence[Finding]:
+        """Take what is known of the cache that a generation goes on with."""
+        self._texts.on_event(event)
+        return ()
+
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+        """Return what is wrong with the cache around a step."""
+        found = check_slots(self.context, step)
+        if step.inputs is not None:
+            found += self._layers.on_step(step, step.inputs)
+            told = self._texts.on_step(step)
+            if not self._layers.is_always_empty:  # else it is what the tokens tell, too
+                found += told
+        return found
+
+    def on_generation_end(self) -> Sequence[Finding]:
+        """Return what was computed again and again without a cache."""
+        return () if self.context.is_standalone else self._texts.on_generation_end()
+
+
+class CacheLayerTracker:
+    """Follows the lengths of a generation's cache, layer by layer.
+
+    `keeps_nothing` tells that no layer of the model keeps anything: each step is a generation of
+    its own then, and one finding says it for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.is_always_empty = False
+        self.on_generation_start()
+
+    def on_generation_start(self) -> None:
+        """Begin a generation."""
+        self._last_cached: tuple[int, ...] = ()
+        self._reported_layers: set[int] = set()
+        """Layers that were told of."""
+
+    def on_step(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
+        """Return layers that are empty, lost what they held, or hold something twice."""
+        found = [] if self._is_healthy(step, inputs) else self._check_layers(step, inputs)
+        self._last_cached = inputs.cached_after
+        return found
+
+    def _is_healthy(self, step: StepRecord, inputs: InputsRecord) -> bool:
+        """Say whether all layers hold the same, and each what it held and the rows of this step."""
+        after = inputs.cached_after
+        if not after:
+            return True
+        n = after[0]
+        return (
+            n == step.kv_after
+            and after.count(n) == len(after)
+            and len(inputs.cached_before) in (0, len(after))
+            and inputs.cached_before == (self._last_cached or inputs.cached_before)
+            and not (step.kv_before and step.calls and _min_kv_len(step) <= step.q_len)
+        )
+
+    def _check_layers(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
+        counted_layers = {n: held for n, held in enumerate(inputs.cached_after) if held >= 0}
+        called = {call.layer: call for call in step.calls}
+        most = max(counted_layers.values(), default=0)
+        found = []
+        empty = self._find_empty(step, counted_layers, called)
+        if empty:
+            found.append(self._empty_finding(step, inputs, empty, called, most))
+        lost = [n for n in self._find_lost(step, inputs, called) if n not in empty]
+        if lost:
+            found.append(self._lost_finding(step, inputs, lost, called))
+        before = dict(enumerate(inputs.cached_before))
+        twice = [n for n, held in counted_layers.items() if held - before.get(n, 0) > step.q_len]
+        if twice and (before or not step.kv_before):
+            found.append(self._duplicated_finding(step, inputs, twice))
+        is_known, self.is_always_empty = self.is_always_empty, bool(empty) and not most
+        if is_known and self.is_always_empty:
+            return []
+        new = [
+            finding for finding in found if set(_layers_of_finding(finding)) - self._reported_layers
+        ]
+        for finding in new:
+            self._reported_layers.update(_layers_of_finding(finding))
+        return new
+
+    def _find_empty(
+        self, step: StepRecord, held: Mapping[int, int], called: Mapping[int, CallRecord]
+    ) -> list[int]:
+        """Return layers that ran and hold nothing while others do (or none does)."""
+        ran = set(called) or {stat.layer for stat in step.layer_stats}
+        none = [n for n, keys in held.items() if keys == 0 and n in ran]
+        # A layer that takes its keys from another one has none of its own, and still sees them.
+        if step.kv_before:
+            absent = [n for n in called if n >= len(held) and n not in held]
+            none += [n for n in absent if called[n].kv_len <= step.q_len]
+            none = [n for n in none if n not in called or called[n].kv_len <= step.q_len]
+        return sorted(set(none))
+
+    def _find_lost(
+        self, step: StepRecord, inputs: InputsRecord, called: Mapping[int, CallRecord]
+    ) -> list[int]:
+        """Return layers that held keys and do not any more, or that see none of those they hold."""
+        if not step.kv_before:
+            return []
+        blind = [n for n, call in called.items() if call.kv_len <= step.q_len]
+        pairs = list(zip(inputs.cached_before, inputs.cached_after, strict=False))
+        grew = {after - before for before, after in pairs if after >= 0}
+        stuck = []
+        if len(grew) > 1 and max(grew) == step.q_len:
+            stuck = [n for n, (b, a) in enumerate(pairs) if 0 <= a - b < step.q_len and a >= 0]
+        return sorted({*blind, *stuck, *self._find_shrunk(inputs)})
+
+    def _find_shrunk(self, inputs: InputsRecord) -> list[int]:
+        """Return layers that lost keys since the last step, while others did not."""
+        pairs = list(zip(self._last_cached, inputs.cached_before, strict=False))
+        gone = [n for n, (was, now) in enumerate(pairs) if 0 <= now < was]
+        return gone if any(was == now > 0 for was, now in pairs) else []
+
+    def _empty_finding(
+        self,
+        step: StepRecord,
+        inputs: InputsRecord,
+        empty: Sequence[int],
+        called: Mapping[int, CallRecord],
+        most: int,
+    ) -> Finding:
+        held = {n: keys for n, keys in enumerate(inputs.cached_after) if keys > 0}
+        others = (
+            f"{format_layers([*held], 0)} {'holds' if len(held) == 1 else 'hold'} {most}"
+            if held
+            else "no layer holds anything"
+        )
+        sentence = (
+            f"{_capitalize(format_layers(empty, _count_layers(called, inputs)))} received a cache and left it "
+            f"empty (0), {others}"
+        )
+        sees = [called[n].kv_len for n in empty if n in called]
+        if step.kv_before and sees:
+            sentence += (
+                f": in step {step.step} {_format_sees(empty)} {plural(max(sees), 'key')} instead of "
+                f"{step.kv_after}"
+            )
+        return self._finding(step, EMPTY_LAYER, sentence, empty, inputs, called)
+
+    def _lost_finding(
+        self,
+        step: StepRecord,
+        inputs: InputsRecord,
+        lost: Sequence[int],
+        called: Mapping[int, CallRecord],
+    ) -> Finding:
+        who = _capitalize(format_layers(lost, _count_layers(called, inputs)))
+        one, severity = len(lost) == 1, Severity.ERROR
+        gone = set(self._find_shrunk(inputs)) & set(lost)
+        if gone:
+            first = min(gone)
+            what = f"lost keys between steps {step.step - 1} and {step.step}: "
+            what += (
+                f"the cache held {self._last_cached[first]} and holds {inputs.cached_before[first]}"
+            )
+        elif all(n in called and called[n].kv_len <= step.q_len for n in lost):
+            seen = plural(called[lost[0]].kv_len, "key")
+            what = f"{'sees' if one else 'see'} only {seen} in step {step.step}, those of the "
+            what += f"step itself, and the cache held {step.kv_before} before it"
+        else:
+            # A cache that forgets on purpose looks the same, if it is not the same in all layers.
+            grew, severity = plural(step.q_len, "row"), Severity.WARNING
+            what = f"{'does' if one else 'do'} not keep what step {step.step} fed ({grew}): "
+            what += f"{'its' if one else 'their'} cache stays at {inputs.cached_after[lost[0]]}, "
+            what += f"the others' holds {max(inputs.cached_after)}"
+        return self._finding(step, CACHE_LOST, f"{who} {what}", lost, inputs, called, severity)
+
+    def _duplicated_finding(
+        self, step: StepRecord, inputs: InputsRecord, twice: Sequence[int]
+    ) -> Finding:
+        first = twice[0]
+        before = inputs.cached_before[first] if first < len(inputs.cached_before) else 0
+        grew = inputs.cached_after[first] - before
+        which = format_layers(twice, len(inputs.cached_after))
+        sentence = (
+            f"The cache of {which} grew by {grew} keys in step {step.step}, which fed "
+            f"{plural(step.q_len, 'row')}: {'its' if len(twice) == 1 else 'their'} keys are in it "
+            "more than once"
+        )
+        return self._finding(step, CACHE_DUPLICATED, sentence, twice, inputs, {})
+
+    def _finding(
+        self,
+        step: StepRecord,
+        finding_id: str,
+        sentence: str,
+        which: Sequence[int],
+        inputs: InputsRecord,
+        called: Mapping[int, CallRecord],
+        severity: Severity = Severity.ERROR,
+    ) -> Finding:
+        return Finding(
+            id=finding_id,
+            severity=severity,
+            sentence=f"{sentence}.",
+            generation=step.generation,
+            branch=step.branch,
+            step=step.step,
+            layer=which[0],
+            layers=tuple(which) if len(which) > 1 else (),
+            evidence={
+                "rows": step.q_len,
+                "cached_before": list(inputs.cached_before),
+                "cached_after": list(inputs.cached_after),
+                "kv_len": [call.kv_len for call in called.values()],
+            },
+            series=format_ranges(which),
+        )
+
+
+def _layers_of_finding(finding: Finding) -> tuple[int, ...]:
+    return finding.layers or ((finding.layer,) if finding.layer is not None else ())
+
+
+def _count_layers(called: Mapping[int, CallRecord], inputs: InputsRecord) -> int:
+    return len(called) or len(inputs.cached_after)
+
+
+def _capitalize(words: str) -> str:
+    return words[0].upper() + words[1:]
+
+
+def _format_sees(which: Sequence[int]) -> str:
+    return "it sees" if len(which) == 1 else "they see"
+
+
+def _min_kv_len(step: StepRecord) -> int:
+    """Return how many keys the call with the fewest got."""
+    return min([call.kv_len for call in step.calls])

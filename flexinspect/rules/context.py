@@ -1,0 +1,176 @@
+"""What all rules know of the run they look at: the generation, its words, and the masks met."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flexinspect.core.text import Positions, plural, printable
+from flexinspect.masks import algebra
+from flexinspect.masks.algebra import MaskSpec
+from flexinspect.records import prompt
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import GenerationRecord, MaskRecord, StepRecord, TokenRecord
+
+MASK_CACHE_BYTES = 128 << 20
+"""Bytes of cells that are remembered; the mask met longest ago is forgotten first."""
+
+_MAX_WORD_LENGTH = 24
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredMask:
+    """The mask that is meant, as a rule; `assumed` when only segments were declared.
+
+    Whoever names several paraphrases and no mask is taken to mean that they do not see each other;
+    a finding that stands on that says so, and is no error.
+    """
+
+    spec: MaskSpec
+    assumed: bool = False
+
+
+class RuleContext:
+    """One run as its steps come: segments, tokens and masks. Rules read it, the book fills it.
+
+    `find_mask` looks up a mask that is no longer remembered (of a trace that is read again).
+    """
+
+    def __init__(self, find_mask: Callable[[str], MaskRecord | None] | None = None) -> None:
+        self._find_mask = find_mask
+        self._segments: tuple[Segment, ...] = ()
+        self._tokens: dict[int, TokenRecord] = {}
+        self._masks: OrderedDict[str, MaskRecord] = OrderedDict()
+        self._mask_bytes = 0
+        self.generation = GenerationRecord(0, "", "", "", (), ())
+        self.declared_mask: DeclaredMask | None = None
+        self.is_standalone = False
+        self.shared_memory: dict[str, Any] = {}
+        """What rules of one name remember across the models of a run, by that name."""
+        self.has_custom_mask_mod = False
+        """Whether a function of the user's own is the declared mask: what it means is not known."""
+
+    def start_generation(
+        self, generation: GenerationRecord, *, is_standalone: bool = False
+    ) -> None:
+        """Take a generation's segments and prompt; masks stay known.
+
+        `is_standalone` tells of a call of FlexAttention outside of any model: a generation of one step,
+        without tokens or segments, of which nothing says what is meant.
+        """
+        self.generation, self.is_standalone = generation, is_standalone
+        self._segments = generation.segments
+        self._tokens = {token.pos: token for token in generation.tokens}
+        self.declared_mask = _find_declared_mask(generation)
+        self.has_custom_mask_mod = self.declared_mask is None and _has_mask_declaration(generation)
+
+    def add_step(self, step: StepRecord) -> None:
+        """Take the tokens that a step chose, and the masks that are new in it."""
+        for token in step.tokens:
+            self._tokens[token.pos] = token
+        for mask in step.masks:
+            self._cache_mask(mask)
+
+    # -- masks -----------------------------------------------------------------------------------
+
+    def mask(self, fingerprint: str | None) -> MaskRecord | None:
+        """Return a mask met before, None for none and for one that is forgotten."""
+        if fingerprint is None:
+            return None
+        known = self._masks.get(fingerprint)
+        if known is None and self._find_mask is not None:
+            known = self._find_mask(fingerprint)
+            if known is not None:
+                self._cache_mask(known)
+        return known
+
+    def _cache_mask(self, mask: MaskRecord) -> None:
+        if mask.fingerprint in self._masks:
+            return
+        self._masks[mask.fingerprint] = mask
+        self._mask_bytes += _mask_nbytes(mask)
+        while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
+            self._mask_bytes -= _mask_nbytes(self._masks.popitem(last=False)[1])
+
+    # -- segments and words ----------------------------------------------------------------------
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments; the last one is open."""
+        return self._segments
+
+    @property
+    def n_prompt(self) -> int:
+        """Positions of the prompt: where the open last segment starts."""
+        return self._segments[-1].start if self._segments else 0
+
+    def token(self, pos: int) -> TokenRecord | None:
+        """Return the token at a position, None where it is not known."""
+        return self._tokens.get(pos)
+
+    def segment_at(self, pos: int) -> Segment | None:
+        """Return the segment of a position."""
+        for index, segment in enumerate(self._segments):
+            last = index == len(self._segments) - 1
+            if segment.start <= pos and (last or pos < segment.stop):
+                return segment
+        return None
+
+    def format_position(self, pos: int) -> str:
+        """Return `position 14 "What"`, without the word where it is not known."""
+        token = self._tokens.get(pos)
+        word = printable((token.text or token.token) if token is not None else "")
+        if len(word) > _MAX_WORD_LENGTH:
+            word = word[: _MAX_WORD_LENGTH - 1] + "…"
+        return f'position {pos} "{word}"' if word else f"position {pos}"
+
+    def format_rows(self, positions: Positions) -> str:
+        """Return `12 rows of paraphrase 2 and separator 2`, positions ascending."""
+        labels = self._labels_at(positions)
+        if len(labels) > 2:
+            labels = [labels[0], f"{len(labels) - 1} other segments"]
+        return plural(len(positions), "row") + (f" of {' and '.join(labels)}" if labels else "")
+
+    def format_first_position(self, positions: Positions) -> str:
+        """Return `first: position 14 "What"`, or without "first" for a single one."""
+        return ("first: " if len(positions) > 1 else "") + self.format_position(int(positions[0]))
+
+    def _labels_at(self, positions: Positions) -> list[str]:
+        """Return the labels of the segments that hold some of the positions, in order."""
+        last = len(self._segments) - 1
+        out = []
+        for index, segment in enumerate(self._segments):
+            inside = positions >= segment.start
+            if index < last:  # the last one is open
+                inside &= positions < segment.stop
+            if inside.any():
+                out.append(printable(segment.label))
+        return out
+
+
+def _find_declared_mask(generation: GenerationRecord) -> DeclaredMask | None:
+    rule = algebra.declared_spec(generation.declared)
+    if rule is not None:
+        return DeclaredMask(rule)
+    if _has_mask_declaration(generation):
+        return None
+    if _count_segments(generation.segments, SegmentKind.PARAPHRASE) < 2:
+        return None
+    return DeclaredMask(algebra.preset("segment-isolation", generation.segments), assumed=True)
+
+
+def _has_mask_declaration(generation: GenerationRecord) -> bool:
+    return not {*generation.declared} <= {*prompt.DECLARED_SEGMENT_KEYS}
+
+
+def _count_segments(segments: Iterable[Segment], kind: SegmentKind) -> int:
+    return sum(segment.kind is kind for segment in segments)
+
+
+def _mask_nbytes(mask: MaskRecord) -> int:
+    arrays = (mask.cells, mask.averaged, mask.partial, mask.full, mask.ruled)
+    return 512 + sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))

@@ -1,0 +1,294 @@
+"""How the cells that ran differ from those that were meant: counts, first pairs, and the pattern.
+
+Rows are compared as packed bits, a few hundred at a time, so that a mask that is right costs some
+milliseconds per 2000 x 2000 cells, and one row of a decode step some microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.masks.algebra import BoolArray, MaskSpec, row_chunks
+from flexinspect.masks.counting import BIT_COUNTS, PackedMask
+
+IntArray = npt.NDArray[np.int64]
+
+_DIFF_ROW_CHUNK = 256
+_UNBOUNDED = 1 << 30
+_SHIFTS = (-1, 1, -2, 2, -3, 3)
+_MAX_SHIFTED_CELLS = 1 << 24
+"""Cells up to which it is tried whether the mask is the declared one, moved."""
+
+_LEADING_BITS: PackedMask = np.packbits(np.tri(9, 8, -1, dtype=np.bool_), axis=1)[:, 0]
+"""Bytes whose first 0, 1, ..., 8 bits are set."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellFrame:
+    """Where the cells of a call lie: row 0 is position `q_offset`, key 0 position `kv_offset`.
+
+    The first `n_keys` columns hold keys; what comes after them are slots that nothing was written
+    to. `window` is how many keys a sliding layer sees. `rows` (by row) and `keys` (by column) say
+    which count, all where they are None: padding does not.
+    """
+
+    q_offset: int
+    kv_offset: int
+    n_keys: int
+    window: int | None = None
+    rows: BoolArray | None = None
+    keys: BoolArray | None = None
+
+
+@dataclass(slots=True)
+class CellDifference:
+    """Cells that ran and were not meant (`leaked`) and the other way round (`lost`), of one head.
+
+    `future` are those of the leaked whose key comes after the row. Pairs are (row, key) in
+    positions; `first_across` is the first leaked one of two parts that are to be apart. `n_open`
+    and `n_meant` count open cells, `n_closed` closed ones. `between` counts leaked pairs by (part
+    of the row, part of the key). `leaking` and `losing` are positions of rows. `furthest` is the
+    last key that each row sees, from `first_row` on. Rows that see nothing are not counted.
+    """
+
+    lost: int = 0
+    leaked: int = 0
+    future: int = 0
+    n_open: int = 0
+    n_meant: int = 0
+    n_closed: int = 0
+    first_lost: tuple[int, int] | None = None
+    first_leaked: tuple[int, int] | None = None
+    first_across: tuple[int, int] | None = None
+    nearest_lost: int = _UNBOUNDED
+    leaked_by_pair: dict[tuple[int, int], int] = field(default_factory=dict)
+    leaking_rows: list[int] = field(default_factory=list)
+    losing_rows: list[int] = field(default_factory=list)
+    last_keys: list[int] = field(default_factory=list)
+    n_rows: int = 0
+    first_row: int = 0
+
+
+# -- what was meant -------------------------------------------------------------------------------
+
+
+def spec_rows(spec: MaskSpec, frame: CellFrame, start: int, stop: int) -> PackedMask:
+    """Return the rows of a rule that a call should run, packed: uint8 (rows, bytes of keys)."""
+    q_idx = np.arange(frame.q_offset + start, frame.q_offset + stop)
+    region = np.searchsorted(spec.starts, q_idx, side="right") - 1
+    head, low = np.array(spec.prefix_stops)[region], np.array(spec.local_starts)[region]
+    begin = np.zeros_like(q_idx) if frame.window is None else q_idx + 1 - frame.window
+    after = q_idx + 1
+    found = _packed_spans(np.maximum(low, begin), after, frame)
+    if head.any():
+        found |= _packed_spans(begin, np.minimum(head, after), frame)
+    return found
+
+
+def _packed_spans(starts: IntArray, stops: IntArray, frame: CellFrame) -> PackedMask:
+    """Return rows that are open from one position to another, packed."""
+    edges = np.arange(0, frame.n_keys, 8, dtype=np.int32) + frame.kv_offset
+    low, high = (
+        np.minimum(ends, frame.kv_offset + frame.n_keys).astype(np.int32)[:, None] - edges
+        for ends in (starts, stops)
+    )
+    found: PackedMask = _LEADING_BITS[np.clip(high, 0, 8)] & ~_LEADING_BITS[np.clip(low, 0, 8)]
+    return found
+
+
+def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
+    """Return a rule whose borders lie n positions later (earlier below 0)."""
+    starts = [max(start + n, 0) for start in spec.starts]
+    keep = [i for i in range(len(starts)) if i + 1 == len(starts) or starts[i + 1] > 0]
+    head, low = (
+        tuple(max(ends[i] + n, 0) if 0 < ends[i] < _UNBOUNDED else ends[i] for i in keep)
+        for ends in (spec.prefix_stops, spec.local_starts)
+    )
+    return MaskSpec(spec.name, (0, *(starts[i] for i in keep[1:])), head, low)
+
+
+# -- comparing ------------------------------------------------------------------------------------
+
+
+def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
+    """Say whether one row (keys,) is as meant: the whole cost of a decode step that is right."""
+    q_idx, first = frame.q_offset, frame.kv_offset
+    region = spec.region(q_idx)
+    begin = max(first, 0 if frame.window is None else q_idx + 1 - frame.window)
+    head = max(min(spec.prefix_stops[region], q_idx + 1), begin)
+    low = min(max(spec.local_starts[region], head), q_idx + 1)
+    n_meant = head - begin + q_idx + 1 - low
+    if np.count_nonzero(row[: frame.n_keys]) != n_meant:
+        return False
+    inside = np.count_nonzero(row[begin - first : head - first])
+    return bool(inside + np.count_nonzero(row[low - first : q_idx + 1 - first]) == n_meant)
+
+
+def count_wrong_cells(
+    cells: BoolArray, spec: MaskSpec, frame: CellFrame, *, limit: int = _UNBOUNDED
+) -> int:
+    """Count cells (rows, keys) that are not as meant in rows that see anything, up to `most`."""
+    found = 0
+    for start, ran, counts in _iter_packed_rows(cells, frame):
+        wrong = (ran ^ spec_rows(spec, frame, start, start + len(ran))) & counts
+        if wrong.any():
+            found += int(BIT_COUNTS[wrong].sum(dtype=np.int64))
+            if found >= limit:
+                return found
+    return found
+
+
+def has_future_keys(cells: BoolArray, frame: CellFrame) -> bool:
+    """Say whether a row sees a key that comes after it."""
+    for start, ran, counts in _iter_packed_rows(cells, frame):
+        q_idx = np.arange(start, start + len(ran)) + frame.q_offset + 1
+        if (ran & _packed_spans(q_idx, np.full_like(q_idx, _UNBOUNDED), frame) & counts).any():
+            return True
+    return False
+
+
+def _iter_packed_rows(
+    cells: BoolArray, frame: CellFrame
+) -> Iterator[tuple[int, PackedMask, PackedMask]]:
+    """Yield (first row, packed rows, which of their bits count)."""
+    keys = np.ones(frame.n_keys, np.bool_) if frame.keys is None else frame.keys
+    counting = np.packbits(keys)
+    for start, stop in row_chunks(len(cells), _DIFF_ROW_CHUNK):
+        some = cells[start:stop]
+        sees: BoolArray = np.any(some, axis=1)
+        if frame.rows is not None:
+            sees &= frame.rows[start:stop]
+        ran = np.packbits(some[:, : frame.n_keys], axis=1)
+        yield start, ran, np.where(sees[:, None], counting, np.uint8(0))
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentParts:
+    """Segments by their first positions, and which of them are to be apart from each other."""
+
+    starts: IntArray
+    apart: BoolArray
+
+    def find(self, positions: IntArray) -> IntArray:
+        """Return the segment of each position."""
+        found = np.searchsorted(self.starts, positions, side="right") - 1
+        return np.maximum(found, 0)
+
+
+def find_difference(
+    cells: BoolArray, spec: MaskSpec, frame: CellFrame, parts: SegmentParts
+) -> CellDifference:
+    """Return how cells (rows, keys) differ from a rule: the slow way, for those that do."""
+    out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
+    key_idx = np.arange(frame.n_keys) + frame.kv_offset
+    for start, packed, counting in _iter_packed_rows(cells, frame):
+        ran, meant, counts = (
+            np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_)
+            for bits in (packed, spec_rows(spec, frame, start, start + len(packed)), counting)
+        )
+        q_idx = np.arange(start, start + len(ran)) + frame.q_offset
+        ran &= counts
+        leaked, lost = ran & ~meant, meant & ~ran & counts
+        out.n_open += int(np.count_nonzero(ran))
+        out.n_meant += int(np.count_nonzero(meant & counts))
+        out.n_closed += int(np.count_nonzero(counts & ~ran))
+        last = np.where(ran.any(axis=1), key_idx[-1] - ran[:, ::-1].argmax(axis=1), -1)
+        out.last_keys += last.tolist()
+        _add_leaked(out, leaked, q_idx, key_idx, parts)
+        _add_lost(out, lost, q_idx, key_idx)
+    return out
+
+
+def _add_leaked(
+    out: CellDifference, leaked: BoolArray, q_idx: IntArray, key_idx: IntArray, parts: SegmentParts
+) -> None:
+    rows, keys = np.nonzero(leaked)
+    if not len(rows):
+        return
+    out.leaked += len(rows)
+    out.future += int(np.count_nonzero(key_idx[keys] > q_idx[rows]))
+    out.leaking_rows += q_idx[leaked.any(axis=1)].tolist()
+    if out.first_leaked is None:
+        out.first_leaked = int(q_idx[rows[0]]), int(key_idx[keys[0]])
+    width = len(parts.starts)
+    row_part, key_part = parts.find(q_idx)[rows], parts.find(key_idx)[keys]
+    for pair, n in enumerate(np.bincount(row_part * width + key_part).tolist()):
+        if n:
+            where = (pair // width, pair % width)
+            out.leaked_by_pair[where] = out.leaked_by_pair.get(where, 0) + n
+    if out.first_across is None:
+        across = parts.apart[row_part] & parts.apart[key_part] & (row_part != key_part)
+        if across.any():
+            at = int(across.argmax())
+            out.first_across = int(q_idx[rows[at]]), int(key_idx[keys[at]])
+
+
+def _add_lost(out: CellDifference, lost: BoolArray, q_idx: IntArray, key_idx: IntArray) -> None:
+    rows, keys = np.nonzero(lost)
+    if not len(rows):
+        return
+    out.lost += len(rows)
+    out.losing_rows += q_idx[lost.any(axis=1)].tolist()
+    out.nearest_lost = min(out.nearest_lost, int((q_idx[rows] - key_idx[keys]).min()))
+    if out.first_lost is None:
+        out.first_lost = int(q_idx[rows[0]]), int(key_idx[keys[0]])
+
+
+# -- patterns -------------------------------------------------------------------------------------
+
+OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other"
+
+
+def classify_pattern(
+    cells: BoolArray, spec: MaskSpec, frame: CellFrame, found: CellDifference
+) -> tuple[str, int]:
+    """Return what ran instead of the rule: a name, and how far it is moved or its window."""
+    if found.n_rows > 1 and not found.n_closed and found.future:
+        return OPEN, 0
+    if not count_wrong_cells(cells, MaskSpec("causal", (0,), (0,), (0,)), frame, limit=1):
+        return CAUSAL, 0
+    window = replace(frame, window=found.nearest_lost)
+    if not found.leaked and not count_wrong_cells(cells, spec, window, limit=1):
+        return WINDOW, found.nearest_lost
+    if found.n_rows > 1 and cells.size <= _MAX_SHIFTED_CELLS:
+        enough = max((found.lost + found.leaked) // 8, 1)
+        for n in _SHIFTS:
+            if count_wrong_cells(cells, shift_spec(spec, n), frame, limit=enough) < enough:
+                return MOVED, n
+    return OTHER, 0
+
+
+def _is_bidirectional(cells: BoolArray, frame: CellFrame) -> bool:
+    """Say whether of two positions that have a row each the first sees the second only if that
+    sees the first, too."""
+    start = frame.q_offset - frame.kv_offset
+    n = min(len(cells), frame.n_keys - start)
+    if n < 2:
+        return True
+    among = cells[:n, start : start + n]
+    rows, keys = np.nonzero(np.triu(among, 1))
+    counts = np.ones(len(rows), np.bool_)
+    if frame.rows is not None:
+        counts &= frame.rows[rows] & frame.rows[keys]
+    return not (counts & ~among[keys, rows]).any()
+
+
+def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> bool:
+    """Say whether rows see the future by whole blocks, as in a prefix or in two-way segments.
+
+    The last row that is seen ahead then sees no further than itself, and sees the row that sees
+    it. A rule that is off by one has rows whose last key sees on; one with rows and keys swapped,
+    or turned inside out, has rows that see the future and not the past.
+    """
+    if not _is_bidirectional(cells, frame):
+        return False
+    last = len(found.last_keys) - 1
+    for row, furthest in enumerate(found.last_keys):
+        at = furthest - frame.q_offset
+        if row < at <= last and found.last_keys[at] > furthest:
+            return False
+    return True

@@ -1,0 +1,122 @@
+"""What the rows of a step see in each layer: the calls of a step by the mask that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexinspect.core.text import Positions
+from flexinspect.masks.algebra import BoolArray, MaskSpec
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import StepRecord
+from flexinspect.rules.context import RuleContext
+
+NON_PROMPT_LABELS = ("padding", "before watching")
+"""Labels of segments that the capture made for what is no part of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMaskView:
+    """The executed mask of some layers in one step.
+
+    `cells` is bool (heads, rows, keys), heads and rows being 1 where all share one. `first` is the
+    position of key 0, `at` the key of the newest row itself, and `last` that row's position.
+    """
+
+    fingerprint: str
+    layers: tuple[int, ...]
+    cells: BoolArray
+    first_key_pos: int
+    newest_key: int
+
+    @property
+    def newest_pos(self) -> int:
+        """Position of the newest row."""
+        return self.first_key_pos + self.newest_key
+
+    @property
+    def newest_row(self) -> BoolArray:
+        """The keys that the newest row sees in any head, bool (keys)."""
+        row = self.cells[:, -1]
+        return row[0] if len(row) == 1 else np.asarray(row.any(axis=0))
+
+    def visible_positions(self) -> Positions:
+        """Return the positions that the newest row sees in any head."""
+        return self.first_key_pos + np.flatnonzero(self.newest_row)
+
+    def sees(self, segment: Segment) -> bool:
+        """Say whether the newest row sees any key of a segment, in any head."""
+        start, stop = (max(pos - self.first_key_pos, 0) for pos in (segment.start, segment.stop))
+        return bool(self.cells[:, -1, start:stop].any())
+
+    def block(self, rows: Segment, keys: Segment) -> BoolArray:
+        """Return the cells of a segment's rows over another's keys, in any head.
+
+        For a step over the whole sequence.
+        """
+        cells = self.cells
+        if cells.shape[1] == 1 < rows.stop:
+            cells = np.broadcast_to(cells, (len(cells), rows.stop, cells.shape[2]))
+        part = cells[:, rows.start : rows.stop, keys.start : keys.stop]
+        return part[0] if len(part) == 1 else np.asarray(part.any(axis=0))
+
+
+def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMaskView], bool]:
+    """Return the masks executed in a step, and whether those of all its calls are known."""
+    layers: dict[str | None, list[int]] = {}
+    for call in step.calls:
+        layers.setdefault(call.mask, []).append(call.layer)
+    views = []
+    for fingerprint, which in layers.items():
+        mask = context.mask(fingerprint)
+        if fingerprint is None or mask is None or mask.cells is None:
+            continue
+        # Not the mask's own offsets: equal masks of later steps are the same record.
+        first = max(step.kv_after - mask.kv_len, 0)
+        at = min(step.kv_after - first, mask.kv_len) - 1
+        views.append(StepMaskView(fingerprint, tuple(sorted(set(which))), mask.cells, first, at))
+    return views, bool(views) and len(views) == len(layers)
+
+
+def is_suffix(positions: Positions, last: int) -> bool:
+    """Say whether a row sees a run of keys that ends with its own."""
+    return len(positions) > 0 and positions[-1] == last == positions[0] + len(positions) - 1
+
+
+def is_sliding_window(positions: Positions, last: int, before: int) -> bool:
+    """Say whether a row sees a window of keys: as many as the row before it, which saw `before`."""
+    return is_suffix(positions, last) and positions[0] > 0 and len(positions) == before
+
+
+def paraphrase_segments(segments: Iterable[Segment]) -> list[Segment]:
+    """Return the segments that are alternatives of each other."""
+    return [segment for segment in segments if segment.kind is SegmentKind.PARAPHRASE]
+
+
+def spec_sees_segment(spec: MaskSpec, pos: int, segment: Segment) -> bool:
+    """Say whether a rule opens any key of a segment for the row at a position."""
+    region = spec.region(pos)
+    stop = min(segment.stop, pos + 1)
+    if segment.start >= stop:
+        return False
+    return segment.start < spec.prefix_stops[region] or stop > max(
+        spec.local_starts[region], segment.start
+    )
+
+
+def spec_reads_key(spec: MaskSpec, pos: int, n_rows: int) -> bool:
+    """Say whether a rule has any row after a position, of `n_rows`, see its key."""
+    starts, stops = np.asarray(spec.starts), np.asarray([*spec.starts[1:], n_rows])
+    later = (np.minimum(stops, n_rows) > pos + 1) & (starts < n_rows)
+    return bool(
+        (
+            later & ((pos < np.asarray(spec.prefix_stops)) | (pos >= np.asarray(spec.local_starts)))
+        ).any()
+    )
+
+
+def segment_labels(segments: Sequence[Segment]) -> list[str]:
+    """Return the labels of segments."""
+    return [segment.label for segment in segments]

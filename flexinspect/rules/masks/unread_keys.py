@@ -1,0 +1,397 @@
+"""Keys and segments that nobody reads: columns of the executed mask that stay closed.
+
+What a row is good for shows in who reads its key. A key of the prompt that no row but its own ever
+reads is dead weight, and a segment that neither the cue nor any generated row sees cannot reach the
+answer. Both can be said only when the generation is over, as a later row may read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flexinspect.core.text import Positions, limit_positions, plural, printable
+from flexinspect.masks.algebra import BoolArray
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import StepRecord
+from flexinspect.rules.context import DeclaredMask, RuleContext
+from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.masks.empty_rows import count_readers
+from flexinspect.rules.masks.mask_views import (
+    NON_PROMPT_LABELS,
+    StepMaskView,
+    is_sliding_window,
+    segment_labels,
+    spec_reads_key,
+    spec_sees_segment,
+    step_mask_views,
+)
+
+ORPHAN_KEY = "mask.orphan-key"
+UNUSED_SEGMENT = "segments.unused"
+
+MIN_ATTENTION_SHARE = 1e-4
+"""A segment that gets less of every newest row's attention than this is worth a note."""
+
+_READ_KINDS = (SegmentKind.PARAPHRASE, SegmentKind.SHARED)
+
+_UNREAD_QUERY = (
+    "SELECT DISTINCT c.layer, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, m.rule_source "
+    "FROM calls c JOIN masks m ON m.fingerprint = c.mask "
+    "WHERE c.generation = {generation} AND c.branch = {branch} ORDER BY m.q_len DESC, c.layer"
+)
+
+
+class UnreadKeysRule(Rule):
+    """Follows which keys and segments are read, step by step, and says at the end which never are.
+
+    From level advanced on; silent for a generation of which some mask was not recorded.
+    """
+
+    name: ClassVar[str] = "columns"
+    streams: ClassVar[tuple[str, ...]] = ("inputs.mask", "attention.mass")
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        ORPHAN_KEY: FindingKind(
+            Severity.WARNING,
+            "keys of the prompt that no row but their own ever reads",
+            "These tokens cannot change anything that comes after them: the model answers as if "
+            "they were not there.",
+            "In the mask panel of the prefill their columns are closed below the diagonal, and "
+            "they stay so in the rows of every later step.",
+            "Check the ends of the spans that the rule uses: a stop that is one too small, or a "
+            "separator that belongs to no segment, leaves its last token out.",
+            _UNREAD_QUERY,
+        ),
+        UNUSED_SEGMENT: FindingKind(
+            Severity.WARNING,
+            "a declared segment that neither the cue nor any generated row looks at",
+            "Nothing that the segment says can reach the answer; a comparison with and without it "
+            "would show no difference.",
+            "In the mask panel the rows of the cue and the generated rows are closed over the "
+            "segment; in the attention panel its share is 0 in every layer and head.",
+            "Let the rows that are to fuse the segments see it, or take it out of the prompt.",
+            _UNREAD_QUERY,
+        ),
+    }
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._has_unknown_mask = False
+        """Whether a mask is not known, so that anything may have been read."""
+        self._unread: Positions = np.zeros(0, np.intp)
+        """Positions of the prompt that no row but their own has read so far."""
+        self._length = 0
+        self._layers: set[int] = set()
+        self._unseen_segments: list[Segment] = []
+        """Segments that no row of the cue and no generated one has seen so far."""
+        self._n_readers = 0
+        self._n_seen: dict[int, int] = {}
+        """By layer: of how many keys the newest row saw last."""
+        self._is_sliding = False
+        """Whether windows in all layers may have moved past what was not seen."""
+        self._shares: dict[int, float] = {}
+        """Number of a segment to the largest share it got, while that is tiny."""
+        self._visible_segments: set[int] = set()
+        """Those of them that a generated row of known attention could see."""
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Begin with nothing read."""
+        super().on_generation_start(context)
+        self._reset()
+        for number, segment in enumerate(context.segments[:-1]):
+            if segment.kind in _READ_KINDS and segment.label not in NON_PROMPT_LABELS:
+                self._unseen_segments.append(segment)
+                self._shares[number] = 0.0
+
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+        """Take note of what the rows of a step read."""
+        if self._has_unknown_mask or not step.calls:
+            return ()
+        views, all_known = step_mask_views(step, self.context)
+        if not all_known:
+            self._has_unknown_mask = True
+            return ()
+        self._length = max(self._length, step.kv_after)
+        if step.step == 0 and step.kv_before == 0:
+            self._layers = {layer for view in views for layer in view.layers}
+            self._find_unread_keys(step, views)
+        elif len(self._unread):
+            self._drop_read_keys(step, views)
+        if self._unseen_segments:
+            self._drop_seen_segments(step, views)
+        if self._shares and step.kv_after > self.context.n_prompt:
+            self._drop_attended_segments(step, views)
+        return ()
+
+    def on_generation_end(self) -> Sequence[Finding]:
+        """Return what was never read."""
+        if self._has_unknown_mask or not self._layers:
+            return ()
+        return [*self._check_unread_keys(), *self._check_unused_segments()]
+
+    # -- keys ------------------------------------------------------------------------------------
+
+    def _find_unread_keys(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
+        """Find the keys that no other row of the prompt reads; the last one has no later row."""
+        n = min(self.context.n_prompt or step.kv_after, step.kv_after)
+        unread = np.arange(max(n - 1, 0))
+        for view in views:
+            if len(unread):
+                unread = unread[~_read_by_others(view, unread, 0)]
+        unread = unread[~self._is_padding(step, unread)]
+        if len(unread):
+            unread = unread[~_is_empty_row(views, unread)]
+        if self.context.declared_mask is None and len(unread):
+            unread = unread[
+                np.logical_or.reduce([_follows_earlier_keys(view, unread) for view in views])
+            ]
+        self._unread = unread
+
+    def _drop_read_keys(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
+        for view in views:
+            if len(self._unread):
+                read = _read_by_others(view, self._unread, step.kv_before)
+                self._unread = self._unread[~read]
+
+    def _is_padding(self, step: StepRecord, positions: Positions) -> BoolArray:
+        """Say which positions are no text: padding, also where the caller's 2D mask closes them."""
+        segments = [self.context.segment_at(int(pos)) for pos in positions]
+        found = np.array(
+            [s is not None and s.label in NON_PROMPT_LABELS for s in segments], np.bool_
+        )
+        for record in step.arrays:
+            if record.stream == "inputs.mask" and record.array.ndim == 2:
+                real = np.ones(self._length, np.bool_)
+                real[: record.array.shape[1]] = record.array[0][: self._length]
+                found |= ~real[positions]
+        return found
+
+    def _check_unread_keys(self) -> list[Finding]:
+        """Return a finding about what the mask meant has somebody read, and one about the rest."""
+        if not len(self._unread):
+            return []
+        meant = np.array([self._should_be_read(pos) for pos in self._unread.tolist()])
+        return [
+            self._orphan_finding(self._unread[keep], is_meant)
+            for keep, is_meant in ((meant, True), (~meant, False))
+            if keep.any() and (is_meant or self.context.declared_mask is None)
+        ]
+
+    def _should_be_read(self, pos: int) -> bool:
+        """Say whether the mask meant has a later row read a key.
+
+        Of an assumed one only what is plain counts: rows of the same segment and generated ones.
+        """
+        intent, segment = self.context.declared_mask, self.context.segment_at(pos)
+        if intent is None or segment is None:
+            return False
+        if not intent.assumed:
+            return spec_reads_key(intent.spec, pos, self._length)
+        if segment.kind not in (*_READ_KINDS, SegmentKind.CUE):
+            return False
+        return pos + 1 < segment.stop or self._length > self.context.n_prompt
+
+    def _orphan_finding(self, keys: Positions, is_meant: bool) -> Finding:
+        """Return the finding; cells that a declared mask lost are said by the rule of masks."""
+        one, intent = len(keys) == 1, self.context.declared_mask
+        is_warning = is_meant and intent is not None and intent.assumed
+        what = self.context.format_rows(keys).replace("row", "key", 1)
+        layers = plural(len(self._layers), "layer")
+        sentence = (
+            f"{what} ({self.context.format_first_position(keys)}) {'is' if one else 'are'} read by no row but "
+            f"{'its' if one else 'their'} own, in any of the {layers} and in any step: nothing "
+            f"that comes after depends on {'it' if one else 'them'}."
+        )
+        return Finding(
+            id=ORPHAN_KEY,
+            severity=Severity.WARNING if is_warning else Severity.NOTE,
+            sentence=sentence,
+            generation=self.context.generation.generation,
+            positions=limit_positions(keys),
+            evidence={"keys": len(keys), "rows": self._length, "layers": len(self._layers)},
+        )
+
+    # -- segments --------------------------------------------------------------------------------
+
+    def _drop_seen_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
+        """Take off the list what a row of the cue or a generated one sees."""
+        is_generated, are_windows = step.kv_after > self.context.n_prompt, []
+        for view in views:
+            keys = view.visible_positions()
+            now, layer = len(keys), view.layers[0]
+            is_own = now > 0 and int(keys[-1]) == view.newest_pos
+            before = self._n_seen.get(layer, _count_second_last_row(view))
+            are_windows.append(
+                bool(view.first_key_pos) or is_sliding_window(keys, view.newest_pos, before)
+            )
+            self._n_seen.update(dict.fromkeys(view.layers, now))
+            if is_generated and is_own:
+                self._n_readers += 1
+                self._unseen_segments = [s for s in self._unseen_segments if not view.sees(s)]
+            if step.kv_before == 0:
+                self._drop_seen_by_cue(step, view)
+        self._is_sliding |= all(are_windows)
+
+    def _drop_seen_by_cue(self, step: StepRecord, view: StepMaskView) -> None:
+        for cue in self.context.segments:
+            if cue.kind is SegmentKind.CUE and cue.stop <= step.kv_after:
+                self._n_readers += 1
+                self._unseen_segments = [
+                    s for s in self._unseen_segments if not view.block(cue, s).any()
+                ]
+
+    def _drop_attended_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
+        """Take off the list what gets a share of the newest row's attention worth the name."""
+        if not all(view.cells[:, -1, view.newest_key].any() for view in views):
+            return  # a row that does not see itself has the mask of another one
+        for record in step.arrays:
+            if record.stream == "attention.mass" and record.array.ndim == 3:
+                shares = record.array.max(axis=(0, 1))
+                self._shares = {
+                    number: max(share, float(shares[number]))
+                    for number, share in self._shares.items()
+                    if number < len(shares) and not shares[number] > MIN_ATTENTION_SHARE
+                }
+                for number in self._shares:
+                    segment = self.context.segments[number]
+                    if any(view.sees(segment) for view in views):
+                        self._visible_segments.add(number)
+                return
+
+    def _check_unused_segments(self) -> list[Finding]:
+        """Return the segments never seen, and those seen without getting any attention."""
+        intent = self.context.declared_mask
+        if not self._n_readers or self._is_sliding or self._is_single_forward(intent):
+            return []
+        found = []
+        unseen = [
+            s for s in self._unseen_segments if intent is None or self._should_be_seen(s, intent)
+        ]
+        if unseen:
+            found.append(self._unseen_finding(unseen))
+        weak = [
+            (self.context.segments[n], self._shares[n])
+            for n in self._shares
+            if n in self._visible_segments
+        ]
+        if weak:
+            found.append(self._unattended_finding(weak))
+        return found
+
+    def _should_be_seen(self, segment: Segment, declared: DeclaredMask) -> bool:
+        """Say whether the mask meant shows a segment to the newest row, and nothing else tells so.
+
+        Without a cue, what generated rows miss of the paraphrases is all that there is to say.
+        """
+        if segment.kind is SegmentKind.SHARED:
+            return not declared.assumed and spec_sees_segment(
+                declared.spec, self._length - 1, segment
+            )
+        has_cue = any(s.kind is SegmentKind.CUE for s in self.context.segments)
+        return has_cue and spec_sees_segment(declared.spec, self._length - 1, segment)
+
+    def _is_single_forward(self, declared: DeclaredMask | None) -> bool:
+        """Say whether this is a lone forward, whose last segment need not be there to fuse."""
+        is_declared = declared is not None and not declared.assumed
+        return not is_declared and self._length <= self.context.n_prompt
+
+    def _unseen_finding(self, segments: Sequence[Segment]) -> Finding:
+        intent = self.context.declared_mask
+        is_certain = intent is not None
+        one = len(segments) == 1
+        first = segments[0]
+        assumed = ""
+        if intent is not None and intent.assumed:
+            assumed = "; no mask was declared, so the segments are taken to be meant for the answer"
+        sentence = (
+            f"{_join_segment_labels(segments)} ({self.context.format_position(first.start)} to "
+            f"{self.context.format_position(segments[-1].stop - 1)}) {'is' if one else 'are'} seen by no "
+            f"row of the cue and by no generated row, in any layer or head{assumed}."
+        )
+        return Finding(
+            id=UNUSED_SEGMENT,
+            severity=Severity.WARNING if is_certain else Severity.NOTE,
+            sentence=sentence,
+            generation=self.context.generation.generation,
+            positions=limit_positions(
+                np.concatenate([np.arange(s.start, s.stop) for s in segments])
+            ),
+            evidence=self._evidence(segments, 0.0),
+        )
+
+    def _unattended_finding(self, weak: Sequence[tuple[Segment, float]]) -> Finding:
+        segments, most = [segment for segment, _ in weak], max(share for _, share in weak)
+        sentence = (
+            f"{_join_segment_labels(segments)} may be seen by generated rows, but get{'s' * (len(weak) == 1)} at "
+            f"most {most:.1g} of the attention of any of them, in any layer and head."
+        )
+        return Finding(
+            id=UNUSED_SEGMENT,
+            severity=Severity.NOTE,
+            sentence=sentence,
+            generation=self.context.generation.generation,
+            positions=tuple(segment.start for segment in segments),
+            evidence=self._evidence(segments, most),
+        )
+
+    def _evidence(self, segments: Sequence[Segment], share: float) -> dict[str, Any]:
+        return {
+            "segments": segment_labels(segments),
+            "keys": sum(len(segment) for segment in segments),
+            "largest_share": share,
+            "layers": len(self._layers),
+        }
+
+
+def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> BoolArray:
+    """Say which keys rows other than their own read; row 0 of the step is at `offset`.
+
+    Nearly every key is read by the row after it, so that is asked first.
+    """
+    columns, cells = positions - view.first_key_pos, view.cells
+    if cells.shape[1] == 1:
+        inside = (columns >= 0) & (columns < cells.shape[2]) & (columns != view.newest_key)
+        read: BoolArray = np.zeros(len(columns), np.bool_)
+        read[inside] = cells[:, 0, columns[inside]].any(axis=0)
+        return read
+    rows = positions + 1 - offset
+    read = np.zeros(len(columns), np.bool_)
+    near = (rows >= 0) & (rows < cells.shape[1]) & (columns >= 0) & (columns < cells.shape[2])
+    read[near] = cells[:, rows[near], columns[near]].any(axis=0)
+    rest = np.flatnonzero(~read)
+    if len(rest):
+        read[rest] = count_readers(cells, columns[rest], offset - view.first_key_pos) > 0
+    return read
+
+
+def _follows_earlier_keys(view: StepMaskView, positions: Positions) -> BoolArray:
+    """Say of which keys the next row sees earlier ones, so that no new block begins there."""
+    found = np.zeros(len(positions), np.bool_)
+    for index, pos in enumerate(positions.tolist()):
+        row = view.cells[:, min(pos + 1, view.cells.shape[1] - 1)]
+        found[index] = row[:, :pos].any()
+    return found
+
+
+def _is_empty_row(views: Sequence[StepMaskView], positions: Positions) -> BoolArray:
+    """Say which rows see no key in any layer; of those the rule of empty rows tells."""
+    rows = [view.cells[:, np.minimum(positions, view.cells.shape[1] - 1)] for view in views]
+    empty: BoolArray = np.logical_and.reduce([~row.any(axis=(0, 2)) for row in rows])
+    return empty
+
+
+def _count_second_last_row(view: StepMaskView) -> int:
+    """Return how many keys the last row but one sees, 0 where there is none."""
+    cells = view.cells
+    return int(np.count_nonzero(cells[:, -2].any(axis=0))) if cells.shape[1] > 1 else 0
+
+
+def _join_segment_labels(segments: Sequence[Segment]) -> str:
+    labels = [printable(segment.label) for segment in segments]
+    text = " and ".join([", ".join(labels[:-1]), labels[-1]]) if len(labels) > 1 else labels[0]
+    return text[:1].upper() + text[1:]

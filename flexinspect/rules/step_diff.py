@@ -1,0 +1,354 @@
+"""One step of two runs compared: choice, logits, masks, paths, and each layer's statistics.
+
+No I/O and no torch: step records in, differences out. What two steps were fed is the caller's
+matter; of steps that were fed other tokens only the choice says anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexinspect.masks.algebra import BoolArray
+from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
+
+ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+"""How far a layer's statistics may be off, relative, when only rounding differs."""
+JUMP_FACTOR = 4.0
+"""A layer that adds this many times what the others add on average stands out."""
+
+FindMask = Callable[[str], MaskRecord | None]
+RealPositions = npt.NDArray[np.bool_] | None
+"""Which positions are no padding; None when all are real."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """How far one layer's output is off between two runs, relative to its size.
+
+    `added` is what this layer added to the difference of the layer before it. `exact` says whether
+    hidden states were compared (level extreme), not their statistics alone.
+    """
+
+    layer: int
+    difference: float
+    added: float
+    exact: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MaskDifference:
+    """Layers whose executed masks differ, real rows and keys alone.
+
+    `cells` counts them in the first layer and head that differ, and `first` is the position of row
+    and key of the first of them; both are None when the cells are not known.
+    """
+
+    layers: tuple[int, ...]
+    cells: int | None = None
+    first: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PathDifference:
+    """Layers that took another path or another dtype: `a` and `b` in words."""
+
+    layers: tuple[int, ...]
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepDifference:
+    """What differs between one step of run A and the same step of run B.
+
+    `tokens` are the ids chosen (the best ones where the choice was not seen), None without logits.
+    `logits` is the largest change of a candidate's logit that both runs recorded; `margins` are
+    best minus second. `entered` and `left` are candidates of one run alone. `lengths` is set when
+    the two steps did not compute rows over the same keys, `positions` when their position ids are
+    not the same; both in words.
+    """
+
+    step: int
+    tokens: tuple[int, int] | None = None
+    logits: float | None = None
+    margins: tuple[float, float] | None = None
+    entered: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+    lengths: str = ""
+    positions: str = ""
+    masks: tuple[MaskDifference, ...] = ()
+    paths: tuple[PathDifference, ...] = ()
+    layers: tuple[LayerDifference, ...] = ()
+
+    @property
+    def is_diverged(self) -> bool:
+        """Whether the two runs go on with different tokens."""
+        return self.tokens is not None and self.tokens[0] != self.tokens[1]
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing at all differs in what was recorded."""
+        off = any(one.difference for one in self.layers) or bool(self.logits)
+        fed = self.lengths or self.positions
+        structure = fed or self.masks or self.paths or self.entered or self.left
+        return not (self.is_diverged or structure or off)
+
+    @property
+    def worst(self) -> LayerDifference | None:
+        """The layer that is off most."""
+        return max(self.layers, key=lambda one: one.difference, default=None)
+
+
+def compare_steps(
+    a: StepRecord,
+    b: StepRecord,
+    find_masks: tuple[FindMask, FindMask],
+    *,
+    real: RealPositions = None,
+) -> StepDifference:
+    """Return what differs between two steps that were fed the same."""
+    lengths = _compare_lengths(a, b)
+    same = not lengths
+    tokens = _chosen_pair(a, b)
+    entered, left, moved = _compare_candidates(a.logits, b.logits)
+    margins = None
+    if a.logits is not None and b.logits is not None:
+        margins = (a.logits.margin, b.logits.margin)
+    return StepDifference(
+        step=a.step,
+        tokens=tokens,
+        logits=moved,
+        margins=margins,
+        entered=entered,
+        left=left,
+        lengths=lengths,
+        positions=_compare_positions(a, b),
+        masks=_compare_masks(a, b, find_masks, real) if same else (),
+        paths=_compare_paths(a, b),
+        layers=_compare_layers(a, b, real) if same else (),
+    )
+
+
+def rounding_limit(a: StepRecord, b: StepRecord) -> float:
+    """Return how far rounding may put two steps apart, by the coarser of their dtypes."""
+    dtypes = {call.dtype for step in (a, b) for call in step.calls}
+    return max(
+        (ROUNDING_LIMITS.get(name, 0.1) for name in dtypes), default=ROUNDING_LIMITS["float32"]
+    )
+
+
+def find_jump(layers: Sequence[LayerDifference], limit: float) -> LayerDifference | None:
+    """Return the layer at which a difference jumps beyond what rounding explains, None for none.
+
+    A layer stands out when it adds `JUMP` times what the others add on average.
+    """
+    beyond = [one for one in layers if one.difference > limit]
+    if not beyond:
+        return None
+    first = max(layers, key=lambda one: one.added)
+    others = [abs(one.added) for one in layers if one is not first]
+    usual = sum(others) / len(others) if others else 0.0
+    return first if first.added > JUMP_FACTOR * usual and first.added > limit / 2 else None
+
+
+# -- choice and logits -----------------------------------------------------------------------------
+
+
+def _compare_lengths(a: StepRecord, b: StepRecord) -> str:
+    one, other = (f"{step.q_len} rows after {step.kv_before} keys" for step in (a, b))
+    return "" if one == other else f"{one} against {other}"
+
+
+def _compare_positions(a: StepRecord, b: StepRecord) -> str:
+    if a.inputs is None or b.inputs is None or not (a.inputs.positions and b.inputs.positions):
+        return ""
+    one, other = (_format_runs(step.inputs.positions) for step in (a, b) if step.inputs is not None)
+    return "" if one == other else f"{one} against {other}"
+
+
+def _format_runs(positions: Sequence[tuple[int, int]]) -> str:
+    """Return runs of position ids as `0-4, 0-5`."""
+    return ", ".join(f"{first}-{first + n - 1}" if n > 1 else f"{first}" for first, n in positions)
+
+
+def _chosen_pair(a: StepRecord, b: StepRecord) -> tuple[int, int] | None:
+    chosen = (_chosen_id(a), _chosen_id(b))
+    return None if chosen[0] is None or chosen[1] is None else (chosen[0], chosen[1])
+
+
+def _chosen_id(step: StepRecord) -> int | None:
+    logits = step.logits
+    if logits is None:
+        return None
+    if logits.chosen_id != UNKNOWN:
+        return logits.chosen_id
+    return logits.candidates[0].token_id if logits.candidates else None
+
+
+def _compare_candidates(
+    a: LogitsRecord | None, b: LogitsRecord | None
+) -> tuple[tuple[int, ...], tuple[int, ...], float | None]:
+    """Return the candidates of B alone, those of A alone, and the largest change of a logit."""
+    if a is None or b is None:
+        return (), (), None
+    one, other = ({c.token_id: c.logit for c in logits.candidates} for logits in (a, b))
+    both = [abs(one[id_] - other[id_]) for id_ in one if id_ in other]
+    entered = tuple(id_ for id_ in other if id_ not in one)
+    left = tuple(id_ for id_ in one if id_ not in other)
+    finite = [value for value in both if math.isfinite(value)]
+    return entered, left, max(finite, default=None)
+
+
+# -- masks and paths -------------------------------------------------------------------------------
+
+
+def _compare_masks(
+    a: StepRecord, b: StepRecord, find_masks: tuple[FindMask, FindMask], real: RealPositions
+) -> tuple[MaskDifference, ...]:
+    """Return the layers whose executed masks differ, those with one difference together."""
+    of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
+    found: dict[tuple[str | None, str | None], MaskDifference | None] = {}
+    layers: dict[tuple[str | None, str | None], list[int]] = {}
+    for layer in sorted(of_a.keys() & of_b.keys()):
+        key = (of_a[layer], of_b[layer])
+        if key not in found:
+            found[key] = _mask_difference(key, find_masks, a, real)
+        if found[key] is not None:
+            layers.setdefault(key, []).append(layer)
+    return tuple(
+        MaskDifference(tuple(which), one.cells, one.first)
+        for key, which in layers.items()
+        if (one := found[key]) is not None
+    )
+
+
+def _mask_difference(
+    key: tuple[str | None, str | None],
+    find_masks: tuple[FindMask, FindMask],
+    step: StepRecord,
+    real: RealPositions,
+) -> MaskDifference | None:
+    if key[0] == key[1] or key[0] is None or key[1] is None:
+        return None if key[0] == key[1] else MaskDifference(())
+    one, other = find_masks[0](key[0]), find_masks[1](key[1])
+    if one is None or other is None or one.cells is None or other.cells is None:
+        # Fingerprints count names and captured values too, so without cells nothing is known.
+        return None
+    n_rows = max(one.q_len, other.q_len)
+    cells_a, cells_b = (_broadcast_rows(cells, n_rows) for cells in (one.cells, other.cells))
+    if cells_a.shape[1:] != cells_b.shape[1:]:
+        return MaskDifference(())
+    differs = cells_a != cells_b
+    _drop_padding(differs, step, one, real)
+    per_head = differs.reshape(len(differs), -1).sum(1)
+    if not per_head.any():
+        return None
+    head = int(np.argmax(per_head > 0))
+    row, kv = (int(n) for n in np.argwhere(differs[head])[0])
+    first = (step.kv_before + row, max(step.kv_after - one.kv_len, 0) + kv)
+    return MaskDifference((), int(per_head[head]), first)
+
+
+def _broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
+    if cells.shape[1] == 1 < n_rows:  # one row that is broadcast
+        return np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
+    return cells
+
+
+def _drop_padding(
+    differs: BoolArray, step: StepRecord, mask: MaskRecord, real: RealPositions
+) -> None:
+    """Take out rows and keys of padding: what they hold differs between kernels by right."""
+    if real is None:
+        return
+    kv_offset = max(step.kv_after - mask.kv_len, 0)
+    rows = np.arange(step.kv_before, step.kv_before + differs.shape[1])
+    keys = np.arange(kv_offset, kv_offset + differs.shape[2])
+    pads = np.flatnonzero(~real)
+    differs[:, np.isin(rows, pads)] = False
+    differs[:, :, np.isin(keys, pads)] = False
+
+
+def _compare_paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
+    of_a, of_b = (
+        {call.layer: f"{call.path}, {call.dtype}" for call in step.calls} for step in (a, b)
+    )
+    found: dict[tuple[str, str], list[int]] = {}
+    for layer in sorted(of_a.keys() | of_b.keys()):
+        pair = (of_a.get(layer, "no call"), of_b.get(layer, "no call"))
+        if pair[0] != pair[1]:
+            found.setdefault(pair, []).append(layer)
+    return tuple(PathDifference(tuple(which), *pair) for pair, which in found.items())
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+def _compare_layers(
+    a: StepRecord, b: StepRecord, real: RealPositions
+) -> tuple[LayerDifference, ...]:
+    """Return how far each layer is off: of hidden states where both have them, else of statistics.
+
+    Statistics are over all rows, so with padding among these they say nothing.
+    """
+    states = _hidden_differences(a, b, real)
+    if not states and real is None:
+        states = {layer: (off, False) for layer, off in _stat_differences(a, b).items()}
+    found, before = [], 0.0
+    for layer, (off, exact) in sorted(states.items()):
+        found.append(LayerDifference(layer, off, off - before, exact))
+        before = off
+    return tuple(found)
+
+
+def _hidden_differences(
+    a: StepRecord, b: StepRecord, real: RealPositions
+) -> Mapping[int, tuple[float, bool]]:
+    of_a, of_b = (
+        {one.layer: one for one in step.arrays if one.stream == "hidden"} for step in (a, b)
+    )
+    found = {}
+    for layer in of_a.keys() & of_b.keys():
+        one, other = (_to_float32(of[layer].array, of[layer].dtype) for of in (of_a, of_b))
+        if layer is None or one.shape != other.shape:
+            continue
+        if real is not None:
+            rows = np.isin(np.arange(len(one)) + a.kv_before, np.flatnonzero(~real), invert=True)
+            one, other = one[rows], other[rows]
+        size = float(np.linalg.norm(one))
+        found[layer] = (float(np.linalg.norm(one - other)) / (size or 1.0), True)
+    return found
+
+
+def _to_float32(array: npt.NDArray[np.generic], dtype: str | None) -> npt.NDArray[np.float32]:
+    if dtype == "bfloat16":
+        return (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def _stat_differences(a: StepRecord, b: StepRecord) -> Mapping[int, float]:
+    of_a, of_b = ({stat.layer: stat for stat in step.layer_stats} for step in (a, b))
+    return {
+        layer: _relative_change(of_a[layer], of_b[layer]) for layer in of_a.keys() & of_b.keys()
+    }
+
+
+def _relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:
+    """Return the largest relative change of a layer's norm, spread and extremes."""
+    size = max(abs(one.std), abs(other.std), 1e-12)
+    width = max(abs(one.max), abs(one.min), abs(other.max), abs(other.min), 1e-12)
+    norm = max(abs(one.norm), abs(other.norm), 1e-12)
+    changes = (
+        abs(one.norm - other.norm) / norm,
+        abs(one.std - other.std) / size,
+        abs(one.mean - other.mean) / size,
+        abs(one.max - other.max) / width,
+        abs(one.min - other.min) / width,
+    )
+    off = max(changes)
+    return off if math.isfinite(off) else math.inf

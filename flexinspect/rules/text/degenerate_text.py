@@ -1,0 +1,348 @@
+"""The health of the generated text: loops, flat or collapsed distributions, an answer that is none.
+
+A tiny random model loops all the time and knows nothing, and that is no fault of its run. What
+tells a trained model in trouble from it: a real vocabulary, tokens chosen with near certainty, and
+a loop that begins after some text (untrained models with tied embeddings repeat what they are fed
+from the first token on).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from flexinspect.core.text import printable
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import SegmentKind
+from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord, TokenRecord
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.engine import FindingKind, Rule
+
+REPETITION = "text.repetition"
+COLLAPSE = "text.entropy-collapse"
+FLAT = "text.flat"
+STOPPED_AT_ONCE = "text.stopped-at-once"
+
+MAX_PERIOD = 8
+"""Tokens of the longest period that is looked for."""
+MIN_LOOP_TOKENS = 12
+MIN_PERIODS = 3
+MIN_LOOP_PROBABILITY = 0.9
+"""Mean probability of the tokens of a loop from which on the model is sure of them."""
+MIN_VOCABULARY = 1000
+"""Tokens; vocabularies of toys are smaller."""
+MAX_CERTAIN_ENTROPY = 1e-4
+"""Nats of entropy below which nothing but one token is left."""
+MIN_CERTAIN_STEPS = 16
+MIN_FLAT_SHARE = 0.9
+"""Share of log(vocabulary) from which on a distribution is called flat."""
+MIN_FLAT_STEPS = 4
+MAX_PEAKED_SHARE = 0.5
+"""The same below which the model had an idea."""
+
+_TEXT_QUERY = (
+    "SELECT step, chosen_id, chosen_rank, exp(chosen_logprob) AS probability, entropy, margin "
+    "FROM steps WHERE generation = {generation} AND branch = {branch} AND step <= {step} "
+    "ORDER BY step"
+)
+
+
+@dataclass(slots=True)
+class _BranchText:
+    """What a branch has generated lately."""
+
+    ids: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_PERIOD + 1))
+    logprobs: list[float] = field(default_factory=list)
+    n_not_best: list[int] = field(default_factory=list)
+    """Of the tokens so far, those that were not the best."""
+    matches: list[int] = field(default_factory=lambda: [0] * (MAX_PERIOD + 1))
+    """By period: how many tokens in a row were the same as the one a period earlier."""
+    loop_period: int = 0
+    n_certain: int = 0
+    n_flat: int = 0
+    n_peaked: int = 0
+    has_nan: bool = False
+    """Whether NaN chose a token: what follows is no text, and another rule says so."""
+    first_token: TokenRecord | None = None
+    first_step: StepRecord | None = None
+
+
+class TextRule(Rule):
+    """Follows the tokens that were chosen and the distributions that they were chosen from."""
+
+    name: ClassVar[str] = "text"
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        REPETITION: FindingKind(
+            Severity.WARNING,
+            "the same few tokens again and again",
+            why=(
+                "Each repetition makes the next one more probable, so a loop does not end by "
+                "itself; it often begins where attention lost the prompt."
+            ),
+            confirm=(
+                "Go to the step and look at the attention panel: whether the newest row still "
+                "reads the prompt, or only the loop."
+            ),
+            fix=(
+                "Look at the other findings first (mask, positions, cache). If there are none, "
+                "compare with the unpatched model on the same ids: what loops there as well needs "
+                "another prompt, sampling or a penalty."
+            ),
+            query=_TEXT_QUERY,
+        ),
+        COLLAPSE: FindingKind(
+            Severity.NOTE,
+            "one token has all the probability, step after step",
+            why=(
+                "Trained models are sure of single tokens, not of every one; logits that are too "
+                "large by a factor look like this, and sampling then does nothing."
+            ),
+            confirm="Look at the margins in the logits panel: tens of nats in every step.",
+            fix=(
+                "Look for a temperature close to 0 inside the model, a head or final norm that was "
+                "scaled, or a text that the model knows by heart."
+            ),
+            query=_TEXT_QUERY,
+        ),
+        FLAT: FindingKind(
+            Severity.WARNING,
+            "every token of the vocabulary is about as probable as any other",
+            why=(
+                "A flat distribution says that nothing of the prompt reached the head, or that "
+                "the weights are not those of a trained model."
+            ),
+            confirm=(
+                "Compare the entropy in the logits panel with log of the vocabulary's size; the "
+                "run panel says where the weights came from."
+            ),
+            fix=(
+                "Look for weights that were initialised anew when the model was loaded, for "
+                "--weights random, and for a last layer or norm whose output is zero."
+            ),
+            query=_TEXT_QUERY,
+        ),
+        STOPPED_AT_ONCE: FindingKind(
+            Severity.WARNING,
+            "the first token chosen is a special one and the answer is empty",
+            why="Nothing was generated, and an evaluation counts that as a wrong answer.",
+            confirm=(
+                "Look at the end of the prompt in the tokens panel: an EOS that the tokenizer "
+                "appended, a template without its last header, a cue with a space too many."
+            ),
+            fix=(
+                "Encode the prompt with add_special_tokens=False where BOS is added by hand, and "
+                "end a chat template with add_generation_prompt=True."
+            ),
+            query=_TEXT_QUERY,
+        ),
+    }
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Begin with no text."""
+        super().on_generation_start(context)
+        self._texts: dict[int, _BranchText] = {}
+        self._vocabulary = max((t.token_id for t in context.generation.tokens), default=-1) + 1
+
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+        """Return what is wrong with the text up to the token that this step chose."""
+        text = self._texts.get(step.branch)
+        if text is None:
+            text = self._texts[step.branch] = _BranchText()
+        logits, found = step.logits, []
+        text.has_nan = text.has_nan or (logits is not None and logits.n_nan > 0)
+        if text.has_nan:
+            return ()
+        if logits is not None:
+            found += self._check_entropy(step, logits, text)
+        for token in step.tokens:
+            if token.step == step.step:
+                found += self._add_token(step, token, logits, text)
+        return found
+
+    def on_generation_end(self) -> Sequence[Finding]:
+        """Return whether the answer ended with its first token."""
+        return [
+            self._stopped_finding(text.first_step, text.first_token)
+            for text in self._texts.values()
+            if text.first_token is not None
+            and text.first_step is not None
+            and text.first_token.special
+            if len(text.logprobs) == 1 and not self._is_part_of_answer(text.first_token.pos - 1)
+        ]
+
+    def _is_part_of_answer(self, pos: int) -> bool:
+        """Whether the token there is of the answer too: a branch that began with part of it."""
+        return any(
+            one.kind is SegmentKind.GENERATED and one.start <= pos
+            for one in self.context.generation.segments
+        )
+
+    # -- loops -----------------------------------------------------------------------------------
+
+    def _add_token(
+        self, step: StepRecord, token: TokenRecord, logits: LogitsRecord | None, text: _BranchText
+    ) -> list[Finding]:
+        if text.first_token is None:
+            text.first_token, text.first_step = token, step
+        is_known = logits is not None and logits.chosen_rank != UNKNOWN
+        behind = text.n_not_best[-1] if text.n_not_best else 0
+        text.n_not_best.append(
+            behind + (is_known and logits is not None and logits.chosen_rank > 0)
+        )
+        text.logprobs.append(logits.chosen_logprob if logits is not None else math.nan)
+        ids, matches = text.ids, text.matches
+        ids.append(token.token_id)
+        looping = 0
+        for period in range(1, len(ids)):
+            matches[period] = matches[period] + 1 if ids[-1 - period] == ids[-1] else 0
+            if not looping and matches[period] + period >= max(
+                MIN_LOOP_TOKENS, MIN_PERIODS * period
+            ):
+                looping = period
+        if not looping:
+            text.loop_period = 0
+            return []
+        is_new, text.loop_period = text.loop_period != looping, looping
+        is_quiet = token.special or text.n_flat >= MIN_FLAT_STEPS  # a flat distribution says it all
+        return [self._loop_finding(step, text, looping)] if is_new and not is_quiet else []
+
+    def _loop_finding(self, step: StepRecord, text: _BranchText, period: int) -> Finding:
+        length = text.matches[period] + period
+        n_before = len(text.logprobs) - length
+        last = self._period_text(step, period)
+        sure = math.exp(sum(text.logprobs[-length:]) / length)
+        begins = step.step - length + 1
+        what = "1 token" if period == 1 else f"the same {period} tokens"
+        sentence = (
+            f'The text repeats {what}, "{last}", {length // period} times up to step {step.step}: '
+            f"the loop begins at step {begins}, and its tokens have a probability of {sure:.2g} "
+            "each (geometric mean)."
+        )
+        evidence = {
+            "period": period,
+            "tokens": length,
+            "begins": begins,
+            "probability": sure,
+            "vocabulary": self._vocabulary,
+        }
+        is_serious = self._is_serious(text, length, period, n_before, sure)
+        positions = range(step.kv_after - period + 1, step.kv_after + 1)
+        return self.finding(
+            step,
+            REPETITION,
+            sentence,
+            evidence=evidence,
+            severity=Severity.WARNING if is_serious else Severity.NOTE,
+            positions=positions,
+            series=f"from {begins}",
+        )
+
+    def _is_serious(
+        self, text: _BranchText, length: int, period: int, n_before: int, sure: float
+    ) -> bool:
+        """Whether a trained model is in trouble, as far as numbers can tell."""
+        if self._vocabulary < MIN_VOCABULARY or not sure >= MIN_LOOP_PROBABILITY:
+            return False
+        copies_input = period == 1 and n_before < 2
+        behind = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
+        return not copies_input and behind * 10 <= length
+
+    def _period_text(self, step: StepRecord, period: int) -> str:
+        """Return the words of the last period."""
+        tokens = (
+            self.context.token(pos) for pos in range(step.kv_after - period + 1, step.kv_after)
+        )
+        last = next(token for token in step.tokens if token.step == step.step)
+        texts = [t.text or t.token for t in (*tokens, last) if t is not None]
+        return printable("".join(texts)).strip()
+
+    # -- distributions ---------------------------------------------------------------------------
+
+    def _check_entropy(
+        self, step: StepRecord, logits: LogitsRecord, text: _BranchText
+    ) -> list[Finding]:
+        entropy = logits.entropy
+        if entropy < MAX_CERTAIN_ENTROPY:
+            text.n_certain, text.n_flat = text.n_certain + 1, 0
+            text.n_peaked += 1
+            return self._check_certain(step, logits, text)
+        text.n_certain = 0
+        if not logits.histogram:
+            self._update_vocabulary(logits)
+            return []
+        size = sum(logits.histogram)
+        self._vocabulary = max(self._vocabulary, size)
+        share = entropy / math.log(size) if size > 1 else 0.0
+        if share < MIN_FLAT_SHARE:
+            text.n_flat = 0
+            text.n_peaked += share < MAX_PEAKED_SHARE
+            return []
+        text.n_flat += 1
+        return self._check_flat(step, logits, text, size) if text.n_flat >= MIN_FLAT_STEPS else []
+
+    def _update_vocabulary(self, logits: LogitsRecord) -> None:
+        """Learn from the ids met how large the vocabulary must be, where it is not recorded."""
+        if self._vocabulary < MIN_VOCABULARY and logits.candidates:
+            highest = max(candidate.token_id for candidate in logits.candidates)
+            self._vocabulary = max(self._vocabulary, highest + 1)
+
+    def _check_certain(
+        self, step: StepRecord, logits: LogitsRecord, text: _BranchText
+    ) -> list[Finding]:
+        if text.n_certain < MIN_CERTAIN_STEPS or text.loop_period:
+            return []
+        sentence = (
+            f"For {text.n_certain} steps up to step {step.step} one token has had all the "
+            f"probability (entropy {logits.entropy:.1e} nats, margin {logits.margin:.1f})."
+        )
+        evidence = {"steps": text.n_certain, "entropy": logits.entropy, "margin": logits.margin}
+        here = (step.kv_after,)
+        return [
+            self.finding(
+                step, COLLAPSE, sentence, evidence=evidence, positions=here, series="certain"
+            )
+        ]
+
+    def _check_flat(
+        self, step: StepRecord, logits: LogitsRecord, text: _BranchText, size: int
+    ) -> list[Finding]:
+        had_an_idea = text.n_peaked >= MIN_FLAT_STEPS
+        before = (
+            f", after {text.n_peaked} steps with less than half of that"
+            if had_an_idea
+            else ", from the beginning on"
+            if text.n_flat > step.step
+            else ""
+        )
+        sentence = (
+            f"The distribution has been flat for {text.n_flat} steps up to step {step.step}: entropy "
+            f"{logits.entropy:.2f} of at most {math.log(size):.2f} nats over {size} tokens{before}."
+        )
+        evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
+        severity = Severity.WARNING if had_an_idea else Severity.NOTE
+        about: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
+        return [self.finding(step, FLAT, sentence, evidence=evidence, series="flat", **about)]
+
+    # -- no answer -------------------------------------------------------------------------------
+
+    def _stopped_finding(self, step: StepRecord, token: TokenRecord) -> Finding:
+        logits = step.logits
+        p = math.exp(logits.chosen_logprob) if logits is not None else math.nan
+        last = self.context.token(token.pos - 1)
+        copies = last is not None and last.token_id == token.token_id
+        name = printable(token.token)
+        sentence = f'The first token chosen is "{name}" (probability {p:.2g}): the answer is empty'
+        if last is not None and last.special:
+            sentence += f', and the prompt itself ends with the special token "{last.token}"'
+        certain = p >= 0.5 and not copies
+        return self.finding(
+            step,
+            STOPPED_AT_ONCE,
+            f"{sentence}.",
+            evidence={"token_id": token.token_id, "probability": p},
+            severity=Severity.WARNING if certain else Severity.NOTE,
+            positions=(token.pos,),
+        )

@@ -1,0 +1,177 @@
+"""How tokens were chosen: ties that rounding decides, and tokens that were not the best.
+
+Whether a run is greedy is nowhere said, so it is concluded: had the tokens been drawn from the
+recorded distributions, the best one would not have come out every time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from flexinspect.core.text import plural, printable
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import UNKNOWN, LogitsRecord, StepRecord
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.engine import FindingKind, Rule
+
+NEAR_TIE = "text.near-tie"
+NOT_BEST = "text.not-the-best"
+
+SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
+"""Bits of a number's significand, the first included."""
+ROUNDING_ULPS = {"bfloat16": 2, "float16": 2, "float32": 8}
+"""Units in the last place by which a logit moves when its sum is taken in another order."""
+MAX_TIE_MARGIN = 2.0
+"""No tie is wider than this: units of bfloat16 for logits of 128."""
+
+MIN_GREEDY_STEPS = 8
+UNLIKELY_LOGPROB = math.log(1e-4)
+"""Below it, it is no chance that the best token came out so often."""
+MAX_NOT_BEST_SHARE = 0.05
+"""Share of tokens that may not be the best in a run that is greedy all the same."""
+
+
+@dataclass(slots=True)
+class _ChoiceCounts:
+    """What was chosen in a branch."""
+
+    n_chosen: int = 0
+    n_best: int = 0
+    logprob_sum: float = 0.0
+    first_not_best: tuple[StepRecord, LogitsRecord] | None = None
+    has_scores: bool = True
+
+
+class TokenChoiceRule(Rule):
+    """Compares the chosen token with the best one."""
+
+    name: ClassVar[str] = "choice"
+    findings: ClassVar[Mapping[str, FindingKind]] = {
+        NEAR_TIE: FindingKind(
+            Severity.NOTE,
+            "the two best tokens are closer than the dtype can tell apart",
+            why=(
+                "Another kernel, batch size or dtype may choose the other token, and from there on "
+                "the texts differ: a divergence that begins here says nothing about mask or cache."
+            ),
+            confirm="Look at the two best tokens in the logits panel; their logits are the same.",
+            fix=(
+                "Nothing to mend. To compare two runs, force the same tokens on both, or compute "
+                "in float32."
+            ),
+            query=(
+                "SELECT rank, token_id, text, logit, logprob FROM candidates WHERE generation = "
+                "{generation} AND branch = {branch} AND step = {step} AND rank < 2 ORDER BY rank"
+            ),
+        ),
+        NOT_BEST: FindingKind(
+            Severity.WARNING,
+            "a greedy run that chose a token which was not the best",
+            why=(
+                "The token was chosen from something else than these logits: another row, an older "
+                "tensor, or scores that a processor changed."
+            ),
+            confirm="Look at the rank of the chosen token in the logits panel at this step.",
+            fix=(
+                "In a loop of your own, take argmax of logits[:, -1] of this very forward. In "
+                "generate, look for processors (repetition_penalty, min_new_tokens, bad words)."
+            ),
+            query=(
+                "SELECT step, chosen_id, chosen_rank, chosen_logprob, margin FROM steps WHERE "
+                "generation = {generation} AND branch = {branch} AND chosen_rank > 0 ORDER BY step"
+            ),
+        ),
+    }
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Begin with nothing chosen."""
+        super().on_generation_start(context)
+        self._counts: dict[int, _ChoiceCounts] = {}
+
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+        """Return a tie; what was not the best is told at the end."""
+        logits = step.logits
+        if logits is None or not logits.candidates or logits.n_nan:
+            return ()
+        if logits.chosen_rank != UNKNOWN:
+            self._count_choice(step, logits)
+        if logits.margin < MAX_TIE_MARGIN and logits.chosen_rank < 2 and len(logits.candidates) > 1:
+            return self._check_tie(step, logits)
+        return ()
+
+    def _count_choice(self, step: StepRecord, logits: LogitsRecord) -> None:
+        run = self._counts.get(step.branch)
+        if run is None:
+            run = self._counts[step.branch] = _ChoiceCounts()
+        best = logits.candidates[0]
+        is_scored = best.score == best.score
+        run.has_scores = run.has_scores and is_scored
+        run.n_chosen += 1
+        if logits.chosen_rank == 0:
+            run.n_best += 1
+            run.logprob_sum += best.score_logprob if is_scored else best.logprob
+        elif run.first_not_best is None and logits.chosen_logprob < best.logprob:
+            run.first_not_best = (step, logits)
+
+    # -- ties ------------------------------------------------------------------------------------
+
+    def _check_tie(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
+        dtype = step.calls[0].dtype if step.calls else ""
+        first, second = logits.candidates[:2]
+        if logits.candidates[-1].logit == first.logit and len(logits.candidates) > 2:
+            return ()  # no tie of two: the distribution is flat
+        if dtype not in SIGNIFICAND_BITS or not math.isfinite(first.logit):
+            return ()
+        if first.score == first.score and first.score != first.logit:
+            return ()  # sampled, so no tie is decided by rounding
+        unit = math.ldexp(1.0, math.frexp(first.logit)[1] - SIGNIFICAND_BITS[dtype])
+        if logits.margin > ROUNDING_ULPS[dtype] * unit:
+            return ()
+        sentence = (
+            f'The two best tokens of step {step.step}, "{printable(first.text)}" and '
+            f'"{printable(second.text)}", are {logits.margin:.2g} apart at a logit of '
+            f"{first.logit:.4g}, where {dtype} has steps of {unit:.2g}: rounding decides between "
+            "them."
+        )
+        evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
+        at = (step.kv_after,)
+        about: dict[str, Any] = {"positions": at, "evidence": evidence, "series": "tie"}
+        return [self.finding(step, NEAR_TIE, sentence, **about)]
+
+    # -- not the best ----------------------------------------------------------------------------
+
+    def on_generation_end(self) -> Sequence[Finding]:
+        """Return the first token that was not the best in a run that is greedy by all signs."""
+        found = []
+        for run in self._counts.values():
+            n_off = run.n_chosen - run.n_best
+            is_greedy = run.n_chosen >= MIN_GREEDY_STEPS and run.logprob_sum < UNLIKELY_LOGPROB
+            if (
+                run.first_not_best is not None
+                and is_greedy
+                and n_off <= max(1, MAX_NOT_BEST_SHARE * run.n_chosen)
+            ):
+                found.append(self._not_best_finding(*run.first_not_best, run, n_off))
+        return found
+
+    def _not_best_finding(
+        self, step: StepRecord, logits: LogitsRecord, run: _ChoiceCounts, n_off: int
+    ) -> Finding:
+        best = logits.candidates[0]
+        chosen = next((t for t in step.tokens if t.token_id == logits.chosen_id), None)
+        word = printable(chosen.text or chosen.token) if chosen else str(logits.chosen_id)
+        sentence = (
+            f'Step {step.step} chose "{word}" (rank {logits.chosen_rank}, probability '
+            f'{math.exp(logits.chosen_logprob):.2g}) over the best token "{printable(best.text)}" '
+            f"({math.exp(best.logprob):.2g}), while {run.n_best} of {run.n_chosen} tokens are the best of "
+            f"theirs: {plural(n_off, 'choice')} that greedy decoding does not make"
+        )
+        if not run.has_scores:
+            sentence += ", unless a processor that was not seen changed the scores"
+        evidence = {"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off}
+        severity = Severity.WARNING if run.has_scores else Severity.NOTE
+        about: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
+        return self.finding(step, NOT_BEST, f"{sentence}.", evidence=evidence, **about)

@@ -1,0 +1,517 @@
+"""What the findings of a training run stand for, and the advice that each brings."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, ClassVar
+
+from flexinspect.core.text import plural, printable
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import StepRecord
+from flexinspect.records.training_step import VANISHING_NORM as THRESHOLD
+from flexinspect.records.training_step import AnomalyOrigin, TrainingStepRecord
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.engine import FindingKind, Rule
+
+LOSS_NAN = "training.loss-nan"
+LOSS_SPIKE = "training.loss-spike"
+GRADIENT_EXPLOSION = "training.explosion"
+GRADIENT_VANISHING = "training.vanishing"
+DEAD_PARAMETERS = "training.dead-parameters"
+LEARNING_RATE = "training.learning-rate"
+NAN_GRADIENT = "training.nan-gradient"
+FP16_OVERFLOW = "training.fp16-overflow"
+SCALER_SKIPS = "training.scaler-skips"
+LOADER_BOUND = "training.loader-bound"
+
+_TRAINING_WHERE = "WHERE generation = {generation} AND branch = {branch}"
+_TRAINING_STEPS_QUERY = f"SELECT step, loss, total_norm, learning_rates, producer FROM training_steps {_TRAINING_WHERE} "
+_CURVE_QUERY = _TRAINING_STEPS_QUERY + "ORDER BY step"
+_GRADS_QUERY = f"SELECT name, norm, max, n_nan, n_inf FROM grads {_TRAINING_WHERE} AND step = {{step}} ORDER BY norm DESC"
+
+TRAINING_KINDS: Mapping[str, FindingKind] = {
+    LOSS_NAN: FindingKind(
+        Severity.ERROR,
+        "the loss is NaN or infinite",
+        "Its gradients are not finite either, and one step of the optimizer with them spoils every "
+        "weight: from there on the run computes nothing.",
+        "Go to the step: the training panel names the first sick output and shows the losses and "
+        "norms before it.",
+        "Check the inputs for NaN and Inf, the parameters, and whether the learning rate is above "
+        "1.0. A logarithm or a division of 0 needs a small epsilon. Leave a step out whose loss is "
+        "not finite.",
+        _CURVE_QUERY,
+    ),
+    LOSS_SPIKE: FindingKind(
+        Severity.WARNING,
+        "the loss jumps far above the ones before it",
+        "A spike is often the step before the run diverges, or a batch unlike the others.",
+        "The training panel draws the losses; the query lists them with norms and learning rates.",
+        "Lower the learning rate or warm it up, clip gradients (max_norm=1.0), and look at the "
+        "batch of this step.",
+        _CURVE_QUERY,
+    ),
+    GRADIENT_EXPLOSION: FindingKind(
+        Severity.WARNING,
+        "the gradient of a parameter has a norm above 10",
+        "The optimizer's step grows with the gradient: weights jump away, and the loss follows.",
+        "The query lists the parameters of the step by norm; the strip of the training panel shows "
+        "in which group it began.",
+        "Lower the learning rate, clip the gradients "
+        "(torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)), check the scaling of the "
+        "inputs.",
+        _GRADS_QUERY,
+    ),
+    GRADIENT_VANISHING: FindingKind(
+        Severity.WARNING,
+        "the gradient of a weight matrix has a norm below 1e-6 while others learn",
+        "The parameter does not learn: the signal is lost on the way back to it.",
+        "The strip of the training panel shows norms by group: they fall from the loss towards the "
+        "input.",
+        "Raise the learning rate, take other activations (ReLU or GELU in place of sigmoid or "
+        "tanh), another initialisation, or add skip connections.",
+        _GRADS_QUERY,
+    ),
+    DEAD_PARAMETERS: FindingKind(
+        Severity.WARNING,
+        "parameters get no gradient, or one of exactly 0, step after step",
+        "They stay as they were initialised: units that never fire, a branch that nothing uses, a "
+        "tensor that was detached.",
+        "The query lists their gradients; go through the forward for a detach, a no_grad or a "
+        "branch that is never taken.",
+        "Freeze what is meant to stay (requires_grad_(False)); else use the module's output, or "
+        "take a smaller learning rate and another activation than ReLU.",
+        _GRADS_QUERY,
+    ),
+    LEARNING_RATE: FindingKind(
+        Severity.NOTE,
+        "a learning rate is above 1.0",
+        "Most optimizers diverge with it within a few steps.",
+        "The query lists the learning rates of the steps.",
+        "Use 1e-5 to 1e-3 for Adam and its like, 1e-3 to 1e-1 for SGD, unless the method asks for "
+        "more.",
+        _CURVE_QUERY,
+    ),
+    NAN_GRADIENT: FindingKind(
+        Severity.ERROR,
+        "a gradient is NaN or infinite, though the loss is finite",
+        "The optimizer's step makes the weight NaN; the next forward shows it everywhere.",
+        "Run the step again under torch.autograd.detect_anomaly(): it names the operation.",
+        "Look for a square root, a norm or a division at 0 whose forward is finite and whose "
+        "derivative is not, and for torch.where around one of them; add an epsilon inside.",
+        _GRADS_QUERY,
+    ),
+    FP16_OVERFLOW: FindingKind(
+        Severity.ERROR,
+        "an output in float16 is NaN or infinite, though the weights are finite",
+        "float16 ends at 65504: what lies above is infinite, and NaN in what is computed next. A 0 "
+        "divided by 0 is NaN in any type.",
+        "Go to the step: the training panel names the module, which in float32 stays finite.",
+        "Train in bfloat16, keep this module in float32, or scale its inputs down.",
+        _CURVE_QUERY,
+    ),
+    SCALER_SKIPS: FindingKind(
+        Severity.WARNING,
+        "the gradient scaler leaves out step after step",
+        "A step that is left out changes no weight, and the batch is lost.",
+        "The query lists the scale and the steps left out.",
+        "One or two at the start are its way to find the scale. Else look for gradients that "
+        "overflow at any scale: a NaN in the forward, a loss that is too large, a step that is "
+        "never unscaled.",
+        f"SELECT step, scale, is_skipped, n_sick, loss FROM training_steps {_TRAINING_WHERE} ORDER BY step",
+    ),
+    LOADER_BOUND: FindingKind(
+        Severity.WARNING,
+        "training waits for its data most of the time",
+        "The model stands still while it waits.",
+        "The query lists where the time of each step went.",
+        "Give the DataLoader workers (num_workers) and pin_memory, prepare the data once, or load "
+        "larger pieces.",
+        "SELECT step, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms FROM training_steps "
+        f"{_TRAINING_WHERE} ORDER BY step",
+    ),
+}
+
+
+MAX_LEARNING_RATE = 1.0
+"""Learning rates above this are told of."""
+
+LEARNED_SHARE = 1e-3
+"""A loss below this share of the first one needs no gradient any more."""
+
+VANISHED_SHARE = 1e-4
+"""A gradient this small beside all of them together is lost on the way, not just small."""
+
+MIN_DEAD_STEPS = 10
+"""Steps for which a gradient must have been 0."""
+
+LOSS_WINDOW = 50
+MIN_LOSSES = 20
+"""Losses that a spike is compared with, and how many there must be."""
+
+MIN_DEVIATIONS = 10.0
+MIN_LOG_DEVIATIONS = 6.0
+MIN_SPIKE_RATIO = 2.0
+MIN_SPIKE_SHARE = 0.1
+"""A spike is so many deviations and times above the median, and a share of the first losses.
+
+Losses of small batches that have learned scatter over powers of ten: a spike stands out among
+their logarithms too.
+"""
+
+MAX_SKIPS = 5
+MAX_INITIAL_SKIPS = 10
+"""Steps left out in a row: later, and before the first that was done."""
+
+WAIT_WINDOW = 30
+WARMUP_STEPS = 5
+MIN_WAIT_SHARE = 0.5
+MIN_WAIT_MS = 5.0
+MIN_OUTSIDE_MS = 30.0
+"""Steps that are looked at for waiting, after the first few; from which share and time on it is.
+
+Of a loader that is not watched nothing is known but the time outside of all else, in which a few
+turns of the interpreter lock lie too (5 ms each).
+"""
+
+
+class TrainingRule(Rule):
+    """Looks at each optimizer step; one finding for each kind of trouble, at its first step."""
+
+    name: ClassVar[str] = "trainingsteps"
+    findings: ClassVar[Mapping[str, FindingKind]] = TRAINING_KINDS
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._losses: deque[float] = deque(maxlen=LOSS_WINDOW)
+        self._first_losses: list[float] = []
+        self._zero_since: dict[str, int] = {}
+        self._first_explosion: tuple[int, str] | None = None
+        self._n_skipped = self._n_done = 0
+        self._waits: deque[tuple[float, float]] = deque(maxlen=WAIT_WINDOW)
+        self._is_measured = False
+
+    def on_generation_start(self, context: RuleContext) -> None:
+        """Begin with no step seen."""
+        super().on_generation_start(context)
+        self._reset()
+
+    def on_step(self, step: StepRecord) -> Sequence[Finding]:
+        """Return what is wrong in a training step."""
+        training = step.training
+        if training is None:
+            return ()
+        found = [
+            self._check_learning_rate(step, training),
+            self._check_nonfinite(step, training),
+            self._check_explosion(step, training),
+            self._check_vanishing(step, training),
+            self._check_loss_spike(step, training),
+            self._check_scaler(step, training),
+            self._check_loader(step, training),
+            *self._check_dead_parameters(step, training),
+        ]
+        return [finding for finding in found if finding is not None]
+
+    # -- NaN and Inf -----------------------------------------------------------------------------
+
+    def _check_nonfinite(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        producer = training.producer
+        if producer is not None and producer.kind == "module" and producer.detail == "float16":
+            return self._overflow_finding(step, producer)
+        if training.is_loss_anomaly:
+            return self._loss_finding(step, training)
+        if producer is None or training.is_skipped:
+            return None
+        if producer.kind in ("input", "weights", "module", "loss") and not training.has_loss:
+            return self._loss_finding(step, training)
+        if producer.kind == "backward":
+            return self._gradient_finding(step, training, producer)
+        return None
+
+    def _overflow_finding(self, step: StepRecord, producer: AnomalyOrigin) -> Finding:
+        others = _describe_carriers(producer, "module")
+        sentence = (
+            f"The output of {printable(producer.name)}, which is float16, is not finite in step "
+            f"{step.step}: it may have left the range (largest value 65504); its weights are "
+            f"finite{others}."
+        )
+        return _training_finding(step, FP16_OVERFLOW, sentence, _producer_evidence(producer))
+
+    def _loss_finding(self, step: StepRecord, training: TrainingStepRecord) -> Finding:
+        producer = training.producer or AnomalyOrigin("loss", "")
+        what = "NaN" if math.isnan(training.loss) else "infinite"
+        subject = f"The loss of step {step.step} is {what}"
+        if not training.has_loss:
+            subject = f"What the model returns in step {step.step} is not finite"
+        sentence = (
+            f"{subject}: {_describe_origin(producer)}{self._describe_history(step, training)}."
+        )
+        rates = [*training.learning_rates]
+        evidence = {**_producer_evidence(producer), "loss": training.loss, "learning_rates": rates}
+        return _training_finding(step, LOSS_NAN, sentence, evidence)
+
+    def _describe_history(self, step: StepRecord, training: TrainingStepRecord) -> str:
+        said = ""
+        if self._first_explosion is not None and self._first_explosion[0] < step.step:
+            number, name = self._first_explosion
+            said = f"; gradients explode from step {number} on, first {printable(name)}"
+        high = _highest_rate(training)
+        return said + (f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else "")
+
+    def _gradient_finding(
+        self, step: StepRecord, training: TrainingStepRecord, producer: AnomalyOrigin
+    ) -> Finding:
+        loss = f"the loss {training.loss:.4g} is finite" if training.has_loss else "no loss is told"
+        arrives = ", but what arrives from the loss is not" if "arrives" in producer.detail else ""
+        sentence = (
+            f"The gradient of {printable(producer.name)} is not finite in step {step.step} "
+            f"({printable(producer.detail.partition(';')[0])}), the first on the way back from the "
+            f"loss; {loss}{arrives}{_describe_carriers(producer, 'parameter')}."
+        )
+        return _training_finding(step, NAN_GRADIENT, sentence, _producer_evidence(producer))
+
+    # -- size ------------------------------------------------------------------------------------
+
+    def _check_explosion(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        producer = training.producer
+        if producer is None or producer.kind != "explosion" or training.is_skipped:
+            return None
+        self._first_explosion = self._first_explosion or (step.step, producer.name)
+        clipped = f" after clipping to {training.max_norm:g}" if training.max_norm else ""
+        sentence = (
+            f"The gradient of {printable(producer.name)} explodes in step {step.step}: its norm is "
+            f"{producer.detail}{clipped}, above 10; the first on the way back from the loss"
+            f"{_describe_carriers(producer, 'parameter')}."
+        )
+        return _training_finding(step, GRADIENT_EXPLOSION, sentence, _producer_evidence(producer))
+
+    def _check_vanishing(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        producer, total = training.producer, training.total_norm
+        if producer is None or producer.kind != "vanishing" or total is None:
+            return None
+        if training.is_skipped:
+            return None
+        least = float(producer.detail)
+        first = self._first_losses[0] if self._first_losses else math.nan
+        if training.has_loss and training.loss < LEARNED_SHARE * first:
+            return None
+        if least > VANISHED_SHARE * total and total > 10 * THRESHOLD:
+            return None
+        also = plural(producer.n_carriers, "other parameter")
+        sentence = (
+            f"The gradient of {printable(producer.name)} vanishes in step {step.step}: its norm is "
+            f"{producer.detail}, below 1e-6, of {total:.3g} in all"
+            + (f"; of {also} too." if producer.n_carriers else ".")
+        )
+        return _training_finding(step, GRADIENT_VANISHING, sentence, _producer_evidence(producer))
+
+    def _check_dead_parameters(
+        self, step: StepRecord, training: TrainingStepRecord
+    ) -> list[Finding]:
+        found = [self._check_unreached(step)]
+        if training.gradients and not training.is_skipped:
+            now = {one.name for one in training.gradients if one.is_dead}
+            self._zero_since = {name: self._zero_since.get(name, step.step) for name in sorted(now)}
+            long = [
+                n for n, since in self._zero_since.items() if step.step - since >= MIN_DEAD_STEPS
+            ]
+            if long:
+                found.append(self._dead_finding(step, long))
+        return [finding for finding in found if finding is not None]
+
+    def _dead_finding(self, step: StepRecord, names: Sequence[str]) -> Finding:
+        since = min(self._zero_since[name] for name in names)
+        others = plural(len(names) - 1, "other parameter") if len(names) > 1 else ""
+        sentence = (
+            f"The gradient of {printable(names[0])} is exactly 0 wherever it was looked at from "
+            f"step {since} to {step.step}" + (f", and so is that of {others}." if others else ".")
+        )
+        return _training_finding(
+            step, DEAD_PARAMETERS, sentence, {"names": [*names[:100]], "n": len(names)}
+        )
+
+    def _check_unreached(self, step: StepRecord) -> Finding | None:
+        event = next((one for one in step.events if one.kind == "unreached"), None)
+        if event is None:
+            return None
+        names, n = list(event.data.get("names", [])), int(event.data.get("n", 0))
+        sentence = (
+            f"{plural(n, 'trainable parameter')} get no gradient in step {step.step}, first "
+            f"{printable(str(names[0]))}: nothing that the loss is made of uses them."
+        )
+        evidence = {"names": names, "n": n}
+        return _training_finding(
+            step, DEAD_PARAMETERS, sentence, evidence, Severity.NOTE, "unreached"
+        )
+
+    # -- losses and rates ------------------------------------------------------------------------
+
+    def _check_learning_rate(
+        self, step: StepRecord, training: TrainingStepRecord
+    ) -> Finding | None:
+        high = _highest_rate(training)
+        if high <= MAX_LEARNING_RATE:
+            return None
+        sentence = f"The learning rate of step {step.step} is {high:g}, above 1.0."
+        return _training_finding(
+            step, LEARNING_RATE, sentence, {"learning_rates": [*training.learning_rates]}
+        )
+
+    def _check_loss_spike(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        loss = training.loss
+        if not training.has_loss or not math.isfinite(loss):
+            return None
+        before = [*self._losses]
+        self._losses.append(loss)
+        if len(self._first_losses) < MIN_LOSSES:
+            self._first_losses.append(loss)
+        if len(before) < MIN_LOSSES or not is_spike(loss, before, median(self._first_losses)):
+            return None
+        middle = median(before)
+        sentence = (
+            f"The loss jumps to {loss:.4g} in step {step.step}, where the median of the "
+            f"{len(before)} before it is {middle:.4g}."
+        )
+        return _training_finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
+
+    # -- scaler and loader -----------------------------------------------------------------------
+
+    def _check_scaler(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        if not training.is_skipped:
+            self._n_skipped, self._n_done = 0, self._n_done + 1
+            return None
+        self._n_skipped += 1
+        if self._n_skipped < (MAX_SKIPS if self._n_done else MAX_INITIAL_SKIPS):
+            return None
+        producer = training.producer
+        scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
+        named = "" if producer is None else _describe_nonfinite(producer)
+        sentence = (
+            f"The gradient scaler has left out {self._n_skipped} steps in a row up to step "
+            f"{step.step}{scale}{named}."
+        )
+        return _training_finding(
+            step, SCALER_SKIPS, sentence, {"in_a_row": self._n_skipped, "scale": training.scale}
+        )
+
+    def _check_loader(self, step: StepRecord, training: TrainingStepRecord) -> Finding | None:
+        if step.step < WARMUP_STEPS:
+            return None
+        is_measured = training.data_ms is not None
+        if not is_measured and training.device not in ("", "cpu"):
+            return None  # passes are only launched in their time: the device works in the rest
+        wait = training.data_ms if training.data_ms is not None else training.other_ms
+        self._waits.append((wait, step.wall_ms))
+        if len(self._waits) < WAIT_WINDOW:
+            return None
+        typical = median(wait for wait, _ in self._waits)
+        share = median(wait / wall for wait, wall in self._waits if wall > 0)
+        if typical < (MIN_WAIT_MS if is_measured else MIN_OUTSIDE_MS) or share < MIN_WAIT_SHARE:
+            return None
+        where = "for its loader" if is_measured else "outside of forward, backward and optimizer"
+        sentence = (
+            f"Training waits {where} {typical:.0f} ms of each step, {share:.0%} of its time "
+            f"(medians of {WAIT_WINDOW} steps up to step {step.step})."
+        )
+        severity = Severity.WARNING if is_measured else Severity.NOTE
+        evidence = {"ms": typical, "share": share, "mean_ms": fmean(w for w, _ in self._waits)}
+        return _training_finding(step, LOADER_BOUND, sentence, evidence, severity)
+
+
+def _describe_origin(producer: AnomalyOrigin) -> str:
+    """Return where numbers that are not finite come from, and who carries them on."""
+    name, carried = printable(producer.name), _describe_carriers(producer, "module")
+    if producer.kind == "input":
+        return "the batch that it was fed is not finite already"
+    if producer.kind == "weights":
+        return f"the weights {name} are not finite before the step{carried}"
+    if producer.kind == "module":
+        where = "what the model returns" if name == "(output)" else f"the output of {name}"
+        dtype, _, weights = producer.detail.partition("; ")
+        weights = printable(weights) or "whose weights are finite"
+        return f"it first appears in {where} ({printable(dtype)}), {weights}{carried}"
+    return (
+        "the model's outputs are finite, so the loss itself makes it (a logarithm of 0, a square "
+        "that overflows)"
+    )
+
+
+def _describe_nonfinite(producer: AnomalyOrigin) -> str:
+    """Return what is not finite, as the end of a sentence; nothing where all is."""
+    name = printable(producer.name)
+    words = {
+        "input": "the batch is",
+        "weights": f"the weights {name} are",
+        "module": "what the model returns is"
+        if producer.name == "(output)"
+        else f"the output of {name} is",
+        "loss": "the loss is",
+        "backward": f"the gradient of {name} is",
+    }
+    return f"; {words[producer.kind]} not finite" if producer.kind in words else ""
+
+
+def _highest_rate(training: TrainingStepRecord) -> float:
+    known = (rate for rate in training.learning_rates if not math.isnan(rate))
+    return max(known, default=0.0)
+
+
+def _describe_carriers(producer: AnomalyOrigin, what: str) -> str:
+    if not producer.n_carriers:
+        return ""
+    return f"; carried on by {plural(producer.n_carriers, f'other {what}')}"
+
+
+def is_spike(loss: float, before: Sequence[float], first: float) -> bool:
+    """Say whether a loss stands out among those before it; `first` is that of the first ones."""
+    middle = median(before)
+    least = max(
+        middle + MIN_DEVIATIONS * _robust_deviation(before),
+        MIN_SPIKE_RATIO * abs(middle),
+        MIN_SPIKE_SHARE * abs(first),
+    )
+    if loss <= least or min(before) <= 0:
+        return loss > least
+    logs = [math.log(one) for one in before]
+    return math.log(loss) > median(logs) + MIN_LOG_DEVIATIONS * _robust_deviation(logs)
+
+
+def _robust_deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation as the median of the distances from the median tells it."""
+    middle = median(values)
+    return 1.4826 * median(abs(one - middle) for one in values)
+
+
+def _producer_evidence(producer: AnomalyOrigin) -> dict[str, Any]:
+    return {
+        "producer": producer.kind,
+        "name": producer.name,
+        "carriers": producer.n_carriers,
+        "detail": producer.detail,
+    }
+
+
+def _training_finding(
+    step: StepRecord,
+    finding_id: str,
+    sentence: str,
+    evidence: Mapping[str, Any],
+    severity: Severity | None = None,
+    series: str = "",
+) -> Finding:
+    return Finding(
+        finding_id,
+        severity or TRAINING_KINDS[finding_id].severity,
+        sentence,
+        generation=step.generation,
+        branch=step.branch,
+        step=step.step,
+        evidence=evidence,
+        series=series or finding_id,
+    )

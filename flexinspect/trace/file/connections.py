@@ -1,0 +1,413 @@
+"""Connections of a reader: one per thread, opened when needed, never writing, refused in words.
+
+A temporary view of the same name is what an unqualified name means in a connection: it gives what
+there is, and in place of what is missing what a run without it has.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from flexinspect.core.errors import TraceError, TruncatedTraceError
+from flexinspect.trace import schema
+from flexinspect.trace.schema import (
+    APPLICATION_ID,
+    EVENTS,
+    FINDINGS,
+    REVIEWS,
+    VERSION,
+    Column,
+    Table,
+)
+
+ReviewKey = tuple[str, int]
+"""A rule and a generation that it has looked at."""
+
+Overlay = Mapping[ReviewKey, Sequence[tuple[str, Sequence[Any]]]]
+"""By review, the statements that would write it and what it found."""
+
+READ_BUSY_S = 2.0
+"""How long a query waits for a program that holds the file exclusively."""
+
+_NO_OVERLAY: Overlay = {}
+_SQLITE_MAGIC = b"SQLite format 3\0"
+_COPY_HINT = (
+    "Copy it again from where it was recorded, with the -wal file beside it if there is one."
+)
+
+
+class _ThreadConnection:
+    """The connection of one thread. Whoever uses it holds `lock`; `epoch` tells if it is old."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.db: sqlite3.Connection | None = None
+        self.epoch = -1
+        self.in_snapshot = False
+
+    def close(self) -> None:
+        if self.db is not None:
+            self.db.close()
+            self.db = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class TraceConnections:
+    """All connections to the trace at `path`; usable from any thread.
+
+    Raises `TraceError`, in one sentence, when the file is missing, is no trace, is of another
+    version or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._local = threading.local()
+        self._handles: WeakSet[_ThreadConnection] = WeakSet()
+        self._guard = threading.Lock()
+        self._epoch = 0
+        self._poll = _ThreadConnection()
+        self._poll_version: object = None
+        self._close_after_query = False
+        self._saw_wal = False
+        self._overlay: dict[ReviewKey, Sequence[tuple[str, Sequence[Any]]]] = {}
+        self._overlaid_state: object = None
+        check_header(path)
+        self.changed()
+
+    def query(self, sql: str, params: Sequence[Any] = ()) -> list[Any]:
+        """Return all rows of a query made in this thread."""
+        handle = self._thread_connection()
+        with handle.lock, trace_errors(self.path):
+            db = self._open_connection(handle)
+            try:
+                return db.execute(sql, params).fetchall()
+            finally:
+                if self._close_after_query and not handle.in_snapshot:
+                    handle.close()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """While entered, all queries of this thread see the trace as it is now."""
+        handle = self._thread_connection()
+        with handle.lock:
+            with trace_errors(self.path):
+                db = self._open_connection(handle)
+                db.execute("BEGIN")
+            handle.in_snapshot = True
+            try:
+                yield
+            finally:
+                handle.in_snapshot = False
+                with suppress(sqlite3.Error):
+                    db.execute("COMMIT")
+
+    def changed(self) -> bool:
+        """Tell whether anything was committed since the last call; costs a few microseconds."""
+        with self._poll.lock, trace_errors(self.path):
+            fresh = self._poll.db is None
+            version = self._open_connection(self._poll).execute("PRAGMA data_version").fetchone()
+            moved = not fresh and version != self._poll_version
+            self._poll_version = version
+            if moved and self._overlay and self._is_overlay_stale():
+                self._reopen()  # its copies are of what was said before
+            if self._close_after_query:
+                self._poll.close()
+            return moved
+
+    def add_overlay(self, reviews: Overlay) -> None:
+        """Run these in copies that all connections have from now on of what is said of a run."""
+        self._overlay = {**self._overlay, **reviews}
+        self._reopen()
+
+    def remove_overlay(self) -> None:
+        """Do without such copies again."""
+        if self._overlay:
+            self._overlay = {}
+            self._reopen()
+
+    def _is_overlay_stale(self) -> bool:
+        """Tell whether what the overlay copies has changed in the file since the last call."""
+        db = self._open_connection(self._poll)
+        findings = db.execute(f"SELECT * FROM main.{FINDINGS.name}").fetchall()
+        n_events = db.execute(f"SELECT max(event) FROM main.{EVENTS.name}").fetchone()
+        before, self._overlaid_state = self._overlaid_state, (findings, n_events)
+        return before != self._overlaid_state
+
+    def _reopen(self) -> None:
+        """Let every thread open its connection anew, but for the one that looks for changes."""
+        with self._guard:
+            self._epoch += 1
+            self._poll.epoch = self._epoch
+
+    def release(self) -> None:
+        """Close all idle connections, so that a writer that ends can fold its file.
+
+        From then on a connection lives for one query, until the file is out of WAL mode.
+        """
+        self._close_after_query = in_wal_mode(self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections that are not in use; a later query opens new ones."""
+        with self._guard:
+            self._epoch += 1
+            handles = [*self._handles, self._poll]
+        for handle in handles:
+            if handle.lock.acquire(blocking=False):
+                try:
+                    if not handle.in_snapshot:
+                        handle.close()
+                finally:
+                    handle.lock.release()
+        if self._saw_wal:
+            remove_stray_wal(self.path)
+
+    def _thread_connection(self) -> _ThreadConnection:
+        handle: _ThreadConnection | None = getattr(self._local, "handle", None)
+        if handle is None:
+            handle = self._local.handle = _ThreadConnection()
+            with self._guard:
+                self._handles.add(handle)
+        return handle
+
+    def _open_connection(self, handle: _ThreadConnection) -> sqlite3.Connection:
+        if handle.db is not None and (handle.epoch == self._epoch or handle.in_snapshot):
+            return handle.db
+        handle.close()
+        if self._close_after_query and not in_wal_mode(self.path):
+            self._close_after_query = False
+        handle.epoch = self._epoch
+        self._saw_wal = self._saw_wal or in_wal_mode(self.path)
+        handle.db = connect(self.path, self._overlay)
+        return handle.db
+
+
+def connect(path: Path, overlay: Overlay = _NO_OVERLAY) -> sqlite3.Connection:
+    """Open a connection that only reads. Raises `sqlite3.Error`.
+
+    `overlay` is run in temporary copies of the tables of what is said, which hide the true ones.
+    A review that the file holds counts, and not that of the overlay.
+
+    A file left in WAL mode cannot be opened in a folder that cannot be written; without a WAL
+    beside it, nothing is lost by calling it immutable.
+    """
+    try:
+        return _connect_uri(f"{path.as_uri()}?mode=ro", overlay)
+    except sqlite3.OperationalError:
+        if not in_wal_mode(path) or _wal_bytes(path):
+            raise
+        return _connect_uri(f"{path.as_uri()}?immutable=1", overlay)
+
+
+def _connect_uri(uri: str, overlay: Overlay) -> sqlite3.Connection:
+    db = sqlite3.connect(
+        uri, uri=True, timeout=READ_BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    try:
+        _apply_overlay(db, overlay)
+        # A damaged or hostile file is read with suspicion and without running anything in it.
+        for pragma in ("query_only = ON", "trusted_schema = OFF", "cell_size_check = ON"):
+            db.execute(f"PRAGMA {pragma}")
+        db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _apply_overlay(db: sqlite3.Connection, overlay: Overlay) -> None:
+    """A temporary table or view of the same name is what an unqualified name means from then on."""
+    older = compatibility_selects(db)
+    if not overlay and not older:
+        return
+    db.execute("PRAGMA temp_store = MEMORY")
+    for table in (FINDINGS, REVIEWS, EVENTS) if overlay else ():
+        whole = older.pop(table.name, f"SELECT * FROM main.{table.name}")
+        db.execute(table.create_sql().replace("CREATE TABLE", "CREATE TEMP TABLE", 1))
+        db.execute(f"INSERT INTO temp.{table.name} {whole}")
+    for name, whole in older.items():
+        db.execute(f"CREATE TEMP VIEW {name} AS {whole}")
+    done = set(db.execute("SELECT rule, generation FROM temp.reviews")) if overlay else set()
+    for key, statements in overlay.items():
+        for sql, params in () if key in done else statements:
+            db.execute(sql, params)
+
+
+def in_wal_mode(path: Path) -> bool:
+    """Tell from the header whether the file is (or was left) in WAL mode."""
+    with path.open("rb") as file:
+        return file.read(20)[18:19] == b"\x02"
+
+
+def remove_stray_wal(path: Path) -> None:
+    """Remove an empty WAL beside a trace that is out of WAL mode.
+
+    SQLite leaves WAL mode in two steps (it deletes the WAL, then rewrites the header); a reader
+    that opens the file between them makes an empty WAL anew, and nobody removes it.
+    """
+    wal = path.with_name(path.name + "-wal")
+    with suppress(OSError):
+        if not in_wal_mode(path) and wal.stat().st_size == 0:
+            wal.unlink()
+
+
+def _wal_bytes(path: Path) -> int:
+    try:
+        return path.with_name(path.name + "-wal").stat().st_size
+    except OSError:
+        return 0
+
+
+def check_header(path: Path) -> None:
+    """Raise `TraceError` unless the first bytes are those of a trace that we know how to read."""
+    head, size = _read_header(path)
+    if not head:
+        raise TraceError(f"{path} is empty.", hint="The recording never began; run it again.")
+    if not head.startswith(_SQLITE_MAGIC):
+        raise TraceError(
+            f"{path} is not a trace: it is no SQLite file.",
+            hint="Traces end in .flextrace and are made by 'flexinspect run'.",
+        )
+    if len(head) < 100:
+        raise _cut_short_error(path, size)
+    if int.from_bytes(head[68:72], "big") != APPLICATION_ID:
+        raise TraceError(
+            f"{path} is a SQLite file of another program, not a trace.",
+            hint="Traces end in .flextrace and are made by 'flexinspect run'.",
+        )
+    _check_version(path, int.from_bytes(head[60:64], "big"))
+    page = int.from_bytes(head[16:18], "big")
+    n_pages = int.from_bytes(head[28:32], "big")
+    # In WAL mode the header may be ahead of the file while a writer folds its WAL into it.
+    if head[18] == 1 and size < n_pages * (65536 if page == 1 else page):
+        raise _cut_short_error(path, size)
+
+
+def _read_header(path: Path) -> tuple[bytes, int]:
+    try:
+        about = path.stat()
+        if stat.S_ISDIR(about.st_mode):
+            raise TraceError(f"{path} is a folder, not a trace.", hint="Name a file in it.")
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait forever
+            raise TraceError(f"{path} is not a regular file.", hint="Name a .flextrace file.")
+        with path.open("rb") as file:
+            return file.read(100), about.st_size
+    except FileNotFoundError:
+        raise TraceError(
+            f"There is no trace at {path}.", hint="Check the name; 'ls *.flextrace' lists traces."
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise TraceError(f"{path} cannot be read: {reason}.", hint="Check its rights.") from None
+
+
+def _check_version(path: Path, version: int) -> None:
+    if version > VERSION:
+        raise TraceError(
+            f"{path} is a trace of version {version}; this program reads up to {VERSION}.",
+            hint="Update it: pip install --upgrade flexinspect.",
+        )
+    if version < VERSION:
+        raise TraceError(
+            f"{path} is a trace of version {version}, which this program no longer reads.",
+            hint="Read it with the release that recorded it, or record it again.",
+        )
+
+
+def _cut_short_error(path: Path, size: int) -> TruncatedTraceError:
+    return TruncatedTraceError(
+        f"{path} is damaged: it is cut short at {size} bytes.", path, hint=_COPY_HINT
+    )
+
+
+@contextmanager
+def trace_errors(path: Path) -> Iterator[None]:
+    """Turn whatever SQLite says about the file into one sentence."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise trace_error(path, error) from error
+    except UnicodeError as error:  # SQLite quoted a part of the file in its message
+        raise TraceError(
+            f"{path} is damaged: its text is not readable.", hint=_COPY_HINT
+        ) from error
+    except (OSError, MemoryError, OverflowError) as error:
+        raise TraceError(f"{path} cannot be read: {error}.", hint=_COPY_HINT) from error
+
+
+def trace_error(path: Path, error: sqlite3.Error) -> TraceError:
+    """Return the sentence for an error of SQLite."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return TraceError(
+            f"{path} is locked by another program.", hint="Close that program and try again."
+        )
+    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")) and _wal_bytes(path):
+        return TraceError(
+            f"{path} was not finished, and its -wal file cannot be read in this folder.",
+            hint="Copy both files to a folder that you may write to and open the copy.",
+        )
+    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM", "SQLITE_AUTH")):
+        return TraceError(f"{path} cannot be opened ({error}).", hint="Check its rights.")
+    reason = "".join(char if char.isprintable() else "?" for char in str(error))
+    return TraceError(f"{path} is damaged: {reason}.", hint=_COPY_HINT)
+
+
+ADDED_TABLES = (
+    schema.INPUTS,
+    schema.BUILDS,
+    schema.GRADIENTS,
+    schema.TRAINING_STEPS,
+    schema.REVIEWS,
+    schema.OUTPUT,
+)
+"""Tables that the first traces of this version did not have; the others are in every trace."""
+
+_COLUMNS_SQL = (
+    "SELECT m.name, p.name FROM main.sqlite_schema m JOIN pragma_table_info(m.name, 'main') p "
+    "WHERE m.type = 'table'"
+)
+_DEFAULT_LITERALS = {"int": "0", "bool": "0", "text": "''", "json": "'[]'"}
+
+
+def compatibility_selects(db: sqlite3.Connection) -> dict[str, str]:
+    """Return for each table that lacks something, by name, the SELECT that gives it whole."""
+    held: dict[str, set[str]] = {}
+    for table, column in db.execute(_COLUMNS_SQL):
+        held.setdefault(table, set()).add(column)
+    return {
+        table.name: _compatibility_select(table, held.get(table.name, set()))
+        for table in schema.TABLES
+        if _is_incomplete(table, held.get(table.name))
+    }
+
+
+def _is_incomplete(table: Table, held: set[str] | None) -> bool:
+    if held is None:
+        return table in ADDED_TABLES
+    return not held.issuperset(table.names)
+
+
+def _compatibility_select(table: Table, held: set[str]) -> str:
+    parts = [
+        column.name if column.name in held else f"{_default_literal(column)} AS {column.name}"
+        for column in table.columns
+    ]
+    source = f"FROM main.{table.name}" if held else "WHERE 0"
+    return f"SELECT {', '.join(parts)} {source}"
+
+
+def _default_literal(column: Column) -> str:
+    """Return the literal of a column that was not recorded; NULL where that is allowed."""
+    if column.kind == "json" and "an object" in column.meaning:
+        return "'{}'"
+    return _DEFAULT_LITERALS.get(column.kind, "NULL")

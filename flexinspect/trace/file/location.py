@@ -1,0 +1,174 @@
+"""Where a trace may be recorded: checks of the path, and the way around network file systems."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.trace.file.ownership import recording_pid
+from flexinspect.trace.file.side_files import LAST_CALL_SUFFIX
+from flexinspect.trace.file.side_files import STOP_SUFFIX as HELD
+from flexinspect.trace.schema import APPLICATION_ID
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        *("nfs", "nfs3", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "afs", "afpfs", "ncpfs"),
+        *("9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "davfs", "webdav", "vboxsf"),
+        *("fuse.sshfs", "fuse.ceph", "fuse.glusterfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse"),
+        *("fuse.vmhgfs-fuse", "fuse.davfs2", "fuse.beegfs", "fuse.juicefs", "fuse.curlftpfs"),
+    }
+)
+"""File systems on which the shared memory or the locks of WAL cannot be relied on."""
+
+COMPANION_SUFFIXES = ("-wal", "-shm", "-journal", LAST_CALL_SUFFIX, HELD)
+"""What SQLite and a recording process put beside a file; part of it as long as they are there."""
+
+
+def network_file_system(folder: Path) -> str | None:
+    """Return the name of the network file system that holds `folder`, or None for a local disk."""
+    if folder.drive.startswith("\\\\"):
+        return "network share"
+    kind = _file_system_of(folder.resolve())
+    return kind if kind in NETWORK_FILE_SYSTEMS else None
+
+
+def _file_system_of(folder: Path) -> str:
+    best, kind = -1, ""
+    for point, name in _mounts():
+        if folder.is_relative_to(point) and len(point.parts) >= best:
+            best, kind = len(point.parts), name.lower()
+    return kind
+
+
+def _mounts() -> list[tuple[Path, str]]:
+    if sys.platform == "linux":
+        with suppress(OSError):
+            lines = Path("/proc/self/mounts").read_text("utf-8", "surrogateescape").splitlines()
+            fields = [line.split() for line in lines]
+            return [(Path(_unescape(field[1])), field[2]) for field in fields if len(field) > 2]
+    import psutil  # type: ignore[import-untyped, unused-ignore]
+
+    return [(Path(disk.mountpoint), disk.fstype) for disk in psutil.disk_partitions(all=True)]
+
+
+def _unescape(point: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
+
+
+def create_trace_file(path: Path, *, overwrite: bool) -> None:
+    """Make `path` an empty file that is ours, or raise `TraceWriteError` with the reason.
+
+    With `overwrite` an older trace there is replaced; a file that is no trace never is.
+    """
+    try:
+        if path.is_dir():
+            raise TraceWriteError(
+                f"The trace cannot be written to {path}: that is a folder.",
+                hint="Name a file in it, for instance run.flextrace.",
+            )
+        if overwrite and path.exists():
+            _remove_old_trace(path)
+        path.open("xb").close()
+        _remove_companions(path)
+    except OSError as error:
+        raise _path_error(path, error) from None
+
+
+def _remove_old_trace(path: Path) -> None:
+    if not stat.S_ISREG(path.stat().st_mode) or not _is_trace_file(path):
+        raise TraceWriteError(
+            f"{path} is not a trace, so it is not overwritten.",
+            hint="Choose another name, or remove the file yourself.",
+        )
+    pid = recording_pid(path)
+    if pid is not None and pid != os.getpid():
+        raise TraceWriteError(
+            f"{path} is being recorded by process {pid}, so it is not overwritten.",
+            hint="Choose another name, or stop that run first.",
+        )
+    path.open("r+b").close()  # a file that may not be written is not to be replaced either
+    path.unlink()
+
+
+def delete_trace(path: Path) -> None:
+    """Remove a trace that nobody writes any more, with all that SQLite may have left beside it."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        _remove_companions(path)
+
+
+def _remove_companions(path: Path) -> None:
+    for companion in COMPANION_SUFFIXES:
+        path.with_name(path.name + companion).unlink(missing_ok=True)
+
+
+def _is_trace_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(100)
+    return not head or head[68:72] == APPLICATION_ID.to_bytes(4, "big")
+
+
+def _path_error(path: Path, error: OSError) -> TraceWriteError:
+    where = f"The trace cannot be written to {path}"
+    match error:
+        case FileExistsError():
+            return TraceWriteError(
+                f"{where}: the file exists already.",
+                hint="Choose another name, or ask to overwrite it.",
+            )
+        case FileNotFoundError() | NotADirectoryError() if not path.parent.is_dir():
+            return TraceWriteError(
+                f"{where}: there is no folder {path.parent}.",
+                hint="Create the folder first, or choose another one.",
+            )
+        case PermissionError() | FileNotFoundError():  # /proc says the latter
+            return TraceWriteError(
+                f"{where}: permission denied.",
+                hint="Choose a folder that you may write to.",
+            )
+        case OSError(errno=errno.EROFS):
+            return TraceWriteError(
+                f"{where}: the file system is read-only.",
+                hint="Choose a folder that you may write to.",
+            )
+        case _:
+            reason = error.strerror or str(error)
+            return TraceWriteError(
+                f"{where}: {reason}.", hint="Choose another folder, on a disk with space left."
+            )
+
+
+def temporary_trace_path(path: Path) -> Path:
+    """Return a path of the same name in a new local temporary folder."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="flexinspect-")) / path.name
+    except OSError as error:
+        raise _path_error(Path(tempfile.gettempdir()) / path.name, error) from None
+
+
+def move_to_target(recorded: Path, path: Path) -> None:
+    """Move a finished trace from the local temporary folder to where it was asked for.
+
+    Raises `TraceWriteError`, naming where the whole trace lies, when that cannot be done.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        shutil.copyfile(recorded, part)
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise TraceWriteError(
+            f"The finished trace could not be moved to {path}: {error.strerror or error}.",
+            hint=f"It is whole and lies at {recorded}; move it from there.",
+        ) from None
+    with suppress(OSError):
+        shutil.rmtree(recorded.parent)

@@ -1,0 +1,75 @@
+"""Whose trace it is: whether the process that records it still lives."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+from flexinspect.core.environment import is_recorder_alive
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import EventRecord
+from flexinspect.trace import codec
+from flexinspect.trace.codec import Statement, from_json, to_json
+
+
+def recording_pid(path: Path) -> int | None:
+    """Return the process that is recording a trace at this moment, None when nobody is."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            run = {key: from_json(value) for key, value in db.execute("SELECT key, value FROM run")}
+    except (sqlite3.Error, ValueError, OSError):
+        return None
+    pid = run.get("pid")
+    live = run.get("state") == "recording" and isinstance(pid, int) and is_recorder_alive(run)
+    return pid if live else None
+
+
+CLOSE_BUSY_MS = 500
+
+ExplainEnd = Callable[[int | None, int | None], tuple[EventRecord, Sequence[Finding]] | None]
+"""Says what became of a process, given generation and step that were written last."""
+
+
+def close_dead_trace(path: Path, reason: str, pid: int, explain: ExplainEnd | None = None) -> bool:
+    """Fold the WAL of a trace that nobody records any more and mark it as failed.
+
+    Returns whether that was possible; the trace is as readable if it was not. Only for a trace
+    whose process `pid` is known to be dead: one that another process has put in its place, or that
+    was ended, is left alone. What `explain` says is written with it.
+    """
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(f"PRAGMA busy_timeout = {CLOSE_BUSY_MS}")
+        db.execute("BEGIN IMMEDIATE")
+        known = dict(db.execute("SELECT key, value FROM run WHERE key IN ('pid', 'state')"))
+        if known != {"pid": to_json(pid), "state": to_json("recording")}:
+            return False
+        facts = {"ended_at": time.time(), "reason": reason}
+        for sql, params in (
+            *_explanation_statements(db, explain),
+            *codec.encode_trace_end("failed", facts),
+        ):
+            db.execute(sql, params)
+        db.execute("COMMIT")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        return bool(db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete")
+    return False
+
+
+_LAST_STEP_SQL = (
+    "SELECT generation, step FROM steps ORDER BY generation DESC, branch DESC, step DESC LIMIT 1"
+)
+
+
+def _explanation_statements(db: sqlite3.Connection, explain: ExplainEnd | None) -> list[Statement]:
+    statements: list[Statement] = []
+    if explain is None:
+        return statements
+    said = explain(*(db.execute(_LAST_STEP_SQL).fetchone() or (None, None)))
+    if said is not None:
+        event, findings = said
+        codec.encode_events(statements, (event,))
+        codec.encode_findings(statements, findings)
+    return statements

@@ -1,0 +1,279 @@
+"""What can still be read of a file that is no whole trace.
+
+SQLite writes them between the first pages of the tables, and without one of them it reads nothing
+of a file. They are the same in each trace of one build, so those that are lost are made again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+from flexinspect.trace import schema
+
+MAX_COPIED_BYTES = 2 << 30
+"""Bytes of a damaged file above which no copy is made of it."""
+
+MAX_COUNTING_S = 2.0
+"""Seconds that are spent on counting what a file still holds."""
+
+_COPY_PREFIX = "flexinspect-left-"
+
+_COPY_CHUNK = 8 << 20
+"""Bytes that are copied at once."""
+
+_SCHEMA_BYTES = 1 << 20
+"""Bytes at the beginning of a trace that hold its schema."""
+
+_PROGRESS_INTERVAL = 10_000
+"""Instructions of SQLite between two looks at the clock."""
+
+
+def is_repairable(path: Path) -> bool:
+    """Tell whether a file is a trace that was cut short and can be copied and read. Quick.
+
+    One whose schema is lost is readable if this build writes the same.
+    """
+    try:
+        return _missing_bytes(path) > 0 and _missing_schema(path) is not None
+    except OSError:
+        return False
+
+
+def is_repaired_copy(path: Path) -> bool:
+    """Tell whether a trace is a copy that `mended` made."""
+    return path.parent.name.startswith(_COPY_PREFIX)
+
+
+def repair_copy(path: Path, stop: Callable[[], bool] = lambda: False) -> Path | None:
+    """Return a temporary copy of a trace that was cut short, filled up with empty pages.
+
+    SQLite refuses a file that is shorter than its header says; filled up, it reads all pages that
+    are there whole and reports the others as damaged. Pages of the schema, without which it reads
+    nothing, are made again. None for a file that is not cut short or whose schema is another
+    build's, where there is no room for a copy, and when `stop`, asked again and again, says so.
+    """
+    if not is_repairable(path):
+        return None
+    folder: Path | None = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=_COPY_PREFIX))
+        copy = folder / path.name
+        with path.open("rb") as source, copy.open("wb") as target:
+            head = source.read(100)
+            source.seek(0)
+            while (piece := source.read(_COPY_CHUNK)) and not stop():
+                target.write(piece)
+            page = _page_bytes(head)
+            target.truncate(target.tell() // page * page)
+            for number, data in (_missing_schema(path) or {}).items():
+                target.seek((number - 1) * page)
+                target.write(data)
+            target.truncate(_declared_bytes(head))
+    except OSError:
+        copy = None
+    if folder is not None and (copy is None or stop()):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    return copy
+
+
+def _missing_bytes(path: Path) -> int:
+    """Return the bytes that a trace is shorter than its header says, 0 for any other file."""
+    try:
+        with path.open("rb") as file:
+            wanted = _declared_bytes(file.read(100))
+        size = path.stat().st_size
+    except OSError:
+        return 0
+    fits = 0 < size <= MAX_COPIED_BYTES and wanted <= 4 * MAX_COPIED_BYTES
+    return max(wanted - size, 0) if fits else 0
+
+
+def _declared_bytes(head: bytes) -> int:
+    """Return the bytes that a SQLite header promises, 0 for anything else."""
+    if len(head) < 100 or int.from_bytes(head[68:72], "big") != schema.APPLICATION_ID:
+        return 0
+    return int.from_bytes(head[28:32], "big") * _page_bytes(head)
+
+
+def _page_bytes(head: bytes) -> int:
+    page = int.from_bytes(head[16:18], "big")
+    return 65536 if page == 1 else max(page, 512)
+
+
+def _missing_schema(path: Path) -> dict[int, bytes] | None:
+    """Return what `missing_schema_pages` does; None where that is not known. Raises `OSError`."""
+    with path.open("rb") as file:
+        kept = file.read(_SCHEMA_BYTES)
+    page = _page_bytes(kept)
+    try:
+        return missing_schema_pages(kept[: len(kept) // page * page], page)
+    except UnknownSchemaError:
+        return None
+
+
+def delete_repaired_copy(copy: Path) -> None:
+    """Remove a copy that `mended` made."""
+    shutil.rmtree(copy.parent, ignore_errors=True)
+
+
+def describe_readable(path: Path) -> list[str]:
+    """Return sentences about what a damaged or foreign file still holds; never raises.
+
+    Takes `MAX_COUNTING_S` at most, however many rows there are and whatever the file makes of them.
+    """
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return []
+    if path.is_dir():
+        return []
+    counts, late = _count_tables(path)
+    lines = [f"The file has {size} bytes."]
+    if counts:
+        told = ", ".join(f"{number} {name}" for name, number in counts.items())
+        lines.append(f"Readable in it: {told}.")
+    elif size and not late:
+        lines.append("Nothing in it can be read as a trace.")
+    if late:
+        lines.append(f"Counting ended after {MAX_COUNTING_S:g} seconds, so there may be more.")
+    return lines
+
+
+def _count_tables(path: Path) -> tuple[dict[str, str], bool]:
+    """Return how many rows of each table can be read, in words, and whether time ran out."""
+    clock = _TimeLimit()
+    found: dict[str, str] = {}
+    try:
+        with closing(_open_damaged(path)) as db:
+            db.set_progress_handler(clock.is_exceeded, _PROGRESS_INTERVAL)
+            db.execute("PRAGMA trusted_schema=OFF")
+            # Read so, a file that is cut short is not refused; nothing is written either way.
+            db.execute("PRAGMA writable_schema=ON")
+            for table in schema.TABLES:
+                number = _count_rows(db, table.name)
+                if number:
+                    found[table.name] = f"at least {number}" if clock.ran_out else f"{number}"
+                if clock.ran_out:
+                    break
+    except (sqlite3.Error, OSError, ValueError):
+        pass
+    return found, clock.ran_out
+
+
+def _open_damaged(path: Path) -> sqlite3.Connection:
+    """Open a file; one whose schema is cut off is read into memory, with that made again."""
+    lost = _missing_schema(path) if _missing_bytes(path) else None
+    if not lost:
+        return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    kept = path.read_bytes()
+    page = _page_bytes(kept)
+    whole = bytearray(kept[: len(kept) // page * page].ljust(max(lost) * page, b"\0"))
+    for number, data in lost.items():
+        whole[(number - 1) * page : number * page] = data
+    whole[18:20] = b"\1\1"  # memory knows no WAL
+    db = sqlite3.connect(":memory:")
+    db.execute("PRAGMA writable_schema=ON")
+    db.deserialize(bytes(whole))
+    return db
+
+
+class _TimeLimit:
+    """Ends a query when the time for all of them is over."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + MAX_COUNTING_S
+        self.ran_out = False
+
+    def is_exceeded(self) -> bool:
+        """Tell, and remember, whether it is over."""
+        self.ran_out = self.ran_out or time.monotonic() > self._end
+        return self.ran_out
+
+
+_IS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND rootpage > 0 AND name = ?"
+"""A view, or a table that code makes up, may go on for ever."""
+
+
+def _count_rows(db: sqlite3.Connection, table: str) -> int:
+    """Count the rows that can be read, up to the first page that cannot."""
+    number = 0
+    try:
+        if db.execute(_IS_TABLE, (table,)).fetchone() is None:
+            return 0
+        # A constant, so that a broken payload does not end the count.
+        for _ in db.execute(f"SELECT 1 FROM {table}"):
+            number += 1
+    except sqlite3.Error:
+        pass
+    return number
+
+
+_HEADER_BYTES = 100
+"""Bytes of the first page that differ from file to file."""
+
+_SCHEMA_COOKIE = slice(40, 44)
+"""Those that count the statements that made the schema."""
+
+_INTERIOR_PAGE, _LEAF_PAGE = 5, 13
+"""Types of a table's pages."""
+
+
+class UnknownSchemaError(Exception):
+    """A schema page is lost, and the others are not those that this build writes."""
+
+
+def missing_schema_pages(available: bytes, page: int) -> dict[int, bytes]:
+    """Return by number, from 1, the pages of the schema that lie behind `kept`, made again.
+
+    `kept` is the beginning of a trace, in whole pages of `page` bytes. Raises `UnknownSchemaError`
+    for a trace of another build that lost one.
+    """
+    wanted = _schema_page_numbers(available[:page])
+    if wanted is not None and max(wanted) * page <= len(available):
+        return {}
+    ours = _empty_trace()
+    numbers = _schema_page_numbers(ours[:page])
+    alike = all(
+        available[part] == ours[part] for part in (_SCHEMA_COOKIE, slice(_HEADER_BYTES, page))
+    )
+    if wanted is None or wanted != numbers or not alike:
+        raise UnknownSchemaError
+    made = {number: ours[(number - 1) * page : number * page] for number in numbers}
+    held = {number for number in made if number * page <= len(available)}
+    if any(available[(n - 1) * page : n * page] != made[n] for n in held):
+        raise UnknownSchemaError
+    return {number: data for number, data in made.items() if number not in held}
+
+
+@cache
+def _empty_trace() -> bytes:
+    """Return an empty trace, as this build begins each."""
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        db.execute("BEGIN")
+        for sql in schema.create_statements():
+            db.execute(sql)
+        db.execute("COMMIT")
+        return db.serialize()
+
+
+def _schema_page_numbers(first: bytes) -> list[int] | None:
+    """Return the numbers of the pages below a file's first one; None if that says none."""
+    if len(first) <= _HEADER_BYTES + 12 or first[_HEADER_BYTES] not in (_INTERIOR_PAGE, _LEAF_PAGE):
+        return None
+    if first[_HEADER_BYTES] == _LEAF_PAGE:
+        return [1]
+    n_cells = _read_int(first, _HEADER_BYTES + 3, 2)
+    cells = (_read_int(first, _HEADER_BYTES + 12 + 2 * index, 2) for index in range(n_cells))
+    return [*(_read_int(first, cell, 4) for cell in cells), _read_int(first, _HEADER_BYTES + 8, 4)]
+
+
+def _read_int(page: bytes, start: int, size: int) -> int:
+    return int.from_bytes(page[start : start + size], "big")

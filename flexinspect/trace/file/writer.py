@@ -1,0 +1,527 @@
+"""Writing a trace: one transaction per step, readable at every moment, whatever happens to us.
+
+`synchronous=NORMAL` on a WAL never waits for the disk within a step. A killed process loses nothing
+that `write_step` has returned from, because the pages are with the kernel; a power failure may lose
+the last steps but never the file.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.records.finding import Finding, Repeat
+from flexinspect.records.prompt import Segment
+from flexinspect.records.step import (
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    OutputRecord,
+    StepRecord,
+)
+from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.trace import codec, schema
+from flexinspect.trace.codec import Statement, bindable
+from flexinspect.trace.file import location
+from flexinspect.trace.file.connections import ReviewKey, check_header
+from flexinspect.trace.file.ownership import recording_pid
+from flexinspect.trace.file.salvage import is_repaired_copy
+
+WAL_TIDY_PAGES = 1_024
+"""Pages (4 MiB) of WAL worth folding into the file between two generations."""
+
+READER_WAIT_S = 1.5
+"""How long closing waits for live readers to let go of the WAL."""
+
+_UNBINDABLE = (sqlite3.ProgrammingError, sqlite3.InterfaceError, OverflowError, UnicodeEncodeError)
+
+# Numpy scalars are bound as blobs, which a STRICT column refuses as a constraint.
+_KEY_CONFLICTS = ("SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_UNIQUE")
+
+
+class TraceWriter:
+    """Records one process into one file. Any thread may call it, one at a time.
+
+    `path` is where the trace will be, `recording_path` where it is until `close` (elsewhere only
+    for a target on a network file system), `note` a sentence for the user about that or about what
+    `close` had to leave behind, `failed` whether recording had to stop.
+    """
+
+    def __init__(self, path: Path, recording_path: Path, db: sqlite3.Connection) -> None:
+        self.path = path
+        self.recording_path = recording_path
+        self.note: str | None = None
+        self.failed = False
+        self._reason = ""
+        self._db = db
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._known_masks: set[str] = set()
+        self._converts_values = False
+        self._closed = False
+
+    @classmethod
+    def create(
+        cls, path: str | Path, run: Mapping[str, Any], *, overwrite: bool = False
+    ) -> TraceWriter:
+        """Make a new trace at `path` with the manifest `run`; the state becomes "recording".
+
+        Raises `TraceWriteError` when the path cannot be used or, without `overwrite`, exists.
+        """
+        target = Path(path).absolute()
+        location.create_trace_file(target, overwrite=overwrite)
+        network = location.network_file_system(target.parent)
+        here = target
+        if network is not None:
+            target.unlink(missing_ok=True)
+            here = location.temporary_trace_path(target)
+            location.create_trace_file(here, overwrite=False)
+        writer = cls(target, here, create_trace(here, {**run, "state": "recording"}))
+        if network is not None:
+            writer.note = (
+                f"{target.parent} is on a network file system ({network}): recording to {here}, "
+                "and moving the trace when it is finished."
+            )
+        return writer
+
+    def update_run(self, **facts: Any) -> None:
+        """Set facts of the manifest. Raises `TraceWriteError`."""
+        with self._lock:
+            self._commit(codec.encode_run_facts(facts), "the manifest")
+
+    def write_event(self, event: EventRecord) -> None:
+        """Record something that happened outside of a step. Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        codec.encode_events(statements, (event,))
+        with self._lock:
+            self._commit(statements, f"an event ({event.kind})")
+
+    def write_output(self, records: Iterable[OutputRecord]) -> None:
+        """Record what the program printed, in order. Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        codec.encode_output(statements, records)
+        with self._lock:
+            self._commit(statements, "the program's output")
+
+    def write_findings(self, findings: Iterable[Finding]) -> None:
+        """Record findings that were made outside of a step. Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        codec.encode_findings(statements, findings)
+        with self._lock:
+            self._commit(statements, "findings")
+
+    def write_gradients(self, record: GradientRecord) -> None:
+        """Record the gradients of one token, whole or not at all. Raises `TraceWriteError`."""
+        with self._lock:
+            self._commit(codec.encode_gradients(record), f"the gradients of step {record.step}")
+
+    def write_repeats(self, place: tuple[int, int, int], records: Iterable[Repeat]) -> None:
+        """Count findings again at (generation, branch, step). Raises `TraceWriteError`."""
+        statements: list[Statement] = []
+        codec.encode_repeats(statements, records, place)
+        with self._lock:
+            self._commit(statements, "findings that were met again")
+
+    def begin_generation(self, record: GenerationRecord) -> None:
+        """Record the prompt of a new generation. Raises `TraceWriteError`."""
+        with self._lock:
+            self._checkpoint_wal()
+            self._commit(codec.encode_generation_start(record), f"generation {record.generation}")
+
+    def begin_branch(
+        self,
+        generation: int,
+        branch: int,
+        parent: int,
+        fork_step: int,
+        change: Mapping[str, Any] | None = None,
+        segments: Sequence[Segment] = (),
+    ) -> None:
+        """Record a fork of `parent`, whose first own step is `fork_step`.
+
+        A branch holds only its own steps and tokens; what lies before is its parent's. `change` is
+        what made it differ, as `BranchRecord` has it. Raises `TraceWriteError`.
+        """
+        place = (generation, branch, parent, fork_step)
+        statements = codec.encode_branch_start(*place, time.time(), change)
+        codec.encode_segments(statements, (generation, branch), segments)
+        with self._lock:
+            self._commit(statements, f"branch {branch} of generation {generation}")
+
+    def write_step(self, record: StepRecord) -> None:
+        """Record one step, in one transaction: afterwards it is in the trace, whole.
+
+        Raises `TraceWriteError` once when recording has to stop (see `failed`), later calls do
+        nothing; and for a record that cannot be stored (a step written twice, an array of objects),
+        after which recording may go on.
+        """
+        with self._lock:
+            if self._is_stopped():
+                return
+            what = f"step {record.step} of generation {record.generation}"
+            if self._commit(codec.encode_step(record, self._known_masks), what):
+                self._known_masks.update(mask.fingerprint for mask in record.masks)
+
+    def write_steps(self, records: Sequence[StepRecord]) -> None:
+        """Record steps that waited together, in one transaction: afterwards all of them are there.
+
+        Committing is more than half of what a step costs, and steps in a row dirty the same pages.
+        Raises as `write_step` does; a record that cannot be stored takes none of the others along,
+        and the error's `stored` says which these are. It is that of the first
+        one refused, or of what ended the recording; `others` has what is said of the rest.
+        """
+        if len(records) == 1:
+            self.write_step(records[0])
+            return
+        with self._lock:
+            if self._is_stopped():
+                return
+            try:
+                self._write_batch(records)
+                return
+            except TraceWriteError:
+                if self.failed:
+                    raise
+        self._write_one_by_one(records)
+
+    def _write_batch(self, records: Sequence[StepRecord]) -> None:
+        known = set(self._known_masks)
+        statements: list[Statement] = []
+        for record in records:
+            statements += codec.encode_step(record, known)
+            known.update(mask.fingerprint for mask in record.masks)
+        self._commit(statements, f"steps {records[0].step} to {records[-1].step}")
+        self._known_masks = known
+
+    def _write_one_by_one(self, records: Sequence[StepRecord]) -> None:
+        refused: list[TraceWriteError] = []
+        stored: list[int] = []
+        for number, record in enumerate(records):
+            try:
+                self.write_step(record)
+                stored.append(number)
+            except TraceWriteError as error:
+                refused.append(error)
+                if self.failed:
+                    break
+        if refused:
+            told = refused.pop(-1 if self.failed else 0)
+            told.stored = tuple(stored)
+            told.others = tuple(error.message for error in refused)
+            raise told
+
+    def end_generation(self, record: GenerationEnd) -> None:
+        """Record how a branch ended, with its segments as they came out.
+
+        Raises `TraceWriteError`.
+        """
+        with self._lock:
+            self._commit(
+                codec.encode_generation_end(record), f"the end of generation {record.generation}"
+            )
+
+    def close(self, state: str = "finished") -> None:
+        """End the trace in `state` (finished, interrupted, failed) and fold it into one file.
+
+        Closing again does nothing. Raises `TraceWriteError` only when a trace that was recorded
+        elsewhere cannot be moved to its place.
+        """
+        with self._lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            self._closed = True
+            self._write_end(state)
+            folded = self._fold_wal()
+            self._db.close()
+            self._move_to_target(folded)
+
+    def discard(self) -> None:
+        """Remove the trace after it was closed, a WAL that a reader kept from being folded too."""
+        for place in {self.path, self.recording_path}:
+            location.delete_trace(place)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.close("interrupted" if interrupted else "failed" if kind else "finished")
+
+    def _is_stopped(self) -> bool:
+        # A forked child shares the connection but not its locks: it must never write.
+        return self.failed or self._closed or os.getpid() != self._pid
+
+    def _commit(self, statements: Sequence[Statement], what: str) -> bool:
+        """Run the statements in one transaction; False when the writer refuses by now."""
+        if self._is_stopped():
+            return False
+        try:
+            self._bind_and_run(statements)
+        except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
+            raise TraceWriteError(
+                f"The trace refuses {what}: {error}.", hint="The recording itself goes on."
+            ) from error
+        except sqlite3.Error as error:
+            self.failed = True
+            ended = recording_error(self.recording_path, what, error)
+            self._reason = ended.message
+            raise ended from error
+        return True
+
+    def _bind_and_run(self, statements: Sequence[Statement]) -> None:
+        if not self._converts_values:
+            try:
+                self._transaction(statements)
+                return
+            except (sqlite3.IntegrityError, *_UNBINDABLE) as error:
+                if getattr(error, "sqlite_errorname", "") in _KEY_CONFLICTS:
+                    raise
+                self._converts_values = True  # whoever sends such values once will send them again
+        self._transaction([(sql, bindable(params)) for sql, params in statements])
+
+    def _transaction(self, statements: Sequence[Statement]) -> None:
+        execute = self._db.execute
+        execute("BEGIN IMMEDIATE")
+        try:
+            for sql, params in statements:
+                execute(sql, params)
+            execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                if self._db.in_transaction:
+                    execute("ROLLBACK")
+            raise
+
+    def _checkpoint_wal(self) -> None:
+        """Fold a long WAL into the file while nobody waits for a step."""
+        wal = self.recording_path.with_name(self.recording_path.name + "-wal")
+        with suppress(sqlite3.Error, OSError):
+            if not self._is_stopped() and wal.stat().st_size > WAL_TIDY_PAGES * 4096:
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _write_end(self, state: str) -> None:
+        """Write the final state if that is still possible."""
+        facts: dict[str, Any] = {"ended_at": time.time()}
+        if self.failed:
+            state, facts["reason"] = "failed", self._reason
+        with suppress(sqlite3.Error):
+            self._transaction(codec.encode_trace_end(state, facts))
+
+    def _fold_wal(self) -> bool:
+        """Make one file of the trace; False when a reader or the disk does not let us."""
+        with suppress(sqlite3.Error):
+            self._db.execute("PRAGMA busy_timeout = 200")
+        until = time.monotonic() + READER_WAIT_S
+        while True:
+            with suppress(sqlite3.Error):
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                if self._db.execute("PRAGMA journal_mode = DELETE").fetchone()[0] == "delete":
+                    return True
+            if self.failed or time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+
+    def _move_to_target(self, folded: bool) -> None:
+        if self.recording_path != self.path and folded:
+            location.move_to_target(self.recording_path, self.path)
+            self.note = f"The trace was recorded on a local disk and moved to {self.path}."
+        elif not folded:
+            self.note = (
+                f"Another program or the disk kept {self.recording_path} from being folded into "
+                "one file: as long as a -wal file lies beside it, keep the two together."
+            )
+
+
+WAL_LIMIT_PAGES = 16_384
+"""Pages (64 MiB) of WAL after which a commit folds them into the file, in the middle of a run."""
+
+WRITE_BUSY_S = 10.0
+"""How long a commit waits for another program that holds the file."""
+
+
+def create_trace(path: Path, run: Mapping[str, Any]) -> sqlite3.Connection:
+    """Open the empty file `path` as a trace with the manifest `run`.
+
+    Raises `TraceWriteError`, with the file removed, when that cannot be.
+    """
+    if sqlite3.sqlite_version_info < (3, 37):
+        raise TraceWriteError(
+            f"This Python has SQLite {sqlite3.sqlite_version}; a trace needs 3.37 or newer.",
+            hint="Use a Python of 2022 or later.",
+        )
+    db = None
+    try:
+        db = sqlite3.connect(
+            f"{path.as_uri()}?mode=rw",
+            uri=True,
+            timeout=WRITE_BUSY_S,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=512,
+        )
+        _create_tables(db, run)
+    except sqlite3.Error as error:
+        if db is not None:
+            db.close()
+        with suppress(OSError):
+            path.unlink()
+        raise creation_error(path, error) from error
+    return db
+
+
+def _create_tables(db: sqlite3.Connection, run: Mapping[str, Any]) -> None:
+    # Without a journal: nothing is lost if this fails, and the file itself (not only its WAL) says
+    # from the first moment what it is.
+    db.execute("PRAGMA journal_mode = OFF")
+    db.execute("PRAGMA synchronous = OFF")
+    db.execute("BEGIN")
+    for sql in schema.create_statements():
+        db.execute(sql)
+    for sql, params in codec.encode_run_facts(run):
+        db.execute(sql, params)
+    db.execute("COMMIT")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA synchronous = NORMAL")
+    db.execute(f"PRAGMA wal_autocheckpoint = {WAL_LIMIT_PAGES}")
+
+
+def recording_error(path: Path, what: str, error: sqlite3.Error) -> TraceWriteError:
+    """Return the sentence for an error of SQLite that ends a recording at `what`."""
+    reason, remedy = _recording_error_reason(error)
+    kept = "Everything recorded so far stays readable; the generation itself goes on."
+    hint = f"{kept} {remedy}".rstrip()
+    return TraceWriteError(f"Recording to {path} stopped at {what}: {reason}.", hint=hint)
+
+
+def creation_error(path: Path, error: sqlite3.Error) -> TraceWriteError:
+    """Return the sentence for an error of SQLite at the first write: then nothing is run either."""
+    reason, remedy = _recording_error_reason(error)
+    return TraceWriteError(f"The trace {path} cannot be begun: {reason}.", hint=remedy or None)
+
+
+def _recording_error_reason(error: sqlite3.Error) -> tuple[str, str]:
+    """Return what went wrong, and what may be done about it (empty when nobody knows)."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith("SQLITE_FULL"):
+        return "the disk is full", "Free some space, or choose another disk with --out."
+    if name.startswith("SQLITE_READONLY"):
+        return "it has become read-only", ""
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        said = "another program holds it locked"
+        return said, "Close the program that has it open for writing."
+    if name.startswith("SQLITE_IOERR"):
+        return f"the disk reports an error ({error})", "Check the disk and the space left on it."
+    return str(error), ""
+
+
+APPEND_BUSY_S = 5.0
+"""How long to wait for another program that adds something at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleReview:
+    """What one rule said of one generation afterwards; `at` in seconds since the epoch."""
+
+    rule: str
+    generation: int
+    findings: tuple[Finding, ...]
+    events: tuple[EventRecord, ...]
+    at: float
+    wall_ms: float
+
+
+def append_reviews(path: Path, reviews: Sequence[RuleReview]) -> None:
+    """Write findings and events, and that these rules have looked, in one transaction.
+
+    What another program has written meanwhile for the same rule and generation counts, and is not
+    written twice. Raises `TraceWriteError`, with nothing written, when the trace is being recorded
+    or cannot be written to; `TraceError` when it is no trace.
+    """
+    check_header(path)
+    if is_repaired_copy(path):
+        raise _append_error(path, "it is a mended copy of a damaged trace")
+    pid = recording_pid(path)
+    if pid is not None:
+        raise _append_error(path, f"process {pid} is recording it")
+    if not os.access(path, os.W_OK):
+        raise _append_error(path, "it is read-only")
+    try:
+        uri = f"{path.absolute().as_uri()}?mode=rw"
+        with closing(
+            sqlite3.connect(uri, uri=True, timeout=APPEND_BUSY_S, isolation_level=None)
+        ) as db:
+            _write_reviews(db, reviews)
+    except sqlite3.Error as error:
+        raise _append_error(path, _append_error_reason(error)) from error
+
+
+def _write_reviews(db: sqlite3.Connection, reviews: Iterable[RuleReview]) -> None:
+    db.execute("PRAGMA trusted_schema = OFF")
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        done = set(db.execute("SELECT rule, generation FROM reviews"))
+        for key, parts in review_statements(reviews).items():
+            for sql, params in () if key in done else parts:
+                db.execute(sql, params)
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def review_statements(reviews: Iterable[RuleReview]) -> dict[ReviewKey, list[Statement]]:
+    """Return by rule and generation what writes these reviews."""
+    out: dict[ReviewKey, list[Statement]] = {}
+    for one in reviews:
+        parts = out[one.rule, one.generation] = []
+        codec.encode_findings(parts, one.findings)
+        codec.encode_events(parts, one.events)
+        parts.append(codec.encode_review(one.rule, one.generation, one.at, one.wall_ms))
+    return out
+
+
+def _append_error(path: Path, why: str) -> TraceWriteError:
+    return TraceWriteError(
+        f"What was found is not stored in {path}: {why}.",
+        hint="The findings are complete; looking for them again takes a moment each time.",
+    )
+
+
+def _append_error_reason(error: sqlite3.Error) -> str:
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith("SQLITE_FULL"):
+        return "the disk is full"
+    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
+        return "it is read-only"
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return "another program holds it locked"
+    return "".join(char if char.isprintable() else "?" for char in str(error))
+
+
+def add_run_facts(path: Path, facts: Mapping[str, Any], event: EventRecord) -> None:
+    """Add facts to the manifest of a trace that is finished, and an event that tells of them.
+
+    Raises `sqlite3.Error`: only for a trace that was made a moment ago.
+    """
+    out = codec.encode_run_facts(facts)
+    codec.encode_events(out, (event,))
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        for sql, params in out:
+            db.execute(sql, params)
+        db.execute("COMMIT")

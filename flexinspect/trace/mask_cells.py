@@ -1,0 +1,279 @@
+"""The cells of masks, read as packed bits and in pieces: no mask is ever whole in memory.
+
+Packed rows are uint8 of shape (rows, ceil(keys / 8)), the first key in the highest bit (as
+`numpy.packbits`), every row from a byte of its own on, and zeros behind its last key. In the trace
+rows follow each other without such gaps.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from flexinspect.records.step import Array
+from flexinspect.trace import arrays
+from flexinspect.trace import codec as decode
+from flexinspect.trace.reader import TraceReader
+
+PackedMask = npt.NDArray[np.uint8]
+
+MAX_UNPACKED_CELLS = 1 << 22
+"""Cells that are unpacked at once."""
+
+_MASKS_PER_QUERY = 16
+"""Masks whose arrays are read with one query."""
+
+_MASK_ARRAYS_FROM = (
+    "FROM masks m JOIN arrays a ON a.generation = m.generation AND a.branch = m.branch "
+    "AND a.step = m.step AND a.owner = m.fingerprint"
+)
+_FIND_CELLS_SQL = (
+    f"SELECT m.generation, m.branch, m.step, a.number, a.item, a.shape, a.codec {_MASK_ARRAYS_FROM} "
+    "WHERE m.fingerprint = ? AND a.stream = 'mask.cells' ORDER BY a.chunk LIMIT 1"
+)
+_CHUNK_SQL = (
+    "SELECT dtype, item, shape, codec, checksum, data FROM arrays WHERE generation = ? "
+    "AND branch = ? AND step = ? AND number = ? AND chunk = ?"
+)
+_MASK_ARRAYS_SQL = (
+    f"SELECT m.fingerprint, a.chunk, a.dtype, a.item, a.shape, a.codec, a.checksum, a.data "
+    f"{_MASK_ARRAYS_FROM} WHERE m.fingerprint IN ({{}}) AND a.stream = ? ORDER BY m.fingerprint, a.chunk"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCells:
+    """Where the cells of a mask lie in a trace, and their shape."""
+
+    fingerprint: str
+    key: tuple[int, int, int, int]
+    heads: int
+    n_rows: int
+    n_keys: int
+    codec: str
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all heads as they are packed in the trace."""
+        return -(-self.heads * self.n_rows * self.n_keys // 8)
+
+
+def find_mask_cells(reader: TraceReader, fingerprint: str) -> StoredCells | None:
+    """Return where a mask's cells lie, None when they were not recorded.
+
+    Raises `TraceError` for a form that no mask has.
+    """
+    rows = reader._query(_FIND_CELLS_SQL, (fingerprint,))
+    if not rows:
+        return None
+    kinds = ("int", "int", "int", "int", "text", "json", "text")
+    generation, branch, step, number, item, shape, codec = reader._decode(
+        lambda row: decode.decode_values(kinds, row, "arrays"), rows[0]
+    )
+    lengths_ok = (
+        isinstance(shape, list)
+        and len(shape) == 3
+        and all(type(length) is int and 0 <= length < 1 << 40 for length in shape)
+    )
+    if item != "bool" or codec not in ("bits", "bits+zstd") or not lengths_ok:
+        raise arrays.damaged_array(_cells_name(reader, fingerprint), "it is no mask in its form")
+    heads, n_rows, n_keys = shape
+    key = (generation, branch, step, number)
+    return StoredCells(fingerprint, key, heads, n_rows, n_keys, codec)
+
+
+def _cells_name(reader: TraceReader, fingerprint: str) -> str:
+    return f"the cells of mask {fingerprint!r} in {reader.path}"
+
+
+def read_packed_rows(
+    reader: TraceReader, cells: StoredCells, head: int, start: int, stop: int, *, at_most: int = 256
+) -> Iterator[tuple[int, PackedMask]]:
+    """Yield (row, packed rows from it on) of the rows `start <= row < stop` of one head.
+
+    At most `at_most` rows at a time, fewer where they are long. What lies before `start` is read
+    and dropped, what lies behind `stop` is not read. Raises `TraceError` for damaged bytes.
+    """
+    n_keys = cells.n_keys
+    source = _BitStream(reader, cells)
+    source.skip((head * cells.n_rows + start) * n_keys)
+    step = max(1, min(at_most, MAX_UNPACKED_CELLS // max(n_keys, 1)))
+    for row in range(start, stop, step):
+        n_rows = min(step, stop - row)
+        yield row, source.read_rows(n_rows, n_keys)
+    if head == cells.heads - 1 and stop == cells.n_rows:
+        source.check_end()
+
+
+class _BitStream:
+    """The bits of an array, one after the other."""
+
+    def __init__(self, reader: TraceReader, cells: StoredCells) -> None:
+        self._where = _cells_name(reader, cells.fingerprint)
+        self._source: Any = _ChunkFile(reader, cells, self._where)
+        if cells.codec == "bits+zstd":
+            self._source = self._decompressed(cells.n_bytes)
+        self._bit = 0
+        self._partial_byte = b""
+
+    def _decompressed(self, n_bytes: int) -> Any:
+        head = self._source.peek()
+        try:
+            if zstandard.frame_content_size(head) != n_bytes:
+                raise arrays.damaged_array(
+                    self._where, "it does not unpack to the size of its shape"
+                )
+        except zstandard.ZstdError:
+            raise arrays.damaged_array(self._where, "its bytes do not unpack") from None
+        return zstandard.ZstdDecompressor().stream_reader(self._source)
+
+    def skip(self, n_bits: int) -> None:
+        """Go on by `n_bits`; only from the beginning."""
+        n_bytes, self._bit = divmod(n_bits, 8)
+        while n_bytes > 0:
+            n_bytes -= len(self._read(min(n_bytes, MAX_UNPACKED_CELLS)))
+        self._partial_byte = self._read(1) if self._bit else b""
+
+    def read_rows(self, n_rows: int, n_keys: int) -> PackedMask:
+        """Return the next rows, packed, each from a byte on."""
+        end = self._bit + n_rows * n_keys
+        data = self._partial_byte + self._read(-(-end // 8) - len(self._partial_byte))
+        start, self._bit = self._bit, end % 8
+        self._partial_byte = data[-1:] if self._bit else b""
+        whole = np.frombuffer(data, np.uint8)
+        if start == 0 and n_keys % 8 == 0:
+            return whole.reshape(n_rows, n_keys // 8)
+        bits = np.unpackbits(whole, count=end)[start:]
+        return np.packbits(bits.reshape(n_rows, n_keys), axis=1)
+
+    def check_end(self) -> None:
+        """Raise `TraceError` if bytes are left."""
+        if self._read_some(1):
+            raise arrays.damaged_array(self._where, "it is longer than its shape")
+
+    def _read(self, n_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        left = n_bytes
+        while left > 0:
+            part = self._read_some(left)
+            if not part:
+                raise arrays.damaged_array(self._where, "it ends too early")
+            parts.append(part)
+            left -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _read_some(self, n_bytes: int) -> bytes:
+        try:
+            return bytes(self._source.read(n_bytes))
+        except (zstandard.ZstdError, MemoryError):
+            raise arrays.damaged_array(self._where, "its bytes do not unpack") from None
+
+
+class _ChunkFile:
+    """The stored bytes of an array as a file: one chunk in memory, its checksum looked at."""
+
+    def __init__(self, reader: TraceReader, cells: StoredCells, where: str) -> None:
+        self._reader, self._key, self._where = reader, cells.key, where
+        self._next_chunk = 0
+        self._data = memoryview(b"")
+
+    def peek(self) -> bytes:
+        """Return some bytes from here on without going on."""
+        self._fill()
+        return bytes(self._data[:32])
+
+    def read(self, size: int = -1) -> bytes:
+        """Return at most `size` bytes (-1: some), none at the end."""
+        self._fill()
+        size = len(self._data) if size < 0 else size
+        part, self._data = bytes(self._data[:size]), self._data[size:]
+        return part
+
+    def _fill(self) -> None:
+        if self._data or self._next_chunk < 0:
+            return
+        rows = self._reader._query(_CHUNK_SQL, (*self._key, self._next_chunk))
+        if not rows:
+            if self._next_chunk == 0:
+                raise arrays.damaged_array(self._where, "a part of it is missing")
+            self._next_chunk = -1
+            return
+        chunk = self._reader._decode(decode.decode_chunk, rows[0])
+        if zlib.crc32(chunk.data) != chunk.checksum:
+            raise arrays.damaged_array(self._where, "a checksum does not match its bytes")
+        self._data = memoryview(chunk.data)
+        self._next_chunk += 1
+
+
+def read_mask_arrays(
+    reader: TraceReader, fingerprints: Sequence[str], stream: str
+) -> Iterator[tuple[str, Array]]:
+    """Yield (fingerprint, array) of a stream of many small masks, in no order; some have none.
+
+    Raises `TraceError` for damaged bytes.
+    """
+    names = list(dict.fromkeys(fingerprints))
+    for start in range(0, len(names), _MASKS_PER_QUERY):
+        some = names[start : start + _MASKS_PER_QUERY]
+        rows = reader._query(_MASK_ARRAYS_SQL.format(", ".join("?" * len(some))), (*some, stream))
+        for name, group in groupby(rows, key=lambda row: str(row[0])):
+            part = list(group)
+            where = f"{stream!r} of mask {name!r} in {reader.path}"
+            if [row[1] for row in part] != list(range(len(part))):
+                raise arrays.damaged_array(where, "a part of it is missing")
+            chunks = [reader._decode(decode.decode_chunk, row[2:]) for row in part]
+            yield name, arrays.decode_array(chunks, where)[0]
+
+
+def max_mask_heads(reader: TraceReader, fingerprints: Sequence[str]) -> int:
+    """Return the largest number of heads that any of these masks is made for, at least 1."""
+    names = list(dict.fromkeys(fingerprints))
+    sql = f"SELECT max(heads) FROM masks WHERE fingerprint IN ({', '.join('?' * len(names))})"
+    found = reader._query(sql, names)[0][0]
+    return max(found, 1) if isinstance(found, int) else 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """The rows that a step fed, and what each layer's call received: layer → (mask, keys)."""
+
+    step: int
+    q_len: int
+    kv_before: int
+    kv_after: int
+    by_layer: dict[int, tuple[str | None, int]]
+
+
+_STEP_CALLS_SQL = (
+    "SELECT s.step, s.q_len, s.kv_before, s.kv_after, c.layer, c.mask, c.kv_len "
+    "FROM steps s LEFT JOIN calls c ON c.generation = s.generation AND c.branch = s.branch "
+    "AND c.step = s.step WHERE s.generation = ? AND s.branch = ? AND s.step >= ? AND s.step < ? "
+    "ORDER BY s.step, c.call"
+)
+
+
+def read_step_calls(
+    reader: TraceReader, generation: int, branch: int, start: int, stop: int
+) -> list[StepCalls]:
+    """Return what the own steps `start <= step < stop` of a branch fed and received, in order.
+
+    Of several calls of a layer in a step the first counts.
+    """
+    found: list[StepCalls] = []
+    kinds = ("int", "int", "int", "int", "int?", "text?", "int?")
+    for raw in reader._query(_STEP_CALLS_SQL, (generation, branch, start, stop)):
+        step, q_len, before, after, layer, mask, kv_len = reader._decode(
+            lambda row: decode.decode_values(kinds, row, "calls"), raw
+        )
+        if not found or found[-1].step != step:
+            found.append(StepCalls(step, q_len, before, after, {}))
+        if layer is not None and kv_len is not None:
+            found[-1].by_layer.setdefault(layer, (mask, kv_len))
+    return found

@@ -1,0 +1,469 @@
+"""Questions about ranges of steps: what ran where, findings in groups, events of a kind.
+
+All of them are bounded: by a range of steps, by a limit, or by being counted inside SQLite.
+
+A branch is read with the steps of its parents before the fork, so that a range has no holes. Every
+function raises `TraceError` when the file is damaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, Literal
+
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import LayerStatRecord, MemoryRecord
+from flexinspect.trace import codec, schema
+from flexinspect.trace.query_base import WHERE_BRANCH
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import EventRow, FindingRow, StepRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepPath:
+    """The layers of one step that ran one path with one mask, ascending, one entry per call."""
+
+    step: int
+    path: str
+    mask: str | None
+    layers: tuple[int, ...]
+
+
+def step_paths(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> list[StepPath]:
+    """Return what ran in the steps `start <= step < stop`, a few rows per step, in order.
+
+    Steps before the fork of a branch are those of its parent. Raises `TraceError`.
+    """
+    sql = (
+        f"SELECT step, path, mask, group_concat(layer) FROM calls {WHERE_BRANCH} "
+        "AND step >= ? AND step < ? GROUP BY step, path, mask"
+    )
+    found: list[StepPath] = []
+    for number, first, last in lineage(reader, generation, branch):
+        low, high = max(first, start), stop if last is None else min(last, stop)
+        if low < high:
+            rows = reader._query(sql, (generation, number, low, high))
+            found += [reader._decode(_decode_step_path, row) for row in rows]
+    return sorted(found, key=lambda one: (one.step, one.layers))
+
+
+def _decode_step_path(row: Sequence[Any]) -> StepPath:
+    step, path, mask, layers = codec.decode_values(("int", "text", "text?", "text"), row, "calls")
+    return StepPath(step, path, mask, _parse_layers(layers))
+
+
+@lru_cache(maxsize=512)
+def _parse_layers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(sorted(int(part) for part in text.split(",")))
+    except ValueError:
+        raise codec.DamagedValueError("a row of calls holds a layer that is no number") from None
+
+
+def lineage(reader: TraceReader, generation: int, branch: int) -> list[tuple[int, int, int | None]]:
+    """Return (branch, first step, step after the last) of a branch and its parents, newest first.
+
+    The last step of the branch itself is None: it is open.
+    """
+    if branch == 0:
+        return [(0, 0, None)]
+    rows = {row.branch: row for row in reader.branches(generation)}
+    found: list[tuple[int, int, int | None]] = []
+    here: int | None = branch
+    stop: int | None = None
+    while here is not None and here in rows:
+        row = rows.pop(here)  # taken out, so that a damaged file cannot lead in a circle
+        found.append((here, row.fork_step or 0, stop))
+        here, stop = row.parent, row.fork_step
+    return found
+
+
+# -- findings -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """What `n` different numbers lie between `low` and `high`, both included."""
+
+    low: int
+    high: int
+    n: int
+
+    def describe(self, name: str) -> str:
+        """Return "layer 3", "layers 0-27" or "5 layers of 0-27"."""
+        if self.low == self.high:
+            return f"{name} {self.low}"
+        span = f"{self.low}-{self.high}"
+        whole = self.n == self.high - self.low + 1
+        return f"{name}s {span}" if whole else f"{self.n} {name}s of {span}"
+
+
+@dataclass(frozen=True, slots=True)
+class FindingGroup:
+    """All findings of one class and severity. `first` is the number of the first one, `sentence`
+    what it says; `times` counts also those that a finding of a series stands for.
+
+    An extent is None when no finding of the group names such a place.
+    """
+
+    severity: Severity
+    id: str
+    count: int
+    first: int
+    times: int
+    generations: NumberRange
+    steps: NumberRange | None
+    layers: NumberRange | None
+    sentence: str
+
+
+_SEVERITY_ORDER_SQL = "CASE severity WHEN 'error' THEN 0 WHEN 'warning' THEN 1 ELSE 2 END"
+_FINDING_GROUPS_SQL = (
+    "WITH grouped AS (SELECT severity, id, count(*), min(finding) AS first, sum(times), "
+    "min(generation) AS generation, max(generation), count(DISTINCT generation), "
+    "min(step) AS step, max(max(step, coalesce(last_step, step))), "
+    "max(count(DISTINCT step), max(times)), "
+    "min(layer) AS layer, max(max(layer, coalesce(json_extract(layers, '$[#-1]'), layer))), "
+    "max(count(DISTINCT layer), max(json_array_length(layers))) FROM findings "
+    "GROUP BY severity, id) "
+    "SELECT *, (SELECT sentence FROM findings WHERE finding = first) FROM grouped "
+    f"ORDER BY {_SEVERITY_ORDER_SQL}, generation, step, layer, first LIMIT ?"
+)
+_FINDING_GROUP_KINDS = ("text", "text", *("int",) * 6, *("int?", "int?", "int") * 2, "text")
+
+
+def finding_groups(reader: TraceReader, *, limit: int = 500) -> list[FindingGroup]:
+    """Return the classes of findings of a trace, worst first; counted inside SQLite."""
+    return [
+        reader._decode(_decode_finding_group, row)
+        for row in reader._query(_FINDING_GROUPS_SQL, (limit,))
+    ]
+
+
+def worst_finding(reader: TraceReader, generation: int) -> FindingRow | None:
+    """Return the worst finding of a generation, the first of several, None when it has none."""
+    rest = f"WHERE generation = ? ORDER BY {_SEVERITY_ORDER_SQL}, step, finding LIMIT 1"
+    return _first_finding(reader, rest, (generation,))
+
+
+def _decode_finding_group(row: Sequence[Any]) -> FindingGroup:
+    severity, name, count, first, times, *extents, sentence = codec.decode_values(
+        _FINDING_GROUP_KINDS, row, "findings"
+    )
+    generations, steps, layers = (_number_range(extents[i : i + 3]) for i in (0, 3, 6))
+    if severity not in list(Severity) or generations is None:
+        raise codec.DamagedValueError(f"{severity!r} is no severity")
+    return FindingGroup(
+        Severity(severity), name, count, first, times, generations, steps, layers, sentence
+    )
+
+
+def _number_range(values: Sequence[int | None]) -> NumberRange | None:
+    low, high, n = values
+    return NumberRange(low, high, n or 0) if low is not None and high is not None else None
+
+
+def findings_counter(reader: TraceReader) -> int:
+    """Return a number that rises with every finding and every repetition of one, 0 without any."""
+    rows = reader._query("SELECT max(finding) + sum(times) FROM findings", ())
+    return int(rows[0][0] or 0) if rows else 0
+
+
+def finding_in_group(reader: TraceReader, group: FindingGroup, index: int) -> FindingRow | None:
+    """Return finding number `index` (from 0) of a group, in order of writing."""
+    rest = "WHERE id = ? AND severity = ? AND finding >= ? ORDER BY finding LIMIT 1 OFFSET ?"
+    params = (group.id, group.severity.value, group.first, index)
+    return _first_finding(reader, rest, params)
+
+
+FindingPosition = tuple[int, int, int | None, int, int, int]
+"""(generation, branch, step, layer, head, number): where a walk over findings stands. The step is
+None at findings of a whole generation; a layer or head that is not named counts as -1."""
+
+
+FIRST_POSITION: FindingPosition = (-1, -1, None, -1, -1, -1)
+LAST_POSITION: FindingPosition = (1 << 62, 0, None, -1, -1, -1)
+
+
+def finding_position(row: FindingRow) -> FindingPosition:
+    """Return where a finding stands in the order in which findings are walked."""
+    found = row.finding
+    layer, head = (-1 if value is None else value for value in (found.layer, found.head))
+    return found.generation, found.branch, found.step, layer, head, row.id
+
+
+def adjacent_finding(
+    reader: TraceReader, here: FindingPosition, direction: int
+) -> FindingRow | None:
+    """Return the finding after (1) or before (-1) `here`: a few look-ups in the index of steps."""
+    generation, branch, step = here[:3]
+    found = _finding_in_step(reader, (generation, branch, step), direction, here[3:])
+    if found is not None:
+        return found
+    beyond = _next_step_with_findings(reader, (generation, branch, step), direction)
+    return _finding_in_step(reader, beyond, direction) if beyond is not None else None
+
+
+_FINDING_ORDER_SQL = "coalesce(layer, -1), coalesce(head, -1), finding"
+
+
+def _finding_in_step(
+    reader: TraceReader,
+    key: tuple[int, int, int | None],
+    direction: int,
+    after: Sequence[int] = (),
+) -> FindingRow | None:
+    sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
+    test = f"AND ({_FINDING_ORDER_SQL}) {sign} (?, ?, ?)" if after else ""
+    by = ", ".join(f"{part} {order}" for part in ("coalesce(layer, -1)", "coalesce(head, -1)"))
+    rest = f"{WHERE_BRANCH} AND step IS ? {test} ORDER BY {by}, finding {order} LIMIT 1"
+    return _first_finding(reader, rest, (*key, *after))
+
+
+def _next_step_with_findings(
+    reader: TraceReader, key: tuple[int, int, int | None], direction: int
+) -> tuple[int, int, int | None] | None:
+    """Return the nearest step with findings; those of a whole generation come before its steps."""
+    generation, branch, step = key
+    sign, order = (">", "ASC") if direction > 0 else ("<", "DESC")
+    by = f"ORDER BY generation {order}, branch {order}, step {order} LIMIT 1"
+    tries: list[tuple[str, Sequence[int]]] = []
+    if step is not None:
+        tries.append((f"{WHERE_BRANCH} AND step {sign} ?", (generation, branch, step)))
+    elif direction > 0:
+        tries.append((f"{WHERE_BRANCH} AND step IS NOT NULL", (generation, branch)))
+    if step is not None and direction < 0:
+        tries.append((f"{WHERE_BRANCH} AND step IS NULL", (generation, branch)))
+    tries.append((f"WHERE (generation, branch) {sign} (?, ?)", (generation, branch)))
+    for where, params in tries:
+        rows = reader._query(f"SELECT generation, branch, step FROM findings {where} {by}", params)
+        if rows:
+            found: tuple[int, int, int | None] = tuple(rows[0])
+            return found
+    return None
+
+
+def _first_finding(reader: TraceReader, rest: str, params: Sequence[Any]) -> FindingRow | None:
+    rows = reader._records(codec.decode_finding, schema.FINDINGS, rest, params)
+    return rows[0] if rows else None
+
+
+# -- events ---------------------------------------------------------------------------------------
+
+
+def step_events(
+    reader: TraceReader, generation: int, start: int, stop: int, *, like: str, limit: int = 100
+) -> list[EventRow]:
+    """Return the events of steps `start <= step < stop` whose kind or text matches `like`.
+
+    `like` is a pattern of SQL's LIKE, which knows no case: "%compil%".
+    """
+    rest = (
+        "WHERE generation = ? AND step >= ? AND step < ? AND (kind LIKE ? OR text LIKE ?) "
+        "ORDER BY event LIMIT ?"
+    )
+    params = (generation, start, stop, like, like, limit)
+    return reader._records(codec.decode_event, schema.EVENTS, rest, params)
+
+
+def events_between(
+    reader: TraceReader, start_at: float, stop_at: float, *, like: str, limit: int = 100
+) -> list[EventRow]:
+    """Return the events outside of all generations at `start_at <= at < stop_at`, seconds.
+
+    `like` is a pattern for their kind or text.
+    """
+    rest = (
+        "WHERE generation IS NULL AND at >= ? AND at < ? AND (kind LIKE ? OR text LIKE ?) "
+        "ORDER BY event LIMIT ?"
+    )
+    params = (start_at, stop_at, like, like, limit)
+    return reader._records(codec.decode_event, schema.EVENTS, rest, params)
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as "0-3, 7": ascending, each once."""
+    ordered = sorted(set(numbers))
+    runs = groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(pairs) for _, pairs in runs)]
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ends)
+
+
+Statistic = Literal["norm", "max", "mean", "std", "bad"]
+"""A column of the layer statistics: "max" is the largest absolute value, "bad" counts NaN and Inf.
+"""
+
+MAX_STAT_ROWS = 1 << 16
+"""Rows of layer statistics that one question returns at most."""
+
+_STEP_RANGE_SQL = f"{WHERE_BRANCH} AND step >= ? AND step < ?"
+_STATISTIC_SQL: dict[Statistic, str] = {
+    "norm": "norm",
+    "max": "max(abs(min), abs(max))",  # NULL, which stands for NaN, if either is
+    "mean": "mean",
+    "std": "std",
+    "bad": "CAST(n_nan + n_inf AS REAL)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StatCell:
+    """One value of one module in one step; `n_bad` are the NaN and Inf among its values."""
+
+    step: int
+    layer: int
+    module: str
+    value: float
+    n_bad: int
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteOutput:
+    """A module's output that holds NaN or Inf, and its step."""
+
+    step: int
+    stat: LayerStatRecord
+
+
+def branch_of_step(reader: TraceReader, generation: int, step: int, branch: int = 0) -> int:
+    """Return the branch that holds a step: `branch`, or a parent before the fork."""
+    for number, first, _ in lineage(reader, generation, branch):
+        if step >= first:
+            return number
+    return branch
+
+
+def step_bounds(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, int] | None:
+    """Return the first and the last step recorded so far, parents included; None without any."""
+    last = newest_step(reader, generation, branch)
+    if last is None:
+        return None
+    family = lineage(reader, generation, branch)
+    sql = f"SELECT step FROM steps {WHERE_BRANCH} ORDER BY step LIMIT 1"
+    rows = reader._query(sql, (generation, family[-1][0]))
+    return (int(rows[0][0]) if rows else last), last
+
+
+def newest_step(reader: TraceReader, generation: int, branch: int = 0) -> int | None:
+    """Return the last step recorded so far, parents included; None without any."""
+    for part in lineage(reader, generation, branch):
+        if (step := _last_step(reader, generation, *part)) is not None:
+            return step
+    return None
+
+
+def _last_step(
+    reader: TraceReader, generation: int, branch: int, first: int, stop: int | None
+) -> int | None:
+    last = reader.last_step(generation, branch)
+    if last is None or stop is None:
+        return last
+    return min(last, stop - 1) if stop > first else None
+
+
+def step_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> list[StepRow]:
+    """Return the steps `start <= step < stop`, in order."""
+    found: list[StepRow] = []
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
+        found += reader.steps(generation, number, low, high)
+    return found
+
+
+def chosen_tokens(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[int, int | None]:
+    """Return the token that each step `start <= step < stop` chose, None where it is not known."""
+    sql = f"SELECT step, chosen_id FROM steps {_STEP_RANGE_SQL}"
+    found: dict[int, int | None] = {}
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
+        for row in reader._query(sql, (generation, number, low, high)):
+            step, chosen = reader._decode(_decode_step_and_token, row)
+            found[step] = chosen
+    return found
+
+
+def _decode_step_and_token(row: Sequence[Any]) -> list[Any]:
+    return codec.decode_values(("int", "int?"), row, "steps")
+
+
+def decode_phase_time(reader: TraceReader, generation: int, branch: int = 0) -> tuple[int, float]:
+    """Return how many decode steps a branch has made itself, and their milliseconds together."""
+    sql = f"SELECT count(*), total(wall_ms) FROM steps {WHERE_BRANCH} AND phase = 'decode'"
+    ((number, total),) = reader._query(sql, (generation, branch))
+    return int(number), float(total)
+
+
+def memory_range(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> dict[int, MemoryRecord]:
+    """Return the memory at the end of each step `start <= step < stop` that has it."""
+    found: dict[int, MemoryRecord] = {}
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
+        rest = f"{_STEP_RANGE_SQL} ORDER BY step"
+        params = (generation, number, low, high)
+        for values in reader._select(schema.MEMORY, rest, params, skip=2):
+            found[values[0]] = reader._decode(codec.decode_memory, values[1:])
+    return found
+
+
+def layer_stats_range(
+    reader: TraceReader,
+    generation: int,
+    start: int,
+    stop: int,
+    branch: int = 0,
+    *,
+    statistic: Statistic = "norm",
+) -> list[StatCell]:
+    """Return one statistic of all modules in the steps `start <= step < stop`, as captured.
+
+    At most `MOST_ROWS` of them.
+    """
+    sql = (
+        f"SELECT step, layer, module, {_STATISTIC_SQL[statistic]}, n_nan + n_inf FROM layer_stats "
+        f"{_STEP_RANGE_SQL} ORDER BY step, number LIMIT ?"
+    )
+    kinds = ("int", "int", "text", "real", "int")
+    found: list[StatCell] = []
+    for number, low, high in _branch_ranges(reader, generation, start, stop, branch):
+        params = (generation, number, low, high, MAX_STAT_ROWS - len(found))
+        for row in reader._query(sql, params):
+            values = reader._decode(lambda row: codec.decode_values(kinds, row, "layer_stats"), row)
+            found.append(StatCell(*values))
+    return found
+
+
+def first_nonfinite_output(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int = 0
+) -> NonfiniteOutput | None:
+    """Return the lowest layer with NaN or Inf of the earliest such step, None without any.
+
+    Of one branch alone. Reads two narrow columns of the steps `start <= step < stop` and stops at
+    the first that has one.
+    """
+    rest = f"{_STEP_RANGE_SQL} AND (n_nan > 0 OR n_inf > 0) ORDER BY step, layer, number LIMIT 1"
+    rows = reader._select(schema.LAYER_STATS, rest, (generation, branch, start, stop), skip=2)
+    if not rows:
+        return None
+    step, _, *values = rows[0]
+    return NonfiniteOutput(step, reader._decode(codec.decode_layer_stat, values))
+
+
+def _branch_ranges(
+    reader: TraceReader, generation: int, start: int, stop: int, branch: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (branch, first step, step after the last) of a range, in order of steps."""
+    for number, first, end in reversed(lineage(reader, generation, branch)):
+        low, high = max(first, start), stop if end is None else min(end, stop)
+        if low < high:
+            yield number, low, high

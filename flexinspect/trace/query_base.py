@@ -1,0 +1,79 @@
+"""From SQL to records: what every question of the reader goes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from flexinspect.core.errors import TraceError
+from flexinspect.trace import codec
+from flexinspect.trace.file.connections import TraceConnections
+from flexinspect.trace.schema import Table, select_sql
+
+T = TypeVar("T")
+
+WHERE_BRANCH = "WHERE generation = ? AND branch = ?"
+WHERE_STEP = "WHERE generation = ? AND branch = ? AND step = ?"
+
+
+def place_condition(generation: int | None, branch: int, step: int | None) -> tuple[str, list[int]]:
+    """Return the condition for all, one branch or one step of it, and its parameters."""
+    if generation is None:
+        return "", []
+    if step is None:
+        return WHERE_BRANCH, [generation, branch]
+    return WHERE_STEP, [generation, branch, step]
+
+
+class TraceQueries:
+    """Asks the trace at `path`; raises `TraceError` for whatever is wrong with it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).absolute()
+        self._connections = TraceConnections(self.path)
+
+    def _records(
+        self,
+        make: Callable[[Sequence[Any]], T],
+        table: Table,
+        rest: str,
+        params: Sequence[Any] = (),
+        *,
+        skip: int = 0,
+        stop: int | None = None,
+    ) -> list[T]:
+        rows = self._select(table, rest, params, skip=skip, stop=stop)
+        return [self._decode(make, row) for row in rows]
+
+    def _select(
+        self,
+        table: Table,
+        rest: str,
+        params: Sequence[Any] = (),
+        *,
+        skip: int = 0,
+        stop: int | None = None,
+    ) -> list[list[Any]]:
+        sql = select_sql(table, rest, skip=skip, stop=stop)
+        return [self._decode_row(table, row, skip) for row in self._query(sql, params)]
+
+    def _query(self, sql: str, params: Sequence[Any]) -> list[Any]:
+        return self._connections.query(sql, params)
+
+    def _query_int(self, sql: str, params: Sequence[Any] = ()) -> int | None:
+        """Return the one number that a query gives, None when it has no row."""
+        rows = self._query(sql, params)
+        return self._decode(codec.decode_int, rows[0][0]) if rows else None
+
+    def _decode_row(self, table: Table, row: Sequence[Any], skip: int) -> list[Any]:
+        return self._decode(lambda values: codec.decode_row(table, values, skip=skip), row)
+
+    def _decode(self, make: Callable[[Any], T], row: Any) -> T:
+        try:
+            return make(row)
+        except codec.DamagedValueError as damage:
+            raise TraceError(
+                f"{self.path} is damaged: {damage}.",
+                hint="Other steps may still be whole; copy the file again if you can.",
+            ) from None

@@ -1,0 +1,596 @@
+"""A trace as text for people or as JSON for programs, piece by piece, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any, TypeVar
+
+from flexinspect.core.errors import TraceError, UsageError
+from flexinspect.core.text import escape_unprintable
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import (
+    TRAIN,
+    BuildRecord,
+    CallRecord,
+    InputsRecord,
+    LayerStatRecord,
+    LogitsRecord,
+    MaskRecord,
+    MemoryRecord,
+    TokenRecord,
+)
+from flexinspect.records.token_gradients import GradientRecord
+from flexinspect.records.training_step import TrainingStepRecord
+from flexinspect.trace.codec import plain_json
+from flexinspect.trace.reader import TraceReader
+from flexinspect.trace.rows import (
+    ArrayInfo,
+    BranchRow,
+    EventRow,
+    FindingRow,
+    GenerationRow,
+    OutputRow,
+    StepRow,
+)
+from flexinspect.trace.schema import VERSION
+
+T = TypeVar("T")
+
+PAGE_ROWS = 256
+"""Rows asked for at a time."""
+
+MASK_ARRAYS = ("cells", "partial", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class DumpSelection:
+    """What of a trace to print: one generation or all (None), one step of each or all."""
+
+    reader: TraceReader
+    generation: int | None = None
+    step: int | None = None
+
+    def check(self) -> None:
+        """Raise `UsageError` when there is no such generation or step."""
+        path = self.reader.path
+        if self.generation is not None and not self.generations():
+            raise UsageError(
+                f"{path} has no generation {self.generation}.",
+                hint=f"It has {len(self.reader.generations())}, numbered from 0.",
+            )
+        if self.step is not None and not any(True for b in self.branches() for _ in self.steps(b)):
+            last = max((self._last(branch) for branch in self.branches()), default=-1)
+            raise UsageError(
+                f"{path} has no step {self.step}.",
+                hint=f"Its steps go from 0 to {last}." if last >= 0 else "It has no steps yet.",
+            )
+
+    def _last(self, branch: BranchRow) -> int:
+        last = self.reader.last_step(branch.generation, branch.branch)
+        return -1 if last is None else last
+
+    def generations(self) -> list[GenerationRow]:
+        """Return the selected generations."""
+        rows = self.reader.generations()
+        return [row for row in rows if self.generation in (None, row.generation)]
+
+    def branches(self) -> Iterator[BranchRow]:
+        """Yield the branches of the selected generations."""
+        for row in self.generations():
+            yield from self.reader.branches(row.generation)
+
+    def steps(self, branch: BranchRow) -> Iterator[StepRow]:
+        """Yield the selected steps of a branch."""
+        place = (branch.generation, branch.branch)
+        if self.step is not None:
+            yield from self.reader.steps(*place, self.step, self.step + 1)
+            return
+
+        def fetch(start: int) -> list[StepRow]:
+            return self.reader.steps(*place, start, limit=PAGE_ROWS)
+
+        yield from self._pages(fetch, lambda row: row.step)
+
+    def tokens(self, branch: BranchRow) -> Iterator[TokenRecord]:
+        """Yield the tokens of a branch, of the selected step only if one is selected."""
+        place = (branch.generation, branch.branch)
+        if self.step is not None:
+            yield from self.reader.step_tokens(place[0], self.step, place[1])
+            return
+
+        def fetch(start: int) -> list[TokenRecord]:
+            return self.reader.tokens(*place, start, limit=PAGE_ROWS)
+
+        yield from self._pages(fetch, lambda row: row.pos)
+
+    def masks(self) -> Iterator[MaskRecord]:
+        """Yield the masks, with arrays, that the selected steps had first or that they used."""
+        for fingerprint in self._fingerprints():
+            mask = self.reader.mask(fingerprint)
+            if mask is not None:
+                yield mask
+
+    def _fingerprints(self) -> Iterable[str]:
+        reader = self.reader
+        if self.step is None and self.generation is None:
+            return reader.fingerprints()
+        used: dict[str, None] = {}
+        for branch in self.branches():
+            place = (branch.generation, self.step, branch.branch)
+            used.update(dict.fromkeys(reader.fingerprints(*place)))
+            for row in self.steps(branch):
+                calls = reader.calls(branch.generation, row.step, branch.branch)
+                used.update(dict.fromkeys(call.mask for call in calls if call.mask))
+        return used
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield the findings of the selected generations and steps."""
+        if self.generation is None and self.step is None:
+            yield from self._findings({})
+            return
+        for branch in self.branches():
+            place = {"generation": branch.generation, "branch": branch.branch}
+            yield from self._findings({**place, "step": self.step})
+
+    def _findings(self, place: Mapping[str, Any]) -> Iterator[Finding]:
+        def fetch(start: int) -> list[FindingRow]:
+            return self.reader.finding_rows(start - 1, limit=PAGE_ROWS, **place)
+
+        for row in self._pages(fetch, lambda row: row.id):
+            yield row.finding
+
+    def events(self) -> Iterator[EventRow]:
+        """Yield the events of the selected generations and steps."""
+
+        def fetch(start: int) -> list[EventRow]:
+            place = {"generation": self.generation, "step": self.step}
+            return self.reader.events(start - 1, limit=PAGE_ROWS, **place)
+
+        yield from self._pages(fetch, lambda row: row.id)
+
+    def output(self) -> Iterator[OutputRow]:
+        """Yield what the program printed: all of it, or what came with the selected steps."""
+
+        def fetch(start: int) -> list[OutputRow]:
+            return self.reader.output(start - 1, limit=PAGE_ROWS)
+
+        for row in self._pages(fetch, lambda row: row.id):
+            place = (row.output.generation, row.output.step)
+            wanted = (self.generation, self.step)
+            if all(want in (None, have) for want, have in zip(wanted, place, strict=True)):
+                yield row
+
+    def _pages(self, fetch: Callable[[int], list[T]], key: Callable[[T], int]) -> Iterator[T]:
+        """Yield all rows, a window at a time, each from after the last key of the one before."""
+        start = 0
+        while page := fetch(start):
+            yield from page
+            last = key(page[-1])
+            if last < start:  # only a damaged index does this, and would do it for ever
+                raise TraceError(f"{self.reader.path} is damaged: its rows are out of order.")
+            start = last + 1
+
+
+def dump_json(what: DumpSelection) -> Iterator[str]:
+    """Yield the pieces of one JSON object, a row per line.
+
+    NaN and infinities are the strings "NaN", "Infinity" and "-Infinity". Raises `UsageError` for a
+    step or generation that does not exist, `TraceError` for a damaged trace.
+    """
+    what.check()
+    branches = list(what.branches())
+    yield f'{{"run": {plain_json(what.reader.run())}'
+    yield from _json_section("generations", (_record_fields(row) for row in what.generations()))
+    yield from _json_section("branches", (_record_fields(row) for row in branches))
+    yield from _json_section("segments", (row for b in branches for row in _segment_dicts(what, b)))
+    yield from _json_section("tokens", (row for b in branches for row in _token_dicts(what, b)))
+    steps = (_step_dict(what.reader, row) for b in branches for row in what.steps(b))
+    yield from _json_section("steps", steps)
+    yield from _json_section("masks", (_mask_dict(mask) for mask in what.masks()))
+    yield from _json_section("findings", (_record_fields(row) for row in what.findings()))
+    yield from _json_section("events", (_event_dict(row) for row in what.events()))
+    yield from _json_section(
+        "output", ({"id": r.id, **_record_fields(r.output)} for r in what.output())
+    )
+    yield "}\n"
+
+
+def mask_facts(mask: MaskRecord) -> dict[str, dict[str, Any] | None]:
+    """Return shape and number of true cells of each array of a mask, None where not captured."""
+    arrays = {name: getattr(mask, name) for name in MASK_ARRAYS}
+    return {
+        name: None if array is None else {"shape": list(array.shape), "open": int(array.sum())}
+        for name, array in arrays.items()
+    }
+
+
+def _json_section(name: str, rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    yield f',\n"{name}": ['
+    separator = "\n"
+    for row in rows:
+        yield separator + plain_json(row)
+        separator = ",\n"
+    yield "]"
+
+
+def _record_fields(record: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    names = type(record).__slots__  # all records have them; `fields` is slower
+    return {name: getattr(record, name) for name in names if name not in without}
+
+
+def _branch_place(branch: BranchRow) -> dict[str, int]:
+    return {"generation": branch.generation, "branch": branch.branch}
+
+
+def _segment_dicts(what: DumpSelection, branch: BranchRow) -> Iterator[dict[str, Any]]:
+    rows = what.reader.segments(branch.generation, branch.branch)
+    for number, row in enumerate(rows):
+        yield {**_branch_place(branch), "segment": number, **_record_fields(row)}
+
+
+def _token_dicts(what: DumpSelection, branch: BranchRow) -> Iterator[dict[str, Any]]:
+    for row in what.tokens(branch):
+        yield {**_branch_place(branch), **_record_fields(row)}
+
+
+def _step_dict(reader: TraceReader, row: StepRow) -> dict[str, Any]:
+    key = (row.generation, row.step, row.branch)
+    logits = reader.logits(*key)
+    memory, inputs = reader.memory(*key), reader.inputs(*key)
+    training = reader.training_step(*key) if row.phase == TRAIN else None
+    return {
+        **_record_fields(row),
+        "logits": logits and _record_fields(logits, without=("candidates",)),
+        "candidates": [_record_fields(each) for each in logits.candidates] if logits else [],
+        "inputs": inputs and _record_fields(inputs),
+        "calls": [_record_fields(each) for each in reader.calls(*key)],
+        "builds": [_record_fields(each) for each in reader.builds(*key)],
+        "layer_stats": [_record_fields(each) for each in reader.layer_stats(*key)],
+        "memory": memory and _record_fields(memory),
+        "gradients": _gradients_dict(reader, key),
+        "training": training and asdict(training),
+        "arrays": [_record_fields(each) for each in reader.arrays(*key)],
+    }
+
+
+def _gradients_dict(reader: TraceReader, key: tuple[int, int, int]) -> dict[str, Any] | None:
+    found = reader.gradients(*key)
+    if found is None:
+        return None
+    stats = [_record_fields(each) for each in found.stats]
+    return {**_record_fields(found, without=("stats", "tokens", "layers")), "parameters": stats}
+
+
+def _mask_dict(mask: MaskRecord) -> dict[str, Any]:
+    return {**_record_fields(mask, without=MASK_ARRAYS), **mask_facts(mask)}
+
+
+def _event_dict(row: EventRow) -> dict[str, Any]:
+    return {"id": row.id, **_record_fields(row.event), "branch": row.branch}
+
+
+TableRows = Iterable[Sequence[Any]]
+
+_TOKEN_HEADERS = ("pos", "id", "position id", "segment", "step", "special", "token", "text")
+_CANDIDATE_HEADERS = ("rank", "id", "logit", "logprob", "score", "score logprob", "text")
+_CALL_HEADERS = (
+    *("layer", "path", "backend", "mask", "batch", "heads", "kv heads", "q", "kv", "head dim"),
+    *("dtype", "scale", "gate", "gate kind", "handed", "swallowed", "causal", "window"),
+)
+_BUILD_HEADERS = ("layer", "batch", "heads", "q", "kv", "ms", "peak growth", "rule")
+_STAT_HEADERS = ("layer", "module", "nan", "inf", "bad row", "min", "max", "mean", "std", "norm")
+_GRADIENT_HEADERS = ("layer", "part", "parameter", "norm", "max", "nan", "inf")
+_ARRAY_HEADERS = ("#", "stream", "layer", "dtype", "shape", "codec", "bytes")
+
+
+def dump_text(what: DumpSelection) -> Iterator[str]:
+    """Yield the lines of the text, each with its newline.
+
+    Raises `UsageError` for a step or generation that does not exist, `TraceError` for a damaged
+    trace.
+    """
+    what.check()
+    for line in _trace_lines(what):
+        yield line.rstrip() + "\n"
+
+
+def quote_visible(text: str) -> str:
+    """Return `text` made visible, in double quotes, so that its blanks show."""
+    return '"' + escape_unprintable(text).replace('"', '\\"') + '"'
+
+
+def _trace_lines(what: DumpSelection) -> Iterator[str]:
+    yield f"trace  version {VERSION}  {escape_unprintable(what.reader.state)}"
+    yield ""
+    yield "run"
+    run = [(escape_unprintable(key), plain_json(value)) for key, value in what.reader.run().items()]
+    yield from _table_lines((), run, indent=2)
+    for generation in what.generations():
+        yield ""
+        yield from _generation_lines(generation)
+        for branch in what.reader.branches(generation.generation):
+            yield from _branch_lines(what, branch)
+    yield from _titled_lines("masks", (line for mask in what.masks() for line in _mask_lines(mask)))
+    yield from _titled_lines(
+        "findings", (line for found in what.findings() for line in _finding_lines(found))
+    )
+    yield from _titled_lines("events", (_event_line(row) for row in what.events()))
+    yield from _titled_lines("output", (_output_line(row) for row in what.output()))
+
+
+def _titled_lines(title: str, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        if not number:
+            yield ""
+            yield title
+        yield "  " + line
+
+
+def _generation_lines(row: GenerationRow) -> Iterator[str]:
+    about = f"sample {escape_unprintable(row.sample_id)}  mask {escape_unprintable(row.mask)}"
+    about += f"  model {escape_unprintable(row.model)}" if row.model else ""
+    yield f"generation {row.generation}  {about}  positions {escape_unprintable(row.positions)}"
+    yield f"  started   {_format_time(row.started_at)}"
+    yield f"  expected  {' | '.join(quote_visible(answer) for answer in row.expected)}"
+    yield f"  declared  {plain_json(row.declared)}"
+
+
+def _branch_lines(what: DumpSelection, branch: BranchRow) -> Iterator[str]:
+    fork = "" if branch.parent is None else f"  from {branch.parent} at step {branch.fork_step}"
+    yield f"  branch {branch.branch}{fork}  {escape_unprintable(branch.state)}  {escape_unprintable(branch.stop_reason)}"
+    yield f"    started  {_format_time(branch.started_at)}  ended  {_format_time(branch.ended_at)}"
+    yield f"    answer   {quote_visible(branch.answer)}"
+    if branch.change:
+        yield f"    change   {plain_json(branch.change)}"
+    segments = [
+        (number, row.start, row.stop, row.owner, row.kind.value, escape_unprintable(row.label))
+        for number, row in enumerate(what.reader.segments(branch.generation, branch.branch))
+    ]
+    heads = ("#", "start", "stop", "owner", "kind", "label")
+    yield from _titled_table("segments", heads, segments, indent=4)
+    yield from _titled_table("tokens", _TOKEN_HEADERS, _token_rows(what, branch), indent=4)
+    for row in what.steps(branch):
+        yield from _step_lines(what.reader, row)
+
+
+def _token_rows(what: DumpSelection, branch: BranchRow) -> Iterator[Sequence[Any]]:
+    for row in what.tokens(branch):
+        numbers = (row.pos, row.token_id, row.position_id, row.segment, row.step)
+        yield (
+            *numbers,
+            "special" if row.special else "-",
+            quote_visible(row.token),
+            quote_visible(row.text),
+        )
+
+
+def _step_lines(reader: TraceReader, row: StepRow) -> Iterator[str]:
+    key = (row.generation, row.step, row.branch)
+    lengths = f"q {row.q_len}  kv {row.kv_before} → {row.kv_after}"
+    times = f"wall {_format_cell(row.wall_ms)} ms  capture {_format_cell(row.capture_ms)} ms"
+    yield f"    step {row.step}  {escape_unprintable(row.phase)}  {lengths}  {times}"
+    yield f"      started  {_format_time(row.started_at)}"
+    logits = reader.logits(*key)
+    if logits is not None:
+        yield from _logits_lines(logits)
+    memory = reader.memory(*key)
+    if memory is not None:
+        yield "      " + _memory_line(memory)
+    inputs = reader.inputs(*key)
+    if inputs is not None:
+        yield from _inputs_lines(inputs)
+    training = reader.training_step(*key) if row.phase == TRAIN else None
+    if training is not None:
+        yield from _training_lines(training)
+    yield from _titled_table("calls", _CALL_HEADERS, map(_call_row, reader.calls(*key)), indent=6)
+    yield from _titled_table(
+        "builds", _BUILD_HEADERS, map(_build_row, reader.builds(*key)), indent=6
+    )
+    yield from _titled_table(
+        "layer_stats", _STAT_HEADERS, map(_stat_row, reader.layer_stats(*key)), indent=6
+    )
+    gradients = reader.gradients(*key)
+    if gradients is not None:
+        yield from _gradients_lines(gradients)
+    yield from _titled_table(
+        "arrays", _ARRAY_HEADERS, map(_array_row, reader.arrays(*key)), indent=6
+    )
+
+
+def _training_lines(row: TrainingStepRecord) -> Iterator[str]:
+    rates = " ".join(_format_cell(None if one != one else one) for one in row.learning_rates) or "-"
+    loss = (
+        f"{_format_cell(row.loss)} ({escape_unprintable(row.loss_source)})" if row.has_loss else "-"
+    )
+    yield f"      training loss {loss}  lr {rates}  detail {escape_unprintable(row.detail)}"
+    norms = (row.total_norm, row.norm_before_clip, row.max_norm)
+    total, before, limit = map(_format_cell, norms)
+    yield f"      norm     {total}  before clipping {before}  limit {limit}"
+    sick = f"{row.n_exploding} explode  {row.n_vanishing} vanish  {row.n_dead} dead"
+    yield f"      params   {row.n_parameters}  {sick}  {row.n_sick} not finite"
+    if row.producer is not None:
+        kind, name = escape_unprintable(row.producer.kind), escape_unprintable(row.producer.name)
+        yield f"      producer {kind} {name}  carriers {row.producer.n_carriers}"
+    rows = ((g.name, g.norm, g.max, g.n_nan, g.n_inf) for g in row.gradients)
+    yield from _titled_table("grads", ("name", "norm", "max", "nan", "inf"), rows, indent=6)
+
+
+def _inputs_lines(row: InputsRecord) -> Iterator[str]:
+    runs = " ".join(
+        f"{first}-{first + n - 1}" if n > 1 else str(first) for first, n in row.positions
+    )
+    yield f"      inputs   batch {row.batch}  positions {runs or '-'}"
+    before, after = (
+        " ".join(map(str, held)) or "-" for held in (row.cached_before, row.cached_after)
+    )
+    yield f"      cached   before {before}  after {after}"
+
+
+def _call_row(c: CallRecord) -> Sequence[Any]:
+    about = (c.layer, c.path, c.backend, c.mask, c.batch, c.q_heads, c.kv_heads, c.q_len, c.kv_len)
+    last = (c.head_dim, c.dtype, c.scale, c.gate, c.gate_kind, c.handed, c.swallowed)
+    return [*map(_visible_cell, (*about, *last, c.causal, c.window))]
+
+
+def _build_row(b: BuildRecord) -> Sequence[Any]:
+    about = (b.layer, b.batch, b.heads, b.q_len, b.kv_len, b.wall_ms, b.peak_growth, b.rule)
+    return [*map(_visible_cell, about)]
+
+
+def _stat_row(s: LayerStatRecord) -> Sequence[Any]:
+    counts = (s.n_nan, s.n_inf, s.bad_row)
+    return s.layer, escape_unprintable(s.module), *counts, s.min, s.max, s.mean, s.std, s.norm
+
+
+def _array_row(a: ArrayInfo) -> Sequence[Any]:
+    shape = " × ".join(map(str, a.shape)) or "scalar"
+    return [*map(_visible_cell, (a.number, a.stream, a.layer, a.dtype, shape, a.codec, a.n_bytes))]
+
+
+def _logits_lines(row: LogitsRecord) -> Iterator[str]:
+    chosen = f"chosen {row.chosen_id}  rank {row.chosen_rank}  logprob {_format_cell(row.chosen_logprob)}"
+    shape = f"entropy {_format_cell(row.entropy)}  margin {_format_cell(row.margin)}"
+    yield f"      logits   {shape}  {chosen}  nan {row.n_nan}  inf {row.n_inf}"
+    counts = " ".join(map(str, row.histogram))
+    ends = f"{_format_cell(row.histogram_min)} to {_format_cell(row.histogram_max)}"
+    yield f"      histogram  {ends}  {counts}"
+    candidates = [
+        (c.rank, c.token_id, c.logit, c.logprob, c.score, c.score_logprob, quote_visible(c.text))
+        for c in row.candidates
+    ]
+    yield from _titled_table("candidates", _CANDIDATE_HEADERS, candidates, indent=6)
+
+
+def _memory_line(row: MemoryRecord) -> str:
+    cuda = (row.cuda_allocated, row.cuda_reserved, row.cuda_peak)
+    allocated, reserved, peak = map(_format_cell, cuda)
+    return (
+        f"memory   rss {row.rss}  model {row.model}  kv cache {row.kv_cache}  "
+        f"cuda allocated {allocated}  reserved {reserved}  peak {peak}"
+    )
+
+
+def _gradients_lines(row: GradientRecord) -> Iterator[str]:
+    to = "" if row.rival is None else f" to {row.rival}"
+    gate = f"gate {_format_cell(row.gate)} of {_format_cell(row.tolerance)}"
+    yield (
+        f"      gradients  of the {escape_unprintable(row.target)} of {row.token_id}{to}, {_format_cell(row.value)}  "
+        f"{escape_unprintable(row.path)}  {gate}  at the logits {_format_cell(row.scale)}  {_format_cell(row.wall_ms)} ms  "
+        f"unreached {row.n_unreached}"
+    )
+    if row.anomaly is not None:
+        yield f"      anomaly  {quote_visible(row.anomaly)}"
+    stats = [
+        (
+            s.layer,
+            _visible_cell(s.part),
+            escape_unprintable(s.name),
+            s.norm,
+            s.max,
+            s.n_nan,
+            s.n_inf,
+        )
+        for s in row.stats
+    ]
+    yield from _titled_table("grads", _GRADIENT_HEADERS, stats, indent=6)
+
+
+def _mask_lines(mask: MaskRecord) -> Iterator[str]:
+    size = f"batch {mask.batch}  heads {mask.heads}  q {mask.q_len}  kv {mask.kv_len}"
+    blocks = f"blocks {_format_cell(mask.block_q)} × {_format_cell(mask.block_kv)}"
+    how = "compiled" if mask.compiled else "uncompiled"
+    keys = f"  keys from {mask.kv_offset}" if mask.kv_offset else ""
+    yield (
+        f"{escape_unprintable(mask.fingerprint)}  {escape_unprintable(mask.kind)}  {size}  "
+        f"offset {mask.q_offset}{keys}  {blocks}  {how}"
+    )
+    yield f"  rule     {_visible_cell(mask.rule) or '-'}  {_visible_cell(mask.rule_source) or '-'}"
+    for name, facts in mask_facts(mask).items():
+        yield f"  {name:8} " + (f"{facts['shape']}  {facts['open']} open" if facts else "-")
+
+
+def _finding_lines(found: Finding) -> Iterator[str]:
+    names = ("generation", "branch", "step", "layer", "head")
+    where = "  ".join(f"{n} {getattr(found, n)}" for n in names if getattr(found, n) is not None)
+    yield f"{found.severity.value}  {escape_unprintable(found.id)}  {where}"
+    yield f"  {escape_unprintable(found.sentence)}"
+    yield f"  positions {list(found.positions)}  evidence {plain_json(dict(found.evidence))}"
+    if found.layers or found.times > 1:
+        until = "" if found.last_step is None else f", the last in step {found.last_step}"
+        yield f"  layers {list(found.layers)}  {found.times} times{until}"
+    if found.query:
+        yield f"  query {escape_unprintable(found.query)}"
+
+
+def _place_text(**places: int | None) -> str:
+    return "".join(f"  {name} {value}" for name, value in places.items() if value is not None)
+
+
+def _output_line(row: OutputRow) -> str:
+    out = row.output
+    where = _place_text(generation=out.generation, step=out.step)
+    return f"{row.id}  {_format_time(out.at)}{where}  {escape_unprintable(out.stream)}  {quote_visible(out.text)}"
+
+
+def _event_line(row: EventRow) -> str:
+    event = row.event
+    where = _place_text(generation=event.generation, branch=row.branch, step=event.step)
+    data = plain_json(dict(event.data))
+    return f"{row.id}  {_format_time(event.at)}{where}  {escape_unprintable(event.kind)}  {escape_unprintable(event.text)}  {data}"
+
+
+def _visible_cell(value: Any) -> Any:
+    return escape_unprintable(value) if isinstance(value, str) else value
+
+
+def _format_cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.7g}" if isinstance(value, float) else str(value)
+
+
+def _format_time(at: float | None) -> str:
+    if at is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return _format_cell(at)
+
+
+def _titled_table(
+    title: str, heads: Sequence[str], rows: TableRows, *, indent: int
+) -> Iterator[str]:
+    """Yield a titled table, nothing when there are no rows; in windows, so that it may be long."""
+    left = iter(rows)
+    first = True
+    while window := list(islice(left, PAGE_ROWS)):
+        if first:
+            yield " " * indent + title
+        yield from _table_lines(heads if first else (), window, indent=indent + 2)
+        first = False
+
+
+def _table_lines(
+    heads: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: int
+) -> Iterator[str]:
+    """Yield the lines of a table: numbers to the right, text to the left, two blanks between."""
+    if not rows:
+        return
+    to_right = [all(_is_number(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [[_format_cell(value) for value in row] for row in rows]
+    lines = [list(heads), *cells] if heads else cells
+    widths = [max(len(line[i]) for line in lines) for i in range(len(to_right))]
+    for line in lines:
+        parts = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, to_right, strict=True)
+        ]
+        yield " " * indent + "  ".join(parts)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)

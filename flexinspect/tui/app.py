@@ -1,0 +1,170 @@
+"""The application: which screen, which theme, which keys. Everything else is the screens'."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+from textual.app import App, SystemCommand
+from textual.binding import BindingType
+from textual.filter import LineFilter
+from textual.screen import Screen
+
+from flexinspect.core.errors import TraceError, UsageError
+from flexinspect.core.keys import all_keys
+from flexinspect.drawing.text_lines import Canvas
+from flexinspect.drawing.theme import NoColorFilter
+from flexinspect.launch.child_process import POLL_INTERVAL_S, hand_over_terminal
+from flexinspect.panels.base import TracePlace
+from flexinspect.records.job import Job, ScriptJob
+from flexinspect.trace.file.salvage import is_repaired_copy
+from flexinspect.tui import saved_state
+from flexinspect.tui.screens.start_screen import JobFactory, StartScreen, UnreadableTraceScreen
+from flexinspect.tui.screens.trace_screen import TraceScreen
+from flexinspect.tui.trace_session import TraceSession
+
+_NO_COLOR_FILTER = NoColorFilter()
+
+
+class InspectorApp(App[None]):
+    """The inspector. It opens a trace, follows a job, or asks what to do.
+
+    `keymap` maps ids of `flexinspect.core.keys` to keys, separated by commas; `job_of` makes the jobs
+    that the start screen offers.
+    """
+
+    CSS_PATH = "app.tcss"
+    TITLE = "flexinspect"
+    ENABLE_COMMAND_PALETTE = True
+    COMMAND_PALETTE_BINDING = "ctrl+p"
+    BINDINGS: ClassVar[list[BindingType]] = []
+
+    def __init__(
+        self,
+        trace: Path | None = None,
+        job: Job | ScriptJob | None = None,
+        *,
+        place: TracePlace | None = None,
+        keymap: Mapping[str, str] | None = None,
+        make_job: JobFactory | None = None,
+    ) -> None:
+        super().__init__()
+        self._make_job = make_job or _refuse_job
+        self._trace, self._job, self._place = trace, job, place
+        self._keymap_overrides = dict(keymap or {})
+        self.session: TraceSession | None = None
+        self.trace_error: TraceError | None = None
+        self.animation_level = "none"  # a data view that moves by itself is repainted for nothing
+
+    def on_mount(self) -> None:
+        """Open what was asked for."""
+        theme = saved_state.load_state().theme
+        if theme in self.available_themes:
+            self.theme = theme
+        self.theme_changed_signal.subscribe(self, self._repaint_all)
+        self.set_keymap(self._keymap_overrides)
+        self._install_signal_handlers()
+        self.call_after_refresh(_freeze_gc)
+        if self._job is not None:
+            self.inspect_run(self._job)
+        elif self._trace is not None:
+            self.inspect_trace(self._trace, self._place)
+        else:
+            self.push_screen(StartScreen(self._open_target, self._make_job))
+
+    def on_unmount(self) -> None:
+        """Let go of the trace."""
+        if self.session is not None:
+            self.session.close()
+
+    def inspect_run(self, job: Job | ScriptJob) -> None:
+        """Start a job and follow it."""
+        self.session = TraceSession.start(job)
+        if job.debugger.pdb:
+            self.set_interval(POLL_INTERVAL_S, self._hand_over_terminal)
+        self.push_screen(TraceScreen(self.session))
+
+    def _hand_over_terminal(self) -> None:
+        """Step aside while pdb in the run has the terminal."""
+        process = self.session.process if self.session is not None else None
+        if process is not None and process.state.wants_terminal:
+            with self.suspend():
+                hand_over_terminal(process)
+
+    def inspect_trace(self, path: Path, place: TracePlace | None = None) -> None:
+        """Open a trace; one that cannot be read gets a screen that says why."""
+        try:
+            self.session = TraceSession(path)
+        except TraceError as error:
+            self.trace_error = error
+            self.push_screen(UnreadableTraceScreen(path, error, self._open_target))
+            return
+        self.trace_error = None
+        if not is_repaired_copy(path):
+            saved_state.add_recent_trace(path)
+        self.push_screen(TraceScreen(self.session, place))
+
+    def _open_target(self, target: Path | Job | ScriptJob) -> None:
+        if not isinstance(target, Path):
+            self.inspect_run(target)
+        else:
+            self.inspect_trace(target)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        """Offer none of Textual's own commands: our table has them all, once and with its care."""
+        return ()
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """Let no colour reach the terminal under `NO_COLOR`."""
+        return (_NO_COLOR_FILTER,) if self.no_color else super().get_line_filters()
+
+    def keys_of(self, name: str) -> str:
+        """Return the keys of an action as the user has them, for help."""
+        default = next((key.keys for key in all_keys() if key.id == name), ())
+        override = self._keymap_overrides.get(name)
+        names: Sequence[str] = override.split(",") if override else default
+        return " ".join(self.get_key_display_of(key) for key in names)
+
+    def get_key_display_of(self, key: str) -> str:
+        """Return a key as it stands on a keyboard."""
+        from textual.keys import format_key
+
+        return "+".join(format_key(part) for part in key.strip().split("+"))
+
+    def _repaint_all(self, theme: object) -> None:
+        saved_state.save_state(theme=self.theme)
+        for screen in self.screen_stack:
+            for view in screen.query(Canvas):
+                view.repaint()
+
+    def _install_signal_handlers(self) -> None:
+        """Leave the terminal as it was when we are ended, and let a run end its trace."""
+        loop = asyncio.get_running_loop()
+        for name in ("SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                with suppress(NotImplementedError, RuntimeError, ValueError):
+                    number = getattr(signal, name)
+                    loop.add_signal_handler(number, self._handle_signal, number)
+
+    def _handle_signal(self, number: int) -> None:
+        if self.session is not None:
+            self.session.interrupt()
+        self.exit(return_code=128 + number)
+
+
+def _freeze_gc() -> None:
+    """Keep the collector from walking through all modules and styles while somebody steps.
+
+    A full collection takes 20 to 40 ms here, several frames; what is loaded by now stays anyway.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _refuse_job(words: Sequence[str]) -> Job | ScriptJob:
+    raise UsageError("No run can be started from here.", hint=f"Type: flexinspect {words[0]} …")

@@ -1,0 +1,238 @@
+"""Where panels stand on the screen: how many, in how many columns, which one is alone."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Container
+from textual.content import Content
+from textual.reactive import reactive
+
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.keys import N_DIGITS
+from flexinspect.panels.base import TracePlace, is_training_trace
+from flexinspect.panels.panel_registry import load_panel, panel_names
+from flexinspect.tui import saved_state
+from flexinspect.tui.panel_view import PanelView
+from flexinspect.tui.trace_session import TraceSession
+
+MAX_SLOTS = 4
+TRAINING_PANELS = ("training", "gradstrip", "findings", "memory")
+"""What is shown of a training run."""
+
+
+def n_slots(width: int, height: int) -> int:
+    """Return how many panels fit well into this many cells of terminal: one to four."""
+    if width < 60:
+        return 2 if height >= 20 else 1
+    if width >= 120:
+        return 4 if height >= 32 else 3
+    return 2 if height < 44 else 4
+
+
+def n_columns(slots: int, width: int) -> int:
+    """Return the columns in which so many panels stand."""
+    if slots == 1 or width < 60:
+        return 1
+    if slots == 4:
+        return 2 if width < 240 else 4
+    return slots if width >= 40 * slots - 10 else 1
+
+
+def loadable_panels(names: tuple[str, ...]) -> list[str]:
+    """Return the remembered panels that exist and load, filled up to the most there can be."""
+    known = list(dict.fromkeys([*names, *panel_names()]))
+    found: list[str] = []
+    for name in known:
+        if len(found) < MAX_SLOTS and _is_loadable(name):
+            found.append(name)
+    return found
+
+
+def _panel_title(name: str) -> Content:
+    """Return the title of a panel, with the digit that shows it."""
+    panel = load_panel(name)
+    number = panel_names().index(name) + 1
+    return Content(f"{number} {panel.title}" if number <= N_DIGITS else panel.title)
+
+
+def format_panel_option(name: str) -> str:
+    """Return the line of a panel in a list to choose from."""
+    try:
+        panel = load_panel(name)
+    except FlexInspectError as error:
+        return f"{name}: {error.message}"
+    return f"{panel.title:<10} {panel.help.shows}"
+
+
+def _is_loadable(name: str) -> bool:
+    try:
+        load_panel(name)
+    except FlexInspectError:
+        return False
+    return True
+
+
+class Slot(Container):
+    """A frame with one panel in it; its title names the panel, its lower border what is shown."""
+
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
+    version: reactive[int] = reactive(0, repaint=False, init=False)
+
+    def __init__(self, name: str, session: TraceSession, pool: Executor) -> None:
+        super().__init__(classes="slot")
+        self.panel_name = name
+        self.view = PanelView(load_panel(name), session, pool, self._show_note)
+        self._shown_note = ("", False)
+
+    def compose(self) -> ComposeResult:
+        """One panel."""
+        self.border_title = _panel_title(self.panel_name)
+        self.view.set_reactive(PanelView.place, self.place)
+        yield self.view
+
+    def watch_place(self, place: TracePlace) -> None:
+        """Hand the place on."""
+        self.view.place = place
+
+    def watch_version(self, version: int) -> None:
+        """Hand the news on."""
+        self.view.version = version
+
+    def replace(self, name: str) -> None:
+        """Show another panel in this frame. Raises `FlexInspectError` when it does not load."""
+        self.view.show_panel(load_panel(name))
+        self.panel_name = name
+        self.border_title = _panel_title(name)
+        self._show_note("", False)
+
+    def _show_note(self, note: str, alarm: bool) -> None:
+        """Write the panel's note in the lower border; an unchanged one costs nothing."""
+        if (note, alarm) != self._shown_note:
+            self._shown_note = (note, alarm)
+            self.border_subtitle = Content(note)
+            self.set_class(alarm, "alarm")
+
+
+class Slots(Container):
+    """All frames. Owns which panel is where and how many are shown, and remembers it."""
+
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
+    version: reactive[int] = reactive(0, repaint=False, init=False)
+
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
+        super().__init__(id="slots")
+        self._session, self._pool = session, pool
+        remembered = saved_state.load_state()
+        self._names = loadable_panels(remembered.panels)
+        self._n_requested = remembered.slots
+        known = remembered.alone in self._names
+        self._maximized = self._names.index(remembered.alone) if known else None
+        self._is_training = False
+
+    def compose(self) -> ComposeResult:
+        """As many frames as there can be; `build_segments` shows those that fit."""
+        for index, name in enumerate(self._names):
+            slot = Slot(name, self._session, self._pool)
+            slot.display = self._maximized in (None, index)
+            slot.set_reactive(Slot.place, self.place)
+            yield slot.data_bind(Slots.place, Slots.version)
+
+    def watch_version(self) -> None:
+        """Show the panels of a training run where the trace is one; what is remembered stays."""
+        source = self._session.source
+        if self._is_training or source is None or not is_training_trace(source):
+            return
+        self._is_training, self._maximized = True, None
+        for slot, name in zip(self._all_slots(), loadable_panels(TRAINING_PANELS), strict=False):
+            slot.replace(name)
+        for strip in self.screen.query("#strip"):
+            strip.display = False  # there are no tokens
+        self.lay_out()
+
+    def views(self) -> list[PanelView]:
+        """Return the panels that are shown, in order."""
+        return [slot.view for slot in self.query(Slot) if slot.display]
+
+    def current(self) -> PanelView:
+        """Return the panel that has the focus, or the first one."""
+        shown = self.views()
+        focused = self.screen.focused
+        return next((view for view in shown if view is focused), shown[0])
+
+    def handle_action(self, action: str) -> None:
+        """Give an action to the focused panel, or to the first one that answers it."""
+        for view in (self.current(), *self.views()):
+            if view.handles(action):
+                view.handle_action(action)
+                return
+
+    def cycle_focus(self, by: int) -> None:
+        """Focus the next (1) or the previous (-1) panel."""
+        shown = self.views()
+        shown[(shown.index(self.current()) + by) % len(shown)].focus()
+
+    def show_panel(self, name: str) -> None:
+        """Show a panel in the focused frame; one that is on screen already gets the focus."""
+        for view in self.views():
+            if view.panel.name == name:
+                view.focus()
+                return
+        self._swap_panel(self._slot_of(self.current()), name)
+
+    def _swap_panel(self, target_slot: Slot, name: str) -> None:
+        """Put a panel into a frame; a hidden frame that had it takes what was there."""
+        other = next((slot for slot in self._all_slots() if slot.panel_name == name), None)
+        before = target_slot.panel_name
+        target_slot.replace(name)
+        if other is not None:
+            other.replace(before)
+        self._save_layout()
+
+    def _save_layout(self) -> None:
+        names = tuple(slot.panel_name for slot in self._all_slots())
+        if self._is_training:
+            return  # these are not the panels that were chosen for tokens
+        alone = "" if self._maximized is None else names[self._maximized]
+        saved_state.save_state(panels=names, slots=self._n_requested, alone=alone)
+
+    def toggle_maximized(self) -> None:
+        """Show the focused panel alone, or all again."""
+        current = self._all_slots().index(self._slot_of(self.current()))
+        self._maximized = current if self._maximized is None else None
+        self._save_layout()
+        self.lay_out()
+
+    def change_count(self, by: int) -> None:
+        """Show more or fewer panels from now on."""
+        self._n_requested = min(max(len(self.views()) + by, 1), MAX_SLOTS)
+        self._maximized = None
+        self._save_layout()
+        self.lay_out()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Lay out for the new size."""
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Show as many frames as fit or as were asked for, in columns."""
+        width, height = self.app.size
+        n_wanted = self._n_requested or n_slots(width, height)
+        for index, slot in enumerate(self._all_slots()):
+            slot.display = index < n_wanted if self._maximized is None else index == self._maximized
+        n_shown = n_wanted if self._maximized is None else 1
+        columns = n_columns(n_shown, width)
+        self.styles.grid_size_columns = columns
+        self.styles.grid_size_rows = -(-n_shown // columns)
+        if self.current() is not self.screen.focused and not isinstance(
+            self.screen.focused, PanelView
+        ):
+            self.current().focus()
+
+    def _all_slots(self) -> list[Slot]:
+        return list(self.query(Slot))
+
+    def _slot_of(self, view: PanelView) -> Slot:
+        return next(slot for slot in self._all_slots() if slot.view is view)

@@ -1,0 +1,393 @@
+"""The widget that hosts a panel: loads in a thread, paints what came, passes keys and mouse on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from textual import events
+from textual.geometry import Size
+from textual.message import Message
+from textual.reactive import reactive
+from textual.screen import Screen
+
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.text_lines import Canvas, wrap_paragraph
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels.base import (
+    Missing,
+    Navigate,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    check_panel_applies,
+)
+from flexinspect.tui.trace_session import TraceSession
+
+PanelLoadRequest = tuple[Panel[Any, Any], Request[Any], int]
+"""A panel, what it is to show, and the version of the trace that it is to show it of."""
+
+LoadResult = tuple[Any, tuple[list[str], str] | None]
+"""What a panel loaded; or nothing, with the lines that say why and their style."""
+
+
+NoteCallback = Callable[[str, bool], None]
+"""Takes the note of a new picture, and whether it is an alarm."""
+
+
+class PanelView(Canvas, can_focus=True):
+    """One panel on the screen, bound to the screen's `place` and `version`.
+
+    Loads never pile up: while one runs, only the newest wish is kept. Whatever a panel raises is
+    shown in its place and ends nothing.
+    """
+
+    place: reactive[TracePlace] = reactive(TracePlace(), repaint=False, init=False)
+    version: reactive[int] = reactive(0, repaint=False, init=False)
+
+    @dataclass
+    class NavigationRequest(Message):
+        """The panel asks to go elsewhere."""
+
+        view: PanelView
+        target: Navigate
+
+    def __init__(
+        self, panel: Panel[Any, Any], session: TraceSession, pool: Executor, note: NoteCallback
+    ) -> None:
+        super().__init__()
+        self.panel = panel
+        self._note = note
+        self._session = session
+        self._options: Any = panel.options()
+        self._loader = Loader(pool, self._next_request, self._load_panel, self._show_loaded)
+        self._request: Request[Any] | None = None
+        self._data: Any = None
+        self._error: tuple[list[str], str] | None = None
+
+    @property
+    def loader(self) -> Loader[Any, Any]:
+        """What loads it; at rest when all that is wanted is on the screen."""
+        return self._loader
+
+    @property
+    def options(self) -> Any:
+        """The panel's options as they are now."""
+        return self._options
+
+    def on_mount(self) -> None:
+        """Begin to load whenever something is wanted."""
+        self.run_worker(self._loader.run(), exclusive=True)
+
+    def watch_place(self) -> None:
+        """The screen went elsewhere."""
+        self.request_load()
+
+    def watch_version(self) -> None:
+        """The trace grew."""
+        self.request_load()
+
+    def request_load(self) -> None:
+        """Load and paint as soon as possible."""
+        self._loader.request_load()
+
+    def on_show(self) -> None:
+        """It was hidden: what it shows may be old."""
+        self.request_load()
+
+    def on_resize(self, event: events.Resize) -> None:
+        """Paint in the new size; load again where that matters."""
+        if self.panel.depends_on_size or self._request is None:
+            self.request_load()
+        else:
+            self._request = self._make_request()
+            self.repaint()
+
+    def preload(self, place: TracePlace) -> None:
+        """Load what this place will need, if it is where the user goes next."""
+        if not self._is_hidden():
+            self._loader.preload((self.panel, self._make_request(place), self.version))
+
+    def _make_request(self, place: TracePlace | None = None) -> Request[Any]:
+        size: Size = self.size
+        width, height = max(size.width, 1), max(size.height, 1)
+        return Request(place or self.place, self._options, width, height)
+
+    def show_panel(self, panel: Panel[Any, Any]) -> None:
+        """Show another panel from now on."""
+        self.panel, self._options = panel, panel.options()
+        self._request = self._data = self._error = None
+        self.show(())
+        self.request_load()
+
+    def _is_hidden(self) -> bool:
+        hidden = self.parent is not None and not getattr(self.parent, "display", True)
+        return hidden or self.size.area == 0
+
+    def _next_request(self) -> PanelLoadRequest | None:
+        return None if self._is_hidden() else (self.panel, self._make_request(), self.version)
+
+    def _load_panel(self, load_request: PanelLoadRequest) -> LoadResult:
+        panel, request, _ = load_request
+        source = self._session.source
+        if source is None or self._session.is_trace_removed:
+            return None, (["Nothing is recorded yet."], "muted")
+        try:
+            check_panel_applies(panel, source, request.place)
+            return panel.load(source, request), None
+        except Missing as missing:
+            waiting = ["No step is recorded yet."] if self._session.is_waiting else []
+            return None, (waiting or missing.lines(), "muted")
+        except FlexInspectError as error:
+            return None, (error.sentence().splitlines(), "bad")
+        except Exception as error:
+            return None, (_describe_failure(panel, error), "bad")
+
+    def _show_loaded(self, load_request: PanelLoadRequest, loaded: LoadResult) -> None:
+        panel, request, _ = load_request
+        if panel is not self.panel:
+            return  # it was exchanged meanwhile
+        self._request = request
+        self._data, self._error = loaded
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Paint what is loaded, in the size and the colours of now."""
+        if self._request is None or self.size.area == 0:
+            return
+        picture = self._make_picture(self._request)
+        self.show(picture.strips)
+        # Not a message: it would come after the frame, and the border cost a second one.
+        self._note(picture.note, picture.alarm)
+
+    def _make_picture(self, request: Request[Any]) -> Picture:
+        theme = theme_of(self.app)
+        if self._error is None:
+            try:
+                return self.panel.paint(self._data, request, theme)
+            except Exception as error:
+                self._error = (_describe_failure(self.panel, error), "bad")
+        lines, style = self._error
+        strips = [
+            strip
+            for text in lines
+            for strip in wrap_paragraph(text, request.width, theme.style(style))
+        ]
+        return Picture(strips[: request.height])
+
+    def handles(self, action: str) -> bool:
+        """Tell whether the panel has an answer to an action."""
+        return action in self.panel.actions
+
+    def handle_action(self, action: str) -> None:
+        """Pass an action of the keyboard on."""
+        if self._data is not None and self._error is None and self._request is not None:
+            self._apply_result(
+                self._call_panel(self.panel.on_action, action, self._data, self._make_request())
+            )
+
+    def _call_panel(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except FlexInspectError as error:
+            self.notify(error.sentence(), severity="error", markup=False)
+        except Exception as error:
+            self.notify(
+                "\n".join(_describe_failure(self.panel, error)), severity="error", markup=False
+            )
+        return None
+
+    def _apply_result(self, result: Any) -> None:
+        if isinstance(result, Navigate):
+            self.post_message(self.NavigationRequest(self, result))
+        elif result is not None and result != self._options:
+            self._options = result
+            self.request_load()
+
+    def on_click(self, event: events.Click) -> None:
+        """Pass a click on."""
+        self._handle_mouse(event.x, event.y, click=True)
+
+    def on_mouse_move(self, event: events.MouseMove) -> None:
+        """Pass the mouse on, to panels that have a cursor."""
+        if "cursor.left" in self.panel.actions and event.button == 0:
+            self._handle_mouse(event.x, event.y, click=False)
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Scroll a list, or zoom out of a picture."""
+        self._wheel(event, "zoom.out", "cursor.down")
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Scroll a list, or zoom into a picture."""
+        self._wheel(event, "zoom.in", "cursor.up")
+
+    def _wheel(self, event: events.MouseEvent, *actions: str) -> None:
+        for action in actions:
+            if self.handles(action):
+                event.stop()
+                self.handle_action(action)
+                return
+
+    def _handle_mouse(self, x: int, y: int, *, click: bool) -> None:
+        if self._data is None or self._error is not None or self._request is None:
+            return
+        point = self.panel.on_mouse
+        self._apply_result(
+            self._call_panel(point, x, y, self._data, self._make_request(), click=click)
+        )
+
+
+def _describe_failure(panel: Panel[Any, Any], error: Exception) -> list[str]:
+    return [
+        f"The panel '{panel.name}' failed: {type(error).__name__}: {escape_unprintable(str(error))}",
+        "The other panels and the trace are not concerned; please report it.",
+    ]
+
+
+def theme_of(app: Any) -> Theme:
+    """Return the look of an app: its theme's colours, its terminal's depth; one object a theme."""
+    key = (app.theme, app.no_color, app.console.color_system)
+    known = getattr(app, "_flexinspect_theme", None)
+    if known is None or known[0] != key:
+        known = (key, _make_theme(app))
+        app._flexinspect_theme = known
+    return known[1]
+
+
+def _make_theme(app: Any) -> Theme:
+    from rich.color import Color, ColorParseError
+
+    from flexinspect.drawing.theme import DARK_COLORS
+
+    if app.no_color or app.console.color_system is None:
+        return Theme("none")
+    colors = dict(DARK_COLORS)
+    for name in colors:
+        try:
+            colors[name] = Color.parse(app.theme_variables.get(name, "")).get_truecolor().hex
+        except ColorParseError:
+            continue
+    if not app.current_theme.dark:
+        colors["muted"] = "#666a73"
+    return Theme("truecolor" if app.console.color_system == "truecolor" else "256", colors)
+
+
+W = TypeVar("W")
+R = TypeVar("R")
+
+
+class Loader(Generic[W, R]):
+    """Loads the newest wish; wishes that come meanwhile replace each other.
+
+    `wish` says what is wanted now (None: nothing), `load` runs in the pool, `take` in the
+    interface's thread. So what is shown is at most one load old, and never waits for a queue.
+    What will probably be wanted next can be loaded before it is (`expect`).
+    """
+
+    def __init__(
+        self,
+        pool: Executor,
+        next_request: Callable[[], W | None],
+        load: Callable[[W], R],
+        show: Callable[[W, R], None],
+    ) -> None:
+        self._pool, self._next_request, self._load, self._show = pool, next_request, load, show
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._preloaded: tuple[W, Future[R]] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is still to be loaded."""
+        return not self._idle.is_set()
+
+    def request_load(self) -> None:
+        """Load as soon as possible."""
+        self._idle.clear()
+        self._wake.set()
+
+    def preload(self, request: W) -> None:
+        """Load what will probably be wanted next; it is kept until something is wanted."""
+        if not self.is_busy:
+            self._cancel_preload()
+            self._preloaded = request, self._pool.submit(self._load, request)
+
+    async def wait_idle(self) -> None:
+        """Wait until all that is wanted is loaded and taken."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Load whenever something is wanted, for ever; the body of a worker."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            request = self._next_request()
+            if request is not None:
+                self._show(request, await self._load_result(request))
+            if not self._wake.is_set():
+                self._idle.set()
+
+    async def _load_result(self, request: W) -> R:
+        if self._preloaded is not None and self._preloaded[0] == request:
+            future = self._preloaded[1]
+        else:
+            self._cancel_preload()
+            future = self._pool.submit(self._load, request)
+        self._preloaded = None
+        return future.result() if future.done() else await asyncio.wrap_future(future)
+
+    def _cancel_preload(self) -> None:
+        if self._preloaded is not None:
+            self._preloaded[1].cancel()  # no effect on one that has begun
+
+
+FRAME_S = 0.03
+"""How long a frame waits for slow panels. Textual paints 60 times a second, on a grid; a frame that
+is painted in two parts takes two places on it."""
+N_LOOP_ITERATIONS = 5
+"""Turns of the event loop until the screen knows of everything that was painted: a widget tells
+itself, then the screen, and each reads its mail in a turn of its own. More do no harm."""
+
+
+class PaintBatch:
+    """Holds the painting back until all loaders are at rest, or until that takes too long.
+
+    `after` is called when the frame was painted, if all were at rest by then.
+    """
+
+    def __init__(
+        self, loaders: Callable[[], Sequence[Loader[Any, Any]]], after: Callable[[], None]
+    ) -> None:
+        self._loaders, self._after = loaders, after
+        self._is_open = False
+
+    def begin(self, screen: Screen[Any]) -> None:
+        """Hold the painting back, unless it is held back already."""
+        if self._is_open:
+            return
+        self._is_open = True
+        batch = screen.app.batch_update()
+        batch.__enter__()
+        screen.run_worker(self._finish(screen, batch), group="frame")
+
+    async def _finish(self, screen: Screen[Any], batch: AbstractContextManager[None]) -> None:
+        try:
+            async with asyncio.timeout(FRAME_S):
+                for loader in self._loaders():
+                    await loader.wait_idle()
+                for _ in range(N_LOOP_ITERATIONS):
+                    await asyncio.sleep(0)
+        except TimeoutError:
+            pass  # what is late is painted when it comes
+        else:
+            screen.call_after_refresh(self._after)
+        finally:
+            batch.__exit__(None, None, None)
+            self._is_open = False

@@ -1,0 +1,569 @@
+"""Rules look at a finished trace while somebody steps through it, in a process of their own.
+
+In a thread they would take the interpreter from whoever draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from textual import work
+from textual.app import App
+from textual.reactive import reactive
+from textual.screen import Screen
+
+from flexinspect.analysis.offline_rules import (
+    Review,
+    pending_tasks,
+    review_command,
+    review_from_json,
+)
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.text import escape_unprintable
+from flexinspect.masks.algebra import PRESETS
+from flexinspect.panels.base import Navigate, TracePlace
+from flexinspect.panels.logits_panel import probability, token_label
+from flexinspect.records.prompt import Segment
+from flexinspect.records.step import Candidate
+from flexinspect.rules.engine import load_rules
+from flexinspect.trace.file.writer import review_statements
+from flexinspect.trace.queries.range_queries import branch_of_step
+from flexinspect.trace.reader import TraceReader
+from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
+from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen
+from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog
+from flexinspect.tui.trace_session import TraceSession
+
+if TYPE_CHECKING:
+    from flexinspect.control.client import ControlClient
+    from flexinspect.control.messages import (
+        CommandResponse,
+        Cost,
+        MaskEdit,
+        RewindState,
+        StatusResponse,
+    )
+    from flexinspect.control.messages import StepRef as LivePlace
+
+
+class ReviewScreen(Screen[None]):
+    """A screen on a trace that lets rules look at it, and looks again when they have."""
+
+    _last_review: tuple[Path | None, int] | None = None
+
+    def poll_trace(self) -> None:
+        """Take in what has changed in the trace."""
+        raise NotImplementedError
+
+    def review_once(self, session: TraceSession, pool: Executor, n_held: int = 0) -> None:
+        """Let rules look that have not yet, beside all else; of one file once.
+
+        While the model is held after `held` generations, once for each number of them; what is
+        said then is of what there was, so at the end they look again, and that can be stored.
+        """
+        if self._last_review != (session.path, n_held):
+            self._last_review = (session.path, n_held)
+            if not n_held and session.reader is not None:
+                session.reader.remove_added_reviews()
+            self._review(session, pool)
+
+    @work(exclusive=True, group="review")
+    async def _review(self, session: TraceSession, pool: Executor) -> None:
+        message = await review_in_background(session, pool)
+        if message is not None:
+            self.poll_trace()
+        if message:
+            self.notify(message, severity="warning", markup=False, timeout=20)
+
+
+async def review_in_background(session: TraceSession, pool: Executor) -> str | None:
+    """Let the rules look that have not yet; None when there is none, else what to say about it.
+
+    Afterwards the feed's reader says what they found, stored or not.
+    """
+    reader = session.reader
+    if reader is None:
+        return None
+    loop = asyncio.get_running_loop()
+    if not await loop.run_in_executor(pool, needs_review, reader):
+        return None
+    done = await _run_review(reader)
+    if done.unstored:
+        reader.add_reviews(review_statements(done.unstored))
+    return done.note
+
+
+def needs_review(reader: TraceReader) -> bool:
+    """Tell whether a rule has not looked at something yet."""
+    try:
+        return bool(pending_tasks(reader, load_rules().rules))
+    except FlexInspectError:
+        return False  # the panels say what is wrong with the trace
+
+
+async def _run_review(reader: TraceReader) -> Review:
+    pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    words = review_command(reader.path)
+    process = await asyncio.create_subprocess_exec(
+        *words, stdin=nothing, stdout=pipe, stderr=nothing, start_new_session=True
+    )
+    try:
+        text, _ = await process.communicate()
+    finally:
+        if process.returncode is None:  # the interface is closed
+            with suppress(ProcessLookupError):
+                process.kill()
+    try:
+        return review_from_json(text.decode())
+    except ValueError:
+        return Review(
+            note="The rules that look at a finished trace failed; see the findings command."
+        )
+
+
+POLL_S = 0.25
+"""How often the capture is asked how it stands while it runs: a millisecond of a thread."""
+
+NOTIFY_AFTER_S = 0.4
+"""A command whose effect the header shows by then is not answered in words as well."""
+
+COMMAND_POLL_S = 0.03
+BRANCH_WAIT_S = 3.0
+"""How long the steps of a new branch are waited for, once it was said to be there."""
+
+T = TypeVar("T")
+
+
+class ControlScreen(ReviewScreen):
+    """What the keys of control do. The screen below it says where the user is."""
+
+    capture_status: reactive[CaptureStatus] = reactive(CaptureStatus(), repaint=False, init=False)
+    capture: CaptureClient
+    _has_shown_pause_hint = False
+    """Whether the keys that go on were told."""
+
+    # What the trace screen owns.
+    place: Any
+    following: Any
+
+    @property
+    def reader(self) -> TraceReader | None:
+        """The trace, as far as there is one."""
+        raise NotImplementedError
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the trace may still grow."""
+        raise NotImplementedError
+
+    def navigate(self, target: Navigate) -> None:
+        """Go to a place of the trace."""
+        raise NotImplementedError
+
+    def follow(self) -> None:
+        """Follow the newest step."""
+        raise NotImplementedError
+
+    def keys_of(self, name: str) -> str:
+        """Return the keys of an action as the user has them."""
+        raise NotImplementedError
+
+    # -- how it stands ---------------------------------------------------------------------------
+
+    @work(exclusive=True, group="standing")
+    async def poll_capture(self) -> None:
+        """Know how the capture stands while there is one."""
+        while self.is_live:
+            self.capture_status = await asyncio.to_thread(self.capture.poll)
+            await asyncio.sleep(POLL_S)
+        self.capture_status = CaptureStatus()
+
+    def watch_capture_status(self, old: CaptureStatus, new: CaptureStatus) -> None:
+        """Say that it has paused, and why: the header has no room for reasons."""
+        status = new.status
+        if status is not None and new.state == "paused" and old.state != "paused":
+            self._notify_paused(status)
+        if new.debugger_stop and new.debugger_stop != old.debugger_stop:
+            self.notify(escape_unprintable(new.debugger_stop), severity="warning", markup=False)
+        elif new.is_unresponsive and not old.is_unresponsive:
+            self.notify(
+                "The model's process does not answer; a debugger may hold it.",
+                severity="warning",
+                markup=False,
+            )
+
+    def _notify_paused(self, status: StatusResponse) -> None:
+        """Say why it has paused; that it does so when it was asked to, once."""
+        from flexinspect.control.messages import PAUSE_REQUESTED
+
+        is_asked = status.reason == PAUSE_REQUESTED
+        if is_asked and self._has_shown_pause_hint:
+            return
+        self._has_shown_pause_hint = True
+        going_on = f"{self.keys_of('run.pause')} goes on, {self.keys_of('run.step')} steps"
+        why = f": {escape_unprintable(status.reason)}" if status.reason and not is_asked else ""
+        self.notify(f"{escape_unprintable(status.description)}{why}. {going_on}.", markup=False)
+
+    def show_debugger_messages(self, messages: deque[str]) -> None:
+        """Say where a debugger may come to the run, and what it cannot do; takes what it says."""
+        while messages:
+            self.notify(escape_unprintable(messages.popleft()), timeout=15, markup=False)
+
+    # -- commands --------------------------------------------------------------------------------
+
+    async def call_capture(self, command: Callable[[ControlClient], T]) -> T | None:
+        """Ask the capture something beside the interface; a refusal is shown, and None."""
+        try:
+            return await asyncio.to_thread(lambda: self.capture.call(command))
+        except FlexInspectError as error:
+            self.notify(format_error(error), severity="error", markup=False, timeout=10)
+            return None
+
+    @work(group="command")
+    async def _run_command(self, command: Callable[[ControlClient], CommandResponse]) -> None:
+        answer = await self.call_capture(command)
+        if answer is not None:
+            self.capture_status = CaptureStatus(answer.status)
+            if answer.status.until:
+                await asyncio.sleep(NOTIFY_AFTER_S)
+            if not self._has_taken_effect(answer.status.until):
+                self.notify(f"{escape_unprintable(answer.message)}.", markup=False)
+
+    def _has_taken_effect(self, until: str) -> bool:
+        """Whether the model stands by now where a command was to bring it: the header says so."""
+        return bool(until) and self.capture_status.state == "paused"
+
+    def toggle_pause(self) -> None:
+        """Pause after this step, or go on."""
+        if self.capture_status.state in ("paused", "pausing"):
+            self._run_command(lambda client: client.continue_())
+        else:
+            self._run_command(lambda client: client.pause())
+
+    def step_once(self) -> None:
+        """Let the model make one token, and show it."""
+        self.follow()
+        self._run_command(lambda client: client.step(1))
+
+    @work(group="dialog")
+    async def edit_breakpoints(self) -> None:
+        """List, set and remove breakpoints."""
+        found = await self.call_capture(lambda client: client.breakpoints())
+        if found is not None:
+            await self.app.push_screen_wait(BreakpointsScreen(self.capture, found))
+
+    # -- travels ---------------------------------------------------------------------------------
+
+    @work(group="dialog")
+    async def restore_step(self) -> None:
+        """Put the model back to right after the step shown."""
+        from flexinspect.control.messages import StepRef as LivePlace
+
+        there = _to_control_place(self.place, LivePlace)
+        await self._run_with_cost(lambda client, dry: client.restore(there, dry_run=dry))
+
+    @work(group="dialog")
+    async def fork_step(self) -> None:
+        """Choose another token for the step shown; the model goes on from there as a branch."""
+        await self._fork_with(
+            ask_token,
+            lambda client, there, token, dry: client.fork(
+                there, token_id=token.token_id, text=token.text, dry_run=dry
+            ),
+        )
+
+    @work(group="dialog")
+    async def edit_mask(self) -> None:
+        """Change the mask; the model goes on from the step shown as a branch."""
+        await self._fork_with(
+            ask_edit,
+            lambda client, there, edit, dry: client.edit_mask(there, (edit,), dry_run=dry),
+        )
+
+    async def _fork_with(
+        self,
+        choose: Callable[[App[Any], TraceReader, TracePlace], Awaitable[T | None]],
+        order: Callable[[ControlClient, LivePlace, T, bool], CommandResponse],
+    ) -> None:
+        """Let the user choose what is to be otherwise at the step shown, and order that."""
+        from flexinspect.control.messages import StepRef as LivePlace
+
+        if self.reader is None:
+            return
+        shown = self.place  # it may follow the model while the user chooses
+        chosen = await choose(self.app, self.reader, shown)
+        if chosen is not None:
+            there = _to_control_place(shown, LivePlace)
+            await self._run_with_cost(lambda client, dry: order(client, there, chosen, dry))
+
+    async def _run_with_cost(
+        self, command: Callable[[ControlClient, bool], CommandResponse]
+    ) -> None:
+        """Say what an order costs if that is much, give it, and go where it led."""
+        dry = await self.call_capture(lambda client: command(client, True))
+        if dry is None or not await self._confirm_cost(dry.cost):
+            return
+        answer = await self.call_capture(lambda client: command(client, False))
+        if answer is None or answer.rewind_number is None:
+            return
+        cost_text = f"; {dry.cost.sentence}" if dry.cost is not None else ""
+        self.notify(escape_unprintable(f"{answer.message}{cost_text}"), markup=False)
+        await self._show_result(await self._wait_for_command(answer.rewind_number))
+
+    async def _confirm_cost(self, cost: Cost | None) -> bool:
+        if cost is None or not cost.is_expensive:
+            return True
+        options = [("do", "Do it"), ("leave", "Leave it")]
+        question = escape_unprintable(cost.sentence)
+        return await self.app.push_screen_wait(ChoiceDialog(question, options)) == "do"
+
+    async def _wait_for_command(self, number: int) -> RewindState | None:
+        """Wait until an order is done, for as long as the model takes."""
+        while self.is_live:
+            capture_status = await asyncio.to_thread(self.capture.poll)
+            self.capture_status = capture_status
+            order = capture_status.status.last_rewind if capture_status.status is not None else None
+            if order is not None and order.number == number and order.state in ("done", "failed"):
+                return order
+            await asyncio.sleep(COMMAND_POLL_S)
+        return None
+
+    async def _show_result(self, order: RewindState | None) -> None:
+        if order is None:
+            return
+        failed = order.state == "failed"
+        took = f" ({1e3 * order.seconds:.0f} ms)" if order.seconds is not None else ""
+        text = escape_unprintable(order.message or f"The {order.kind} is {order.state}.")
+        self.notify(text + took, severity="error" if failed else "information", markup=False)
+        if not failed and order.place is not None:
+            await self._show_branch(order.place)
+
+    async def _show_branch(self, there: LivePlace) -> None:
+        """Go to where an order led, once its branch is in the trace."""
+        for _ in range(round(BRANCH_WAIT_S / COMMAND_POLL_S)):
+            if self.reader is not None and _has_branch(self.reader, there):
+                break
+            await asyncio.sleep(COMMAND_POLL_S)
+        place: TracePlace = self.place
+        if there.branch == place.branch and there.generation == place.generation:
+            self.navigate(Navigate(step=max(there.step, 0)))
+            return
+        self.navigate(Navigate(generation=there.generation, branch=there.branch))
+        self.follow()
+
+    # -- branches --------------------------------------------------------------------------------
+
+    @work(group="dialog")
+    async def choose_branch(self) -> None:
+        """Choose one of the generation's branches."""
+        reader, place = self.reader, self.place
+        if reader is None:
+            return
+        rows = await self._read_trace(lambda: reader.branches(place.generation))
+        if not rows or len(rows) < 2:
+            fork = self.keys_of("travel.fork")
+            self.notify(f"This generation has one branch; {fork} forks it.", markup=False)
+            return
+        options = [(str(row.branch), format_branch(row, place.branch)) for row in rows]
+        answer = await self.app.push_screen_wait(ChoiceDialog("Show a branch", options))
+        if answer is not None:
+            self.navigate(Navigate(generation=place.generation, branch=int(answer)))
+            self.navigate(Navigate(step=place.step))
+
+    async def _read_trace(self, read: Callable[[], T]) -> T | None:
+        try:
+            return await asyncio.to_thread(read)
+        except FlexInspectError as error:
+            self.notify(format_error(error), severity="error", markup=False)
+            return None
+
+    def control_actions(self) -> dict[str, Callable[[], object]]:
+        """Return what each action of control does."""
+        return {
+            "run.pause": self.toggle_pause,
+            "run.step": self.step_once,
+            "run.breakpoints": self.edit_breakpoints,
+            "travel.restore": self.restore_step,
+            "travel.fork": self.fork_step,
+            "travel.mask": self.edit_mask,
+            "branch.choose": self.choose_branch,
+        }
+
+
+def format_error(error: FlexInspectError) -> str:
+    """Return what an error says, with its hint on a line of its own."""
+    return "\n".join(map(escape_unprintable, filter(None, (error.message, error.hint))))
+
+
+def format_branch(row: Any, current: int) -> str:
+    """Return a branch in one line: its number, where it left which one, how it ended."""
+    mark = "▸" if row.branch == current else " "
+    if row.parent is None:
+        origin = "the first line of decoding"
+    else:
+        origin = f"from branch {row.parent} at step {row.fork_step}"
+    answer = escape_unprintable(row.answer).strip()
+    answer_text = f" · {answer[:40]}" if answer else ""
+    return f"{mark} {row.branch}  {origin} · {row.state}{answer_text}"
+
+
+def _to_control_place(place: TracePlace, kind: type[LivePlace]) -> LivePlace:
+    return kind(place.generation, place.branch, place.step)
+
+
+def _has_branch(reader: TraceReader, there: LivePlace) -> bool:
+    try:
+        return any(row.branch == there.branch for row in reader.branches(there.generation))
+    except FlexInspectError:
+        return False
+
+
+OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedToken:
+    """A token by its id, or a text whose tokens are all to be forced."""
+
+    token_id: int | None = None
+    text: str | None = None
+
+
+async def ask_token(app: Any, reader: TraceReader, place: TracePlace) -> ForcedToken | None:
+    """Let the user choose a candidate of the step or type something; None when they leave it."""
+    try:
+        found = await asyncio.to_thread(_load_candidates, reader, place)
+    except FlexInspectError as error:
+        app.notify(error.sentence(), severity="error", markup=False)
+        return None
+    options = [(str(one.token_id), _format_candidate(one)) for one in found]
+    question = f"Go on from step {place.step} with another token"
+    options.append((OTHER, "… type a token or a text"))
+    answer = await app.push_screen_wait(ChoiceDialog(question, options))
+    if answer is None:
+        return None
+    if answer != OTHER:
+        return ForcedToken(token_id=int(answer))
+    typed = await app.push_screen_wait(
+        TextDialog(
+            "A text, whose tokens are forced in order, or #ID for one token", placeholder=" Paris"
+        )
+    )
+    return parse_forced_token(typed) if typed else None
+
+
+def parse_forced_token(typed: str) -> ForcedToken:
+    """Return what was typed: "#123" is a token's id, anything else a text."""
+    by_id = re.fullmatch(r"\s*#(\d{1,9})\s*", typed)
+    return ForcedToken(token_id=int(by_id[1])) if by_id else ForcedToken(text=typed)
+
+
+def _load_candidates(reader: TraceReader, place: TracePlace) -> list[Candidate]:
+    branch = branch_of_step(reader, place.generation, place.step, place.branch)
+    chosen = reader.logits(place.generation, place.step, branch)
+    found = reader.candidates(place.generation, place.step, branch)
+    return [one for one in found if chosen is None or one.token_id != chosen.chosen_id]
+
+
+def _format_candidate(one: Candidate) -> str:
+    return (
+        f"{one.rank:>3}  {token_label(one.text, one.token_id):<24} {probability(one.logprob):7.2%}"
+    )
+
+
+EDIT_KINDS = (
+    ("preset", "Use another preset"),
+    ("drop", "Drop a segment: nobody sees it"),
+    ("join", "Join two segments: they see each other"),
+    ("see", "Let a segment see another"),
+    ("unsee", "Stop a segment from seeing another"),
+    ("open-cell", "Open a cell: a position sees a key"),
+    ("close-cell", "Close a cell"),
+    ("open-row", "Open a row: a position sees all keys up to itself"),
+    ("close-row", "Close a row: a position sees only itself"),
+)
+
+
+async def ask_edit(app: Any, reader: TraceReader, place: TracePlace) -> MaskEdit | None:
+    """Let the user describe one change of the mask; None when they leave it."""
+    question = f"From step {place.step} on, with another mask"
+    kind = await app.push_screen_wait(ChoiceDialog(question, EDIT_KINDS))
+    if kind is None:
+        return None
+    if kind == "preset":
+        return await _ask_preset(app)
+    if kind in ("drop", "join", "see", "unsee"):
+        return await _ask_segments(app, kind, reader, place)
+    return await _ask_cells(app, kind)
+
+
+async def _ask_preset(app: Any) -> MaskEdit | None:
+    from flexinspect.control.messages import MaskEdit
+
+    options = [(name, name) for name in PRESETS]
+    name = await app.push_screen_wait(ChoiceDialog("Which preset?", options))
+    return MaskEdit("preset", name=name) if name else None
+
+
+_QUESTIONS = {
+    "drop": ("Which segment is dropped?",),
+    "join": ("Which segment …", "… is joined with which one?"),
+    "see": ("Which segment …", "… sees which other one?"),
+    "unsee": ("Which segment …", "… no longer sees which one?"),
+}
+
+
+async def _ask_segments(
+    app: Any, kind: str, reader: TraceReader, place: TracePlace
+) -> MaskEdit | None:
+    from flexinspect.control.messages import MaskEdit
+
+    try:
+        where = (place.generation, place.branch)
+        segments = await asyncio.to_thread(reader.segments, *where)
+    except FlexInspectError as error:
+        app.notify(error.sentence(), severity="error", markup=False)
+        return None
+    chosen: list[int] = []
+    for question in _QUESTIONS[kind]:
+        options = _segment_options(segments, exclude=chosen)
+        answer = await app.push_screen_wait(ChoiceDialog(question, options))
+        if answer is None:
+            return None
+        chosen.append(int(answer))
+    op = "see" if kind == "unsee" else kind
+    return MaskEdit(op, segments=tuple(chosen), is_open=kind != "unsee")  # type: ignore[arg-type]
+
+
+def _segment_options(segments: Sequence[Segment], exclude: Sequence[int]) -> list[tuple[str, str]]:
+    return [
+        (str(number), f"{number:>2}  {escape_unprintable(one.label)}  [{one.start}, {one.stop})")
+        for number, one in enumerate(segments)
+        if number not in exclude and one.stop > one.start
+    ]
+
+
+async def _ask_cells(app: Any, kind: str) -> MaskEdit | None:
+    from flexinspect.control.messages import MaskEdit
+
+    is_cell, is_open = kind.endswith("cell"), kind.startswith("open")
+    question = "Row and key, two positions" if is_cell else "Which row, a position"
+    typed = await app.push_screen_wait(
+        TextDialog(question, placeholder="42 7" if is_cell else "42")
+    )
+    numbers = [int(text) for text in re.findall(r"\d{1,9}", typed or "")]
+    if len(numbers) != (2 if is_cell else 1):
+        if typed:
+            app.notify(f"That is no {'row and key' if is_cell else 'row'}.", severity="warning")
+        return None
+    if is_cell:
+        return MaskEdit("cell", row=numbers[0], key=numbers[1], is_open=is_open)
+    return MaskEdit("row", row=numbers[0], is_open=is_open)

@@ -1,0 +1,217 @@
+"""The start screen: run the demo, open a trace, run a model; each with its command line."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, OptionList, Static
+from textual.widgets.option_list import Option
+from textual.worker import Worker, WorkerState
+
+from flexinspect.core.errors import FlexInspectError, TraceError
+from flexinspect.core.text import escape_unprintable
+from flexinspect.records.job import Job, ScriptJob
+from flexinspect.trace.file.salvage import (
+    delete_repaired_copy,
+    describe_readable,
+    is_repairable,
+    repair_copy,
+)
+from flexinspect.tui.saved_state import known_traces
+from flexinspect.tui.screens.dialogs import TextDialog
+
+OpenTarget = Callable[["Path | Job | ScriptJob"], None]
+"""Opens a trace or starts a job."""
+
+JobFactory = Callable[[Sequence[str]], Job | ScriptJob]
+"""Makes the job of a command line; raises `FlexInspectError`."""
+
+DEMO = ("run", "--model", "demo", "--dataset", "demo", "--max-samples", "2")
+
+
+class StartScreen(Screen[None]):
+    """What can be done, and how it would be typed."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
+
+    def __init__(self, open_target: OpenTarget, make_job: JobFactory) -> None:
+        super().__init__()
+        self._open_target, self._make_job = open_target, make_job
+        self._traces = known_traces()
+
+    def compose(self) -> ComposeResult:
+        """A heading, the list, the footer."""
+        with Vertical(id="start"):
+            yield Static(Content.styled("flexinspect", "bold"), markup=False)
+            yield Static("The debugger for FlexAttention generation: it shows what ran.\n")
+            yield OptionList(*self._options())
+        yield Footer(show_command_palette=False)
+
+    def _options(self) -> list[Option]:
+        options = [
+            _make_option("demo", "Run the demo model", f"flexinspect {shlex.join(DEMO)}"),
+            _make_option("model", "Run a model …", "flexinspect run --model NAME --prompt TEXT"),
+        ]
+        for number, path in enumerate(self._traces):
+            command = f"flexinspect open {shlex.quote(str(path))}"
+            options.append(
+                _make_option(f"trace-{number}", f"Open {path.name}, {_format_age(path)}", command)
+            )
+        return options
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Do it."""
+        name = event.option.id or ""
+        if name == "demo":
+            self._run_command(list(DEMO))
+        elif name == "model":
+            self._ask_model()
+        else:
+            self._open_target(self._traces[int(name.rpartition("-")[2])])
+
+    @work
+    async def _ask_model(self) -> None:
+        model = await self.app.push_screen_wait(
+            TextDialog("Which model? (an alias, a folder, a hub id)", "demo")
+        )
+        if not model:
+            return
+        question = "The question in several wordings, separated by |"
+        prompts = await self.app.push_screen_wait(
+            TextDialog(
+                question, placeholder="What is the capital of France? | France's capital city?"
+            )
+        )
+        if not prompts:
+            return
+        # With "=", so that nothing that was typed is taken for a flag.
+        pieces = [piece.strip() for piece in prompts.split("|") if piece.strip()]
+        self._run_command(["run", f"--model={model}", *(f"--prompt={piece}" for piece in pieces)])
+
+    def _run_command(self, words: list[str]) -> None:
+        try:
+            self._open_target(self._make_job(words))
+        except FlexInspectError as error:
+            self.notify(error.sentence(), severity="error", markup=False, timeout=15)
+
+
+def _make_option(name: str, title: str, command: str) -> Option:
+    text = Content.assemble(
+        (escape_unprintable(title), "bold"), "\n  ", (escape_unprintable(command), "dim"), "\n"
+    )
+    return Option(text, id=name)
+
+
+def _format_age(path: Path) -> str:
+    try:
+        seconds = max(time.time() - path.stat().st_mtime, 0)
+    except OSError:
+        return "gone"
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} old"
+    return "just made"
+
+
+class UnreadableTraceScreen(Screen[None]):
+    """Says what is wrong with a file, what can still be read of it, and offers other traces.
+
+    What is left is counted, and a copy made if it is asked for, in threads.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,escape", "app.quit", "quit")]
+
+    def __init__(self, path: Path, error: TraceError, open_target: OpenTarget) -> None:
+        super().__init__()
+        self._path, self._error, self._open_target = path, error, open_target
+        self._offers_copy = is_repairable(path)
+        self._copy: Path | None = None
+        self._is_copying = self._is_closed = False
+        mine = path.absolute()
+        self._others = [other for other in known_traces(mine.parent) if other != mine]
+
+    def compose(self) -> ComposeResult:
+        """The sentence, what is left once it is known, the other traces."""
+        with Vertical(id="broken"):
+            yield Static(Content.styled("This trace cannot be opened", "bold $error"))
+            yield Static(Content(f"\n{escape_unprintable(self._error.message)}"), id="why")
+            if self._error.hint:
+                yield Static(Content(escape_unprintable(self._error.hint)), id="hint")
+            yield Static(Content("\nLooking for what can still be read …\n"), id="left")
+            yield Static(id="copying")
+            if options := self._options():
+                yield OptionList(*options)
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        """Begin to look for what is left."""
+        self.query_one("#copying").display = False
+        inspect_file = partial(describe_readable, self._path)
+        self.run_worker(inspect_file, name="left", thread=True, exit_on_error=False)
+
+    def on_worker_state_changed(self, event: Worker.StateChanged) -> None:
+        """Say what is left; open the copy."""
+        if event.state not in (WorkerState.SUCCESS, WorkerState.ERROR):
+            return
+        result = event.worker.result if event.state is WorkerState.SUCCESS else None
+        if event.worker.name == "left":
+            left = result if isinstance(result, list) else ["What is left of it is not known."]
+            self.query_one("#left", Static).update(Content("\n".join(["", *left, ""])))
+        elif event.worker.name == "copy":
+            self._is_copying = False
+            self._show_message(
+                "No copy could be made: is there room in the folder for temporary files?\n"
+            )
+            if self._copy is not None:
+                self._show_message("")
+                self._open_target(self._copy)
+
+    def _options(self) -> list[Option]:
+        options = [
+            Option(Content(f"Open {escape_unprintable(str(path))}")) for path in self._others
+        ]
+        if self._offers_copy:
+            options.insert(0, Option(Content("Open what is left of it, as a copy"), id="copy"))
+        return options
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Open a copy, which is made first, or another trace."""
+        if event.option.id != "copy":
+            self._open_target(self._others[event.option_index - self._offers_copy])
+        elif self._copy is not None:
+            self._open_target(self._copy)
+        elif not self._is_copying:
+            self._is_copying = True
+            self._show_message("Copying what is left …\n")
+            self.run_worker(self._make_copy, name="copy", thread=True, exit_on_error=False)
+
+    def _show_message(self, text: str) -> None:
+        message = self.query_one("#copying", Static)
+        message.update(Content(text))
+        message.display = bool(text)
+
+    def _make_copy(self) -> None:
+        """Make the copy, in a thread; whoever comes last, this or the end, removes it."""
+        self._copy = repair_copy(self._path, lambda: self._is_closed)
+        if self._is_closed:
+            self._remove_copy()
+
+    def on_unmount(self) -> None:
+        """Remove the copy, and end one that is being made."""
+        self._is_closed = True
+        self._remove_copy()
+
+    def _remove_copy(self) -> None:
+        if self._copy is not None:
+            delete_repaired_copy(self._copy)

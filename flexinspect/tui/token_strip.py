@@ -1,0 +1,132 @@
+"""The token strip: one line of the sequence around the current token, always on screen."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from textual import events
+from textual.message import Message
+from textual.strip import Strip
+
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.core.text import escape_unprintable
+from flexinspect.drawing.text_lines import Span, line
+from flexinspect.drawing.theme import Theme
+from flexinspect.drawing.token_cells import TokenCellRow, row_around
+from flexinspect.panels.base import Missing, Navigate, TracePlace
+from flexinspect.panels.token_window import (
+    TokenWindow,
+    load_token_window,
+    segment_at,
+    token_cells,
+)
+from flexinspect.tui.panel_view import theme_of
+from flexinspect.tui.status_lines import LoadedLines
+from flexinspect.tui.trace_session import TraceSession
+
+TOKEN_RADIUS = 96
+"""Tokens before and after the current one; few words are shorter than two cells."""
+
+
+def draw_token_strip(
+    window: TokenWindow, width: int, theme: Theme
+) -> tuple[list[Strip], TokenCellRow]:
+    """Return the two lines of the strip, and where its words lie.
+
+    The first holds the words, the second names the segment under each of its beginnings.
+    """
+    found = token_cells(window, "probability")
+    index = len(found) - 1 if window.current is None else window.current - window.start
+    row, _ = row_around(found, index, width)
+    spans = row.spans(theme, current=window.current, marked=frozenset())
+    return [
+        line(spans, width, theme.style("text")),
+        line(_draw_labels(row, window, width, theme), width, theme.style("text")),
+    ], row
+
+
+def _draw_labels(row: TokenCellRow, window: TokenWindow, width: int, theme: Theme) -> list[Span]:
+    """Return the line below the words: the current position first, segments where there is room."""
+    found = sorted(_label_candidates(row, window), key=lambda mark: not mark[2])
+    placed: list[tuple[int, str, bool]] = []
+    for column, text, current in found:
+        text = text[: max(width - column, 0)]
+        free = all(
+            column + len(text) <= at or column >= at + len(other) + 1 for at, other, _ in placed
+        )
+        if text and free:
+            placed.append((column, text, current))
+    spans: list[Span] = []
+    used = 0
+    for column, text, current in sorted(placed):
+        spans.append((" " * (column - used), theme.style("text")))
+        spans.append((text, theme.style("strong" if current else "muted")))
+        used = column + len(text)
+    return spans
+
+
+def _label_candidates(row: TokenCellRow, window: TokenWindow) -> list[tuple[int, str, bool]]:
+    """Return (column, text, whether it is the current position) of all that could be written."""
+    marks: list[tuple[int, str, bool]] = []
+    last = None
+    for word, column in zip(row.cells, row.columns, strict=True):
+        segment = segment_at(window.segments, word.pos)
+        if word.pos == window.current:
+            marks.append((column, f"▲{word.pos}", True))
+        if segment is not None and segment is not last and segment.kind != "separator":
+            marks.append((column, f"╵{escape_unprintable(segment.label)}", False))
+        last = segment
+    return marks
+
+
+class TokenStrip(LoadedLines[TokenWindow | None]):
+    """Two lines that follow the screen's place."""
+
+    DEFAULT_CSS = "TokenStrip { height: 2; }"
+
+    @dataclass
+    class TokenClicked(Message):
+        """A token was clicked."""
+
+        target: Navigate
+
+    def __init__(self, session: TraceSession, pool: Executor) -> None:
+        super().__init__(session, pool, id="strip")
+        self._window: TokenWindow | None = None
+        self._row: TokenCellRow | None = None
+
+    def _load(self, place: TracePlace) -> TokenWindow | None:
+        source = self._session.source
+        try:
+            return None if source is None else load_token_window(source, place, TOKEN_RADIUS)
+        except (Missing, FlexInspectError):
+            return None  # the panels say why
+
+    def _show_loaded(self, found: TokenWindow | None) -> None:
+        self._window = found
+        self.repaint()
+
+    def repaint(self) -> None:
+        """Draw what is loaded."""
+        if self._window is None or self.size.area == 0:
+            self._row = None
+            self.show([])
+            return
+        strips, self._row = draw_token_strip(self._window, self.size.width, theme_of(self.app))
+        self.show(strips)
+
+    def on_click(self, event: events.Click) -> None:
+        """Go to the token that was clicked."""
+        word = self._row.cell_at(event.x) if self._row and event.y == 0 else None
+        if word is None or self._window is None:
+            return
+        token = self._window.token(word.pos)
+        if token is None:
+            return
+        step = token.step
+        self.post_message(
+            self.TokenClicked(
+                Navigate(step=0, pos=token.pos) if step is None else Navigate(step=step)
+            )
+        )

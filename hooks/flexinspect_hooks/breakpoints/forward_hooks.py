@@ -1,0 +1,339 @@
+"""Breakpoints inside a forward: hooks on modules, and a look at each attention call.
+
+Installed only while a breakpoint that needs them is switched on, and taken out with it, in the
+model's thread between two forwards.
+
+Nothing here is called unless a breakpoint that needs it is switched on.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.breakpoints import Observation, to_text
+from flexinspect.breakpoints.names import EMPTY_ROW, FALLBACK, INF, NAN
+from flexinspect.breakpoints.store import Breakpoint
+from flexinspect.breakpoints.syntax_tree import (
+    ObservationCondition,
+    matches_module,
+    needs_calls,
+    observations_in,
+)
+from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, ObservedStep
+from flexinspect_hooks.capture.hook import CaptureContext, Remove
+from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.observers.attention.call_references import AttentionCall, call_of_kernel
+from flexinspect_hooks.observers.attention.kernel_calls import KernelReturn
+
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+class ModelBreakpoints:
+    """The breakpoints of a process as one model's session judges them."""
+
+    def __init__(
+        self, evaluator: BreakpointEvaluator, context: CaptureContext, drain: Callable[[], None]
+    ) -> None:
+        self._evaluator, self._context, self._drain = evaluator, context, drain
+        self._version = -1
+        self._breakpoints: tuple[Breakpoint, ...] = ()
+        self._remove_hooks: list[Remove] = []
+        self._checked: frozenset[str] = frozenset()
+        self._call_kinds: frozenset[str] = frozenset()
+        self._kinds_of: dict[int, tuple[str, frozenset[str]]] = {}
+        self._observed_step: ObservedStep | None = None
+        self._flex_layers: set[int] = set()
+        self._generation = -1
+
+    def on_step_start(self, step: StepContext) -> None:
+        """A step opens, in the model's thread; the time that a stop takes is not the step's."""
+        is_changed = self._evaluator.store.version != self._version
+        if not is_changed and not self._breakpoints:
+            return  # as in most runs, at the price of one comparison
+        began = time.perf_counter()
+        self.deliver_hits()
+        stood = time.perf_counter() - began
+        step.started, step.started_at = step.started + stood, step.started_at + stood
+        step.capture_s -= stood
+        if self._evaluator.store.version != self._version:
+            self._prepare()
+        if not self._breakpoints:
+            return
+        if step.generation != self._generation:
+            self._generation = step.generation
+            self._flex_layers.clear()
+        self._observed_step = self._evaluator.begin_step(step)
+        self._observed_step.checked |= self._checked
+        self._evaluate()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any breakpoint was switched on when the last step opened."""
+        return bool(self._breakpoints)
+
+    def move_step(self, step: StepContext, branch: int) -> None:
+        """Say that the step that is open belongs to another branch than it was opened in."""
+        self._evaluator.move_step(step, branch)
+
+    def evaluate_again(self, trace: Path, step: StepContext, branch: int) -> None:
+        """Judge a step that ran again and is in the trace already; in the writer thread."""
+        self._evaluator.evaluate_again(trace, step, branch)
+
+    def deliver_hits(self) -> None:
+        """Let whoever was met in the steps before stop now."""
+        self._evaluator.stop_action.deliver_hits(self._drain, sys._getframe(1))
+
+    def remove(self) -> None:
+        """Take everything out."""
+        while self._remove_hooks:
+            self._remove_hooks.pop()()
+        self._context.on_call = self._context.on_kernel = None
+        self._observed_step = None
+
+    # -- what is installed -----------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        self.remove()
+        self._version = self._evaluator.store.version
+        self._breakpoints = self._evaluator.store.enabled()
+        wanted = {
+            seen: met for met in self._breakpoints for seen in observations_in(met.expression)
+        }
+        by_name = {seen: met for seen, met in wanted.items() if _names_a_module(seen)}
+        self._checked = frozenset(to_text(seen) for seen in by_name)
+        self._kinds_of = self._install(by_name)
+        self._call_kinds = frozenset(s.kind for s in wanted) & {EMPTY_ROW, FALLBACK}
+        if (
+            self._call_kinds
+            or self._kinds_of
+            or any(needs_calls(met.expression) for met in self._breakpoints)
+        ):
+            self._context.on_call = lambda call: self._guard(self._on_call, call)
+            self._context.on_kernel = lambda done: self._guard(self._on_kernel_call, done)
+
+    def _install(
+        self, by_name: Mapping[ObservationCondition, Breakpoint]
+    ) -> dict[int, tuple[str, frozenset[str]]]:
+        """Put a hook on every module that is named; returns their names and what is looked for."""
+        found: dict[int, tuple[str, frozenset[str]]] = {}
+        left = dict(by_name)
+        for name, module in self._context.model.named_modules():
+            seen = [
+                one
+                for one in by_name
+                if one.module_pattern and matches_module(one.module_pattern, name)
+            ]
+            if not seen or not name:
+                continue
+            kinds = frozenset(one.kind for one in seen)
+            found[id(module)] = name, kinds
+            self._remove_hooks.append(
+                module.register_forward_hook(self._make_output_hook(name, kinds)).remove
+            )
+            for one in seen:
+                left.pop(one, None)
+        for one, met in left.items():
+            self._evaluator.report_once(met.id, self._no_such_module(one))
+        return found
+
+    def _no_such_module(self, seen: ObservationCondition) -> str:
+        names = [name for name, _ in self._context.model.named_modules() if "attn" in name]
+        example = f" (they are called {names[0]}, ...)" if names else ""
+        return f"{to_text(seen)}: no module of the model has such a name{example}."
+
+    # -- while the forward runs ------------------------------------------------------------------
+
+    def _make_output_hook(
+        self, name: str, kinds: frozenset[str]
+    ) -> Callable[[nn.Module, Any, Any], None]:
+        context, layer = self._context, self._layer_of(name)
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            # A graph must not hold anything of ours.
+            if not torch.compiler.is_compiling() and context.is_open:
+                self._guard(self._check_output, name, layer, kinds, output)
+
+        return look
+
+    def _layer_of(self, name: str) -> int | None:
+        for layer, (block, _) in self._context.blocks.items():
+            if name == block or name.startswith(f"{block}."):
+                return layer
+        number = _NUMBER.search(name)
+        return int(number[1]) if number else None
+
+    def _check_output(
+        self, name: str, layer: int | None, kinds: frozenset[str], output: Any
+    ) -> None:
+        if self._observed_step is None:
+            return
+        for kind in sorted(kinds, reverse=True):
+            said = describe_bad_values(kind, output)
+            if said:
+                self._add_observation(Observation(kind, name, layer, f"{said} of {name}"))
+
+    def _on_kernel_call(self, done: KernelReturn) -> None:
+        """A kernel of own code returned, in the frame that called it."""
+        if self._observed_step is None or done.layer is None or done.module is None:
+            return
+        call = call_of_kernel(done, done.layer, "direct", done.module)
+        if call is not None:
+            self._on_call(call)
+
+    def _on_call(self, call: AttentionCall) -> None:
+        """An attention call returned."""
+        sights = self._observed_step
+        if sights is None:
+            return
+        layer = call.layer
+        known = sights.layers.setdefault(layer, {"layer": layer})
+        known |= {"path": call.path, "q_len": call.query.shape[2], "kv_len": call.key.shape[2]}
+        sights.checked |= self._call_kinds
+        name, kinds = self._kinds_of.get(id(call.module), ("", frozenset()))
+        for kind in kinds:
+            said = describe_bad_values(kind, call.output)
+            if said:
+                self._add_observation(
+                    Observation(kind, name, layer, f"{said} of the attention in {name}")
+                )
+        self._check_call(call, sights)
+        self._evaluate()
+
+    def _check_call(self, call: AttentionCall, sights: ObservedStep) -> None:
+        layer = call.layer
+        if EMPTY_ROW in self._call_kinds and (rows := empty_rows(call)):
+            first = int(sights.values["kv_len"]) - call.query.shape[2]
+            said = format_rows([first + row for row in rows])
+            verb = "see" if len(rows) > 1 else "sees"
+            self._add_observation(
+                Observation(EMPTY_ROW, self._name_of(call), layer, f"{said} {verb} no key")
+            )
+        if call.path.startswith("flex"):
+            self._flex_layers.add(layer)
+        elif FALLBACK in self._call_kinds and (
+            call.suppressed_exception or layer in self._flex_layers
+        ):
+            why = (
+                f"after {call.suppressed_exception}"
+                if call.suppressed_exception
+                else "where it ran FlexAttention before"
+            )
+            what = f"layer {layer} ran {call.path}, {why}"
+            self._add_observation(Observation(FALLBACK, self._name_of(call), layer, what))
+
+    def _name_of(self, call: AttentionCall) -> str:
+        names = (name for name, one in self._context.model.named_modules() if one is call.module)
+        return next(names, "")
+
+    def _add_observation(self, sighting: Observation) -> None:
+        if self._observed_step is not None and sighting not in self._observed_step.observed:
+            self._observed_step.observed.append(sighting)
+            if sighting.layer is not None:
+                self._observed_step.layers.setdefault(sighting.layer, {"layer": sighting.layer})
+            self._evaluate()
+
+    def _guard(self, check: Callable[..., None], *args: Any) -> None:
+        """Look, and whatever fails at it, let the model run on."""
+        try:
+            check(*args)
+        except Exception as error:
+            self._observed_step = None
+            what = f"{type(error).__name__}: {error}"
+            for met in self._breakpoints:
+                self._evaluator.report_once(
+                    met.id, f"{met.text} failed while the model ran: {what}"
+                )
+
+    def _evaluate(self) -> None:
+        """Judge what is known by now, if there is somebody who can stop here."""
+        if self._observed_step is not None and self._evaluator.stop_action.can_stop_in_forward():
+            self._evaluator.evaluate_in_forward(
+                self._observed_step, self._breakpoints, sys._getframe(1)
+            )
+
+
+def _names_a_module(seen: ObservationCondition) -> bool:
+    return seen.module_pattern is not None and seen.kind in (NAN, INF)
+
+
+_MAX_NAMED_ROWS = 4
+"""Rows that a sentence names."""
+
+_MAX_DEPTH = 3
+
+
+def describe_bad_values(kind: str, output: Any) -> str:
+    """Say how many NaNs, or infinities, are among a module's outputs, and in which rows.
+
+    Empty when there is none. Rows are those of batch 0 of (batch, rows, ...).
+    """
+    for tensor in _float_tensors(output):
+        flags = torch.isnan(tensor) if kind == NAN else torch.isinf(tensor)
+        n = int(flags.sum())
+        if n:
+            values = "value" if n == 1 else "values"
+            word = "NaN" if kind == NAN else "infinite"
+            return f"{n} {word} {values}{_describe_rows(flags)}"
+    return ""
+
+
+def _float_tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif depth < _MAX_DEPTH and isinstance(output, tuple | list | dict):
+        for one in output.values() if isinstance(output, dict) else output:
+            yield from _float_tensors(one, depth + 1)
+
+
+def _describe_rows(flags: Tensor) -> str:
+    if flags.dim() != 3:
+        return ""
+    rows = torch.nonzero(flags[0].any(-1)).flatten().tolist()
+    return f" in {format_rows(rows)}" if rows else " (in another row of the batch)"
+
+
+def format_rows(rows: list[int]) -> str:
+    """Return "row 3", "rows 3, 4, 5" or "rows 3, 4, 5, 6 and 12 more"."""
+    named = ", ".join(map(str, rows[:_MAX_NAMED_ROWS]))
+    more = f" and {len(rows) - _MAX_NAMED_ROWS} more" if len(rows) > _MAX_NAMED_ROWS else ""
+    return f"row{'s' if len(rows) > 1 else ''} {named}{more}"
+
+
+def empty_rows(call: AttentionCall) -> list[int]:
+    """Return the rows of an attention call's batch 0 that saw no key, in any of its heads.
+
+    By the kernel's own row LSE where there is one, else by a dense mask, else by an output of
+    exact zeros, which is what FlexAttention gives such a row.
+    """
+    if call.lse is not None:
+        closed = torch.isneginf(call.lse[0]).any(0)
+    elif isinstance(call.mask, Tensor):
+        closed = _masked_rows(call.mask)
+    elif call.path.startswith("flex"):
+        closed = (call.output[0] == 0).all(-1).any(-1)
+    else:
+        return []
+    rows: list[int] = torch.nonzero(closed).flatten().tolist()
+    return rows
+
+
+def _masked_rows(mask: Tensor) -> Tensor:
+    """Return which rows of a dense mask (..., rows, keys) are closed in every cell of a head."""
+    while mask.dim() > 3:
+        mask = mask[0]
+    if mask.dtype == torch.bool:
+        closed = ~mask.any(-1)
+    elif mask.is_floating_point():
+        closed = (mask <= torch.finfo(mask.dtype).min).all(-1)
+    else:
+        return torch.zeros(mask.shape[-2], dtype=torch.bool, device=mask.device)
+    return closed.any(0) if closed.dim() > 1 else closed

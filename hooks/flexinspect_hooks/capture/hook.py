@@ -1,0 +1,210 @@
+"""Activations that are stored whole: named in the buffer on one side, arrays on the other.
+
+A hook is a plug-in of the group `flexinspect.hooks`: a class that takes no arguments. Its methods
+run in this order for each step, and the session catches whatever they raise:
+
+1. `open` when the root forward starts, in the model's thread;
+2. its own module or call hooks during the forward, which only keep references;
+3. `reduce` when the step's token is known: a few batched operations on the model's device, the
+   results `put` into the buffer, the references dropped;
+4. `record` in the writer thread: numpy in, records out.
+
+A hook with a true `own_code_only` is left out where our own generation runs, of which it would say
+what is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.core import plugins
+from flexinspect.core.errors import FlexInspectError
+from flexinspect.records.prompt import Segment
+from flexinspect.records.step import (
+    ArrayRecord,
+    BuildRecord,
+    CallRecord,
+    EventRecord,
+    InputsRecord,
+    LayerStatRecord,
+    LogitsRecord,
+    MaskRecord,
+    MemoryRecord,
+    StepRecord,
+    TokenRecord,
+)
+from flexinspect.records.training_step import TrainingStepRecord
+from flexinspect.rules.engine import Rule
+from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.step_clock import StepContext
+
+_ACTIVATION_PREFIX = "store/"
+_BFLOAT16 = "bfloat16/"
+
+
+def put_activation(buffer: StepBuffer, name: str, tensor: Tensor) -> None:
+    """Put a tensor in its own precision; `name` is "stream.layer"."""
+    mark = _BFLOAT16 if tensor.dtype is torch.bfloat16 else ""
+    # A copy, because the model may write to the tensor (or its cache) before it is on disk.
+    buffer.put(f"{_ACTIVATION_PREFIX}{mark}{name}", tensor.detach().clone())
+
+
+def record_activations(values: Values, streams: Sequence[str], draft: StepDraft) -> None:
+    """Move the stored tensors of these streams into the draft, stream by stream."""
+    found: dict[str, list[ArrayRecord]] = {stream: [] for stream in streams}
+    for key, array in values.items():
+        if not key.startswith(_ACTIVATION_PREFIX):
+            continue
+        name = key.removeprefix(_ACTIVATION_PREFIX)
+        dtype = "bfloat16" if name.startswith(_BFLOAT16) else None
+        stream, _, layer = name.removeprefix(_BFLOAT16).rpartition(".")
+        if stream in found:
+            found[stream].append(ArrayRecord(stream, array, int(layer), dtype))
+    for records in found.values():
+        draft.arrays += records
+
+
+Remove = Callable[[], None]
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """The records of a step while the hooks fill them in, each its own part."""
+
+    logits: LogitsRecord | None = None
+    memory: MemoryRecord | None = None
+    training: TrainingStepRecord | None = None
+    inputs: InputsRecord | None = None
+    calls: list[CallRecord] = field(default_factory=list)
+    builds: list[BuildRecord] = field(default_factory=list)
+    layer_stats: list[LayerStatRecord] = field(default_factory=list)
+    masks: list[MaskRecord] = field(default_factory=list)
+    arrays: list[ArrayRecord] = field(default_factory=list)
+    events: list[EventRecord] = field(default_factory=list)
+
+    def assemble(self, step: StepContext, tokens: tuple[TokenRecord, ...]) -> StepRecord:
+        """Return the record of the step, with what was noted while it ran."""
+        noted = [
+            EventRecord(kind, text, step.started_at, step.generation, step.step, *facts)
+            for kind, text, *facts in step.events
+        ]
+        return StepRecord(
+            generation=step.generation,
+            step=step.step,
+            phase=step.phase,
+            q_len=step.q_len,
+            kv_before=step.kv_before,
+            kv_after=step.kv_after,
+            started_at=step.started_at,
+            wall_ms=step.wall_ms,
+            capture_ms=step.capture_s * 1e3,
+            branch=step.branch,
+            logits=self.logits,
+            tokens=tokens,
+            inputs=self.inputs,
+            calls=tuple(self.calls),
+            builds=tuple(self.builds),
+            layer_stats=tuple(self.layer_stats),
+            memory=self.memory,
+            masks=tuple(self.masks),
+            arrays=tuple(self.arrays),
+            training=self.training,
+            events=(*noted, *self.events),
+        )
+
+
+@dataclass(slots=True, eq=False)  # its model may be gone, and then cannot be compared
+class CaptureContext:
+    """What a hook may know of the run: the model, its layers, the segments of this generation."""
+
+    model: nn.Module
+    device: torch.device
+    layer_of: Mapping[int, int]
+    """id of an attention module to its layer index."""
+    blocks: Mapping[int, tuple[str, nn.Module]]
+    """Layer index to (name, decoder layer)."""
+    layers: tuple[int, ...]
+    """Layers whose activations are stored at level extreme."""
+    text_of: Callable[[int], str]
+    segments: tuple[Segment, ...] = ()
+    thread: int = 0
+    """The thread whose forward is under way, 0 for none."""
+    exit_reason: str = ""
+    """What the last forward that did not return was left by, in words, where it was seen."""
+    sees_kernels: bool = False
+    """Whether kernels are watched where they are: for code that is not ours."""
+    on_call: Callable[[Any], None] | None = None
+    """Told each attention call (`AttentionCall`) as it returns, while a breakpoint asks for it."""
+    on_kernel: Callable[[Any], None] | None = None
+    """Told each kernel's call (`Done`) in the same way, where kernels are seen."""
+    record_event: Callable[[str, str, Mapping[str, Any]], None] = field(default=lambda *_: None)
+    """Records an event (kind, text, facts) at once, at the step that is open."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step's forward is under way in this very thread."""
+        return self.thread != 0 and self.thread == get_ident()
+
+    @is_open.setter
+    def is_open(self, value: bool) -> None:
+        self.thread = get_ident() if value else 0
+
+
+class Hook(Protocol):
+    """One source of records. See the module's text for the order of calls."""
+
+    name: str
+
+    def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Put hooks in place and return what removes them again."""
+        ...
+
+    def begin(self, context: CaptureContext) -> None:
+        """A generation begins; `context.segments` are its segments."""
+        ...
+
+    def open(self, step: StepContext) -> None:
+        """A step opens."""
+        ...
+
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> Any:
+        """Reduce what was kept; the return value goes to `record` (no tensors in it)."""
+        ...
+
+    def record(self, step: StepContext, kept: Any, values: Values, draft: StepDraft) -> None:
+        """Turn the reduced values into records (writer thread)."""
+        ...
+
+
+def built_in_hooks() -> tuple[list[Hook], dict[str, str]]:
+    """Return the registered hooks, ready to install, and the sentence of each that failed.
+
+    Raises `FlexInspectError` when none is registered, rather than record nothing.
+    """
+    classes, failed = plugins.load_all(plugins.HOOKS)
+    if not classes and not failed:
+        raise FlexInspectError(
+            "No capture hook is registered, so nothing would be recorded.",
+            hint="flexinspect is not installed in this Python: pip install -e . (or make setup).",
+        )
+    return [classes[name]() for name in sorted(classes)], failed
+
+
+def built_in_rules() -> tuple[list[Rule], dict[str, str]]:
+    """Return the registered rules for steps as they come, and why some could not be made."""
+    classes, failed = plugins.load_all(plugins.RULES)
+    rules = []
+    for name, make in classes.items():
+        try:
+            rule = make()
+            if not rule.offline_only:
+                rules.append(rule)
+        except Exception as error:
+            failed[name] = f"It could not be made: {type(error).__name__}: {error}"
+    return rules, failed

@@ -1,0 +1,142 @@
+"""The debugger of one captured run: from its first word to its last.
+
+Most runs have none, and load nothing for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexinspect.records import protocol
+from flexinspect.records.debugger_options import DebuggerOptions, format_address, listening_message
+from flexinspect_hooks.debugger import python_mods
+from flexinspect_hooks.interpreter.post_import_hooks import PostImportHooks
+
+RecordDebugEvent = Callable[[str, str], None]
+"""Records an event of a kind and a text."""
+
+
+class SendMessage(Protocol):
+    """Sends a line to whoever started the process."""
+
+    def __call__(self, kind: str, **facts: Any) -> None:
+        """Send it."""
+
+
+class DebuggerSession:
+    """What was asked for, begun before there is a trace so that a taken port leaves none.
+
+    A debugger that comes by itself, because VSCode launched the whole run under it or attached to
+    the process, counts as asked for from then on.
+
+    Raises `UsageError` when debugpy cannot listen.
+    """
+
+    def __init__(self, options: DebuggerOptions, send: SendMessage) -> None:
+        self.options = options
+        self._send = send
+        self._address: tuple[str, int] | None = None
+        self._flex_event: RecordDebugEvent | None = None
+        self._is_enabled = options.is_requested
+        self._trace: Path | None = None
+        if options.port is not None:
+            from flexinspect_hooks.debugger.debugpy_server import listen
+
+            self._address = listen(options)
+        elif options.pdb and options.tty is not None:
+            from flexinspect_hooks.debugger import pdb_terminal
+
+            pdb_terminal.use_terminal(
+                options.tty, lambda wanted: send(protocol.TERMINAL, wanted=wanted)
+            )
+
+    def begin(self, trace: Path, event: RecordDebugEvent) -> None:
+        """The trace is open: say where debugpy listens, and wait for a client if that was asked."""
+        self._trace = trace
+        self._import_hooks = PostImportHooks(
+            {"pydevd": self._on_pydevd},
+            on_import_begin=lambda name: None,
+            on_error=lambda name, error: event("debugger", f"not prepared for it: {error!r}"),
+        )
+        self._import_hooks.install()
+        if self.options.pdb:
+            from flexinspect_hooks.debugger.stops import announce_stops
+
+            announce_stops(trace)
+        if self._address is not None:
+            self._report_listening(*self._address, event)
+
+    def _report_listening(self, host: str, port: int, event: RecordDebugEvent) -> None:
+        waiting = self.options.wait
+        self._report(listening_message(host, port, waiting=waiting), event)
+        if waiting:
+            event("phase", f"waiting for a debugger on {format_address(host, port)}")
+            from flexinspect_hooks.debugger.debugpy_server import wait_for_client
+
+            wait_for_client()
+            event("debugger", "a client has attached")
+
+    def _on_pydevd(self) -> None:
+        """debugpy is loaded in this process, whoever asked for it."""
+        from flexinspect_hooks.debugger import pydevd_plugin, stops
+        from flexinspect_hooks.debugger.debugpy_server import stop_tracing_on_detach
+
+        pydevd_plugin.register()
+        stop_tracing_on_detach()
+        stops.announce_pydevd_stops()
+        if self._trace is not None:
+            stops.announce_stops(self._trace)
+        self._is_enabled = True
+        if self._flex_event is not None:
+            self.on_flex_attention(self._flex_event)
+
+    def on_flex_attention(self, event: RecordDebugEvent, *, compiled: bool = False) -> None:
+        """FlexAttention is loaded: let its rules run as Python, and tell where they cannot.
+
+        `compiled` says that it is known to be compiled; else the first call that is tells.
+        """
+        self._flex_event = event
+        if not self._is_enabled:
+            return
+        python_mods.run_mods_as_python(lambda text: self._report(text, event))
+        if compiled:
+            python_mods.on_compiled_call()
+
+    def _report(self, text: str, event: RecordDebugEvent) -> None:
+        """Tell of a breakpoint that cannot be hit, while somebody waits for it."""
+        self._send(protocol.DEBUGGER, text=text)
+        event("debugger", text)
+
+    def stop_between_steps(self, reason: str, facts: Mapping[str, Any]) -> bool:
+        """Stop between two forwards, in the user's loop; False when no debugger could."""
+        if not self._is_enabled:
+            return False
+        from flexinspect_hooks.debugger.pdb_terminal import stop_in
+
+        return stop_in(sys._getframe(1), reason, facts)
+
+    def on_terminal_granted(self) -> None:
+        """Whoever has the terminal lets pdb have it."""
+        if self.options.pdb:
+            from flexinspect_hooks.debugger import pdb_terminal
+
+            pdb_terminal.on_granted()
+
+    def post_mortem(self, error: BaseException) -> None:
+        """Let the user look at what the run failed with, if pdb was asked for."""
+        if self.options.pdb:
+            from flexinspect_hooks.debugger import pdb_terminal
+
+            pdb_terminal.post_mortem(error)
+
+    def end(self) -> None:
+        """The trace is about to be closed."""
+        self._import_hooks.remove()
+        python_mods.stop_running_mods()
+        if self._is_enabled:
+            from flexinspect_hooks.debugger.stops import end_announcements
+
+            end_announcements()

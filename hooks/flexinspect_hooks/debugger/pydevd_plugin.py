@@ -1,0 +1,184 @@
+"""debugpy's side of the presentation: a plug-in of pydevd, put in place by `register`.
+
+pydevd looks for plug-ins on the path when it is loaded, which may have been before us: so it is
+given ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from _pydevd_bundle import pydevd_extension_utils, pydevd_xml
+from _pydevd_bundle.pydevd_extension_api import StrPresentationProvider, TypeResolveProvider
+from _pydevd_bundle.pydevd_resolver import defaultResolver
+
+__all__ = ["ContainerText", "TensorChildren", "TorchText"]
+
+MAX_SLICES = 20
+"""Slices of a tensor, or layers of a cache, that are listed."""
+
+Child = tuple[str, Any, str | None]
+"""A child's name, its value, and what evaluates it after the parent's name."""
+
+
+def register() -> None:
+    """Let pydevd use this module from now on, also for types that it has seen already."""
+    manager = pydevd_extension_utils.EXTENSION_MANAGER_INSTANCE
+    manager._ensure_loaded()
+    module = sys.modules[__name__]
+    if module in manager.loaded_extensions:
+        return
+    manager.loaded_extensions.append(module)
+    manager.type_to_instance.clear()
+    # Its own constructor is what forgets what was found for each type.
+    pydevd_xml._TYPE_RESOLVE_HANDLER.__init__()
+
+
+def _kind(type_object: type) -> str | None:
+    """Return what a type is to us, without loading anything that defines such types."""
+    for kind, (module, name) in _KINDS.items():
+        base = getattr(sys.modules.get(module), name, None)
+        if isinstance(base, type) and issubclass(type_object, base):
+            return kind
+    return None
+
+
+_KINDS = {
+    "tensor": ("torch", "Tensor"),
+    "mask": ("torch.nn.attention.flex_attention", "BlockMask"),
+    "cache": ("transformers.cache_utils", "Cache"),
+    "module": ("torch.nn", "Module"),
+}
+
+
+class TorchText(StrPresentationProvider):  # type: ignore[misc]
+    """One line for a tensor, a block mask, a cache, a module."""
+
+    def can_provide(self, type_object: type, type_name: str) -> bool:
+        """Say whether the type is one of them."""
+        return _kind(type_object) is not None
+
+    def get_str(self, val: Any) -> str:
+        """Return the line."""
+        from flexinspect_hooks.debugger import presentation
+
+        texts: dict[str, Callable[[Any], str]] = {
+            "tensor": presentation.describe_tensor,
+            "mask": presentation.describe_mask,
+            "cache": presentation.describe_cache,
+            "module": presentation.describe_module,
+        }
+        return texts[_kind(type(val)) or "tensor"](val)
+
+    def get_str_in_context(self, val: Any, context: str) -> str:
+        """Return the line, or torch's own words where the user typed an expression."""
+        from flexinspect_hooks.debugger import presentation
+
+        if context in ("repl", "clipboard") and _kind(type(val)) in ("tensor", "module"):
+            with presentation.torch_modes_disabled():
+                tensor = _kind(type(val)) == "tensor"
+                return repr(presentation.unwrap_tensor(val) if tensor else val)
+        return self.get_str(val)
+
+
+class ContainerText(StrPresentationProvider):  # type: ignore[misc]
+    """One bounded line for a list, tuple or dict of such things: pydevd writes each one out."""
+
+    def can_provide(self, type_object: type, type_name: str) -> bool:
+        """Say whether the type is a plain container, in a process with torch."""
+        return type_object in (list, tuple, dict) and "torch.nn.attention" in sys.modules
+
+    def get_str(self, val: Any) -> str | None:
+        """Return the line, or None to leave the value to pydevd."""
+        from flexinspect_hooks.debugger.presentation import describe_container
+
+        return describe_container(val)
+
+
+class TensorChildren(TypeResolveProvider):  # type: ignore[misc]
+    """What unfolds: facts and slices of a tensor, pictures of a mask, a cache's layers."""
+
+    def can_provide(self, type_object: type, type_name: str) -> bool:
+        """Say whether the type is one of ours; modules unfold as they always did."""
+        return _kind(type_object) in ("tensor", "mask", "cache")
+
+    def resolve(self, var: Any, attribute: str) -> Any:
+        """Return a child by its name."""
+        return self.get_dictionary(var).get(attribute)
+
+    def get_dictionary(self, var: Any) -> dict[str, Any]:
+        """Return the children by name."""
+        return {name: value for name, value, _ in self.get_contents_debug_adapter_protocol(var)}
+
+    def get_contents_debug_adapter_protocol(self, var: Any, fmt: Any = None) -> list[Child]:
+        """Return the children, in order."""
+        makers = {"tensor": _tensor_children, "mask": _mask_children, "cache": _cache_children}
+        return makers[_kind(type(var)) or "tensor"](var)
+
+
+def _tensor_children(tensor: Any) -> list[Child]:
+    from flexinspect_hooks.debugger import presentation
+    from flexinspect_hooks.debugger import presentation as pictures
+
+    found: list[Child] = [
+        ("shape", tuple(tensor.shape), ".shape"),
+        ("dtype", str(tensor.dtype), None),
+        ("device", str(tensor.device), None),
+        ("stride", _stride(tensor), ".stride()"),
+        ("requires_grad", tensor.requires_grad, ".requires_grad"),
+    ]
+    if tensor.is_leaf and tensor.grad is not None:
+        found.append(("grad", tensor.grad, ".grad"))
+    elif tensor.grad_fn is not None:
+        found.append(("grad_fn", str(tensor.grad_fn), None))
+    if pictures.is_mask(tensor):
+        found += _picture_children("picture", pictures.render_mask(tensor))
+    if tensor.dim():
+        with presentation.torch_modes_disabled():
+            # Of what is shown under vmap there are no slices to evaluate.
+            real = presentation.unwrap_tensor(tensor)
+            slices = [real[n] for n in range(min(len(real), MAX_SLICES))] if real is tensor else []
+        found += [(f"[{n}]", one, f"[{n}]") for n, one in enumerate(slices)]
+    return found
+
+
+def _stride(tensor: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(tensor.stride())
+    except RuntimeError:  # a layout without strides
+        return None
+
+
+def _mask_children(mask: Any) -> list[Child]:
+    from flexinspect_hooks.debugger import presentation
+
+    found: list[Child] = [
+        ("shape", tuple(mask.shape), ".shape"),
+        ("seq_lengths", tuple(mask.seq_lengths), ".seq_lengths"),
+        ("BLOCK_SIZE", tuple(mask.BLOCK_SIZE), ".BLOCK_SIZE"),
+        ("mask_mod", mask.mask_mod, ".mask_mod"),
+    ]
+    try:
+        found += _picture_children("rule", presentation.render_mask_mod(mask))
+    except Exception as error:
+        found.append(("rule", f"it raises {type(error).__name__}: {error}", None))
+    found += _picture_children("blocks", presentation.render_blocks(mask))
+    tables = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    return found + [(name, getattr(mask, name, None), f".{name}") for name in tables]
+
+
+def _picture_children(name: str, rows: list[str]) -> list[Child]:
+    """Return a picture as children, as a pane shows one line of each."""
+    return [(f"{name} {n:02}", row, None) for n, row in enumerate(rows)]
+
+
+def _cache_children(cache: Any) -> list[Child]:
+    found: list[Child] = []
+    for n, layer in enumerate(list(getattr(cache, "layers", ()))[:MAX_SLICES]):
+        for part in ("keys", "values"):
+            name = f".layers[{n}].{part}"
+            found.append((f"layer {n} {part}", getattr(layer, part, None), name))
+    found.append(("layers", getattr(cache, "layers", None), ".layers"))
+    return found or list(defaultResolver.get_contents_debug_adapter_protocol(cache))

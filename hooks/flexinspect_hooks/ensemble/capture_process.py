@@ -1,0 +1,406 @@
+"""The capture process: reads a job on standard input, runs it, writes the trace.
+
+`python -m flexinspect_hooks.ensemble.capture_process` is what `flexinspect run` starts. The trace is open before
+torch is imported, so that whoever watches sees at once what is happening.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from traceback import format_exception
+from typing import TYPE_CHECKING, Any
+
+from flexinspect import __version__
+from flexinspect.control.discovery import ServeOptions
+from flexinspect.core.environment import git_state
+from flexinspect.core.errors import (
+    DatasetError,
+    FlexInspectError,
+    TraceWriteError,
+    UsageError,
+)
+from flexinspect.core.signals import (
+    defer_interrupts,
+    exit_code_of,
+    ignore_end_signals,
+    raise_on_signals,
+)
+from flexinspect.inputs import datasets, model_names
+from flexinspect.inputs.config import load_config
+from flexinspect.inputs.datasets import Sample
+from flexinspect.inputs.model_names import ModelSource
+from flexinspect.records import protocol
+from flexinspect.records.job import Job, parse_layers
+from flexinspect.records.step import EventRecord
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect_hooks.breakpoints.actions import RunBreakpoints
+from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.debugger.debugger_session import DebuggerSession
+from flexinspect_hooks.interpreter.threads import available_cores, keep_running_when_stopped
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.control.running import CaptureControl
+    from flexinspect_hooks.loading.model_loader import LoadedModel
+    from flexinspect_hooks.sessions.capture_session import CaptureSession
+
+DEFAULT_PARAPHRASES = 5
+
+REPORT_EVERY_S = 0.1
+"""Progress of a phase is written at most this often."""
+
+_NOT_IN_MANIFEST = ("argv", "out", "serving")
+"""Parts of a job that its manifest leaves out: said elsewhere, or a secret."""
+
+
+def main() -> int:
+    """Run the job on standard input; returns the exit code."""
+    # A program started in the background ignores SIGINT and hands that on; here it must end a run.
+    raise_on_signals("SIGINT")
+    # Whoever ends all processes of a job tells us, and our starter, who hands it on.
+    raise_on_signals("SIGTERM", "SIGHUP", once=True)
+    try:
+        job = Job.from_json(sys.stdin.readline())
+        debugging = DebuggerSession(job.debugger, _send)
+        told = (debugging.on_terminal_granted,)
+        parent = threading.Thread(None, _end_with_parent, "flexinspect-parent", told, daemon=True)
+        keep_running_when_stopped(parent).start()
+        return CaptureRun(job, debugging).run()
+    except FlexInspectError as error:
+        _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+        return error.exit_code
+    except KeyboardInterrupt as error:
+        return exit_code_of(error)
+    except Exception as error:
+        message, hint = _describe_failure(error)
+        _send(protocol.ERROR, message=message, hint=hint, exit_code=1)
+        return 1
+
+
+def _end_with_parent(on_terminal_granted: Callable[[], None]) -> None:
+    """End the run when whoever started it is gone: our standard input ends with its life.
+
+    A full stop from it means that pdb may have the terminal, and `granted` is told. If the last
+    that it says is that the run is to go on alone, it does, and nobody hears our words any more.
+    Read without Python's buffer, whose lock a daemon thread must not hold when the process ends.
+    """
+    said = b""
+    while more := os.read(0, 64):
+        said = (said + more)[-len(protocol.DETACH) :]
+        if more.endswith(protocol.GRANT_TERMINAL):
+            on_terminal_granted()
+    if said != protocol.DETACH:
+        os.kill(os.getpid(), signal.SIGINT)
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def _describe_failure(error: Exception) -> tuple[str, str]:
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__:
+        return (
+            f"Memory ran out while the model ran: {first}",
+            "Take a smaller model, --dtype bfloat16, --level basic, or fewer paraphrases.",
+        )
+    return (
+        f"The run failed: {type(error).__name__}: {first}",
+        "The full traceback is in the trace: flexinspect dump TRACE shows it under events.",
+    )
+
+
+def _send(kind: str, **facts: Any) -> None:
+    with suppress(BrokenPipeError, ValueError):
+        print(protocol.format_message(kind, **facts), flush=True)
+
+
+class CaptureRun:
+    """One job from its first check to its closed trace."""
+
+    def __init__(self, job: Job, debugging: DebuggerSession | None = None) -> None:
+        self.job = job
+        self._debugging = debugging or DebuggerSession(job.debugger, _send)
+        self._last_report = (0.0, "")
+        self._n_generations = 0
+        self._unexpected = False
+        self._breaks: RunBreakpoints | None = None
+        self._lost_records: TraceWriteError | None = None
+        self._write_error: TraceWriteError | None = None  # by the disk: the model was let go on
+
+    def run(self) -> int:
+        """Run the job; whatever happens, leave a valid trace or none."""
+        source = model_names.resolve(self.job.model, load_config())
+        samples = load_samples(self.job)
+        self.writer = self._open_trace(source)
+        last_kernel_call.start_recording_calls(self.writer.recording_path)
+        _send(
+            protocol.TRACE,
+            path=str(self.writer.path),
+            recording=str(self.writer.recording_path),
+            note=self.writer.note,
+        )
+        state = "failed"
+        try:
+            self._debugging.begin(self.writer.recording_path, self._record_event)
+            self._run_job(source, samples)
+            state = "finished"
+            return self._exit_code(0)
+        except KeyboardInterrupt as error:
+            state = "interrupted"
+            return self._exit_code(exit_code_of(error))
+        except FlexInspectError as error:
+            self._post_mortem(error)
+            self._record_event("error", error.message, hint=error.hint, exit_code=error.exit_code)
+            raise
+        except Exception as error:
+            self._post_mortem(error)
+            self._unexpected = True
+            self._record_event(
+                "error",
+                f"{type(error).__name__}: {error}",
+                traceback="".join(format_exception(error)),
+            )
+            raise
+        finally:
+            self._close(state)
+
+    def _post_mortem(self, error: Exception) -> None:
+        """Let the user look at what a generation failed with; an error before one says it all."""
+        if self._n_generations:
+            self._debugging.post_mortem(error)
+
+    def _exit_code(self, otherwise: int) -> int:
+        """Return the exit code of a run, and say why if a breakpoint ended it or records lack."""
+        stopped = self._breaks.stop_error() if self._breaks is not None else None
+        error = stopped or self._lost_records or self._write_error
+        if error is None:
+            return otherwise
+        _send(protocol.ERROR, message=error.message, hint=error.hint, exit_code=error.exit_code)
+        return error.exit_code
+
+    def _open_trace(self, source: ModelSource) -> TraceWriter:
+        try:
+            return TraceWriter.create(
+                self.job.out, self._manifest(source), overwrite=self.job.overwrite
+            )
+        except TraceWriteError as error:
+            raise UsageError(error.message, hint=error.hint) from error
+
+    def _run_job(self, source: ModelSource, samples: Sequence[Sample]) -> None:
+        control = self._control(source)
+        self._breaks = RunBreakpoints(
+            self.job, control, lambda text: _send(protocol.STOPPED, text=text)
+        )
+        try:
+            control.start()  # before torch, so that a run can be found and paused from its start
+            threads = self._import_torch()
+            from flexinspect_hooks.loading.model_facts import loaded_facts
+
+            loaded = self._load(source)
+            compiled = self._compiled(loaded.device)
+            self.writer.update_run(model=loaded_facts(loaded), compiled=compiled, threads=threads)
+            session = self._make_session(loaded)
+            session.barrier = control.barrier
+            control.barrier.stop_debugger = self._debugging.stop_between_steps
+            self._levels.attach(session)
+            control.attach_recorder(session.recorder)
+            session.break_on(self._breaks.begin(session.recorder))
+            try:
+                with session:
+                    self._generations(loaded, samples, session, control, compiled=compiled)
+            finally:
+                self._record_outcome(session)
+        finally:
+            control.close()
+
+    def _control(self, source: ModelSource) -> CaptureControl:
+        from flexinspect_hooks.control.running import CaptureControl
+        from flexinspect_hooks.sessions.capture_session import SessionLevels
+
+        job = self.job
+        about = CaptureInfo("generation", source.name, str(self.writer.recording_path))
+        self._levels = SessionLevels(job.level, job.layers)
+        serving = ServeOptions(*job.serving) if job.serving is not None else None
+        return CaptureControl(
+            about,
+            self._levels,
+            is_served=job.control,
+            serving=serving,
+            report=lambda text: self._record_event("control", text),
+        )
+
+    def _import_torch(self) -> int:
+        self._record_progress("importing torch", {})
+        import torch
+
+        threads = self.job.threads or default_threads()
+        torch.set_num_threads(threads)
+        self._record_progress("importing transformers", {})
+        import transformers
+
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.writer.update_run(versions={**_versions(), **versions})
+        return threads
+
+    def _load(self, source: ModelSource) -> LoadedModel:
+        from flexinspect_hooks.loading.model_loader import load
+
+        job = self.job
+        return load(
+            source,
+            device=job.device,
+            dtype=job.dtype,
+            weights=job.weights,
+            seed=job.seed,
+            trust_remote_code=job.trust_remote_code,
+            report=self._record_progress,
+        )
+
+    def _compiled(self, device: str) -> bool:
+        if self.job.compile is None:
+            return device.startswith("cuda")
+        return self.job.compile
+
+    def _make_session(self, loaded: LoadedModel) -> CaptureSession:
+        from flexinspect_hooks.loading.tokenizers import Vocabulary
+        from flexinspect_hooks.sessions.capture_session import CaptureSession
+
+        n_layers = int(loaded.model.config.num_hidden_layers)
+        return CaptureSession(
+            loaded.model,
+            self.writer,
+            level=self.job.level,
+            layers=parse_layers(self.job.layers, n_layers),
+            text_of=Vocabulary(loaded.tokenizer_or_ids()).text_of,
+            copy_logits=False,
+        )
+
+    def _generations(
+        self,
+        loaded: LoadedModel,
+        samples: Sequence[Sample],
+        session: CaptureSession,
+        control: CaptureControl,
+        *,
+        compiled: bool,
+    ) -> None:
+        from flexinspect_hooks.ensemble.ensemble_run import EnsembleRunner
+
+        self._debugging.on_flex_attention(self._record_event, compiled=compiled)
+        ensemble = EnsembleRunner(loaded, self.job, compiled=compiled)
+        control.targets.rewind_target = ensemble.rewind_handler
+        self._record_progress("generating", {"samples": len(samples)})
+        for number, sample in enumerate(samples):
+            with defer_interrupts():
+                plan = ensemble.plan(sample)
+            self._n_generations += 1
+            is_held = self.job.hold and number == len(samples) - 1
+            ensemble.run(number, plan, session, holds=is_held)
+            session.pass_breakpoints()
+
+    def _record_outcome(self, session: CaptureSession) -> None:
+        """Say what capture cost, and why recording stopped if it did."""
+        from flexinspect_hooks.capture.recorder import lost_records
+
+        lost = self._lost_records = lost_records(session.recorder, self.writer)
+        if lost is not None:
+            self._record_event("error", lost.message, hint=lost.hint)
+            self._write_safely(lambda: self.writer.update_run(reason=lost.message))
+        else:
+            self._write_error = session.recorder.failure
+        self._write_safely(lambda: self.writer.update_run(cost=session.cost()))
+
+    def _close(self, state: str) -> None:
+        ignore_end_signals()
+        last_kernel_call.stop_recording_calls()
+        self._debugging.end()
+        self._write_safely(lambda: self.writer.update_run(ended_at=time.time()))
+        self._write_safely(
+            lambda: self.writer.close("failed" if self._lost_records is not None else state)
+        )
+        kept: Path | None = self.writer.path
+        if not self._n_generations and not self._unexpected:
+            # Nothing ran, and the user knows why: the trace would only be litter.
+            self.writer.discard()
+            kept = None
+        _send(protocol.FINISHED, path=str(kept) if kept else None, note=self.writer.note)
+
+    def _write_safely(self, write: Any) -> None:
+        try:
+            write()
+        except TraceWriteError as error:  # raised once, then nothing is written any more
+            print(f"flexinspect: {error.sentence()}", file=sys.stderr)
+
+    # -- what the run says of itself --------------------------------------------------------------
+
+    def _manifest(self, source: ModelSource) -> dict[str, Any]:
+        job = self.job
+        return {
+            "flexinspect": __version__,
+            "argv": list(job.argv),
+            "cwd": str(Path.cwd()),
+            "pid": os.getpid(),
+            "started_at": time.time(),
+            "job": {k: v for k, v in asdict(job).items() if k not in _NOT_IN_MANIFEST},
+            "model": {"name": source.name, "place": source.place},
+            "level": job.level,
+            "graphs_counted": True,
+            "seed": job.seed,
+            "versions": _versions(),
+            "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
+            "git": git_state(Path.cwd()),
+        }
+
+    def _record_progress(self, phase: str, data: Mapping[str, Any]) -> None:
+        now = time.time()
+        fraction = data.get("fraction")
+        last, last_phase = self._last_report
+        if phase == last_phase and fraction != 1.0 and now - last < REPORT_EVERY_S:
+            return
+        self._last_report = (now, phase)
+        self._record_event("phase", phase, **data)
+
+    def _record_event(self, kind: str, text: str, /, **data: Any) -> None:
+        record = EventRecord(kind, text, time.time(), data=data)
+        self._write_safely(lambda: self.writer.write_event(record))
+
+
+def load_samples(job: Job) -> list[Sample]:
+    """Return the samples that a job asks for, with their paraphrases. Raises `DatasetError`."""
+    if job.prompts:
+        found = [datasets.from_prompts(job.prompts)]
+    else:
+        found = datasets.load(job.dataset, max_samples=job.max_samples)
+    if not found:
+        raise DatasetError(f"The dataset {job.dataset} has no samples.")
+    return [datasets.choose_paraphrases(s, _n_paraphrases(job, s), job.indices) for s in found]
+
+
+def _n_paraphrases(job: Job, sample: Sample) -> int | None:
+    """Five paraphrases of a dataset's sample unless the user chose, all of a prompt's."""
+    if job.num_paraphrases or job.indices or job.prompts:
+        return job.num_paraphrases
+    return min(DEFAULT_PARAPHRASES, len(sample.paraphrases))
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "flexinspect": __version__}
+
+
+def default_threads() -> int:
+    """Leave one core to everybody else: a busy neighbour makes OpenMP barriers wait for ms."""
+    return max(available_cores() - 1, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Run a Hugging Face model on FlexAttention with a mask of ours, and put it back exactly.
+
+The patch goes through transformers' attention and mask interfaces: a fresh name is registered in
+both, the model's configurations are pointed at it, and on exit everything is as it was. Nothing
+falls back: an attention call that fails, fails, with its layer and step in the message.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as flex_module
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from flexinspect.core.errors import AttentionCallError, MaskError, ModelError
+from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.generation.mask_mods import ForwardWindow, MaskMod
+from flexinspect_hooks.generation.mask_source import MaskSource
+
+BACKEND = "flexinspect"
+"""Prefix of the name under which the patch registers itself."""
+
+N_COMPILE_FORWARDS = 3
+"""Forwards in which kernels are compiled, and are noted for whoever sees the process die."""
+
+_numbers = itertools.count(1)
+
+
+@dataclass(slots=True)
+class LastCallInfo:
+    """What our attention function knows about the call it just made, for whoever observes it."""
+
+    path: str = ""
+    lse: Tensor | None = None
+    softcap: float | None = None
+
+
+LAST_CALL = LastCallInfo()
+
+
+@dataclass(slots=True)
+class PatchCounts:
+    """What a patch has done: forwards seen, masks built, attention calls of the last forward."""
+
+    forwards: int = 0
+    builds: int = 0
+    calls: int = 0
+    last_rows: tuple[int, int] | None = None
+    layers: set[int] = field(default_factory=set)
+
+
+class FlexPatch:
+    """While entered, `model` runs FlexAttention with the masks of `source`.
+
+    `compiled` runs `torch.compile`d kernels, with `on_compile` told "prefill" or "decode" before
+    the first call of each kind, which compiles it. Otherwise flex runs uncompiled and without
+    dynamo, so that every rule is plain Python. Nested patches of one model restore in order.
+
+    Raises `ModelError` on entering a model that transformers does not route through its attention
+    interface.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: MaskSource,
+        *,
+        compiled: bool = False,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> None:
+        self._on_compile = on_compile
+        self.model = model
+        self.source = source
+        self.compiled = compiled
+        self.counts = PatchCounts()
+        self._saved: list[tuple[Any, Any]] = []
+        self._heads: dict[int, int] = {}
+        self._mask_heads = 1
+        self._name = ""
+        self._debug_flag = False
+
+    def __enter__(self) -> FlexPatch:
+        _require_attention_interface(self.model)
+        self._name = f"{BACKEND}_{next(_numbers)}"
+        _register(self._name, self._attend, self._make_mask)
+        for config in model_configs(self.model):
+            self._saved.append((config, config._attn_implementation_internal))
+            self._heads[id(config)] = _query_heads(config)
+            config._attn_implementation_internal = self._name
+        self._debug_flag = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+        # Without this flag uncompiled flex goes through dynamo, which costs more than the model.
+        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = not self.compiled
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = self._debug_flag
+        while self._saved:
+            config, value = self._saved.pop()
+            config._attn_implementation_internal = value
+        _unregister(self._name)
+
+    def _make_mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        q_offset: int = 0,
+        kv_offset: int = 0,
+        mask_function: MaskMod | None = None,
+        attention_mask: Tensor | None = None,
+        config: Any = None,
+        **_: Any,
+    ) -> BlockMask:
+        """Answer transformers' mask interface: one block mask per forward and layer type."""
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise MaskError(
+                "The batch is padded, and segment masks are written for one prompt without pads.",
+                hint="Feed one prompt at a time and leave attention_mask out.",
+            )
+        heads = self._heads.get(id(config)) or _query_heads(config)
+        window = ForwardWindow(int(q_length), int(kv_length), int(q_offset), int(kv_offset), heads)
+        self._count_forward(window)
+        self.counts.builds += 1
+        block_mask = self.source.block_mask(window, _overlay(mask_function))
+        self._mask_heads = max(self._mask_heads, block_mask.kv_num_blocks.shape[1])
+        return block_mask
+
+    def _count_forward(self, window: ForwardWindow) -> None:
+        rows = (window.q_offset, window.q_len)
+        if rows != self.counts.last_rows:
+            self.counts.last_rows = rows
+            self.counts.forwards += 1
+            self.counts.calls = 0
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: BlockMask | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Answer transformers' attention interface: output (B, L, H, D) and no weights."""
+        layer = getattr(module, "layer_idx", -1)
+        try:
+            _refuse_unsupported(kwargs)
+            if self.compiled and self.counts.forwards <= N_COMPILE_FORWARDS:
+                place = (-1, self.counts.forwards - 1, layer)
+                last_kernel_call.begin_kernel_call(place, query, key, None, attention_mask)
+            out, lse = self._flex(query, key, value, attention_mask, scaling, softcap)
+        except Exception as error:
+            raise self._call_error(layer, error) from error
+        finally:
+            last_kernel_call.end_kernel_call()
+        self.counts.calls += 1
+        self.counts.layers.add(layer)
+        LAST_CALL.path = "flex compiled" if self.compiled else "flex uncompiled"
+        LAST_CALL.lse, LAST_CALL.softcap = lse, softcap
+        return out.transpose(1, 2).contiguous(), None
+
+    def _flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_mask: BlockMask | None,
+        scaling: float | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._mask_heads > 1 and self.compiled and query.shape[1] != self._mask_heads:
+            # The kernel does not check it, and may take the process down.
+            raise ValueError(
+                f"the block mask is for {self._mask_heads} heads, the layer has {query.shape[1]}"
+            )
+        gqa = query.shape[1] != key.shape[1]
+        if gqa and self.compiled and query.shape[1] & (query.shape[1] - 1):
+            # The kernels want a power of two of query heads when they group them.
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
+            gqa = False
+        # The compiled CPU kernel has no LSE.
+        with_lse = not (self.compiled and query.device.type == "cpu")
+        call = self._kernel(query.shape[2])
+        got = call(
+            query,
+            key,
+            value,
+            score_mod=_soft_cap(softcap) if softcap else None,
+            block_mask=block_mask,
+            scale=scaling,
+            enable_gqa=gqa,
+            return_aux=AuxRequest(lse=True) if with_lse else None,
+        )
+        return (got[0], got[1].lse) if with_lse else (got, None)
+
+    def _kernel(self, q_len: int) -> Callable[..., Any]:
+        if not self.compiled:
+            return _uncompiled
+        kind = "decode" if q_len == 1 else "prefill"
+        if kind not in _compiled_calls:
+            if self._on_compile is not None:
+                self._on_compile(kind)
+            call = _decode_call if kind == "decode" else _prefill_call
+            _compiled_calls[kind] = torch.compile(call, dynamic=True, fullgraph=True)
+        return _compiled_calls[kind]
+
+    def _call_error(self, layer: int, error: Exception) -> AttentionCallError:
+        rows, n_rows = self.counts.last_rows or (0, 0)
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        return AttentionCallError(
+            f"FlexAttention failed in layer {layer}, step {self.counts.forwards - 1} "
+            f"(rows {rows} to {rows + n_rows - 1}): {type(error).__name__}: {first}",
+            hint="Nothing fell back to another backend; fix the mask or the call and run again.",
+        )
+
+
+def _require_attention_interface(model: nn.Module) -> None:
+    able = getattr(model, "_can_set_attn_implementation", None)
+    if able is None or not able():
+        raise ModelError(
+            f"{type(model).__name__} does not go through transformers' attention interface, so "
+            "FlexAttention cannot be put in.",
+            hint="Use a class that calls ALL_ATTENTION_FUNCTIONS (Llama, Qwen, Mistral, ...).",
+        )
+
+
+def model_configs(model: nn.Module) -> Iterator[Any]:
+    """Yield each configuration of a model and its sub-models once."""
+    pending: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
+    seen: set[int] = set()
+    while pending:
+        config = pending.pop()
+        if id(config) in seen or not hasattr(config, "_attn_implementation_internal"):
+            continue
+        seen.add(id(config))
+        yield config
+        pending += [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+
+
+def _query_heads(config: Any) -> int:
+    """Return the number of query heads, 0 when there is not one number for all layers."""
+    heads = getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) else 0
+
+
+def _register(name: str, attend: Callable[..., Any], make_mask: Callable[..., Any]) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, make_mask)
+
+
+def _unregister(name: str) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface._global_mapping.pop(name, None)
+    AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+def _overlay(mask_function: MaskMod | None) -> MaskMod | None:
+    """Return what a layer type adds to a causal mask (a sliding window), None for plain causal."""
+    from transformers.masking_utils import causal_mask_function
+
+    return None if mask_function in (None, causal_mask_function) else mask_function
+
+
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("dropout"):
+        raise ValueError("FlexAttention has no dropout; call model.eval() first")
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("attention sinks are not supported by the segment masks")
+
+
+def _soft_cap(cap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod
+
+
+_uncompiled: Callable[..., Any] = flex_attention
+
+
+def _prefill_call(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention(*args, **kwargs)
+
+
+def _decode_call(*args: Any, **kwargs: Any) -> Any:
+    return flex_attention(*args, **kwargs)
+
+
+_compiled_calls: dict[str, Callable[..., Any]] = {}
+"""Compiled calls by kind, for the life of the process. Prefill and decode are two code objects,
+because dynamo caches graphs per code object, and the prefill's graph would otherwise be tried, and
+fail its guards, at every decode step."""
+
+
+@contextmanager
+def patch_model(
+    model: nn.Module, source: MaskSource, *, compiled: bool = False
+) -> Iterator[FlexPatch]:
+    """`with patched(model, source):` is `FlexPatch` as a context manager."""
+    with FlexPatch(model, source, compiled=compiled) as patch:
+        yield patch

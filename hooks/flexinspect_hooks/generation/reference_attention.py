@@ -1,0 +1,126 @@
+"""Dense attention under the same mask: the oracle that captured runs are checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.masks.algebra import BoolArray
+
+
+def additive_mask(cells: BoolArray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a 4-D additive mask (1, 1, n_q, n_kv): 0 where open, the lowest float where closed.
+
+    This is the convention of transformers' eager attention (huggingface/transformers#46507).
+    """
+    closed = torch.from_numpy(~cells).to(device)
+    mask = torch.zeros(cells.shape, dtype=dtype, device=device)
+    return mask.masked_fill(closed, torch.finfo(dtype).min)[None, None]
+
+
+@contextmanager
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """Run a model's eager attention for a while, then put its implementation back."""
+    from flexinspect_hooks.generation.flex_patch import model_configs
+
+    saved = [(c, c._attn_implementation_internal) for c in model_configs(model)]
+    for config, _ in saved:
+        config._attn_implementation_internal = "eager"
+    try:
+        yield
+    finally:
+        for config, value in saved:
+            config._attn_implementation_internal = value
+
+
+@torch.no_grad()
+def dense_forward(
+    model: nn.Module,
+    ids: Tensor,
+    positions: Tensor,
+    cells: BoolArray,
+    *,
+    windows: dict[str, int] | None = None,
+) -> Any:
+    """Run one forward over the whole sequence with a dense mask, without a cache.
+
+    `ids` and `positions` are (1, n), `cells` bool (n, n). `windows` maps a layer type to its
+    sliding window, for models whose layers differ: the mask becomes one per type.
+    """
+    dtype = next(model.parameters()).dtype
+    with eager_attention(model):
+        mask: Any = additive_mask(cells, dtype, ids.device)
+        if windows:
+            mask = {
+                kind: additive_mask(cells & _band(len(cells), size), dtype, ids.device)
+                for kind, size in windows.items()
+            }
+        return model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=False,
+            output_hidden_states=True,
+        )
+
+
+def _band(n: int, size: int) -> BoolArray:
+    import numpy as np
+
+    index = np.arange(n)
+    band: BoolArray = index[:, None] - index[None] < size
+    return band
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    visible: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return attention (batch, q heads, rows, D) that can be differentiated on any device.
+
+    `query` is (batch, q heads, rows, D), `key` and `value` (batch, kv heads, keys, D), `visible`
+    bool (1 or q heads, rows, keys). It rounds as uncompiled FlexAttention does: scores and softmax
+    in float32 at least. A row without keys is 0, and so is its gradient.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    scores = (
+        query.to(wide) @ key.to(wide).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    )
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    # The lowest float, not -Inf: of a row of these alone the softmax would have no gradient.
+    closed = scores.masked_fill(~visible, torch.finfo(wide).min)
+    weights = torch.softmax(closed, -1).masked_fill(~visible, 0.0)
+    return weights.to(value.dtype) @ value
+
+
+def attention_row(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float,
+    visible: Tensor,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the weights of rows over keys, (heads, rows, keys), in float64.
+
+    `query` (q heads, rows, D), `key` (kv heads, keys, D), `visible` bool broadcastable to the
+    result; neighbouring query heads share a key head.
+    """
+    groups = query.shape[0] // key.shape[0]
+    scores = query.double() @ key.double().repeat_interleave(groups, 0).transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1)
+    return torch.nan_to_num(weights)

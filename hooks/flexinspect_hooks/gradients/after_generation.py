@@ -1,0 +1,166 @@
+"""Gradients after a generation: which steps, in which order, what is recorded of it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from flexinspect.records.job import Job, parse_steps
+from flexinspect.records.prompt import Prompt
+from flexinspect.records.step import EventRecord
+from flexinspect.records.token_gradients import GradientRecord
+from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
+from flexinspect_hooks.capture.recorder import Recorder
+from flexinspect_hooks.generation.mask_source import MaskSource
+from flexinspect_hooks.gradients.backward import (
+    DENSE_REFERENCE,
+    Differentiator,
+    GradientSpec,
+    SampledLogits,
+    TokenContext,
+    sample_logits,
+)
+
+GRADIENTS_PHASE = "gradients"
+"""The phase of a run while they are taken."""
+
+COST_EVENT = "cost"
+"""The kind of the event that sums up what they took."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedBranch:
+    """A branch that has come to its end: what it was fed, what it generated, under which mask.
+
+    `token_ids` are those of its parents before its `fork_step`, too.
+    """
+
+    generation: int
+    prompt: Prompt
+    token_ids: Sequence[int]
+    source: MaskSource
+    branch: int = 0
+    fork_step: int = 0
+
+
+class TokenGradients:
+    """Keeps what a generation's gradients will need, and takes them when it is over.
+
+    In the model's thread, and never in a forward that is recorded. What fails is an event, and the
+    run goes on.
+    """
+
+    def __init__(self, model: Any, job: Job, *, compiled: bool) -> None:
+        self._spec = GradientSpec(job.grads or "logprob", job.detect_anomaly)
+        self._steps = parse_steps(job.grads_steps)
+        self._steps_argument = job.grads_steps
+        blocks = decoder_blocks(model, attention_layers(model))
+        self._differentiator = Differentiator(model, blocks, compiled=compiled)
+        self._sampled_logits: dict[tuple[int, int], SampledLogits] = {}
+        """By branch and step."""
+        self._has_run = False
+
+    def begin_generation(self, recorder: Recorder) -> None:
+        """Forget the generation before, and say that the phase of its gradients is over."""
+        self._sampled_logits.clear()
+        if self._has_run:
+            recorder.put(EventRecord("phase", "generating", time.time()))
+
+    def on_token_chosen(self, branch: int, step: int, token_id: int, logits: Tensor) -> None:
+        """Keep of a step's logits (V,) what shows later that the same forward is differentiated."""
+        if self._steps is None or step in self._steps:
+            self._sampled_logits[branch, step] = sample_logits(logits, token_id)
+
+    def compute(
+        self, finished: FinishedBranch, recorder: Recorder, stop: Callable[[], object]
+    ) -> None:
+        """Take and record the gradients of the branch's own steps that were asked for.
+
+        `stop` is called before each, and raises `KeyboardInterrupt` when the run is to end.
+        """
+        started = time.perf_counter()
+        steps = sorted(step for branch, step in self._sampled_logits if branch == finished.branch)
+        done: list[GradientRecord] = []
+        self._has_run = bool(steps)
+        for step in steps:
+            stop()
+            recorder.put(_progress_event(len(done) / len(steps)))
+            try:
+                record = self._compute_with_fallback(finished, step, recorder)
+            except Exception as error:
+                recorder.put(_failure_event(finished, step, error))
+                break
+            recorder.put(record)
+            done.append(record)
+            del self._sampled_logits[finished.branch, step]
+        wall_s = time.perf_counter() - started
+        n_steps = len(finished.token_ids) - finished.fork_step
+        words = self._cost_text(done, n_steps, wall_s) if steps else self._no_steps_text(n_steps)
+        recorder.put(_gradients_event(finished, COST_EVENT, words))
+
+    def _compute_with_fallback(
+        self, finished: FinishedBranch, step: int, recorder: Recorder
+    ) -> GradientRecord:
+        """Return the gradients of a step, by the dense reference once FlexAttention has failed."""
+        try:
+            return self._compute_step(finished, step)
+        except Exception as error:
+            if not self._differentiator.uses_flex(self._spec):
+                raise
+            text = (
+                f"FlexAttention's own backward failed, so the {DENSE_REFERENCE} takes its place: "
+            )
+            text += _error_line(error)
+            recorder.put(_gradients_event(finished, "gradients-by-reference", text))
+            self._spec = replace(self._spec, use_flex=False)
+            return self._compute_step(finished, step)
+
+    def _compute_step(self, finished: FinishedBranch, step: int) -> GradientRecord:
+        prompt = finished.prompt
+        own = [prompt.next_position(number) for number in range(step)]
+        before = TokenContext(
+            finished.generation,
+            finished.branch,
+            step,
+            (*prompt.ids, *finished.token_ids[:step]),
+            (*prompt.position_ids, *own),
+        )
+        kept = self._sampled_logits[finished.branch, step]
+        return self._differentiator.compute(before, kept, finished.source, self._spec)
+
+    def _no_steps_text(self, n_steps: int) -> str:
+        return f"--grads-steps {self._steps_argument} names none of the {n_steps} steps."
+
+    def _cost_text(self, done: Sequence[GradientRecord], n_steps: int, wall_s: float) -> str:
+        if not done:
+            return "Gradients of no token were taken."
+        agree = sum(record.matches_recorded for record in done)
+        return (
+            f"Gradients of {len(done)} of {n_steps} tokens took {wall_s:.1f} s, "
+            f"{wall_s / len(done):.2f} s each, by the {done[0].path}; {agree} of {len(done)} "
+            "forwards gave the recorded logits."
+        )
+
+
+def _progress_event(fraction: float) -> EventRecord:
+    return EventRecord("phase", GRADIENTS_PHASE, time.time(), data={"fraction": fraction})
+
+
+def _failure_event(finished: FinishedBranch, step: int, error: Exception) -> EventRecord:
+    text = (
+        f"The gradients of step {step} and the steps after it were not taken: {_error_line(error)}"
+    )
+    return _gradients_event(finished, "gradients-failed", text)
+
+
+def _error_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _gradients_event(finished: FinishedBranch, kind: str, text: str) -> EventRecord:
+    return EventRecord(kind, text, time.time(), finished.generation)

@@ -1,0 +1,446 @@
+"""Whether a forward that was differentiated is the one that ran: its logits against the recorded.
+
+What is kept of a step's logits is bounded, as there may be very many steps: their log-sum-exp, the
+chosen token's, and values at places spread evenly over the vocabulary (all of a small one).
+
+FlexAttention has a backward on CUDA alone; elsewhere the dense reference stands in for it. Both go
+through the patch that generation goes through, so that every layer gets what it got then: its mask,
+its scale, its soft cap.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.attention.flex_attention as flex_module
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from flexinspect.core.errors import MaskError
+from flexinspect.records.step import Array
+from flexinspect.records.token_gradients import GradientRecord, GradientStat
+from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.generation.mask_source import MaskSource
+from flexinspect_hooks.generation.reference_attention import dense_attention
+from flexinspect_hooks.gradients.reduction import GradientObserver, ReducedGradients
+from flexinspect_hooks.observers.attention.mask_capture import open_cells
+
+N_SAMPLED_LOGITS = 4096
+"""Logits of a step that are kept."""
+
+LOGIT_TOLERANCES = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.float16: 1e-2,
+    torch.bfloat16: 3e-2,
+}
+"""By the dtype of the logits: the difference that rounding makes, as a share of the largest logit.
+The forward that ran read a cache, row by row; the other one computes all rows at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogits:
+    """A step's logits, as far as they are kept: `values` (places,) with the log-sum-exp at the end.
+
+    `token_id` is what the step chose.
+    """
+
+    token_id: int
+    values: Tensor
+    n_logits: int
+    tolerance: float
+
+
+def sample_logits(logits: Tensor, token_id: int) -> SampledLogits:
+    """Return what is kept of a row of logits (V,)."""
+    tolerance = LOGIT_TOLERANCES.get(logits.dtype, LOGIT_TOLERANCES[torch.float32])
+    return SampledLogits(token_id, _sample_row(logits, token_id), len(logits), tolerance)
+
+
+def logits_distance(sampled: SampledLogits, logits: Tensor) -> float:
+    """Return the largest difference to a row of logits (V,), as a share of the largest kept one.
+
+    Values that are not finite must be the same; where they are not, the distance is infinite.
+    """
+    if len(logits) != sampled.n_logits:
+        return torch.inf
+    new, old = _sample_row(logits.detach(), sampled.token_id), sampled.values
+    finite = old.isfinite()
+    if not torch.equal(finite, new.isfinite()) or not _nonfinite_equal(old[~finite], new[~finite]):
+        return torch.inf
+    if not bool(finite.any()):
+        return 0.0
+    largest = float(old[finite].abs().max())
+    return float((new - old)[finite].abs().max()) / (largest or 1.0)
+
+
+def _sample_row(logits: Tensor, token_id: int) -> Tensor:
+    row = logits.detach().float()
+    size = min(N_SAMPLED_LOGITS, len(row))
+    places = torch.linspace(0, len(row) - 1, size, device=row.device, dtype=torch.float64)
+    chosen = row[token_id : token_id + 1]
+    return torch.cat([row[places.round().long()], chosen, torch.logsumexp(row, 0)[None]])
+
+
+def _nonfinite_equal(old: Tensor, new: Tensor) -> bool:
+    return torch.equal(old.isnan(), new.isnan()) and torch.equal(
+        old.nan_to_num(nan=0.0), new.nan_to_num(nan=0.0)
+    )
+
+
+_NAN_MESSAGE = "returned nan values"
+"""In the message of what autograd's anomaly mode raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What is to be differentiated: "logprob" or "margin", with anomaly mode or without.
+
+    `by_flex` None takes FlexAttention where it has a backward.
+    """
+
+    target: str = "logprob"
+    detect_anomaly: bool = False
+    use_flex: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenContext:
+    """Where a token stands, and what led to it: ids and position ids of all tokens before it."""
+
+    generation: int
+    branch: int
+    step: int
+    ids: Sequence[int]
+    positions: Sequence[int]
+
+
+class Differentiator:
+    """Takes gradients through one model; `blocks` maps a layer to (name, decoder layer).
+
+    `compiled` is whether the kernels were that ran. The model is left as it was: no `.grad` is
+    written, `requires_grad` is put back, and no hook stays.
+    """
+
+    def __init__(
+        self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]], *, compiled: bool
+    ) -> None:
+        self._model, self._blocks, self._compiled = model, dict(blocks), compiled
+        takes = inspect.signature(model.forward).parameters
+        self._extra_arguments: dict[str, Any] = (
+            {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        )
+        self._device = next(model.parameters()).device
+
+    def compute(
+        self, context: TokenContext, sampled: SampledLogits, source: MaskSource, spec: GradientSpec
+    ) -> GradientRecord:
+        """Return the gradients of the token that `kept` belongs to.
+
+        They are left out where the forward is not the one that ran (see `GradientRecord.agrees`).
+        """
+        started = time.perf_counter()
+        note = self._detect_anomaly(context, sampled, source, spec) if spec.detect_anomaly else None
+        record = self._forward_backward(context, sampled, source, spec)
+        wall_ms = (time.perf_counter() - started) * 1e3
+        return replace(record, anomaly=note, wall_ms=wall_ms)
+
+    def uses_flex(self, spec: GradientSpec) -> bool:
+        """Say whether FlexAttention is differentiated itself."""
+        return flex_has_backward(self._device) if spec.use_flex is None else spec.use_flex
+
+    def _forward_backward(
+        self,
+        context: TokenContext,
+        sampled: SampledLogits,
+        source: MaskSource,
+        spec: GradientSpec,
+        *,
+        keeps_weights: bool = False,
+    ) -> GradientRecord:
+        patch = GradientPatch(
+            self._model,
+            source,
+            compiled=self._compiled,
+            use_flex=self.uses_flex(spec),
+            keeps_weights=keeps_weights,
+        )
+        unreached = 0
+        with patch, GradientObserver(self._model, self._blocks) as observer, torch.enable_grad():
+            logits = self._forward(context)
+            gate = logits_distance(sampled, logits)
+            slope = target_gradient(logits, sampled.token_id, spec.target)
+            if gate <= sampled.tolerance:
+                unreached = _run_backward(logits, slope, observer)
+                observer.note_unreached_layers()
+            seen = observer.reduced
+        return _gradient_record(context, sampled, spec, (patch.path, gate), slope, seen, unreached)
+
+    def _forward(self, context: TokenContext) -> Tensor:
+        """Return the logits (V,) after the sequence."""
+        from transformers import DynamicCache
+
+        def row(values: Sequence[int]) -> Tensor:
+            return torch.tensor([list(values)], device=self._device)
+
+        # An empty cache, as in the prefill: without one transformers looks for packed sequences in
+        # the position ids. `forward` itself, as the model's own hooks belong to recorded steps.
+        output = self._model.forward(
+            input_ids=row(context.ids),
+            position_ids=row(context.positions),
+            past_key_values=DynamicCache(config=self._model.config),
+            use_cache=True,
+            **self._extra_arguments,
+        )
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+    def _detect_anomaly(
+        self, context: TokenContext, sampled: SampledLogits, source: MaskSource, spec: GradientSpec
+    ) -> str | None:
+        """Return what autograd's anomaly mode says: the function that made a NaN, and from where.
+
+        The traceback is that of the forward call which the function belongs to.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                with torch.autograd.set_detect_anomaly(True):
+                    self._forward_backward(context, sampled, source, spec, keeps_weights=True)
+            except RuntimeError as error:
+                if _NAN_MESSAGE not in str(error):
+                    raise
+                said = [str(warning.message) for warning in caught]
+                traces = [text for text in said if "Traceback of forward call" in text]
+                return "\n".join([str(error), *traces])
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetGradient:
+    """What is differentiated and its gradient at the logits: `unit` (V,) times `scale`."""
+
+    value: float
+    rival: int | None
+    scale: float
+    unit: Tensor
+
+    @property
+    def factor(self) -> float:
+        """What gradients of the unit are to be multiplied with."""
+        return self.scale if 0 < self.scale < math.inf else 1.0
+
+
+def target_gradient(logits: Tensor, token_id: int, target: str) -> TargetGradient:
+    """Return a token's log-probability, or its logit less the next best, and the gradient.
+
+    In float64, and brought to length 1: of a token with a probability near 1 the gradient is so
+    small that it would be lost in the model's dtype.
+    """
+    row = logits.detach().double().requires_grad_(True)
+    rival = None
+    if target == "margin":
+        others = row.detach().clone()
+        others[token_id] = -torch.inf
+        rival = int(others.argmax())
+        value = row[token_id] - row[rival]
+    else:
+        value = torch.log_softmax(row, -1)[token_id]
+    (gradient,) = torch.autograd.grad(value, row)
+    scale = float(gradient.norm())
+    unit = gradient / scale if 0 < scale < math.inf else gradient
+    return TargetGradient(float(value.detach()), rival, scale, unit.to(logits.dtype))
+
+
+def _run_backward(logits: Tensor, target: TargetGradient, observer: GradientObserver) -> int:
+    """Run the backward; returns how many parameters the logits do not depend on."""
+    by = [*observer.parameters, *observer.leaves]
+    found = torch.autograd.grad(logits, by, target.unit, allow_unused=True)
+    return sum(gradient is None for gradient in found[: len(observer.parameters)])
+
+
+def _gradient_record(
+    context: TokenContext,
+    sampled: SampledLogits,
+    spec: GradientSpec,
+    how: tuple[str, float],
+    target: TargetGradient,
+    reduced: ReducedGradients,
+    n_unreached: int,
+) -> GradientRecord:
+    factor = target.factor
+    return GradientRecord(
+        *(
+            context.generation,
+            context.step,
+            sampled.token_id,
+            spec.target,
+            target.value,
+            target.scale,
+        ),
+        *(*how, sampled.tolerance),
+        wall_ms=0.0,
+        branch=context.branch,
+        rival=target.rival,
+        n_unreached=n_unreached,
+        stats=tuple(_scale_stat(stat, factor) for stat in reduced.stats.values()),
+        tokens=_token_norms(reduced, factor),
+        layers=_layer_norms(reduced, factor),
+    )
+
+
+def _scale_stat(stat: GradientStat, factor: float) -> GradientStat:
+    return replace(stat, norm=stat.norm * factor, max=stat.max * factor)
+
+
+def _token_norms(reduced: ReducedGradients, factor: float) -> Array | None:
+    """Return gradient times input, and the gradient's norm, of each token: float (2, positions)."""
+    if reduced.embeddings is None or not reduced.stats:
+        return None
+    gradient = (
+        torch.zeros_like(reduced.embeddings) if reduced.gradient is None else reduced.gradient
+    )
+    gradient, inputs = gradient[0].double(), reduced.embeddings[0].double()
+    both = torch.stack([(gradient * inputs).sum(-1), gradient.norm(dim=-1)]) * factor
+    return both.float().cpu().numpy()
+
+
+def _layer_norms(reduced: ReducedGradients, factor: float) -> Array | None:
+    """Return the norms at the embeddings and at the output of each layer, by its number.
+
+    0 where the backward did not arrive, NaN for the number of a layer that is not watched.
+    """
+    if not reduced.stats:
+        return None
+    norms = np.full(max(reduced.blocks, default=-1) + 2, np.nan, np.float32)
+    for layer in (-1, *reduced.blocks):
+        norms[layer + 1] = float(reduced.layers.get(layer, 0.0)) * factor
+    return norms
+
+
+DENSE_REFERENCE = "dense reference"
+MAX_CELLS = 1 << 28
+"""Cells of a mask, over the heads that differ, that are made dense at most (256 MiB)."""
+
+
+def flex_has_backward(device: torch.device) -> bool:
+    """Say whether FlexAttention can be differentiated on a device (torch 2.11 to 2.15)."""
+    return device.type == "cuda"
+
+
+class GradientPatch(FlexPatch):
+    """A `FlexPatch` whose attention can be differentiated; `path` says what it is.
+
+    Without `keeps_weights` the dense attention of each layer is computed again in the backward, so
+    that its weights (heads x rows x keys) never lie in memory for more than one layer. Autograd's
+    anomaly mode needs them kept, to name the line that made a NaN.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: MaskSource,
+        *,
+        compiled: bool,
+        use_flex: bool,
+        keeps_weights: bool = False,
+    ) -> None:
+        super().__init__(model, source, compiled=compiled and use_flex)
+        self._executed_compiled = compiled
+        self._uses_flex = use_flex
+        self._keeps_weights = keeps_weights
+        self._dense_masks: dict[tuple[int, int], tuple[BlockMask, Tensor]] = {}
+
+    @property
+    def path(self) -> str:
+        """What differentiates: the dense reference, or FlexAttention itself."""
+        if not self._uses_flex:
+            return DENSE_REFERENCE
+        return "flex compiled" if self.compiled else "flex"
+
+    def __enter__(self) -> GradientPatch:
+        super().__enter__()
+        if self._uses_flex:
+            # Plain Python FlexAttention, as generation runs it, is not made for a backward.
+            flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = False
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._dense_masks.clear()
+
+    def _make_mask(self, *args: Any, **kwargs: Any) -> BlockMask:
+        block_mask = super()._make_mask(*args, **kwargs)
+        return with_query_blocks(block_mask) if self._uses_flex else block_mask
+
+    def _flex(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_mask: BlockMask | None,
+        scaling: float | None,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._uses_flex:
+            return super()._flex(query, key, value, block_mask, scaling, softcap)
+        visible = self._dense_mask(block_mask, query.shape[1])
+
+        def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return dense_attention(
+                query, key, value, visible=visible, scale=scaling, softcap=softcap
+            )
+
+        if self._keeps_weights:
+            return call(query, key, value), None
+        again: Tensor = checkpoint(
+            call, query, key, value, use_reentrant=False, preserve_rng_state=False
+        )
+        return again, None
+
+    def _kernel(self, q_len: int) -> Any:
+        return super()._kernel(q_len) if self.compiled else flex_attention
+
+    def _dense_mask(self, block_mask: BlockMask | None, heads: int) -> Tensor:
+        """Return the executed cells of a layer type's mask, made once per forward."""
+        if block_mask is None:
+            raise MaskError("The layer got no mask, and what ran instead is not known.")
+        key = (id(block_mask), heads)
+        if key not in self._dense_masks:
+            n_q, n_kv = block_mask.seq_lengths
+            cells = None
+            if int(n_q) * int(n_kv) <= MAX_CELLS:
+                cells = open_cells(block_mask, heads, compiled=self._executed_compiled)
+            if cells is None:
+                raise MaskError(f"The mask of {n_q} x {n_kv} cells is too large to be made dense.")
+            self._dense_masks[key] = (block_mask, cells)  # with the mask, whose id is then its own
+        return self._dense_masks[key][1]
+
+
+def with_query_blocks(block_mask: BlockMask) -> BlockMask:
+    """Return a block mask with the transposed tables too, which a backward walks."""
+    return BlockMask.from_kv_blocks(
+        block_mask.kv_num_blocks,
+        block_mask.kv_indices,
+        block_mask.full_kv_num_blocks,
+        block_mask.full_kv_indices,
+        BLOCK_SIZE=block_mask.BLOCK_SIZE,
+        mask_mod=block_mask.mask_mod,
+        seq_lengths=block_mask.seq_lengths,
+        compute_q_blocks=True,
+    )

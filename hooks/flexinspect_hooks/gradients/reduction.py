@@ -1,0 +1,221 @@
+"""Gradients reduced to a few numbers while they come: none is kept, and no `.grad` is touched.
+
+One backward pass gives the gradient of every parameter, and a model's worth of them would not fit.
+So a hook on each parameter reduces its gradient as soon as it is whole, and hands on zeros that
+take no memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records.token_gradients import GradientStat
+
+NORM_CHUNK_SIZE = 1 << 20
+"""Values that are summed at once."""
+
+
+@dataclass(slots=True)
+class ReducedGradients:
+    """What one backward left: parameters by name, norms per layer, the embeddings' two sides."""
+
+    stats: dict[str, GradientStat] = field(default_factory=dict)
+    layers: dict[int, Tensor] = field(default_factory=dict)
+    """Norm of the gradient at each layer's output; -1 stands for the embeddings."""
+    blocks: tuple[int, ...] = ()
+    """The layers that are watched."""
+    embeddings: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+class GradientObserver:
+    """While entered, parameters and hidden states of `model` ask for gradients and are observed.
+
+    `blocks` maps a layer to (name, decoder layer). On leaving, every parameter asks for gradients
+    exactly if it did before, and every hook is gone. What is to be differentiated by: `parameters`,
+    and `leaves`, the layers' outputs that lead to no parameter.
+    """
+
+    def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
+        self._model, self._blocks = model, blocks
+        self._parts = ParameterLocator(model, blocks)
+        self._requires_grad_before: list[tuple[nn.Parameter, bool]] = []
+        self._handles: list[Any] = []
+        self._layer_and_part: dict[str, tuple[int | None, str]] = {}
+        self.parameters: list[nn.Parameter] = []
+        self.leaves: list[Tensor] = []
+        self.reduced = ReducedGradients()
+
+    def __enter__(self) -> GradientObserver:
+        self.reduced = ReducedGradients(blocks=tuple(self._blocks))
+        try:
+            self._watch_parameters()
+            embeddings = self._model.get_input_embeddings()
+            self._handles.append(embeddings.register_forward_hook(self._on_embedding_output))
+            for layer, (_, block) in self._blocks.items():
+                self._handles.append(block.register_forward_hook(self._layer_output_hook(layer)))
+        except BaseException:
+            self._restore_model()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore_model()
+
+    def note_unreached_layers(self) -> None:
+        """After the backward: put down 0 for the parameters of each layer that it never reached.
+
+        Of a layer that it did reach some parameters may be left out by right: those of experts that
+        no token was sent to.
+        """
+        reached = {stat.layer for stat in self.reduced.stats.values()}
+        for name, (layer, part) in self._layer_and_part.items():
+            if layer is not None and layer not in reached:
+                self.reduced.stats[name] = GradientStat(name, 0.0, 0.0, 0, 0, layer, part)
+
+    def _restore_model(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        while self._requires_grad_before:
+            parameter, asked = self._requires_grad_before.pop()
+            parameter.requires_grad_(asked)
+        self.parameters.clear()
+        self.leaves.clear()
+
+    def _watch_parameters(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            if not parameter.is_floating_point():  # quantised weights have no gradient
+                continue
+            self._requires_grad_before.append((parameter, parameter.requires_grad))
+            parameter.requires_grad_(True)
+            self.parameters.append(parameter)
+            self._handles.append(parameter.register_hook(self._reduction_hook(name, parameter)))
+
+    def _reduction_hook(self, name: str, parameter: nn.Parameter) -> Any:
+        layer, part = self._layer_and_part[name] = self._parts.locate(name, parameter)
+
+        def reduce(gradient: Tensor) -> Tensor:
+            self.reduced.stats[name] = gradient_stat(name, gradient, layer, part)
+            return gradient.new_zeros(()).expand_as(gradient)
+
+        return reduce
+
+    def _on_embedding_output(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        if not output.requires_grad:
+            output = output.detach().requires_grad_(True)
+        self.reduced.embeddings = output.detach()
+        output.register_hook(self._on_embedding_gradient)  # type: ignore[no-untyped-call]
+        return output
+
+    def _on_embedding_gradient(self, gradient: Tensor) -> None:
+        self.reduced.gradient = gradient.detach()
+        self.reduced.layers[-1] = gradient_norm(gradient)
+
+    def _layer_output_hook(self, layer: int) -> Any:
+        def watch(module: nn.Module, args: Any, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
+                return None
+            is_cut_off = not hidden.requires_grad
+            if is_cut_off:  # so that the layer above is measured on both of its sides
+                self.leaves.append(hidden := hidden.detach().clone().requires_grad_(True))
+                hidden = hidden.clone()  # which may be changed in place
+            hidden.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self._on_layer_gradient(layer, gradient)
+            )
+            if not is_cut_off:
+                return None
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        return watch
+
+    def _on_layer_gradient(self, layer: int, gradient: Tensor) -> None:
+        self.reduced.layers[layer] = gradient_norm(gradient)
+
+
+def gradient_norm(gradient: Tensor) -> Tensor:
+    """Return the Euclidean norm, summed in float64: squares of large gradients overflow float32.
+
+    Piece by piece, as torch makes a float64 copy of whatever it sums.
+    """
+    pieces = gradient.detach().reshape(-1).split(NORM_CHUNK_SIZE)  # type: ignore[no-untyped-call]
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def gradient_stat(name: str, gradient: Tensor, layer: int | None, part: str) -> GradientStat:
+    """Return a gradient as numbers. NaN and Inf are counted only where the norm is not finite."""
+    gradient = gradient.detach()
+    norm = float(gradient_norm(gradient))
+    n_nan = n_inf = 0
+    if norm != norm or norm == torch.inf:
+        n_nan, n_inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
+    ends = torch.stack(torch.aminmax(gradient)) if gradient.numel() else gradient.new_zeros(1)
+    return GradientStat(name, norm, float(ends.abs().max()), n_nan, n_inf, layer, part)
+
+
+_NORM_PATTERN = re.compile(r"norm|(^|[._])ln(_|\.|$)")
+_MLP_PATTERN = re.compile(r"mlp|feed_?forward|ffn|moe|expert|gate_up|fc\d|router")
+_ATTENTION_PATTERN = re.compile(r"att")
+_PROJECTION_NAMES = {
+    "q": ("q_proj", "query", "wq", "to_q"),
+    "k": ("k_proj", "key", "wk", "to_k"),
+    "v": ("v_proj", "value", "wv", "to_v"),
+    "qkv": ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "wqkv", "qkv", "in_proj"),
+    "o": ("o_proj", "out_proj", "dense", "c_proj", "wo", "to_out"),
+}
+
+
+class ParameterLocator:
+    """Names the layer and the part of a model's parameters, from names and places alone."""
+
+    def __init__(self, model: Any, blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
+        self._prefixes = {f"{name}.": layer for layer, (name, _) in blocks.items()}
+        self._embedding = _weight(model.get_input_embeddings())
+        self._head = _weight(model.get_output_embeddings())
+
+    def locate(self, name: str, parameter: nn.Parameter) -> tuple[int | None, str]:
+        """Return the layer (None for none) and the part (see `flexinspect.records.token_gradients`)."""
+        for prefix, layer in self._prefixes.items():
+            if name.startswith(prefix):
+                return layer, part_in_layer(name.removeprefix(prefix))
+        return None, self._part_outside_layers(name, parameter)
+
+    def _part_outside_layers(self, name: str, parameter: nn.Parameter) -> str:
+        if parameter is self._embedding:
+            return "tied" if parameter is self._head else "embedding"
+        if parameter is self._head:
+            return "lm_head"
+        return "norm" if _NORM_PATTERN.search(name) else "other"
+
+
+def part_in_layer(name: str) -> str:
+    """Return the part of a parameter by its name within a layer: "self_attn.q_proj.weight"."""
+    *modules, _ = name.split(".")
+    path = ".".join(modules)
+    if _NORM_PATTERN.search(path):
+        return "norm"
+    if _MLP_PATTERN.search(path):
+        return "mlp"
+    last = modules[-1] if modules else ""
+    for part, names in _PROJECTION_NAMES.items():
+        if last in names:
+            return part
+    return "attention" if _ATTENTION_PATTERN.search(path) else "other"
+
+
+def _weight(module: nn.Module | None) -> Any:
+    return getattr(module, "weight", None)

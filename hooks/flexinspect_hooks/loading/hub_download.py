@@ -1,0 +1,180 @@
+"""Fetching a model from the hub: only what is needed, never a pickle, every failure a sentence."""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexinspect.core import environment
+from flexinspect.core.errors import ModelError
+from flexinspect.inputs.model_names import ModelSource, has_all_weights
+from flexinspect.inputs.model_sizes import INDEX_FILE, SINGLE_FILE
+
+OnDownloadProgress = Callable[[str, Mapping[str, Any]], None]
+
+# Patterns match from the root of the repository: copies in subfolders stay where they are.
+_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    SINGLE_FILE,
+    "model-*-of-*.safetensors",
+    INDEX_FILE,
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+)
+_CODE_FILES = ("*.py",)
+
+
+def fetch_config(source: ModelSource) -> Path:
+    """Return the folder that holds the config.json of a hub model, fetching that one file.
+
+    Raises `ModelError` when it cannot be had.
+    """
+    from huggingface_hub import hf_hub_download
+
+    _require_connection(source)
+    try:
+        return Path(hf_hub_download(_repo_id(source), "config.json")).parent
+    except Exception as error:
+        raise explain_hub_error(error, source) from error
+
+
+def fetch_code(source: ModelSource) -> Path:
+    """Return the folder with the repository's own Python files and config.json."""
+    return _snapshot(source, ("config.json", *_CODE_FILES), lambda _phase, _data: None)
+
+
+def fetch_all(source: ModelSource, report: OnDownloadProgress, *, code: bool = False) -> Path:
+    """Download weights (safetensors only), tokenizer and configuration; return their folder.
+
+    `report("downloading", {"bytes", "total", "fraction"})` is called from download threads. With
+    `code` the repository's Python files come too. Raises `ModelError` when something is missing.
+    """
+    folder = _snapshot(source, (*_MODEL_FILES, *(_CODE_FILES if code else ())), report)
+    if not has_all_weights(folder) and (folder / INDEX_FILE).is_file():
+        raise ModelError(
+            f"The download of {source.repo_id} is not complete: weight files are missing in "
+            f"{folder}.",
+            hint="Run the same command again; it continues where it stopped.",
+        )
+    return folder
+
+
+def _snapshot(source: ModelSource, patterns: tuple[str, ...], report: OnDownloadProgress) -> Path:
+    from huggingface_hub import snapshot_download
+
+    _require_connection(source)
+    try:
+        return Path(
+            snapshot_download(
+                _repo_id(source), allow_patterns=list(patterns), tqdm_class=_progress_class(report)
+            )
+        )
+    except Exception as error:
+        raise explain_hub_error(error, source) from error
+
+
+def _require_connection(source: ModelSource) -> None:
+    if not environment.hub_is_offline() and not environment.hub_answers():
+        raise _unreachable_error(source, None, offline=False)
+
+
+def _repo_id(source: ModelSource) -> str:
+    if source.repo_id is None:
+        raise ModelError(f"The model {source.name} has no hub id to fetch it from.")
+    return source.repo_id
+
+
+def _progress_class(report: OnDownloadProgress) -> Any:
+    """Return a tqdm class that draws nothing and reports the bytes instead."""
+    from tqdm.auto import tqdm
+
+    class Progress(tqdm):  # type: ignore[type-arg,misc,unused-ignore]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def display(self, *_args: Any, **_kwargs: Any) -> None:
+            if self.unit == "B":
+                total = int(self.total or 0)
+                fraction = min(1.0, self.n / total) if total else None
+                report("downloading", {"bytes": int(self.n), "total": total, "fraction": fraction})
+
+    return Progress
+
+
+def explain_hub_error(error: BaseException, source: ModelSource) -> ModelError:
+    """Turn whatever the hub client raised into one sentence and the next step."""
+    if isinstance(error, ModelError):
+        return error
+    chain = list(_error_chain(error))
+    status = next((s for s in map(_http_status, chain) if s is not None), None)
+    names = {kind.__name__ for e in chain for kind in type(e).__mro__}
+    if "GatedRepoError" in names or (status in (401, 403) and source.gated):
+        return _gated_error(source)
+    if "RepositoryNotFoundError" in names or status == 401:
+        return ModelError(
+            f"There is no model {source.repo_id} on {environment.hub_endpoint()}, or it is private.",
+            hint="Check the spelling (owner/name); for a private one run `hf auth login` first.",
+        )
+    if status == 404 or "RemoteEntryNotFoundError" in names:
+        return ModelError(
+            f"The repository {source.repo_id} has no config.json: it is not a transformers model.",
+            hint="Give the id of a repository with transformers weights in safetensors.",
+        )
+    if any(isinstance(e, OSError) and e.errno == errno.ENOSPC for e in chain):
+        return ModelError(
+            f"The disk is full: {source.repo_id} does not fit into the Hugging Face cache.",
+            hint="Free space, or move the cache to a larger disk with HF_HOME.",
+        )
+    return _unreachable_error(source, status, offline="OfflineModeIsEnabled" in names)
+
+
+def _gated_error(source: ModelSource) -> ModelError:
+    return ModelError(
+        f"The model {source.repo_id} is gated: its owner asks you to accept a licence first, and "
+        "the hub did not recognise your access.",
+        hint=f"Accept it on https://huggingface.co/{source.repo_id}, then run `hf auth login`"
+        f"{_random_weights_hint(source)}.",
+    )
+
+
+def _unreachable_error(source: ModelSource, status: int | None, *, offline: bool) -> ModelError:
+    if offline or environment.hub_is_offline():
+        return ModelError(
+            f"The model {source.repo_id} is not in the Hugging Face cache, and offline mode is on "
+            "(HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE).",
+            hint=f"Unset it to download, or give a local folder{_random_weights_hint(source)}.",
+        )
+    answer = f" (it answered {status})" if status else ""
+    return ModelError(
+        f"The model {source.repo_id} is not on this machine, and the hub "
+        f"{environment.hub_endpoint()} cannot be reached{answer}.",
+        hint="Check the network, set HF_ENDPOINT to a mirror or HTTPS_PROXY to a proxy, give a "
+        f"local folder, try --model demo{_random_weights_hint(source)}.",
+    )
+
+
+def _random_weights_hint(source: ModelSource) -> str:
+    return ", or use --weights random, which needs no download" if source.config_path else ""
+
+
+def _http_status(error: BaseException) -> int | None:
+    code = getattr(getattr(error, "response", None), "status_code", None)
+    return code if isinstance(code, int) else None
+
+
+def _error_chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__

@@ -1,0 +1,317 @@
+"""Loading a causal language model: from a folder, the cache or the hub, or with random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flexinspect.core.errors import FlexInspectError, ModelError
+from flexinspect.inputs.model_names import ModelSource, cached_snapshot
+from flexinspect.inputs.model_sizes import (
+    SINGLE_FILE,
+    MemoryPlan,
+    available_ram,
+    plan_memory,
+    read_header,
+    weight_files,
+)
+from flexinspect.inputs.model_sizes import weight_files as files_of
+from flexinspect_hooks.loading import hub_download, load_errors, placement
+from flexinspect_hooks.loading.library_output import quiet_libraries
+from flexinspect_hooks.loading.tokenizers import IdTokenizer
+
+WEIGHTS = ("pretrained", "random")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+OnLoadProgress = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run: in evaluation mode, no gradients.
+
+    `tokenizer` is None when there is none at hand (random weights only). `weights_fingerprint`
+    names the weights for the manifest; `config` is the transformers configuration as a dict.
+    """
+
+    model: Any
+    tokenizer: Any | None
+    device: str
+    dtype: str
+    source: ModelSource
+    n_parameters: int
+    weights_fingerprint: str
+    config: Mapping[str, Any]
+    weights: str
+    seed: int
+
+    def tokenizer_or_ids(self) -> Any:
+        """Return the tokenizer, or the stand-in that lets ids stand for text."""
+        return self.tokenizer or IdTokenizer.from_config(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadRequest:
+    """What was asked for, resolved as far as it can be without the weights."""
+
+    source: ModelSource
+    weights: str
+    seed: int
+    device: str
+    trust: bool
+    report: OnLoadProgress
+
+
+def load(
+    source: ModelSource,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    weights: str = "pretrained",
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    report: OnLoadProgress | None = None,
+    n_tokens: int = 2048,
+) -> LoadedModel:
+    """Load a model, or raise `ModelError` with one sentence and the next step.
+
+    `device`: auto, cpu, cuda, cuda:N, mps. `dtype`: auto, float32, bfloat16, float16. `weights`:
+    "pretrained", or "random" (the real architecture at its real size, seeded by `seed`).
+    `n_tokens` is the cache length that the memory check counts with.
+
+    `report(phase, data)` is told what happens: "plan" (what, from where, bytes needed and free;
+    before anything large is read), "downloading" (from other threads), "reading weights" and
+    "making weights" (`fraction` from 0 to 1), "note" (`text`), "ready" (`seconds`). Nothing is
+    written to the terminal, nothing is unpickled.
+    """
+    if weights not in WEIGHTS:
+        raise ModelError(f"--weights {weights} is unknown.", hint=f"Use {' or '.join(WEIGHTS)}.")
+    started = time.perf_counter()
+    place = placement.choose_device(device)
+    request = _LoadRequest(
+        source, weights, seed, place, trust_remote_code, report or (lambda _phase, _data: None)
+    )
+    try:
+        with quiet_libraries(request.report):
+            loaded = _load(request, dtype, n_tokens)
+    except FlexInspectError:
+        raise
+    except Exception as error:
+        raise load_errors.explain_load_error(error, source, place) from error
+    request.report("ready", {"seconds": time.perf_counter() - started})
+    return loaded
+
+
+def _load(request: _LoadRequest, dtype: str, n_tokens: int) -> LoadedModel:
+    config = _config(request)
+    load_errors.require_causal_lm(config, request.source)
+    wanted = request.source.dtype if dtype == "auto" and request.source.dtype else dtype
+    chosen = placement.choose_dtype(wanted, request.device, config.to_dict())
+    _check_memory(request, config, chosen, n_tokens)
+    make = _random if request.weights == "random" else _pretrained
+    model, tokenizer, fingerprint = make(request, config, chosen)
+    model.eval()
+    model.requires_grad_(False)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=request.device,
+        dtype=chosen,
+        source=request.source,
+        n_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        weights_fingerprint=fingerprint,
+        config=model.config.to_dict(),
+        weights=request.weights,
+        seed=request.seed,
+    )
+
+
+def _config(request: _LoadRequest) -> Any:
+    from transformers import AutoConfig
+
+    source = request.source
+    folder = source.path or (cached_snapshot(source.repo_id) if source.repo_id else None)
+    if folder is None and request.weights == "random" and source.config_path:
+        shipped = json.loads(source.config_path.read_text(encoding="utf-8"))
+        return AutoConfig.for_model(shipped.pop("model_type"), **shipped)
+    if folder is None:
+        request.report("downloading", {"file": "config.json", "fraction": None})
+        folder = hub_download.fetch_config(source)
+    load_errors.require_known_architecture(folder, source, trusted=request.trust)
+    if request.trust and source.path is None:
+        folder = hub_download.fetch_code(source)
+    return AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=request.trust
+    )
+
+
+def _check_memory(request: _LoadRequest, config: Any, dtype: str, n_tokens: int) -> None:
+    from flexinspect_hooks.loading.random_weights import count_on_meta
+
+    source = request.source
+    stored = getattr(config, "quantization_config", None) is not None
+    count = None if stored else count_on_meta(config, trust_remote_code=request.trust)
+    plan = plan_memory(
+        config.to_dict(),
+        dtype=dtype,
+        n_tokens=n_tokens,
+        n_parameters=count,
+        available=placement.free_memory(request.device),
+    )
+    request.report(
+        "plan",
+        {
+            "name": source.name,
+            "place": source.place if request.weights == "pretrained" else "random weights",
+            "where": source.where if request.weights == "pretrained" else "random",
+            "parameters": count,
+            "device": request.device,
+            "dtype": dtype,
+            "total": plan.total,
+            **asdict(plan),
+        },
+    )
+    placement.require_fit(source.name, plan, device=request.device, dtype=dtype)
+    if request.weights == "pretrained" and request.device != "cpu":
+        # Weights are read into RAM first and moved from there.
+        staging = MemoryPlan(plan.weights, 0, 0, available_ram())
+        placement.require_fit(source.name, staging, device="cpu", dtype=dtype)
+
+
+def _random(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
+    from flexinspect_hooks.loading.random_weights import build_random
+
+    model = build_random(
+        config,
+        device=request.device,
+        dtype=dtype,
+        seed=request.seed,
+        report=request.report,
+        trust_remote_code=request.trust,
+    )
+    fingerprint = fingerprint_random(config.to_dict(), request.seed, dtype)
+    return model, _find_tokenizer(request), fingerprint
+
+
+def _find_tokenizer(request: _LoadRequest) -> Any | None:
+    folder = request.source.path
+    if folder is None and request.source.repo_id is not None:
+        found = (cached_snapshot(request.source.repo_id, name) for name in _VOCABULARIES)
+        folder = next((place for place in found if place is not None), None)
+    if folder is None or not _has_vocabulary(folder):
+        request.report("note", {"text": "No tokenizer is at hand: ids stand in for text."})
+        return None
+    return _tokenizer(folder, request)
+
+
+def _pretrained(request: _LoadRequest, config: Any, dtype: str) -> tuple[Any, Any, str]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = request.source
+    folder = source.path
+    if folder is None or (source.where == "cached" and not _has_vocabulary(folder)):
+        folder = hub_download.fetch_all(source, request.report, code=request.trust)
+    _require_weights(folder)
+    if not _has_vocabulary(folder):
+        raise ModelError(
+            f"The model {source.name} has no tokenizer in {folder}.",
+            hint="Put its tokenizer.json (and tokenizer_config.json) there, for instance with "
+            "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)`; "
+            "with --weights random ids stand in for text.",
+        )
+    tokenizer = _tokenizer(folder, request)
+    request.report("reading weights", {"fraction": 0.0})
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=getattr(torch, dtype),
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=request.trust,
+        output_loading_info=True,
+    )
+    load_errors.require_all_values(info, folder)
+    return model.to(request.device), tokenizer, fingerprint_files(folder)
+
+
+def _require_weights(folder: Path) -> None:
+    files = files_of(folder)
+    missing = [path.name for path in files if not path.exists()]
+    if not missing:
+        for path in files:
+            read_header(path)
+        return
+    if missing == [SINGLE_FILE]:
+        other = [path.name for path in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*"))]
+        found = f"; {other[0]} is a pickle, which flexinspect never loads" if other else ""
+        raise ModelError(
+            f"The folder {folder} holds no safetensors weights{found}.",
+            hint="Convert it where you trust it: load the model there and "
+            "`model.save_pretrained(folder, safe_serialization=True)`.",
+        )
+    raise ModelError(
+        f"The folder {folder} is not complete: {len(missing)} of {len(files)} weight files are "
+        f"missing, the first is {missing[0]}.",
+        hint="Fetch the missing files.",
+    )
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _VOCABULARIES) or any(folder.glob("*.tiktoken"))
+
+
+def _tokenizer(folder: Path, request: _LoadRequest) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=request.trust
+        )
+    except Exception as error:
+        raise ModelError(
+            f"The tokenizer in {folder} cannot be read ({load_errors.first_line(error)}).",
+            hint="Fetch its files again; a custom tokenizer needs --trust-remote-code.",
+        ) from error
+
+
+# Files up to this size are read whole; of larger ones evenly spread samples are.
+_MAX_WHOLE_FILE = 64 * 2**20
+_SAMPLES = 256
+_SAMPLE_BYTES = 16 * 1024
+_IGNORED_CONFIG_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+_RANDOM_VERSION = 1  # raised whenever `random_weights` makes other values from the same seed
+
+
+def fingerprint_files(folder: Path) -> str:
+    """Return the fingerprint of a folder's safetensors files.
+
+    It covers names, sizes, headers, and the content: whole up to 64 MiB per file, otherwise 256
+    samples of 16 KiB, so that a change of a few values in a large file can stay unseen.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            if size <= _MAX_WHOLE_FILE:
+                while chunk := file.read(2**20):
+                    digest.update(chunk)
+                continue
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for index in range(_SAMPLES):
+                file.seek((size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def fingerprint_random(config: Mapping[str, Any], seed: int, dtype: str) -> str:
+    """Return the fingerprint of random weights: what they are computed from."""
+    shape = {key: value for key, value in config.items() if key not in _IGNORED_CONFIG_KEYS}
+    text = json.dumps([_RANDOM_VERSION, seed, dtype, shape], sort_keys=True, default=str)
+    return "random-" + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

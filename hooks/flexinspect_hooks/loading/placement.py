@@ -1,0 +1,146 @@
+"""Where a model runs and in which dtype, and how much memory is free there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flexinspect.core.errors import ModelError, UsageError
+from flexinspect.inputs.model_sizes import (
+    MemoryPlan,
+    available_ram,
+    canonical_dtype,
+    check_dtype,
+    human_bytes,
+)
+
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+
+def choose_device(name: str = "auto") -> str:
+    """Return the torch device for auto (cuda, else mps, else cpu), cpu, cuda, cuda:N or mps.
+
+    Raises `ModelError` when the device is unknown or not there.
+    """
+    import torch
+
+    kind, _, index = name.strip().lower().partition(":")
+    if kind == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    if kind not in DEVICES or (index and not (kind == "cuda" and index.isdecimal())):
+        raise ModelError(
+            f"The device {name!r} is unknown.", hint="Use auto, cpu, cuda, cuda:N or mps."
+        )
+    if kind == "cuda":
+        _require_cuda(name, int(index or 0))
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ModelError(
+            "The device mps is not available here: it needs macOS on Apple silicon.",
+            hint="Use --device cpu.",
+        )
+    return f"{kind}:{index}" if index else kind
+
+
+def _require_cuda(name: str, index: int) -> None:
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise ModelError(
+            f"The device {name} is not available: this torch {torch.__version__} is built "
+            "without GPU support.",
+            hint="Use --device cpu, or install a CUDA build of torch (https://pytorch.org).",
+        )
+    if not torch.cuda.is_available():
+        raise ModelError(
+            f"The device {name} is not available: torch sees no usable GPU or driver.",
+            hint="Use --device cpu, or check `nvidia-smi` and CUDA_VISIBLE_DEVICES.",
+        )
+    if index >= torch.cuda.device_count():
+        raise ModelError(
+            f"The device {name} does not exist: there are {torch.cuda.device_count()} GPUs, "
+            "counted from 0.",
+            hint="Use cuda:0, or check CUDA_VISIBLE_DEVICES.",
+        )
+
+
+def choose_dtype(name: str, device: str, config: Mapping[str, Any]) -> str:
+    """Return float32, bfloat16 or float16 for a device.
+
+    `auto` is float32 on a CPU, elsewhere the checkpoint's own dtype (bfloat16 when it names none),
+    and float32 where the device cannot compute in that. Raises `ModelError` for an unknown name
+    and for a dtype that the device is not fit for.
+    """
+    if name.strip().lower() != "auto":
+        return _explicit_dtype(name, device)
+    if device == "cpu":
+        return "float32"
+    own = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    try:
+        wanted = canonical_dtype(str(own))
+    except UsageError:
+        wanted = "bfloat16"
+    return "float32" if wanted == "bfloat16" and not _has_bfloat16(device) else wanted
+
+
+def _explicit_dtype(name: str, device: str) -> str:
+    check_dtype(name)
+    dtype = canonical_dtype(name)
+    if dtype == "float16" and device == "cpu":
+        raise ModelError(
+            "float16 is not for the CPU: many operations there are missing or very slow in it.",
+            hint="Use --dtype float32, or --dtype bfloat16 for half the memory.",
+        )
+    if dtype == "bfloat16" and not _has_bfloat16(device):
+        raise ModelError(
+            f"The device {device} cannot compute in bfloat16.",
+            hint="Use --dtype float32, or --dtype float16 for half the memory.",
+        )
+    return dtype
+
+
+def _has_bfloat16(device: str) -> bool:
+    import torch
+
+    if device.startswith("cuda"):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device == "mps":
+        try:
+            torch.ones(1, dtype=torch.bfloat16, device="mps").sum()
+        except (TypeError, RuntimeError):
+            return False
+    return True
+
+
+def free_memory(device: str) -> int | None:
+    """Return the bytes that are free on the device, None when it does not say."""
+    import torch
+
+    if device == "cpu":
+        return available_ram()
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
+    limit = getattr(torch.mps, "recommended_max_memory", None)
+    return int(limit() - torch.mps.driver_allocated_memory()) if limit else None
+
+
+def require_fit(name: str, plan: MemoryPlan, *, device: str, dtype: str) -> None:
+    """Raise `ModelError` with the figures when the model clearly does not fit."""
+    if plan.fits:
+        return
+    what = "RAM" if device == "cpu" else f"memory of {device}"
+    raise ModelError(
+        f"The model {name} does not fit: it needs {human_bytes(plan.total)} in {dtype} "
+        f"({human_bytes(plan.weights)} weights, {human_bytes(plan.kv)} KV cache for "
+        f"{plan.n_tokens} tokens), and {human_bytes(plan.available)} of {what} are free.",
+        hint=_smaller_model_hint(device, dtype),
+    )
+
+
+def _smaller_model_hint(device: str, dtype: str) -> str:
+    steps = ["choose a smaller model (`flexinspect models` shows the sizes)"]
+    if dtype == "float32":
+        steps.append("halve it with --dtype bfloat16")
+    steps.append("free some memory" if device == "cpu" else "use --device cpu")
+    return f"Next: {', '.join(steps[:-1])}, or {steps[-1]}."

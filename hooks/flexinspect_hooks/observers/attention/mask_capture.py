@@ -1,0 +1,465 @@
+"""The masks that layers received in a step: identity, block tables, executed cells, fingerprint.
+
+A mask is looked at once per step however many layers share it, and stored once per fingerprint.
+What is evaluated is the object that the layer got, never the description that was meant, for every
+query head, and for batch 0: what it does for other batches is not recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from flexinspect.masks import algebra
+from flexinspect.records.step import MaskRecord
+from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.hook import StepDraft
+from flexinspect_hooks.capture.step_clock import StepContext
+from flexinspect_hooks.debugger.frames import breakpoints_disabled
+from flexinspect_hooks.generation.mask_mods import head_groups
+from flexinspect_hooks.interpreter.user_functions import (
+    mask_mod_identity,
+    mask_mod_name,
+    mask_mod_source,
+)
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.observers.attention.call_references import AttentionCall
+
+MAX_CELLS = 1 << 26
+"""Largest mask, over the heads that differ, whose cells are stored (8 MiB of bits)."""
+
+_TABLE_NAMES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+
+
+@dataclass(slots=True)
+class CapturedMask:
+    """One distinct mask of a step. `rule` is the mask_mod itself.
+
+    `heads` is what the mask was made for. `cells` is what the path that ran executed for each query
+    head, bool (1 or q heads, q_len, kv_len), 1 where all share it; None at level basic and for
+    masks that are too large. `averaged`, bool (1 or heads, q_len), says of a float mask which rows
+    are at its lowest float throughout. `bias` (1 or heads, kv_len) is what a dense mask adds to the
+    scores of the newest row, 0 where closed. `ruled` is what the rule of a compiled call opens of
+    each block, as `MaskRecord` has it. All are dropped before the writer thread gets the mask.
+    """
+
+    number: int
+    q_len: int
+    kv_len: int
+    q_offset: int
+    kv_offset: int
+    compiled: bool
+    kind: str = "none"
+    batch: int = 1
+    heads: int = 1
+    identity: str = ""
+    block: tuple[int, int] | None = None
+    mask_mod: Any = None
+    cells: Tensor | None = None
+    averaged: Tensor | None = None
+    bias: Tensor | None = None
+    ruled: Tensor | None = None
+
+    def drop_tensors(self) -> None:
+        """Let go of what is on its way to the writer thread."""
+        self.cells = self.averaged = self.bias = self.ruled = None
+
+
+class MaskStore:
+    """Knows which masks the trace already holds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._indices = _IndexTensors(device)
+        self._stored: set[str] = set()
+        self._last_key: tuple[Any, ...] = (None, None, None, None)
+        self._last_grids = BlockGrids()
+
+    def capture_masks(
+        self, refs: Sequence[AttentionCall], step: StepContext, buffer: StepBuffer
+    ) -> tuple[list[CapturedMask], list[int]]:
+        """Return the step's distinct masks and, per call, the number of its mask."""
+        found: dict[tuple[Any, ...], CapturedMask] = {}
+        by_head: set[tuple[Any, ...]] = set()
+        numbers = []
+        key: tuple[Any, ...]
+        lengths: tuple[int, ...]
+        for ref in refs:
+            mask = ref.mask
+            # A block mask must fit its call exactly, so its identity says the lengths as well.
+            lengths = () if isinstance(mask, BlockMask) else (ref.query.shape[2], ref.key.shape[2])
+            if mask is None:  # what ran instead is the call's own
+                lengths = (*lengths, ref.is_causal)
+            shared = key = (id(mask), ref.path, lengths)
+            if by_head and shared in by_head:
+                key = (*shared, ref.query.shape[1])
+            if key not in found:
+                seen = self._capture_mask(ref, len(found), step, buffer)
+                if seen.cells is not None and len(seen.cells) > 1:
+                    # Layers with another number of heads do not share it.
+                    by_head.add(shared)
+                    key = (*shared, ref.query.shape[1])
+                found[key] = seen
+            numbers.append(found[key].number)
+        return list(found.values()), numbers
+
+    def _capture_mask(
+        self, ref: AttentionCall, number: int, step: StepContext, buffer: StepBuffer
+    ) -> CapturedMask:
+        mask = _describe_mask(ref, number, step)
+        # A decode row at level basic is known by its rule and lengths; its tables are small change
+        # in meaning and half the cost of the step's record.
+        if isinstance(ref.mask, BlockMask) and (step.level != "basic" or mask.q_len > 1):
+            for name in _TABLE_NAMES:
+                table = getattr(ref.mask, name)
+                if table is not None:
+                    buffer.put(f"mask.{number}.{name}", table)
+        if step.level == "basic" or mask.q_len * mask.kv_len > MAX_CELLS:
+            return mask
+        mask.cells = _executed(ref, mask, self._indices)
+        if mask.cells is not None:
+            buffer.put(f"mask.{number}.cells", mask.cells)
+        for name in ("averaged", "ruled"):
+            if (about := getattr(mask, name)) is not None:
+                buffer.put(f"mask.{number}.{name}", about)
+        return mask
+
+    def record(self, mask: CapturedMask, values: Values, draft: StepDraft) -> str:
+        """Store the mask if it is new; return its fingerprint (writer thread)."""
+        prefix = f"mask.{mask.number}."
+        tables = self._block_grids([values.get(prefix + name) for name in _TABLE_NAMES])
+        cells, averaged = (values.get(prefix + name) for name in ("cells", "averaged"))
+        executed = ExecutedMask(
+            merge_equal_heads(cells), averaged_rows(averaged), values.get(prefix + "ruled")
+        )
+        fingerprint = mask_fingerprint(mask, tables, executed)
+        if fingerprint not in self._stored:
+            self._stored.add(fingerprint)
+            draft.masks.append(mask_record(mask, fingerprint, tables, executed))
+        return fingerprint
+
+    def _block_grids(self, raw: Sequence[npt.NDArray[Any] | None]) -> BlockGrids:
+        """Return the block lists as grids; the same as last time while they are the same."""
+        key = tuple(None if table is None else (table.shape, table.tobytes()) for table in raw)
+        if key != self._last_key:
+            self._last_key = key
+            full = block_grid(raw[2], raw[3])
+            if full is not None and not full.any():
+                full = None
+            self._last_grids = BlockGrids(block_grid(raw[0], raw[1]), full)
+        return self._last_grids
+
+
+def capture_call_mask(ref: AttentionCall, step: StepContext) -> CapturedMask:
+    """Return the mask of one call with its cells, as they are recorded and drawn."""
+    mask = _describe_mask(ref, 0, step)
+    if mask.q_len * mask.kv_len <= MAX_CELLS:
+        mask.cells = _executed(ref, mask, _IndexTensors(ref.query.device))
+    return mask
+
+
+def open_cells(block_mask: BlockMask, heads: int, *, compiled: bool) -> Tensor | None:
+    """Return what a block mask opens, bool (1 or heads, rows, keys); see `_executed` for None."""
+    q_len, kv_len = (int(n) for n in block_mask.seq_lengths)
+    indices = _IndexTensors(block_mask.kv_num_blocks.device)
+    cells = _mask_mod_cells(block_mask, heads, q_len, kv_len, indices)
+    if cells is None or not compiled:
+        return cells
+    return _compiled_cells(cells, block_mask, heads)
+
+
+def dense_bias(ref: AttentionCall, mask: CapturedMask) -> Tensor | None:
+    """Return what a dense mask adds to the scores of its open cells, (1 or heads, rows, keys).
+
+    None where nothing is added. `mask` comes with its cells.
+    """
+    if mask.bias is None or mask.cells is None:
+        return None
+    heads = 1 if ref.path.startswith("flex") else None
+    added = _expand_dense_mask(ref.mask, mask.q_len, mask.kv_len)[
+        0, :heads, : mask.q_len, : mask.kv_len
+    ]
+    return added.float().masked_fill(~mask.cells, 0.0)
+
+
+def _describe_mask(ref: AttentionCall, number: int, step: StepContext) -> CapturedMask:
+    compiled = ref.path == "flex compiled"
+    q_len, kv_len = ref.query.shape[2], ref.key.shape[2]
+    offsets = (step.kv_before, max(step.kv_after - kv_len, 0))
+    mask = CapturedMask(number, q_len, kv_len, *offsets, compiled)
+    received = ref.mask
+    if isinstance(received, BlockMask):
+        size_q, size_kv = received.BLOCK_SIZE
+        mask.kind, mask.block = "block", (int(size_q), int(size_kv))
+        mask.batch, mask.heads = received.kv_num_blocks.shape[:2]
+        mask.mask_mod, mask.identity = received.mask_mod, mask_mod_identity(received.mask_mod)
+    elif isinstance(received, Tensor) and received.dim() >= 2:
+        received = _expand_dense_mask(received, q_len, kv_len)
+        mask.kind = "bool" if received.dtype is torch.bool else "float"
+        mask.batch, mask.heads = received.shape[:2]
+        mask.identity = f"{tuple(received.shape)}{received.dtype}"
+    elif _implied_causal(ref):
+        mask.kind = "none, causal"
+    return mask
+
+
+def _implied_causal(ref: AttentionCall) -> bool:
+    """SDPA without a mask is causal over a prompt; every other call without a mask is open.
+
+    Told so itself, SDPA is causal from the upper left for any number of rows, so that a single row
+    sees one key.
+    """
+    if ref.causal is not None:
+        return ref.causal
+    return ref.path == "sdpa" and ref.is_causal and ref.query.shape[2] > 1
+
+
+def _expand_dense_mask(mask: Tensor, q_len: int, kv_len: int) -> Tensor:
+    """Return a view (batch, heads, rows, keys) of a dense mask that may leave out any of them."""
+    while mask.dim() < 4:
+        mask = mask[None]
+    rows = q_len if mask.shape[2] == 1 else mask.shape[2]
+    keys = kv_len if mask.shape[3] == 1 else mask.shape[3]
+    return mask.expand(-1, -1, rows, keys)
+
+
+def _executed(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
+    """Return what a call's mask opens on its path, bool (1 or heads, q_len, kv_len), batch 0.
+
+    None when heads differ and are too many to store, or when what ran is not known.
+    """
+    received = ref.mask
+    if isinstance(received, BlockMask):
+        heads = ref.query.shape[1]
+        cells = _mask_mod_cells(received, heads, mask.q_len, mask.kv_len, indices)
+        if cells is None or not mask.compiled:
+            return cells
+        mask.ruled = _mask_mod_blocks(cells, received)
+        return _compiled_cells(cells, received, heads)
+    if isinstance(received, Tensor) and received.dim() >= 2:
+        return _dense_cells(ref, mask, indices)
+    everything = _all_open(mask, indices)
+    return everything.tril() if mask.kind == "none, causal" else everything
+
+
+def _all_open(mask: CapturedMask, indices: _IndexTensors) -> Tensor:
+    """Return cells that are all one and the same in memory, as making them is dear."""
+    return indices.true.expand(1, mask.q_len, mask.kv_len)
+
+
+def _dense_cells(ref: AttentionCall, mask: CapturedMask, indices: _IndexTensors) -> Tensor | None:
+    """Return what a dense mask opens, and note in `mask` what it adds to the newest row's scores.
+
+    Eager attention and transformers' flex add every mask, so one of bools closes nothing there: it
+    adds 1 to the scores of its open cells. Transformers' flex reads it at head 0 for all heads.
+    """
+    tensor = _expand_dense_mask(ref.mask, mask.q_len, mask.kv_len)[0, :, :, : mask.kv_len]
+    flex = ref.path.startswith("flex")
+    if flex:
+        tensor = tensor[:1, : mask.q_len]
+    if tensor.numel() > MAX_CELLS:
+        return None
+    if tensor.dtype is torch.bool:
+        if not flex and ref.path != "eager":
+            return tensor
+        mask.bias = tensor[:, -1].float()
+        return _all_open(mask, indices)
+    cells = _float_cells(tensor, mask)
+    mask.bias = tensor[:, -1].float().masked_fill(~cells[:, -1], 0.0)
+    return cells
+
+
+def _float_cells(tensor: Tensor, mask: CapturedMask) -> Tensor:
+    """Return the cells that a mask leaves open which is added to the scores; note averaged rows.
+
+    transformers closes a cell with the lowest float. Where a whole row is closed like that, adding
+    it leaves nothing of the scores, and softmax gives each key the same weight: all are open. Of
+    float16 scores something is left, and the keys are open all the same. A row of -Inf is closed.
+    """
+    top = tensor.amax(-1, keepdim=True)
+    closed = torch.finfo(tensor.dtype).min / 2  # halved, which leaves room for sums
+    lowest = (top <= closed) & (top > -torch.inf)
+    mask.averaged = lowest[..., 0]
+    return (tensor > closed) | (lowest & (tensor == top))
+
+
+class _IndexTensors:
+    """Index tensors that are made once and sliced, as every operation counts once per step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.zero = torch.zeros((), dtype=torch.int64, device=device)
+        self.true = torch.ones((1, 1, 1), dtype=torch.bool, device=device)
+        self._range = torch.arange(0, device=device)
+
+    def upto(self, n: int) -> Tensor:
+        """Return 0, 1, ..., n - 1."""
+        if n > self._range.numel():
+            self._range = torch.arange(max(2 * n, 1024), device=self._range.device)
+        return self._range[:n]
+
+
+def _mask_mod_cells(
+    block_mask: BlockMask, heads: int, q_len: int, kv_len: int, indices: _IndexTensors
+) -> Tensor | None:
+    """Return the rule's cells, bool (1 or heads, q_len, kv_len), 1 where it ignores the head.
+
+    None when heads may differ and are too many to store: that they are equal after all would have
+    to be seen in every cell.
+    """
+    mask_mod, zero = block_mask.mask_mod, indices.zero
+    q_idx, kv_idx = indices.upto(q_len), indices.upto(kv_len)
+    if getattr(mask_mod, "flexinspect_broadcasts", False):
+        return mask_mod(zero, zero, q_idx[:, None], kv_idx[None]).expand(1, q_len, kv_len)
+    h_idx, rows = indices.upto(heads), []
+    with breakpoints_disabled():
+        for start, stop in algebra.row_chunks(q_len):
+            groups = []
+            for group in head_groups(mask_mod, zero, h_idx, q_idx[start:stop], kv_idx):
+                if len(group) > 1 and heads * q_len * kv_len > MAX_CELLS:
+                    return None
+                groups.append(group)
+            rows.append(torch.cat(groups) if len(groups) > 1 else groups[0])
+    return torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]
+
+
+def _compiled_cells(cells: Tensor, block_mask: BlockMask, heads: int) -> Tensor | None:
+    """Apply the compiled kernel's formula, (partial and rule) or full, on the device.
+
+    The tables are for one head or for every head; which of them a head reads otherwise differs
+    between kernels, so that nothing is said then, nor when there are too many cells.
+    """
+    q_len, kv_len = cells.shape[1:]
+    tables = block_mask.kv_num_blocks.shape[1]
+    if tables > 1 and (tables != heads or tables * q_len * kv_len > MAX_CELLS):
+        return None
+    partial = _expand_blocks(
+        block_mask.kv_num_blocks, block_mask.kv_indices, block_mask, q_len, kv_len
+    )
+    full_num, full_idx = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    if full_num is None or full_idx is None:
+        return cells & partial
+    return (cells & partial) | _expand_blocks(full_num, full_idx, block_mask, q_len, kv_len)
+
+
+def _mask_mod_blocks(cells: Tensor, block_mask: BlockMask) -> Tensor:
+    """Return what a rule's cells open of each block, uint8: 0 nothing, 1 some, 2 all.
+
+    A block that sticks out of the mask is never full, as in `create_block_mask`.
+    """
+    heads, q_len, kv_len = cells.shape
+    size_q, size_kv = (int(size) for size in block_mask.BLOCK_SIZE)
+    padded = torch.nn.functional.pad(cells, (0, -kv_len % size_kv, 0, -q_len % size_q))
+    blocks = padded.view(heads, -1, size_q, padded.shape[2] // size_kv, size_kv)
+    counts = blocks.sum((2, 4), dtype=torch.int32)
+    return ((counts > 0).to(torch.uint8) + (counts == size_q * size_kv)).to(torch.uint8)
+
+
+def _expand_blocks(
+    counts: Tensor, indices: Tensor, block_mask: BlockMask, q_len: int, kv_len: int
+) -> Tensor:
+    """Return a block list of batch 0 as a token mask (heads, q_len, kv_len), without a sync."""
+    n_columns = indices.shape[-1]
+    listed = torch.arange(n_columns, device=counts.device) < counts[0, :, :, None]
+    # Entries past the count are undefined, so they are sent to a column that is cut off.
+    target = torch.where(listed, indices[0].long(), n_columns)
+    blocks = torch.zeros(
+        *target.shape[:-1], n_columns + 1, dtype=torch.bool, device=counts.device
+    ).scatter_(-1, target, True)[..., :n_columns]
+    size_q, size_kv = block_mask.BLOCK_SIZE
+    spread = blocks.repeat_interleave(int(size_q), 1).repeat_interleave(int(size_kv), 2)
+    return spread[:, :q_len, :kv_len]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrids:
+    """Block tables of batch 0, bool (heads, row blocks, key blocks); None where there are none."""
+
+    partial: npt.NDArray[np.bool_] | None = None
+    full: npt.NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedMask:
+    """What was executed, as `MaskRecord` has it."""
+
+    cells: npt.NDArray[Any] | None
+    averaged: npt.NDArray[Any] | None
+    mask_mod_blocks: npt.NDArray[Any] | None = None
+
+
+def merge_equal_heads(cells: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+    """Return cells with one head where all heads are equal."""
+    if cells is None or len(cells) == 1:
+        return cells
+    return cells[:1] if all(np.array_equal(cells[0], other) for other in cells[1:]) else cells
+
+
+def averaged_rows(averaged: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+    """Return which rows are averaged, None when none is."""
+    return None if averaged is None or not averaged.any() else merge_equal_heads(averaged)
+
+
+def mask_fingerprint(mask: CapturedMask, tables: BlockGrids, executed: ExecutedMask) -> str:
+    """Hash what tells masks apart: kind, lengths, rule with its values, tables and cells.
+
+    The cells count whenever they were evaluated: two rules of one name may have captured different
+    things, and what was executed is what a fingerprint stands for.
+    """
+    key = (mask.kind, mask.batch, mask.heads, mask.q_len, mask.kv_len, mask.block, mask.compiled)
+    name = "" if mask.mask_mod is None else mask_mod_name(mask.mask_mod)
+    digest = hashlib.blake2b(f"{key}{name}{mask.identity}".encode(), digest_size=8)
+    for bits in (executed.cells, executed.averaged):
+        if bits is not None:
+            digest.update(np.packbits(bits).tobytes())
+    for grid in (tables.partial, tables.full, executed.mask_mod_blocks):
+        if grid is not None:
+            digest.update(grid.tobytes())
+    return digest.hexdigest()
+
+
+def mask_record(
+    mask: CapturedMask, fingerprint: str, tables: BlockGrids, executed: ExecutedMask
+) -> MaskRecord:
+    """Return the record of a mask."""
+    return MaskRecord(
+        fingerprint=fingerprint,
+        kind=mask.kind,
+        batch=mask.batch,
+        heads=mask.heads,
+        q_len=mask.q_len,
+        kv_len=mask.kv_len,
+        q_offset=mask.q_offset,
+        kv_offset=mask.kv_offset,
+        block_q=mask.block[0] if mask.block else None,
+        block_kv=mask.block[1] if mask.block else None,
+        rule=None if mask.mask_mod is None else mask_mod_name(mask.mask_mod),
+        rule_source=None if mask.mask_mod is None else mask_mod_source(mask.mask_mod),
+        compiled=mask.compiled,
+        cells=executed.cells,
+        averaged=executed.averaged,
+        partial=tables.partial,
+        full=tables.full,
+        ruled=executed.mask_mod_blocks,
+    )
+
+
+def block_grid(
+    counts: npt.NDArray[Any] | None, indices: npt.NDArray[Any] | None
+) -> npt.NDArray[np.bool_] | None:
+    """Return a block list of batch 0 as bool (heads, row blocks, key blocks)."""
+    if counts is None or indices is None:
+        return None
+    n_columns = indices.shape[-1]
+    # Entries past a row's count are undefined, so they are sent to a column that is cut off.
+    listed = np.where(np.arange(n_columns) < counts[0, ..., None], indices[0], n_columns)
+    grid = np.zeros((*listed.shape[:-1], n_columns + 1), np.bool_)
+    np.put_along_axis(grid, listed.astype(np.intp), True, axis=-1)
+    return grid[..., :n_columns]

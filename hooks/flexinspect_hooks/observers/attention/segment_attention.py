@@ -1,0 +1,419 @@
+"""Where the newest row looked: attention mass by segment, layer and head, with its gate.
+
+The weights of one row are recomputed from the q and k that the kernel got, under the mask that was
+executed, and normalised with the kernel's own row LSE. Their sum is 1 exactly when the mask drawn
+is the mask that ran; where a kernel gives no LSE, the row's output is recomputed instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexinspect.records.prompt import Segment
+from flexinspect.records.step import Array
+from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.interpreter.threads import available_cores
+from flexinspect_hooks.observers.attention.mask_capture import CapturedMask
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.observers.attention.call_references import AttentionCall
+
+
+class SegmentAttentionReducer:
+    """Reduces the newest rows of all layers of a step together."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.begin(())
+
+    def begin(self, segments: Sequence[Segment]) -> None:
+        """Take a generation's segments; the last one is open, as generation may go on."""
+        borders = [segment.start for segment in segments] or [0]
+        self._borders = torch.tensor([*borders, 1 << 40], device=self._device)
+        self._segments = segment_membership(0, self._borders)
+        # Where torch uses every core, work of the writer thread is the model's loss all the same.
+        self._has_core = torch.get_num_threads() < available_cores()
+
+    def _segment_membership(self, n_keys: int, first: int) -> Tensor:
+        """Return float32 (keys, segments): 1 where a key lies in a segment. Key 0 is at `first`."""
+        if first:
+            return segment_membership(n_keys, self._borders - first)
+        if n_keys > len(self._segments):
+            self._segments = segment_membership(max(2 * n_keys, 1024), self._borders)
+        return self._segments[:n_keys]
+
+    def reduce(
+        self,
+        refs: Sequence[AttentionCall],
+        numbers: Sequence[int],
+        masks: Sequence[CapturedMask],
+        kv_after: int,
+        buffer: StepBuffer,
+    ) -> tuple[str, ...]:
+        """Put mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+
+        Returns how each call was gated: "lse", "output", or "" when its row cannot be recomputed.
+        """
+        kinds = [
+            _lse_check_kind(ref, masks[number]) for ref, number in zip(refs, numbers, strict=True)
+        ]
+        if not any(kinds):
+            return ()
+        groups: dict[tuple[Any, ...], list[int]] = {}
+        for index, ref in enumerate(refs):
+            shape = (*ref.key.shape[1:], ref.query.shape[1])
+            key = (numbers[index], *shape, ref.lse is not None, ref.scale, ref.softcap)
+            if kinds[index]:
+                groups.setdefault(key, []).append(index)
+        for key, members in groups.items():
+            cells = masks[key[0]].cells
+            assert cells is not None
+            _reduce_group(
+                [refs[i] for i in members],
+                cells[:, -1],
+                masks[key[0]].bias,
+                # A static cache has more keys than the sequence, a sliding one fewer.
+                self._segment_membership(key[2], max(kv_after - key[2], 0)),
+                members if len(members) < len(refs) else None,
+                buffer,
+                may_wait=self._has_core,
+            )
+        return tuple(kinds)
+
+
+def newest_weights(ref: AttentionCall, mask: CapturedMask) -> Tensor:
+    """Return the weights of one call's newest row, float32 (q heads, keys), batch 0."""
+    assert mask.cells is not None
+    closed = ~mask.cells[:, -1]
+    scores = attention_scores(torch, _queries([ref]), [_plain(ref.key[0])])
+    scores = capped(torch, scores, ref.softcap)
+    if mask.bias is not None:
+        scores = shift_lowest_rows(torch, scores + mask.bias, closed)
+    weights: Tensor = softmax_weights(torch, mask_scores(torch, scores, closed, -math.inf), None)[
+        1
+    ][0]
+    return weights.nan_to_num()
+
+
+def _lse_check_kind(ref: AttentionCall, mask: CapturedMask) -> str:
+    if mask.cells is None or ref.unknown_scores:
+        return ""
+    if ref.kwargs.get("dropout") or any(
+        ref.kwargs.get(name) is not None for name in _UNSUPPORTED_ARGUMENTS
+    ):
+        return ""  # weights that are drawn by lot, or made with more, are not repeated here
+    return "output" if ref.lse is None else "lse"
+
+
+def merge_group_results(values: Values, n_calls: int) -> dict[str, Array]:
+    """Return mass, lse, entropy and gate of all calls in their order, from the groups' results."""
+    out: dict[str, Array] = {}
+    for key, part in values.items():
+        if not key.startswith(_ATTENTION_PREFIX):
+            continue
+        name, _, members = key.removeprefix(_ATTENTION_PREFIX).partition("/")
+        if not members:
+            out[name] = part
+            continue
+        whole = out.setdefault(name, np.full((n_calls, *part.shape[1:]), np.nan, part.dtype))
+        whole[[int(member) for member in members.split(",")]] = part
+    return out
+
+
+def lost_calls(values: Values, n_calls: int) -> set[int]:
+    """Return the calls whose rows were not made, as their keys were written to before."""
+    lost: set[int] = set()
+    for key in values:
+        if key.startswith(_LOST_PREFIX):
+            members = key.removeprefix(_LOST_PREFIX).removeprefix("/")
+            lost |= set(map(int, members.split(","))) if members else set(range(n_calls))
+    return lost
+
+
+_ATTENTION_PREFIX = "attention/"
+_LOST_PREFIX = "attention-lost"
+_UNSUPPORTED_ARGUMENTS = ("s_aux", "position_bias")
+"""Keyword arguments of attention functions that change the weights: a sink, a bias by distance."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupPlan:
+    """What `_reduced` needs to know beside the tensors; `held` are those that must not change."""
+
+    suffix: str
+    softcap: float | None
+    has_bias: bool
+    has_lse: bool
+    deferred: _DeferredTensors | None
+
+
+def _reduce_group(
+    refs: Sequence[AttentionCall],
+    newest: Tensor,
+    bias: Tensor | None,
+    inside: Tensor,
+    members: Sequence[int] | None,
+    buffer: StepBuffer,
+    *,
+    may_wait: bool,
+) -> None:
+    """Reduce the newest rows of layers that share a mask and a shape; the keys are not kept."""
+    first = refs[0]
+    queries = _queries(refs)
+    closed = ~(newest if newest.shape[0] in (1, first.query.shape[1]) else newest[:1])
+    keys = [_plain(ref.key[0]) for ref in refs]
+    inputs = [closed, inside] if bias is None else [closed, inside, bias]
+    suffix = "" if members is None else "/" + ",".join(map(str, members))
+    held = _defer_tensors(refs) if may_wait else None
+    plan = _GroupPlan(suffix, first.softcap, bias is not None, first.lse is not None, held)
+    values: list[Tensor] = []
+    if first.lse is None:
+        inputs.append(_outputs(refs))
+        values = [_plain(ref.value[0]) for ref in refs]
+    else:
+        lse = torch.cat([ref.lse for ref in refs if ref.lse is not None])[..., -1].float()
+        inputs.append(lse[:: first.query.shape[0]])  # batch 0 of each layer
+    if held is not None:
+        buffer.defer(partial(_reduce_deferred, plan), queries, *inputs, *keys, *values)
+        return
+    scores = attention_scores(torch, queries, keys)
+    if values:
+        inputs.append(_recompute_outputs(plan, scores, closed, bias, values))
+    may_wait = scores.nbytes <= MAX_DEFERRED_SCORE_BYTES
+    buffer.defer(partial(_reduce_scores, plan), scores, *inputs, wait=may_wait)
+
+
+MAX_DEFERRED_BYTES = 64 << 20
+"""Keys and values that may wait for the writer thread at one time."""
+
+MAX_DEFERRED_SCORE_BYTES = 1 << 20
+"""Scores of a step that may wait for the writer thread, where their keys may not."""
+
+MAX_DEFERRED_PRODUCT = 1 << 18
+"""Multiplications of a product that may wait: OpenBLAS takes more threads for a larger one, and
+they would be in the model's way (SMP_THRESHOLD_MIN * GEMM_MULTITHREAD_THRESHOLD in its sources)."""
+
+
+class _DeferredTensors:
+    """Keys and values that wait to be read; they count as long as somebody holds this.
+
+    Models may decode in several threads.
+    """
+
+    _all: ClassVar[WeakSet[_DeferredTensors]] = WeakSet()
+    _lock: ClassVar[Lock] = Lock()
+
+    def __init__(self, tensors: tuple[Tensor, ...], n_bytes: int) -> None:
+        self.tensors, self.n_bytes = tensors, n_bytes
+        with self._lock:
+            self._all.add(self)
+
+    @classmethod
+    def has_room(cls, n_bytes: int) -> bool:
+        """Say whether so much more may wait."""
+        with cls._lock:
+            return n_bytes + sum(held.n_bytes for held in cls._all) <= MAX_DEFERRED_BYTES
+
+    def were_modified(self) -> bool:
+        """Say whether one of them is not what it was."""
+        return any(tensor._version for tensor in self.tensors)
+
+
+def _defer_tensors(refs: Sequence[AttentionCall]) -> _DeferredTensors | None:
+    """Return keys and values if they may be read later: small, in memory that nobody writes to.
+
+    A cache that grows by copies leaves the tensors of a step alone; one that is filled in place has
+    written to them, which their version tells. Under inference mode a tensor has none.
+    """
+    first = refs[0]
+    group = first.query.shape[1] // first.key.shape[1]
+    if first.key[0, 0].numel() * group > MAX_DEFERRED_PRODUCT or first.key.device.type != "cpu":
+        return None
+    tensors = tuple(tensor for ref in refs for tensor in (ref.key, ref.value))
+    if any(t.is_inference() or t._version or t.dtype is not torch.float32 for t in tensors):
+        return None
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
+    return _DeferredTensors(tensors, n_bytes) if _DeferredTensors.has_room(n_bytes) else None
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float32 else tensor.float()
+
+
+def _queries(refs: Sequence[AttentionCall]) -> Tensor:
+    """Return the newest rows' queries, float32 (layers, kv heads, group, D), scale applied.
+
+    Those of batch 0, as everything that is recorded of an attention call. The calls share head
+    counts and lengths.
+    """
+    first = refs[0]
+    kv_heads, head_dim = first.key.shape[1], first.key.shape[3]
+    scale = first.scale if first.scale is not None else head_dim**-0.5
+    if first.query.shape[2] == first.query.shape[0] == 1:
+        queries = torch.cat([ref.query for ref in refs]).float() * scale
+    else:
+        queries = torch.stack([ref.query[0, :, -1] for ref in refs]).float() * scale
+    return queries.view(len(refs), kv_heads, -1, head_dim)
+
+
+def _outputs(refs: Sequence[AttentionCall]) -> Tensor:
+    """Return the newest rows' outputs, float32 (layers, q heads, D)."""
+    if refs[0].output.shape[0] == refs[0].output.shape[1] == 1:
+        return torch.cat([ref.output[0] for ref in refs]).float()
+    return torch.stack([ref.output[0, -1] for ref in refs]).float()
+
+
+def _recompute_outputs(
+    plan: _GroupPlan, scores: Tensor, closed: Tensor, bias: Tensor | None, values: Sequence[Tensor]
+) -> Tensor:
+    """Return the rows' outputs as the scores make them, (layers, q heads, D), NaN without a key.
+
+    Here, and not with all else that follows from the scores, as values may not wait.
+    """
+    scores = capped(torch, scores, plan.softcap)
+    if bias is not None:
+        scores = shift_lowest_rows(torch, scores + bias, closed)
+    weights = torch.softmax(mask_scores(torch, scores, closed, -math.inf), -1)
+    return cast(Tensor, layer_products(torch, grouped(weights, values), values))
+
+
+def _reduce_deferred(plan: _GroupPlan, xp: Any, queries: Any, *inputs: Any) -> dict[str, Any]:
+    """Make scores and return what `_of_scores` does, or that the rows are lost.
+
+    `queries` (layers, kv heads, group, D); `inputs` are those of `_of_scores`, with one key
+    (kv heads, keys, D) per layer after the LSE or the outputs. Keys are read where they are, one
+    batched product per layer, as copying them would cost more than the products.
+
+    They are when what had to stay as it was has been written to meanwhile.
+    """
+    before, after = 4 if plan.has_bias else 3, len(queries)
+    keys, rest = inputs[before : before + after], (*inputs[:before], *inputs[before + after :])
+    out = _reduce_scores(plan, xp, attention_scores(xp, queries, keys), *rest)
+    if plan.deferred is not None and plan.deferred.were_modified():
+        return {f"{_LOST_PREFIX}{plan.suffix}": xp.ones(())}
+    return out
+
+
+def _reduce_scores(
+    plan: _GroupPlan, xp: Any, scores: Any, closed: Any, inside: Any, *rest: Any
+) -> dict[str, Any]:
+    """Return mass (layers, heads, segments), lse and entropy (layers, heads), gate (layers).
+
+    `scores` (layers, q heads, keys), `closed` broadcastable to one layer of them, `inside` as
+    `SegmentAttentionReducer` makes it; `rest` is the bias if the plan has one, then lse (layers, q heads), or
+    outputs (layers, q heads, D) and what they are to be compared with: those that were made of the
+    scores, or one value (kv heads, keys, D) per layer to make them of. `xp` is torch or numpy.
+    """
+    parts = list(rest)
+    bias = parts.pop(0) if plan.has_bias else None
+    told, *others = parts
+    scores = capped(xp, scores, plan.softcap)
+    if bias is not None:
+        scores = shift_lowest_rows(xp, scores + bias, closed)
+    seen = mask_scores(xp, scores, closed, -math.inf)
+    lse, weights = softmax_weights(xp, seen, told if plan.has_lse else None)
+    sees = lse > -math.inf
+    shift = xp.where(sees, lse, xp.zeros_like(lse))
+    total = xp.sum(weights, axis=-1)
+    spread = xp.sum(weights * mask_scores(xp, scores, closed, 0.0), axis=-1)
+    # With w = exp(s - lse) the entropy in nats is lse * sum w - sum(w * s). The mass is one
+    # product: running sums between borders take five times as long.
+    out = {"mass": xp.matmul(weights, inside), "lse": lse, "entropy": shift * total - spread}
+    if plan.has_lse:
+        out["gate"] = xp.amax(xp.abs(total - xp.where(sees, 1.0, 0.0)), axis=-1)
+    else:
+        made = (
+            others[0]
+            if plan.deferred is None
+            else layer_products(xp, grouped(weights, others), others)
+        )
+        out["gate"] = output_error(xp, xp.where(sees[..., None], made, 0.0), told)
+    return {f"{_ATTENTION_PREFIX}{name}{plan.suffix}": value for name, value in out.items()}
+
+
+def attention_scores(xp: Any, queries: Any, keys: Sequence[Any]) -> Any:
+    """Return queries (layers, kv heads, group, D) @ keys, as (layers, q heads, keys).
+
+    In torch the keys come first: that takes two thirds of the time.
+    """
+    if xp is np:
+        return layer_products(xp, queries, [xp.swapaxes(key, -1, -2) for key in keys])
+    turned = [torch.bmm(key, row) for key, row in zip(keys, queries.mT.unbind(0), strict=True)]
+    return torch.stack(turned).mT.reshape(len(turned), -1, turned[0].shape[1])
+
+
+def grouped(weights: Any, values: Sequence[Any]) -> Any:
+    """Return weights (layers, q heads, keys) as (layers, kv heads, group, keys)."""
+    return weights.reshape(len(weights), len(values[0]), -1, weights.shape[-1])
+
+
+def layer_products(xp: Any, left: Any, right: Sequence[Any]) -> Any:
+    """Return left @ right layer by layer, (layers, kv heads, group, n) as (layers, q heads, n)."""
+    multiply = np.matmul if xp is np else torch.bmm  # torch's own matmul takes a third longer
+    found = xp.stack([multiply(one, other) for one, other in zip(left, right, strict=True)])
+    return found.reshape(len(found), -1, found.shape[-1])
+
+
+def capped(xp: Any, scores: Any, cap: float | None) -> Any:
+    """Return scores under a soft cap: cap * tanh(scores / cap)."""
+    return cap * xp.tanh(scores / cap) if cap else scores
+
+
+def mask_scores(xp: Any, scores: Any, closed: Any, value: float) -> Any:
+    """Return scores with `value` in closed cells."""
+    # Most decode rows close nothing; on an accelerator nobody waits to know.
+    if (xp is np or closed.device.type == "cpu") and not closed.any():
+        return scores
+    return xp.where(closed, xp.full_like(scores, value), scores)
+
+
+def shift_lowest_rows(xp: Any, scores: Any, closed: Any) -> Any:
+    """Return scores with rows that lie at the lowest float moved to 0, where exp tells them apart.
+
+    Softmax gives the same for them; a row without any open key stays as it is.
+    """
+    top = xp.amax(mask_scores(xp, scores, closed, -math.inf), axis=-1)[..., None]
+    is_low = (top < LOWEST / 2) & (top > -math.inf)
+    return xp.where(is_low, scores - top, scores)
+
+
+LOWEST = float(np.finfo(np.float32).min)
+
+
+def softmax_weights(xp: Any, seen: Any, lse: Any) -> tuple[Any, Any]:
+    """Return the LSE, computed unless given, and exp(score - LSE).
+
+    A row that sees nothing has LSE -inf and no weights.
+    """
+    base = xp.amax(seen, axis=-1) if lse is None else lse
+    base = xp.where(base > -math.inf, base, xp.zeros_like(base))
+    weights = xp.exp(seen - base[..., None])
+    if lse is not None:
+        return lse, weights
+    total = xp.sum(weights, axis=-1)
+    weights /= xp.where(total > 0, total, xp.ones_like(total))[..., None]
+    return base + xp.log(total), weights
+
+
+def segment_membership(n_keys: int, borders: Tensor) -> Tensor:
+    """Return float32 (keys, segments), 1 where a key lies in a segment; segments end at borders."""
+    places = torch.arange(n_keys, device=borders.device)[:, None]
+    return ((places >= borders[:-1]) & (places < borders[1:])).float()
+
+
+def output_error(xp: Any, recomputed: Any, output: Any) -> Any:
+    """Return the gate (layers): the largest error of a row's output, relative to its largest."""
+    shape = (len(recomputed), -1)
+    largest = xp.amax(xp.abs(output).reshape(shape), -1)
+    error = xp.amax(xp.abs(recomputed - output.reshape(recomputed.shape)).reshape(shape), -1)
+    return error / xp.clip(largest, 1e-6, None)

@@ -1,0 +1,281 @@
+"""The distribution that chose the token: top-k, entropy, margin, rank, histogram."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexinspect.records.step import UNKNOWN, Array, ArrayRecord, Candidate, LogitsRecord
+from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.hook import CaptureContext, Remove, StepDraft
+from flexinspect_hooks.capture.step_clock import StepContext
+
+TOP_K = 10
+LOGITS_ARRAY = "logits.row"
+"""The stream of all logits of a step, at level extreme: branches are compared by them."""
+
+BINS = 64
+
+
+class LogitsHook:
+    """Reduces the newest row of the logits; at level basic without the histogram."""
+
+    name = "logits"
+
+    def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Nothing to install: the root forward's output is on the step."""
+        self._text_of = context.text_of
+        self._reducer = _RowReducer()
+        return ()
+
+    def begin(self, context: CaptureContext) -> None:
+        """Nothing to prepare per generation."""
+
+    def open(self, step: StepContext) -> None:
+        """Nothing to prepare per step."""
+
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> bool:
+        """Send the row to the writer thread (CPU), or reduce it where it is and send numbers.
+
+        On CPU the row needs no copy, and the same few operations cost a quarter of the time when
+        the writer thread runs them for several steps in a row (see `recorder.LINGER_S`).
+        """
+        if step.logits is None:
+            return False
+        for name, row in (("logits", step.logits), ("scores", step.scores)):
+            if row is None:
+                continue
+            if row.device.type == "cpu":
+                buffer.put(f"{name}.all", row.float())
+            else:
+                _reduce_on_device(name, row.float(), step.token_id, buffer)
+        if step.level == "extreme":
+            buffer.put(LOGITS_ARRAY, step.logits.float())
+        return True
+
+    def record(self, step: StepContext, kept: bool, values: Values, draft: StepDraft) -> None:
+        """Write the step's `LogitsRecord`."""
+        if not kept:
+            return
+        row = self._reduced("logits", values, step.token_id)
+        chosen = _find_chosen(step, row, values)
+        histogram = self._reducer.histogram(row) if step.level != "basic" else (0.0, 0.0, ())
+        draft.logits = LogitsRecord(
+            entropy=row.entropy,
+            margin=row.top[0] - row.top[1] if len(row.top) > 1 else 0.0,
+            chosen_id=chosen.token_id,
+            chosen_rank=chosen.rank,
+            chosen_logprob=chosen.logit - row.lse,
+            n_nan=row.n_nan,
+            n_inf=row.n_inf,
+            histogram_min=histogram[0],
+            histogram_max=histogram[1],
+            histogram=histogram[2],
+            candidates=self._candidates(row, values, step),
+        )
+        if LOGITS_ARRAY in values:
+            draft.arrays.append(ArrayRecord(LOGITS_ARRAY, values[LOGITS_ARRAY]))
+
+    def _reduced(self, name: str, values: Values, chosen: int | None) -> _ReducedLogits:
+        here = values.get(f"{name}.all")
+        return _from_device(values) if here is None else self._reducer.reduce(here, chosen)
+
+    def _candidates(
+        self, row: _ReducedLogits, values: Values, step: StepContext
+    ) -> tuple[Candidate, ...]:
+        scores, score_lse = row.top, row.lse
+        if not step.is_scored:
+            scores = [math.nan] * len(row.top)
+        elif "scores.all" in values:
+            other = self._reduced("scores", values, None)
+            scores, score_lse = values["scores.all"][row.ids].tolist(), other.lse
+        elif "scores.top" in values:
+            scores, score_lse = values["scores.top"].tolist(), float(values["scores.lse"])
+        return tuple(
+            Candidate(rank, i, self._text_of(i), logit, logit - row.lse, score, score - score_lse)
+            for rank, (i, logit, score) in enumerate(zip(row.ids, row.top, scores, strict=True))
+        )
+
+
+@dataclass(slots=True)
+class _ReducedLogits:
+    """A distribution reduced: natural logarithms, `top` and `ids` from the best down.
+
+    `values` is the row itself on CPU; `low`, `high` and `counts` were made on the device elsewhere.
+    """
+
+    lse: float
+    entropy: float
+    top: list[float]
+    ids: list[int]
+    chosen: float
+    rank: int
+    n_nan: int
+    n_inf: int
+    low: float = 0.0
+    high: float = 0.0
+    counts: tuple[int, ...] | None = None
+    values: Array | None = None
+
+
+class _ChosenLogit(NamedTuple):
+    """The chosen token among the logits; `UNKNOWN`, -1 and NaN when nobody saw what was chosen."""
+
+    token_id: int = UNKNOWN
+    rank: int = -1
+    logit: float = math.nan
+
+
+def _find_chosen(step: StepContext, row: _ReducedLogits, values: Values) -> _ChosenLogit:
+    if step.token_id is None:
+        return _ChosenLogit()
+    if "logits.chosen" in values:
+        logit, rank = values["logits.chosen"].tolist()
+        return _ChosenLogit(step.token_id, int(rank), logit)
+    return _ChosenLogit(step.token_id, row.rank, row.chosen)
+
+
+def reduce_chosen(row: Tensor, chosen: Tensor, buffer: StepBuffer) -> None:
+    """Reduce where a token stands in its row (V,), once it is known: `chosen` is its id, (1,).
+
+    For rows on an accelerator that were reduced before; nothing waits for the device.
+    """
+    mine = row.float().index_select(0, chosen.to(row.device))
+    rank = torch.count_nonzero(row.float() > mine).float()
+    buffer.put("logits.chosen", torch.stack((mine[0], rank)))
+
+
+class _RowReducer:
+    """Reduces float32 rows (V,) in numpy, in scratch memory that is kept.
+
+    A row of a real vocabulary is past the size from which every temporary array is mapped and
+    unmapped anew, which costs more than the arithmetic. Used by the writer thread alone.
+    """
+
+    def __init__(self) -> None:
+        self._scratch = np.empty(0, np.float32)
+
+    def reduce(self, row: Array, chosen: int | None) -> _ReducedLogits:
+        """Reduce a row.
+
+        With p = exp(logit - max) the log-sum-exp is max + log(sum p) and the entropy in nats is
+        lse - sum(p * logit) / sum p: one exponential serves both (Shannon 1948).
+        """
+        ids, top = _top_k(row)
+        high = top[0]
+        with np.errstate(invalid="ignore"):
+            p = np.subtract(row, np.float32(high), out=self._scratch_of(row.size))
+            np.exp(p, out=p)
+            total = float(p.sum())
+            weighted = float(np.dot(p, row))
+            sick = not np.isfinite(weighted)
+            if sick:
+                weighted = float(np.nan_to_num(p * row, nan=0.0).sum())
+        lse = high + math.log(total) if total > 0 else math.nan
+        mine = high if chosen is None else float(row[chosen])
+        return _ReducedLogits(
+            lse=lse,
+            entropy=lse - weighted / total if total > 0 else math.nan,
+            top=top,
+            ids=ids,
+            chosen=mine,
+            rank=0 if mine == high else int(np.count_nonzero(row > np.float32(mine))),
+            n_nan=int(np.isnan(row).sum()) if sick else 0,
+            n_inf=int(np.isinf(row).sum()) if sick else 0,
+            values=row,
+        )
+
+    def histogram(self, row: _ReducedLogits) -> tuple[float, float, tuple[int, ...]]:
+        """Return (lowest, highest, counts in equal bins); no counts where they are not finite."""
+        if row.counts is not None:
+            return row.low, row.high, row.counts
+        assert row.values is not None
+        low, high = float(row.values.min()), row.top[0]
+        if not math.isfinite(high - low):
+            return low, high, ()
+        scaled = np.subtract(row.values, np.float32(low), out=self._scratch_of(row.values.size))
+        np.multiply(scaled, np.float32(BINS / max(high - low, 1e-30)), out=scaled)
+        index = np.minimum(scaled, BINS - 1, out=scaled).astype(np.uint8)
+        return low, high, tuple(np.bincount(index, minlength=BINS).tolist())
+
+    def _scratch_of(self, size: int) -> Array:
+        if self._scratch.size != size:
+            self._scratch = np.empty(size, np.float32)
+        return self._scratch
+
+
+_GROUP_SIZE = 64
+
+
+def _top_k(row: Array) -> tuple[list[int], list[float]]:
+    """Return ids and values of the k best, best first, ties by id; a NaN comes before all.
+
+    The k-th largest of the maxima of groups is no larger than the k-th largest value, so only
+    values from there on need sorting: a handful.
+    """
+    k = min(TOP_K, row.size)
+    whole = row.size - row.size % _GROUP_SIZE
+    bests = row[:whole].reshape(_GROUP_SIZE, -1).max(axis=0)  # columns: ten times faster than rows
+    if bests.size < 2 * k or bests[-1] != bests[-1] or not np.isfinite(bests.max()):
+        candidates = np.arange(row.size)
+    else:
+        bar = np.partition(bests, bests.size - k)[bests.size - k]
+        candidates = np.flatnonzero(row >= bar)
+    values = row[candidates]
+    order = np.lexsort((candidates, -values, ~np.isnan(values)))[:k]
+    return candidates[order].tolist(), values[order].tolist()
+
+
+def _reduce_on_device(name: str, row: Tensor, chosen: int | None, buffer: StepBuffer) -> None:
+    """Reduce a row (V,) where it is, without waiting for the device."""
+    top, ids = torch.topk(row, min(TOP_K, row.numel()))
+    p = torch.exp(row - top[0])
+    total = p.sum()
+    lse = top[0] + torch.log(total)
+    if name == "scores":
+        # The candidates are those of the logits; a processor may have closed some of them.
+        ids = buffer.tensor("logits.ids")
+        buffer.put("scores.top", row[ids])
+        buffer.put("scores.lse", lse)
+        return
+    weighted = torch.nan_to_num(p * row, nan=0.0, posinf=0.0, neginf=0.0).sum()
+    # By a number of the host: indexing with a 0-dim tensor would wait for the device.
+    mine = top[0] if chosen is None else row[chosen]
+    low, high = torch.aminmax(row)
+    counted = (torch.count_nonzero(row > mine), torch.isnan(row).sum(), torch.isinf(row).sum())
+    numbers = (lse, lse - weighted / total, mine, low, high, *counted)
+    buffer.put("logits.top", top)
+    buffer.put("logits.ids", ids)
+    buffer.put("logits.scalars", torch.stack([number.float() for number in numbers]))
+    buffer.put("logits.histogram", _device_histogram(row, low, high))
+
+
+def _device_histogram(row: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    span = torch.clamp(high - low, min=1e-30)
+    index = torch.clamp(torch.nan_to_num((row - low) * (BINS / span)).long(), 0, BINS - 1)
+    counts = torch.zeros(BINS, dtype=torch.int64, device=row.device)
+    # Not bincount, which waits for the device to learn its length.
+    return counts.scatter_add_(0, index, torch.ones_like(index))
+
+
+def _from_device(values: Values) -> _ReducedLogits:
+    lse, entropy, mine, low, high, rank, n_nan, n_inf = values["logits.scalars"].tolist()
+    return _ReducedLogits(
+        lse=lse,
+        entropy=entropy,
+        top=values["logits.top"].tolist(),
+        ids=values["logits.ids"].tolist(),
+        chosen=mine,
+        rank=int(rank),
+        n_nan=int(n_nan),
+        n_inf=int(n_inf),
+        low=low,
+        high=high,
+        counts=tuple(values["logits.histogram"].tolist()) if math.isfinite(high - low) else (),
+    )

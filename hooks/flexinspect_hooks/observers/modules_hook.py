@@ -1,0 +1,148 @@
+"""Statistics of every decoder layer's output: NaN, Inf, min, max, mean, std, norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records.step import LayerStatRecord
+from flexinspect_hooks.capture.buffer import StepBuffer, Values
+from flexinspect_hooks.capture.hook import (
+    CaptureContext,
+    Remove,
+    StepDraft,
+    put_activation,
+    record_activations,
+)
+from flexinspect_hooks.capture.step_clock import StepContext
+
+
+class ModuleHook:
+    """Keeps each decoder layer's output during the forward and reduces them together.
+
+    At level basic only layers with a NaN or Inf are recorded, once the logits show one; from
+    advanced on all of them. At extreme the rows of the chosen layers are stored as stream "hidden".
+    """
+
+    name = "modules"
+
+    def install(self, context: CaptureContext) -> Iterable[Remove]:
+        """Put one forward hook on each decoder layer."""
+        self._context = context
+        self._outputs: list[tuple[int, Tensor]] = []
+        self._names = {layer: name for layer, (name, _) in context.blocks.items()}
+        return [
+            module.register_forward_hook(self._make_output_hook(layer)).remove
+            for layer, (_, module) in context.blocks.items()
+        ]
+
+    def _make_output_hook(self, layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        context, outputs = self._context, self._outputs
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            # A graph must not hold anything of ours: more outputs may change what it computes.
+            if not torch.compiler.is_compiling() and context.is_open:
+                outputs.append((layer, output if isinstance(output, Tensor) else output[0]))
+
+        return keep
+
+    def begin(self, context: CaptureContext) -> None:
+        """Nothing to prepare per generation."""
+
+    def open(self, step: StepContext) -> None:
+        """Forget what an aborted step may have left."""
+        self._outputs.clear()
+
+    def reduce(self, step: StepContext, buffer: StepBuffer) -> list[int]:
+        """Reduce the outputs (batch, rows, hidden) of all layers in one pass over their stack."""
+        kept = list(self._outputs)
+        self._outputs.clear()
+        if not kept:
+            return []
+        on_cpu = kept[0][1].device.type == "cpu"
+        if step.level == "basic" and on_cpu and _is_best_logit_finite(step):
+            return []
+        rows = [output[0] for _, output in kept]
+        if step.q_len == 1:
+            stack = torch.stack(rows).flatten(1).float()
+            buffer.defer(partial(_statistics, on_cpu, 1), stack)
+        else:
+            # A prompt is reduced layer by layer: a float32 stack of it may not fit in memory.
+            each = [_statistics(on_cpu, len(r), torch, r.reshape(1, -1).float()) for r in rows]
+            buffer.put("modules.stats", torch.cat([stats["modules.stats"] for stats in each]))
+        if step.level == "extreme":
+            for layer, output in kept:
+                if layer in self._context.layers:
+                    put_activation(buffer, f"hidden.{layer}", output[0])
+        return [layer for layer, _ in kept]
+
+    def record(self, step: StepContext, kept: list[int], values: Values, draft: StepDraft) -> None:
+        """Write one `LayerStatRecord` per layer (at basic: per sick layer)."""
+        if not kept:
+            return
+        stats = values["modules.stats"]
+        if step.level == "basic" and not stats[:, 6].any():
+            return
+        for layer, row in zip(kept, stats.tolist(), strict=True):
+            if step.level == "basic" and row[6] == 0:
+                continue
+            draft.layer_stats.append(_layer_stat_record(layer, self._names[layer], row))
+        if step.level == "extreme":
+            record_activations(values, ("hidden",), draft)
+
+
+def _is_best_logit_finite(step: StepContext) -> bool:
+    """Say whether the chosen logit is finite: NaN and +Inf are what argmax picks first.
+
+    A sick layer reaches the newest row's logits, as NaN and Inf survive norms and sums. Looking at
+    one number on CPU costs nothing; on an accelerator it would wait for the device, and the full
+    statistics cost less than that.
+    """
+    if step.logits is None:
+        return False
+    best = step.logits.max() if step.token_id is None else step.logits[step.token_id]
+    return math.isfinite(float(best))
+
+
+def _statistics(on_cpu: bool, n_rows: int, xp: Any, rows: Any) -> dict[str, Any]:
+    """Return (layers, 8): min, max, mean, std, norm, NaN count, count of not finite, first bad row.
+
+    `rows` is float32 (layers, values), a layer's values those of `n_rows` rows; `xp` is torch or
+    numpy. std is that of the population, from norm and mean: fast reductions instead of a slow one,
+    with an error of about 1e-7 * norm². NaN and Inf show in min and max; they are looked for when
+    there are any, or always where looking would wait for the device.
+    """
+    n_values = rows.shape[1]
+    low, high = xp.amin(rows, axis=1), xp.amax(rows, axis=1)
+    mean, norm = xp.mean(rows, axis=1), xp.linalg.norm(rows, axis=1)
+    std = xp.sqrt(xp.clip(norm * norm / n_values - mean * mean, 0, None))
+    n_nan = n_bad = first = xp.zeros_like(mean)
+    if not (on_cpu and bool(xp.isfinite(high - low).all())):
+        one = xp.ones_like(mean)
+        n_nan = xp.sum(xp.isnan(rows), axis=1) * one
+        finite = xp.isfinite(rows)
+        n_bad = (n_values - xp.sum(finite, axis=1)) * one
+        is_bad = ~finite.reshape(len(rows), n_rows, -1).all(-1)
+        first = xp.argmax(is_bad * 1, axis=1) * one
+    return {"modules.stats": xp.stack((low, high, mean, std, norm, n_nan, n_bad, first), 1)}
+
+
+def _layer_stat_record(layer: int, name: str, row: list[float]) -> LayerStatRecord:
+    low, high, mean, std, norm, n_nan, n_bad, first = row
+    return LayerStatRecord(
+        layer=layer,
+        module=name,
+        n_nan=int(n_nan),
+        n_inf=int(n_bad - n_nan),
+        min=low,
+        max=high,
+        mean=mean,
+        std=std,
+        norm=norm,
+        bad_row=int(first) if n_bad else None,
+    )

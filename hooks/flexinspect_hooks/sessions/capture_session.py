@@ -1,0 +1,581 @@
+"""A capture session: installs hooks on one model, owns every handle, and removes them all.
+
+The root forward opens a step; when the step's token is known it is reduced once and handed to the
+writer thread. A hook that raises is recorded as an event and switched off; the user's forward goes
+on. Leaving the session leaves no handle, patch or thread behind.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.control.messages import StepRef
+from flexinspect.core.errors import ControlError, UsageError
+from flexinspect.records.job import parse_layers
+from flexinspect.records.prompt import Segment
+from flexinspect.records.step import (
+    LEVELS,
+    BranchRecord,
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    TokenRecord,
+)
+from flexinspect.rules.engine import Rule, RuleRunner
+from flexinspect_hooks.breakpoints.forward_hooks import ModelBreakpoints
+from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator
+from flexinspect_hooks.capture.buffer import StepBuffer, side_stream
+from flexinspect_hooks.capture.compile_counter import GraphCount
+from flexinspect_hooks.capture.hook import (
+    CaptureContext,
+    Hook,
+    Remove,
+    built_in_hooks,
+    built_in_rules,
+)
+from flexinspect_hooks.capture.model_layers import attention_layers, decoder_blocks
+from flexinspect_hooks.capture.recorder import FinishedStep, Recorder, Sink
+from flexinspect_hooks.capture.step_clock import StepClock, StepContext, off_cpu_s
+from flexinspect_hooks.control.step_barrier import StepBarrier
+from flexinspect_hooks.interpreter.threads import available_cores
+
+
+class BranchingSession:
+    """What an engine says to its session when it goes back, or elsewhere."""
+
+    recorder: Recorder
+    place: StepRef
+    _rule_runner: RuleRunner
+    _clock: StepClock
+    _step: StepContext | None
+    _breaks: ModelBreakpoints | None
+    _is_paused = False
+
+    def begin_branch(self, record: BranchRecord, generation: GenerationRecord) -> None:
+        """Start a branch; `beginning` is the generation as it is there: its mask, its tokens.
+
+        Say with `stand` which branch and step a forward belongs to.
+        """
+        self.recorder.begin_branch(record, generation, self._rule_runner.for_branch(record.branch))
+
+    def set_next_step(self, branch: int, step: int) -> None:
+        """Say which step of the generation the next forward is."""
+        self._clock.branch, self._clock.next_step = branch, step
+        self.place = StepRef(self._clock.generation, branch, step - 1)
+
+    def move_step(self, branch: int) -> None:
+        """Say that the step that is open belongs to another branch."""
+        step = self._step
+        if step is None or step.branch == branch:
+            return
+        if self._breaks is not None:
+            self._breaks.move_step(step, branch)
+        step.branch = branch
+
+    def drop_step(self, branch: int) -> None:
+        """Let go of the step that is open: `branch` holds it in the trace already.
+
+        Breakpoints are judged on it once more, as whoever went back wants to stop there.
+        """
+        step, breaks, trace = self._step, self._breaks, self.recorder.path
+        if step is not None and breaks is not None and breaks.is_active and trace is not None:
+            self.recorder.put(partial(breaks.evaluate_again, trace, step, branch))
+        self._abandon()
+
+    @contextmanager
+    def no_capture(self) -> Iterator[None]:
+        """While entered, forwards are nobody's steps: nothing is captured."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _abandon(self) -> None:
+        raise NotImplementedError
+
+
+_entered: list[CaptureSession] = []
+"""Sessions that have hooks somewhere, in the order in which they were entered."""
+
+
+class CaptureSession(BranchingSession):
+    """While entered, records every root forward of `model` into `sink`.
+
+    `level` is one of basic, advanced, extreme and may be changed between steps. `layers` are the
+    layers whose activations are stored at extreme (None: all). `text_of` decodes one token id.
+    `copy_logits` copies each step's row of logits, as loops may divide it in place before it is
+    recorded; a loop that never does so need not pay for it. `hooks` and `rules` are the registered
+    ones unless given. A `recorder` that is given has been started and serves other sessions too.
+    `are_loose` says that its generations are calls outside of a model. The session never keeps its
+    model alive.
+
+    Raises `UsageError` for an unknown level.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sink: Sink,
+        *,
+        level: str = "advanced",
+        layers: Sequence[int] | None = None,
+        text_of: Callable[[int], str] = str,
+        hooks: Sequence[Hook] | None = None,
+        rules: Sequence[Rule] | None = None,
+        copy_logits: bool = True,
+        recorder: Recorder | None = None,
+        are_standalone: bool = False,
+    ) -> None:
+        self._are_standalone = are_standalone
+        self._copy_logits = copy_logits
+        self.level = check_level(level)
+        self.recorder = Recorder(sink) if recorder is None else recorder
+        self._shares_recorder = recorder is not None
+        self._rules, self._rule_runner = rules, RuleRunner()
+        self.recorder.hook_errors.append(self._hook_failed)
+        self._model_ref = weakref.ref(model)
+        self._is_over = False
+        self._hooks: list[Hook] = list(hooks) if hooks is not None else []
+        self._use_built_in = hooks is None
+        self._removes: list[tuple[Hook | None, Remove]] = []
+        self._clock = StepClock()
+        self._graphs = GraphCount()
+        self._step: StepContext | None = None
+        first = next(model.parameters(), None)
+        self._device = torch.device("cpu") if first is None else first.device
+        self._stream = side_stream(self._device)
+        layer_of = attention_layers(model)
+        self.context = CaptureContext(
+            model=model,
+            device=self._device,
+            layer_of=layer_of,
+            blocks=decoder_blocks(model, layer_of),
+            layers=tuple(sorted(set(layer_of.values()))) if layers is None else tuple(layers),
+            text_of=text_of,
+            record_event=lambda kind, text, facts: self._event(kind, text, self._step, facts),
+        )
+        self._segments: tuple[Segment, ...] = ()
+        self.barrier: StepBarrier | None = None
+        self.place = StepRef()
+        """The last step that is finished."""
+        self._switch = PendingLevels()
+        self._breaks: ModelBreakpoints | None = None
+        self.capture_s = self.total_s = self.waited_s = 0.0
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._model_ref()
+        assert model is not None, "the model is gone"
+        return model
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def __enter__(self) -> CaptureSession:
+        failed: dict[str, str] = {}
+        if self._use_built_in:
+            found, failed = built_in_hooks()
+            own_code = self.context.sees_kernels
+            self._hooks = [h for h in found if own_code or not getattr(h, "own_code_only", False)]
+        rules, off = built_in_rules() if self._rules is None else (self._rules, {})
+        self._rule_runner = RuleRunner(rules, is_standalone=self._are_standalone)
+        self.recorder.has_core = not self.cores_are_taken()
+        if not self._shares_recorder:
+            self.recorder.start()
+        for name, sentence in failed.items():
+            self._event("hook-off", f"{name}: {sentence}")
+        for name, sentence in off.items():
+            self._event("rule-off", f"{name}: {sentence}")
+        model = self._model
+        _entered.append(self)
+        for hook in list(self._hooks):
+            self._guard(hook, self._install, hook)
+        self._removes += [
+            (
+                None,
+                model.register_forward_pre_hook(self._on_forward_start, with_kwargs=True).remove,
+            ),
+            (None, model.register_forward_hook(self._on_forward_end).remove),
+        ]
+        self._release_model()
+        return self
+
+    def _release_model(self) -> None:
+        """Hold the model loosely from here on: what was installed may outlive it."""
+        context, loose = self.context, weakref.proxy
+        context.model = cast(nn.Module, loose(context.model))
+        context.blocks = {
+            layer: (name, cast(nn.Module, loose(block)))
+            for layer, (name, block) in context.blocks.items()
+        }
+
+    def _install(self, hook: Hook) -> None:
+        for remove in hook.install(self.context):
+            self._removes.append((hook, remove))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._abandon()
+        # The writer thread first: what it still has to record may use what a hook holds open.
+        if self._shares_recorder:
+            self.recorder.drain()
+        else:
+            self.recorder.stop()
+        self.recorder.hook_errors.remove(self._hook_failed)
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Take out what was installed.
+
+        Hooks of several sessions lie over each other in one place, so they go in reverse order:
+        those of a session that ends before a later one wait for it, and see no step any more.
+        """
+        if self._breaks is not None:
+            self._breaks.remove()
+        own = [remove for owner, remove in self._removes if owner is None]
+        self._removes = [pair for pair in self._removes if pair[0] is not None]
+        while own:
+            own.pop()()
+        self._is_over = True
+        while _entered and _entered[-1]._is_over:
+            last = _entered.pop()
+            while last._removes:
+                last._removes.pop()[1]()
+
+    def break_on(self, breaking: BreakpointEvaluator) -> None:
+        """Judge these breakpoints: while a forward runs, and when its step is written."""
+        self._breaks = ModelBreakpoints(breaking, self.context, self.recorder.drain)
+        self.recorder.judge = breaking
+
+    def pass_breakpoints(self) -> None:
+        """Let breakpoints stop that the last step met. Raises `KeyboardInterrupt` to end it."""
+        if self._breaks is not None and self._breaks.is_active:
+            self._breaks.deliver_hits()
+            pass_barrier(self.barrier, self.place)
+
+    # -- a generation ----------------------------------------------------------------------------
+
+    def begin_generation(self, record: GenerationRecord) -> None:
+        """Start a generation; its segments give meaning to positions.
+
+        Returns once the prompt is in the trace, so that it is there whatever the prefill does.
+        """
+        self._clock.begin(record.generation)
+        self.place = StepRef(record.generation)
+        self.context.segments = self._segments = record.segments
+        self.recorder.begin_generation(record, self._rule_runner)
+        for hook in list(self._hooks):
+            self._guard(hook, hook.begin, self.context)
+        self.recorder.drain()
+
+    def end_generation(self, record: GenerationEnd) -> None:
+        """End a generation or a branch, dropping a step whose token was never chosen."""
+        self._abandon()
+        self.recorder.put(record)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _on_forward_start(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._is_paused or torch.compiler.is_compiling():  # a graph as a whole is not seen
+            return
+        pass_barrier(self.barrier, self.place)
+        started = time.perf_counter()
+        self._abandon()
+        self._remove_switched_off()
+        try:
+            step = self._clock.open(args, kwargs, self.level)
+        except Exception as error:
+            # Whatever was passed, the user's forward goes on; this step is not recorded.
+            self._event("step-unread", f"A step was not recorded: {type(error).__name__}: {error}")
+            return
+        step.arguments = kwargs
+        self._begin_step(step)
+        step.capture_s += time.perf_counter() - started
+
+    def switch(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
+        """Record at another level, or store other layers, from the next step on. From any thread.
+
+        Raises `UsageError` for an unknown level.
+        """
+        self._switch.request(level=check_level(level) if level else None, layers=layers)
+
+    def _begin_step(self, step: StepContext) -> None:
+        self.level = self._switch.apply(step, self.context)
+        for hook in list(self._hooks):
+            self._guard(hook, hook.open, step)
+        if self._breaks is not None:
+            self._breaks.on_step_start(step)
+        step.arguments = {}  # a forward that fails must not leave a cache alive
+        self._step, self.context.is_open = step, True
+        step.off_cpu_before = off_cpu_s()
+
+    def _on_forward_end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.context.is_open = False
+        if self._step is not None:
+            self.waited_s += off_cpu_s() - self._step.off_cpu_before
+            logits = getattr(output, "logits", None)
+            if isinstance(logits, Tensor) and logits.dim() == 3:
+                row = logits[0, -1].detach()
+                self._step.logits = row.clone() if self._copy_logits else row
+
+    def on_token_chosen(
+        self, token: TokenRecord, chosen: Tensor, scores: Tensor | None = None
+    ) -> None:
+        """Close the step: `chosen` (0-dim) is the token's id, `scores` (V,) what it was drawn from.
+
+        Call it once the token is known to the host, so that the step's wall time is complete.
+        """
+        step = self._step
+        if step is None:
+            return
+        started = time.perf_counter()
+        step.wall_ms = (started - step.started) * 1e3
+        step.token_id, step.chosen, step.scores = token.token_id, chosen, scores
+        buffer = StepBuffer(self._device, self._stream)
+        kept = self._start_copy(step, buffer, self._reduce(step, buffer))
+        step.drop_references()
+        self._step = None
+        step.capture_s += time.perf_counter() - started
+        reduced = time.perf_counter()
+        # From here on the step belongs to the writer thread.
+        self.recorder.put(FinishedStep(step, buffer, tuple(kept), lambda: (token,)))
+        self.place = StepRef(step.generation, step.branch, step.step)
+        ended = time.perf_counter()
+        self.capture_s += step.capture_s + (ended - reduced)
+        self.total_s += ended - step.started
+
+    def _reduce(self, step: StepContext, buffer: StepBuffer) -> list[tuple[Hook, Any]]:
+        kept = []
+        step.events += self._graphs.on_step(step.phase)
+        with torch.no_grad():
+            for hook in list(self._hooks):
+                buffer.owner = hook
+                kept.append((hook, self._guard(hook, hook.reduce, step, buffer)))
+        return kept
+
+    def _start_copy(
+        self, step: StepContext, buffer: StepBuffer, kept: list[tuple[Hook, Any]]
+    ) -> list[tuple[Hook, Any]]:
+        """Send the results on their way; returns what is worth recording with them."""
+        try:
+            buffer.start_copy()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            step.events.append(("step-unread", f"The step's values were lost: {what}"))
+            return []
+        return kept
+
+    def _abandon(self) -> None:
+        """Let go of a step that never got its token (an exception, an interrupt)."""
+        self.context.is_open = False
+        step, self._step = self._step, None
+        if step is not None:
+            step.drop_references()
+            for change in level_events(step):
+                self.recorder.put(change)
+
+    def cost(self) -> dict[str, float | int]:
+        """Return what capture took so far, in seconds, and its `ratio` to the time without it.
+
+        `capture_s` is time in the model's thread, `writer_s` CPU time of the writer thread. The
+        writer counts in the ratio where torch uses every core: then it runs at the model's expense.
+        Elsewhere `waited_s` does, for which the model's thread stood still in forwards: it shares
+        Python's interpreter with the writer.
+        """
+        return capture_cost([self], self.recorder)
+
+    def cores_are_taken(self) -> bool:
+        """Say whether the model runs on every core, so that the writer takes its time."""
+        return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
+
+    # -- trouble ---------------------------------------------------------------------------------
+
+    def _guard(self, hook: Hook, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception as error:
+            self._hook_failed(hook, error, self._step)
+            return None
+
+    def _hook_failed(self, hook: Hook, error: BaseException, step: StepContext | None) -> None:
+        """Record the failure and switch the hook off; the forward goes on."""
+        if hook not in self._hooks:
+            return
+        self._hooks.remove(hook)
+        where = f"step {step.step}" if step is not None else "installation"
+        text = (
+            f"The hook '{hook.name}' failed at {where} and is off: {type(error).__name__}: {error}"
+        )
+        if step is not None:
+            step.events.append(("hook-off", text))
+        self._event("hook-off", text, step)
+        if not self.recorder.is_current():
+            self._remove_switched_off()
+
+    def _remove_switched_off(self) -> None:
+        """Take out what switched-off hooks installed: in the model's thread, between forwards."""
+        for owner, remove in list(self._removes):
+            if owner is not None and owner not in self._hooks:
+                self._removes.remove((owner, remove))
+                remove()
+
+    def _event(
+        self,
+        kind: str,
+        text: str,
+        step: StepContext | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        generation = step.generation if step is not None else None
+        number = step.step if step is not None else None
+        at = time.time()
+        event = EventRecord(kind, text, at, generation, number, facts or {})
+        self.recorder.put_event(event, self._rule_runner)
+
+
+def check_level(level: str) -> str:
+    """Return the level or raise `UsageError` naming the known ones."""
+    if level not in LEVELS:
+        raise UsageError(f"The level {level} is unknown; the levels are {', '.join(LEVELS)}.")
+    return level
+
+
+def capture_cost(sessions: Sequence[CaptureSession], recorder: Recorder) -> dict[str, float | int]:
+    """Return what sessions that share a recorder took, as `CaptureSession.cost` says it."""
+    capture_s = sum(session.capture_s for session in sessions)
+    total_s = sum(session.total_s for session in sessions)
+    counts = any(session.cores_are_taken() for session in sessions)
+    # Whatever else a thread stands still for, the writer takes no more of its time than it runs.
+    waited_s = min(sum(session.waited_s for session in sessions), recorder.writer_s)
+    written_s = recorder.writer_s if counts else max(waited_s, 0.0)
+    # Of a short run the writer does most when the model is over, and takes nothing of its time.
+    rest_s = max(total_s - capture_s, 0.0)
+    without_s = rest_s - min(written_s, rest_s / 2)
+    return {
+        "capture_s": round(capture_s, 6),
+        "writer_s": round(recorder.writer_s, 6),
+        "waited_s": round(max(waited_s, 0.0), 6),
+        "total_s": round(total_s, 6),
+        "ratio": round((capture_s + written_s) / without_s, 5) if without_s else 0.0,
+        "steps": recorder.n_steps,
+    }
+
+
+LEVEL_EVENT = "level"
+"""The event of another level, or other layers."""
+
+
+def pass_barrier(barrier: StepBarrier | None, place: StepRef) -> float:
+    """Wait until the next forward may start; returns the seconds that it took.
+
+    Raises `KeyboardInterrupt` when the run is to stop.
+    """
+    if barrier is None:
+        return 0.0
+    started = time.perf_counter()
+    while (order := barrier.between_steps(place)) is not None:
+        barrier.report_result(order, ControlError("This loop cannot be put back to another step."))
+    return time.perf_counter() - started
+
+
+class PendingLevels:
+    """A level or layers that were asked for from another thread, for the next step that opens."""
+
+    def __init__(self) -> None:
+        self._requested: tuple[str | None, Sequence[int] | None] | None = None
+
+    def request(self, *, level: str | None = None, layers: Sequence[int] | None = None) -> None:
+        """Ask for another level, or other layers, or both."""
+        before_level, before_layers = self._requested or (None, None)
+        self._requested = (level or before_level, before_layers if layers is None else layers)
+
+    def apply(self, step: StepContext, context: CaptureContext) -> str:
+        """Let a step that opens be recorded as asked for, and say so in it; returns its level."""
+        wanted, self._requested = self._requested, None
+        level, layers = wanted or (None, None)
+        if level is not None and level != step.level:
+            facts = {"level": level, "before": step.level}
+            text = f"level {level} from step {step.step} on, {step.level} before"
+            step.events.append((LEVEL_EVENT, text, facts))
+            step.level = level
+        if layers is not None and tuple(layers) != context.layers:
+            context.layers = tuple(layers)
+            text = f"activations of {len(layers)} layers are stored from step {step.step} on"
+            step.events.append((LEVEL_EVENT, text, {"layers": list(layers)}))
+        return step.level
+
+
+def level_events(step: StepContext) -> list[EventRecord]:
+    """Return the changes of a step's level and layers, for a step that is never written itself."""
+    place = (time.time(), step.generation, step.step)
+    return [
+        EventRecord(kind, text, *place, *facts)
+        for kind, text, *facts in step.events
+        if kind == LEVEL_EVENT
+    ]
+
+
+_MAX_LAYERS = 1 << 20
+
+
+class SessionLevels:
+    """`Levels` of every session that is attached, now or later."""
+
+    def __init__(self, level: str, layers: str | None = None) -> None:
+        self.level, self.layers = level, layers or "all"
+        self._has_layer_choice = False
+        self._sessions: weakref.WeakSet[CaptureSession] = weakref.WeakSet()
+        # Sessions come in their models' threads, and what is asked for in the server's.
+        self._lock = Lock()
+
+    def attach(self, session: CaptureSession) -> None:
+        """Let a session follow; one that comes late takes what was asked for before."""
+        with self._lock:
+            self._sessions.add(session)
+            session.switch(level=self.level)
+            if self._has_layer_choice:
+                self._apply_layers(session)
+
+    def set_level(self, level: str) -> None:
+        """Record at another level from the next step on. Raises `UsageError` for an unknown one."""
+        if level not in LEVELS:
+            raise UsageError(f"There is no level {level}; there are {', '.join(LEVELS)}.")
+        with self._lock:
+            self.level = level
+            for session in self._sessions:
+                session.switch(level=level)
+
+    def set_layers(self, layers: str) -> None:
+        """Store other layers from the next step on.
+
+        Raises `UsageError` for what is no list of layers, or layers that no model here has.
+        """
+        with self._lock:
+            known = [layer for one in self._sessions for layer in one.context.layer_of.values()]
+            parse_layers(layers, max(known, default=_MAX_LAYERS - 1) + 1)
+            self.layers, self._has_layer_choice = layers, True
+            for session in self._sessions:
+                self._apply_layers(session)
+
+    def _apply_layers(self, session: CaptureSession) -> None:
+        known = sorted(set(session.context.layer_of.values()))
+        asked = parse_layers(self.layers, _MAX_LAYERS)
+        session.switch(layers=[layer for layer in known if asked is None or layer in asked])

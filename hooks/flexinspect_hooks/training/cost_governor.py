@@ -1,0 +1,150 @@
+"""How much is measured of a step, and who takes some of it away when it costs too much."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from flexinspect.core.errors import UsageError
+
+WINDOW = 10
+"""Steps whose cost is judged together."""
+
+RECOVERY_STEPS = 50
+"""Steps without trouble after which more detail is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """How much is measured, and how often, counted in steps; 0 means never."""
+
+    name: str
+    gradients_every: int
+    rows_every: int
+    maxima: bool = False
+    ratios_every: int = 0
+    watches_leaves: bool = False
+    keeps_stats: bool = False
+
+    def measures(self, step: int) -> bool:
+        """Tell whether the gradients of a step are measured."""
+        return step % self.gradients_every == 0
+
+    def describe(self) -> str:
+        """Return in words what is measured."""
+        return _DESCRIPTIONS[self]
+
+
+EXTREME = Detail(
+    "extreme", 1, 1, maxima=True, ratios_every=1, watches_leaves=True, keeps_stats=True
+)
+ADVANCED = Detail("advanced", 1, 1, maxima=True, ratios_every=10, watches_leaves=True)
+BASIC = Detail("basic", 1, 10)
+SPARSE = Detail("sparse", 4, 16)
+SPARSEST = Detail("sparse", 16, 64)
+DETAIL_LEVELS = (EXTREME, ADVANCED, BASIC, SPARSE, SPARSEST)
+_DESCRIPTIONS = {
+    EXTREME: "everything, with statistics of the layers' outputs and the change of the weights",
+    ADVANCED: "gradients of every parameter and every module's output",
+    BASIC: "gradients by group and the layers' outputs",
+    SPARSE: "gradients of every 4th step",
+    SPARSEST: "gradients of every 16th step",
+}
+_LEVEL_INDEX = {"extreme": 0, "advanced": 1, "basic": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class DetailChange:
+    """The detail changed: what is measured from now on, and a sentence why."""
+
+    kind: str
+    text: str
+
+
+class Governor:
+    """Goes down the ladder when the last steps cost more than the band, and comes back.
+
+    `band` is the time of a step with capture over the one without, for instance 1.02; without one
+    the level stays as it is.
+    """
+
+    def __init__(self, level: str, band: float | None) -> None:
+        if band is not None and not (isinstance(band, (int, float)) and 1.0 < band < 10.0):
+            raise UsageError(f"band is {band}, and must be a ratio above 1, such as 1.02 for 2 %.")
+        self._band = band
+        self._costs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._known_costs: dict[int, float] = {}
+        self._n_within_band = 0
+        self._patience = RECOVERY_STEPS
+        self._n_reduced = self._lowest_index = 0
+        self.set_level(level)
+
+    @property
+    def detail(self) -> Detail:
+        """What is measured of the next step."""
+        return DETAIL_LEVELS[self._index]
+
+    def summary(self) -> str:
+        """Return in a sentence what was dropped so far; nothing where nothing was."""
+        if self._band is None or not self._n_reduced:
+            return ""
+        times = "once" if self._n_reduced == 1 else f"{self._n_reduced} times"
+        least, now = DETAIL_LEVELS[self._lowest_index].describe(), self.detail.describe()
+        back = f" for a time, now {now}" if self._index < self._lowest_index else " from then on"
+        return (
+            f"Above the band of {self._band - 1.0:.1%} detail was dropped {times}, down to "
+            f"{least}{back}."
+        )
+
+    def set_level(self, level: str) -> None:
+        """Begin anew at a level."""
+        self._level_index = self._index = _LEVEL_INDEX[level]
+        self._costs.clear()
+
+    def on_step(self, own_s: float, wall_s: float) -> DetailChange | None:
+        """Take the cost of a step; returns the change that follows from it."""
+        if self._band is None:
+            return None
+        self._costs.append((own_s, wall_s))
+        if len(self._costs) < WINDOW:
+            return None
+        own, all_ = (sum(column) for column in zip(*self._costs, strict=True))
+        # Steps of microseconds may take less than what is estimated of us.
+        cost, limit = own / max(all_ - own, own / 100, 1e-9), self._band - 1.0
+        self._known_costs[self._index] = cost
+        if cost > limit:
+            self._n_within_band = 0
+            return (
+                self._reduce_detail(cost, limit) if self._index < len(DETAIL_LEVELS) - 1 else None
+            )
+        self._n_within_band += 1
+        if self._index > self._level_index and self._n_within_band >= self._patience:
+            return self._restore_detail(cost, limit)
+        return None
+
+    def _reduce_detail(self, cost: float, limit: float) -> DetailChange:
+        dropped = self.detail.describe()
+        self._set_index(self._index + 1)
+        self._n_reduced, self._lowest_index = (
+            self._n_reduced + 1,
+            max(self._lowest_index, self._index),
+        )
+        return DetailChange(
+            "thinned",
+            f"Capture took {cost:.1%} of what the last {WINDOW} steps took without it, above the "
+            f"band of {limit:.1%}: from now on {self.detail.describe()}, instead of {dropped}.",
+        )
+
+    def _restore_detail(self, cost: float, limit: float) -> DetailChange:
+        self._set_index(self._index - 1)
+        if self._known_costs.get(self._index, 0.0) > limit:
+            self._patience *= 2  # it was too dear before: ask less often
+        return DetailChange(
+            "restored",
+            f"Capture took {cost:.1%} of what the last steps took without it, within the band of "
+            f"{limit:.1%}: again {self.detail.describe()}.",
+        )
+
+    def _set_index(self, at: int) -> None:
+        self._index, self._n_within_band = at, 0
+        self._costs.clear()

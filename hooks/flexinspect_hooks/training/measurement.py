@@ -1,0 +1,294 @@
+"""How much an optimizer step changed the weights: change over weights, by group, from a sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient
+from flexinspect_hooks.training.cost_governor import Detail
+from flexinspect_hooks.training.gradient_statistics import Gradients, gradient_facts, tensor_norms
+from flexinspect_hooks.training.parameters import NamedParameters, ParameterList
+from flexinspect_hooks.training.torch_calls import ClippedGradients, NormSource
+
+MAX_SAMPLE = 1 << 16
+"""Values of a parameter that are copied at most: rows, evenly spread."""
+
+
+class UpdateMeter:
+    """Copies samples of the weights before a step, and compares them after it.
+
+    The copies are made once and filled again: new memory costs more than copying.
+    """
+
+    def __init__(
+        self, named: NamedParameters, groups: Sequence[str], group_of: Sequence[int]
+    ) -> None:
+        self._named = named
+        self._samples: list[Tensor] = []
+        self._sizes: list[float] = []
+        self._n_groups, self._group_of = len(groups), group_of
+        self._copies: list[Tensor] | None = None
+        self.has_copies = False
+
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Copy the samples."""
+        # Not kept from step to step: a parameter may get another memory, and the old one is freed.
+        self._samples = [_sample_rows(one.parameter) for one in self._named]
+        if self._copies is None or not all(map(_are_alike, self._copies, self._samples)):
+            self._sizes = [
+                one.parameter.numel() / max(sample.numel(), 1)
+                for one, sample in zip(self._named, self._samples, strict=True)
+            ]
+            self._copies = [torch.empty_like(one) for one in self._samples]
+        _foreach_by_kind(torch._foreach_copy_, self._copies, self._samples)
+        self.has_copies = True
+
+    @torch.no_grad()
+    def measure_change(self) -> tuple[float, ...]:
+        """Return the ratio of each group, NaN for one without weights; empty without `before`."""
+        if not self.has_copies or self._copies is None:
+            return ()
+        self.has_copies = False
+        weights = tensor_norms(self._copies)
+        _foreach_by_kind(torch._foreach_sub_, self._copies, self._samples)
+        self._samples = []
+        return self._ratios(tensor_norms(self._copies), weights)
+
+    def _ratios(self, changes: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+        squares = [[0.0, 0.0] for _ in range(self._n_groups)]
+        for group, size, change, weight in zip(
+            self._group_of, self._sizes, changes, weights, strict=True
+        ):
+            squares[group][0] += size * change * change
+            squares[group][1] += size * weight * weight
+        return tuple(math.sqrt(c / w) if w else math.nan for c, w in squares)
+
+    def release(self) -> None:
+        """Let go of the copies."""
+        self._samples, self._copies, self.has_copies = [], None, False
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
+
+
+def _sample_rows(parameter: Tensor) -> Tensor:
+    """Return a view of evenly spread rows of a parameter, at most `SAMPLE` values together."""
+    values = parameter.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.numel() <= MAX_SAMPLE:
+        return values
+    # In the order of the memory every dense parameter can be seen as rows.
+    strides = values.stride()
+    values = values.permute(sorted(range(values.dim()), key=lambda at: -strides[at]))
+    if not values.is_contiguous():
+        return values[:: -(-values.numel() // MAX_SAMPLE)]
+    width = values.shape[-1] if values.shape[-1] <= MAX_SAMPLE else 1
+    rows = values.view(-1, width)
+    return rows[:: -(-len(rows) // (MAX_SAMPLE // width))]
+
+
+def _foreach_by_kind(call: object, first: Sequence[Tensor], second: Sequence[Tensor]) -> None:
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, one in enumerate(first):
+        kinds.setdefault((one.device, one.dtype), []).append(index)
+    for where in kinds.values():
+        call([first[i] for i in where], [second[i] for i in where])  # type: ignore[operator]
+
+
+MAX_FULL_STEPS = 10
+"""Steps with sick gradients that are recorded with all their parameters; then as healthy ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGradients:
+    """The gradients of one step, and what follows from them.
+
+    `rows` are those to be recorded; `odd` all that may be wrong: sick, dead, too large, too small.
+    """
+
+    n_parameters: int
+    outliers: Sequence[ParameterGradient]
+    rows: tuple[ParameterGradient, ...]
+    total: float
+    group_norms: tuple[float, ...]
+    producer: AnomalyOrigin | None
+    is_warming: bool = False
+
+    @property
+    def n_exploding(self) -> int:
+        """Parameters whose gradient explodes."""
+        return sum(one.explodes() for one in self.outliers)
+
+    @property
+    def n_vanishing(self) -> int:
+        """Matrices whose gradient vanishes.
+
+        Of others it means nothing: that of a key bias is 0 but for rounding in any transformer.
+        None while the learning rate rises: behind a gate that begins at 0 gradients begin small.
+        """
+        if self.is_warming:
+            return 0
+        return sum(one.is_matrix and one.vanishes() for one in self.outliers)
+
+    @property
+    def n_dead(self) -> int:
+        """Parameters whose gradient is exactly 0."""
+        return sum(one.is_dead for one in self.outliers)
+
+    @property
+    def n_sick(self) -> int:
+        """Parameters whose gradient has a NaN or Inf."""
+        return sum(one.has_nonfinite for one in self.outliers)
+
+
+class GradientMeter:
+    """Measures a model's gradients step by step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._parameters = model, ParameterList()
+        self.groups: tuple[str, ...] = ()
+        self._set_parameters(self._parameters.trainable_of(model))
+        self._backward_order: dict[str, int] = {}
+        self._hooked: list[str] = []
+        self._norm_source = NormSource()
+        self._n_problem_steps = 0
+
+    def refresh(self) -> str | None:
+        """Take other parameters where they were added, replaced, frozen or unfrozen meanwhile.
+
+        Returns the change as a sentence. New groups come behind those that are known.
+        """
+        named = self._parameters.trainable_of(self.model)
+        pairs = zip(named, self.named, strict=False)
+        if len(named) == len(self.named) and all(a.parameter is b.parameter for a, b in pairs):
+            return None
+        known = len(self.groups)
+        self._set_parameters(named)
+        new = ", ".join(self.groups[known:][:10])
+        return f"{len(named)} parameters are trained from this step on" + (
+            f"; new groups: {new}." if new else "."
+        )
+
+    def _set_parameters(self, named: NamedParameters) -> None:
+        self.named = named
+        names = [one.group for one in named]
+        self.groups = tuple(dict.fromkeys((*self.groups, *names)))
+        self._group_at = {group: at for at, group in enumerate(self.groups)}
+        self._updates = UpdateMeter(named, self.groups, [self._group_at[name] for name in names])
+
+    # -- the order of the backward pass ----------------------------------------------------------
+
+    def learn_order(self) -> list[object]:
+        """Watch the first backward pass for the order of the parameters; returns its handles."""
+
+        def arrived(name: str) -> None:
+            self._backward_order.setdefault(name, len(self._backward_order))
+
+        handles: list[object] = []
+        for name, parameter, *_ in self.named:
+            add: Any = parameter.register_post_accumulate_grad_hook
+            handles.append(add(lambda _, name=name: arrived(name)))
+            self._hooked.append(name)
+        return handles
+
+    @property
+    def knows_order(self) -> bool:
+        """Whether a backward pass was seen."""
+        return bool(self._backward_order)
+
+    def unreached(self) -> list[str]:
+        """Return the parameters that got no gradient in the backward pass that was watched."""
+        return [name for name in self._hooked if name not in self._backward_order]
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        step: int,
+        detail: Detail,
+        *,
+        scale: float = 1.0,
+        is_warming: bool = False,
+        clipped: ClippedGradients | None = None,
+    ) -> StepGradients | None:
+        """Return the gradients as the optimizer gets them, None in a step that is passed over.
+
+        `scale` is what they are still multiplied with; `is_warming_up` says that the learning rate
+        rises, `clipped` what is known of them from clipping.
+        """
+        if not detail.measures(step):
+            return None
+        norms_of = partial(self._norm_source.norms, step, clipped)
+        found = gradient_facts(self.named, with_max=detail.maxima, norms_of=norms_of)
+        if scale != 1.0:
+            found = found.unscaled(scale)
+        odd = found.outliers()
+        producer = self._producer(odd)
+        if is_warming and producer is not None and producer.kind == "vanishing":
+            producer = None
+        rows = tuple(found) if self._is_recorded(step, detail, producer) else ()
+        norms = self._group_norms(found)
+        return StepGradients(len(found), odd, rows, found.total, norms, producer, is_warming)
+
+    def _is_recorded(self, step: int, detail: Detail, producer: AnomalyOrigin | None) -> bool:
+        if producer is not None:
+            self._n_problem_steps += 1
+            if self._n_problem_steps <= MAX_FULL_STEPS:
+                return True
+        return step % detail.rows_every == 0
+
+    def _group_norms(self, found: Gradients) -> tuple[float, ...]:
+        squares = [0.0] * len(self.groups)
+        for one, norm in zip(found.parameters, found.norms, strict=True):
+            squares[self._group_at[one.group]] += norm * norm
+        return tuple(math.sqrt(value) if value >= 0 else value for value in squares)
+
+    def _producer(self, found: Sequence[ParameterGradient]) -> AnomalyOrigin | None:
+        """Return the parameter in which trouble first appears on the way back from the loss."""
+        sick = self._in_backward_order([one for one in found if one.has_nonfinite])
+        if sick:
+            what = f"{sick[0].n_nan} NaN, {sick[0].n_inf} Inf"
+            return AnomalyOrigin("backward", sick[0].name, len(sick) - 1, what)
+        high = self._in_backward_order([one for one in found if one.explodes()])
+        if high:
+            return AnomalyOrigin("explosion", high[0].name, len(high) - 1, f"{high[0].norm:.4g}")
+        low = [one for one in found if one.is_matrix and one.vanishes()]
+        if low:
+            least = min(low, key=lambda one: one.norm)
+            return AnomalyOrigin("vanishing", least.name, len(low) - 1, f"{least.norm:.4g}")
+        return None
+
+    def _in_backward_order(self, found: list[ParameterGradient]) -> list[ParameterGradient]:
+        return sorted(
+            found, key=lambda one: self._backward_order.get(one.name, len(self._backward_order))
+        )
+
+    # -- change of the weights -------------------------------------------------------------------
+
+    def before_update(self, step: int, detail: Detail) -> None:
+        """Copy a sample of the weights in a step whose change is measured."""
+        if detail.ratios_every and step % detail.ratios_every == 0:
+            self._updates.copy_weights()
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether weights were copied, and wait to be compared."""
+        return self._updates.has_copies
+
+    def after_update(self) -> tuple[float, ...]:
+        """Return how much each group changed; empty in a step that is not measured."""
+        return self._updates.measure_change()
+
+    def release(self) -> None:
+        """Let go of all copies."""
+        self._updates.release()

@@ -1,0 +1,221 @@
+"""What clipping tells of gradients: their norms, which need no second reading then.
+
+Clipping and loss scaling are calls that a model's and an optimizer's hooks do not see. They are
+replaced while somebody watches, for the whole process, by functions that do the same and tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+
+from flexinspect_hooks.training.gradient_statistics import foreach_norms, tensor_norms
+
+CHECK_INTERVAL = 10
+"""Steps: as often gradients are read though clipping told their norms, to see whether it holds."""
+
+NORM_TOLERANCE = 1e-3
+"""How far the norms that clipping told may be from those that are read, as a part of them."""
+
+CLIPPING_DEVICES = ("cpu", "cuda")
+CLIPPING_DTYPES = (torch.float32, torch.float64)
+"""Of what torch takes the norms of all gradients in one call, in a precision that we trust."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClippingNorms:
+    """Norms that torch's clipping took: the `total` one, and that of each gradient."""
+
+    total: Tensor
+    norms: Tensor
+    grads: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedGradients:
+    """Gradients that torch clipped together to `max_norm`, and their `versions` afterwards."""
+
+    measured: ClippingNorms
+    max_norm: float
+    versions: Sequence[int]
+
+    def norms_of(self, grads: Sequence[Tensor]) -> list[float] | None:
+        """Return the norms of gradients as they are now, None where clipping does not tell them.
+
+        It tells nothing of one that is not finite, or that was changed by torch since.
+        """
+        if not math.isfinite(total := float(self.measured.total)):
+            return None
+        left = min(self.max_norm / (total + 1e-6), 1.0)  # what torch multiplied them with
+        known = zip(self.measured.grads, self.versions, self.measured.norms.tolist(), strict=True)
+        told = {id(one): norm * left for one, version, norm in known if one._version == version}
+        found = [told.get(id(one), math.nan) for one in grads]
+        return found if all(map(math.isfinite, found)) else None
+
+
+class NormSource:
+    """Gives the norms of gradients: as clipping told them, or by reading the gradients.
+
+    What clipping tells is taken once it agreed with what was read, and never again once it did not:
+    a program may change gradients in ways that torch does not count, such as through `.data`.
+    """
+
+    def __init__(self) -> None:
+        self._agrees: bool | None = None
+
+    def norms(
+        self, step: int, clipped: ClippedGradients | None, grads: Sequence[Tensor]
+    ) -> list[float]:
+        """Return the norm of each gradient of a step."""
+        told = None
+        if clipped is not None and self._agrees is not False:
+            told = clipped.norms_of(grads)
+        if told is not None and self._agrees and step % CHECK_INTERVAL:
+            return told
+        if told is None:
+            return tensor_norms(grads)
+        norms = foreach_norms(grads)  # the same way, or the norms of large gradients would differ
+        pairs = zip(told, norms, strict=True)
+        self._agrees = all(math.isclose(one, other, rel_tol=NORM_TOLERANCE) for one, other in pairs)
+        return norms
+
+
+def measure_clipping(
+    grads: Sequence[Tensor], norm_type: float, foreach: bool | None
+) -> ClippingNorms | None:
+    """Return what torch's clipping computes of gradients, bit by bit.
+
+    None for those that it takes in parts, one by one, or in another precision than we do.
+    """
+    grads = [*grads]
+    if not grads or norm_type != 2.0 or foreach is False or not all(map(_is_plain_tensor, grads)):
+        return None
+    kinds = [*_group_tensors_by_device_and_dtype([[*grads]])]
+    if (
+        len(kinds) != 1
+        or kinds[0][0].type not in CLIPPING_DEVICES
+        or kinds[0][1] not in CLIPPING_DTYPES
+    ):
+        return None
+    norms = torch.stack(list(torch._foreach_norm(grads, 2.0)))
+    return ClippingNorms(torch.linalg.vector_norm(norms, 2.0), norms, grads)
+
+
+def _is_plain_tensor(grad: Tensor) -> bool:
+    return type(grad) is Tensor and not grad.is_sparse
+
+
+class TrainingObserver(Protocol):
+    """Who wants to know; each call comes from the thread that trains."""
+
+    def on_clipped(
+        self,
+        parameters: Sequence[Tensor],
+        before: Tensor,
+        max_norm: float,
+        how: ClippedGradients | None,
+    ) -> None:
+        """Gradients of `parameters` were clipped: their total norm before, and the limit.
+
+        `how` tells more, where torch measured them all alike.
+        """
+
+    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """A `GradScaler` is about to step an optimizer."""
+
+    def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """It has, or left the step out."""
+
+
+_observers: list[TrainingObserver] = []
+_originals: dict[str, Any] = {}
+
+
+def observe_training(observer: TrainingObserver) -> Callable[[], None]:
+    """Tell `watcher` from now on; returns what ends it."""
+    if not _observers:
+        _install()
+    _observers.append(observer)
+
+    def detach() -> None:
+        if observer in _observers:
+            _observers.remove(observer)
+        if not _observers:
+            _uninstall()
+
+    return detach
+
+
+_CLIPPING = ("_get_total_norm", "_clip_grads_with_norm_")
+"""The two parts of torch's `clip_grad_norm_`, which are its own affair and may change."""
+
+
+def _set_clipping(functions: Sequence[Any]) -> None:
+    for name, function in zip(_CLIPPING, functions, strict=False):
+        setattr(clip_grad, name, function)
+
+
+def _install() -> None:
+    clip: Any = clip_grad
+    if all(hasattr(clip, name) for name in _CLIPPING):  # else clipping is not seen
+        originals = [getattr(clip, name) for name in _CLIPPING]
+        _originals["clipping"] = originals
+        _set_clipping(_observed_clipping(*originals))
+    scaler: Any = torch.amp.GradScaler
+    step_original = _originals["step"] = scaler.step
+
+    @functools.wraps(step_original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        for watcher in tuple(_observers):
+            watcher.before_scaler_step(self, optimizer)
+        result = step_original(self, optimizer, *args, **kwargs)
+        for watcher in tuple(_observers):
+            watcher.after_scaler_step(self, optimizer)
+        return result
+
+    scaler.step = step
+
+
+def _observed_clipping(norm: Callable[..., Tensor], clip: Callable[..., None]) -> tuple[Any, Any]:
+    """Return the two parts of `clip_grad_norm_` as they are, but that watchers are told."""
+    last: ClippingNorms | None = None
+
+    @functools.wraps(norm)
+    def total_norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        nonlocal last
+        last = None if error_if_nonfinite else measure_clipping(tensors, norm_type, foreach)
+        if last is None:
+            return norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return last.total
+
+    @functools.wraps(clip)
+    def clip_grads(parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any) -> None:
+        nonlocal last
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        clip(clipped, max_norm, total_norm, *rest)
+        (before, last), how = (last, None), None
+        if before is not None and before.total is total_norm:
+            how = ClippedGradients(before, float(max_norm), [one._version for one in before.grads])
+        for watcher in tuple(_observers):
+            watcher.on_clipped(clipped, total_norm, float(max_norm), how)
+
+    return total_norm, clip_grads
+
+
+def _uninstall() -> None:
+    _set_clipping(_originals.pop("clipping", ()))
+    scaler: Any = torch.amp.GradScaler
+    scaler.step = _originals.pop("step")

@@ -1,0 +1,460 @@
+"""One training run while it is watched: finds its steps, and sends each to the writer thread.
+
+A step ends when the optimizer's step does (or a `GradScaler` leaves it out). It then waits for its
+loss, which the program may tell afterwards, and is written when the next one begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flexinspect.records.step import EventRecord, GenerationEnd
+from flexinspect.records.training_step import TrainingSummary, TrainingSummaryCounter, is_warming_up
+from flexinspect.rules.engine import RuleRunner
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.capture.buffer import StepBuffer
+from flexinspect_hooks.capture.hook import Hook, built_in_rules
+from flexinspect_hooks.capture.recorder import N_IMMEDIATE_STEPS, FinishedStep, Recorder, Sink
+from flexinspect_hooks.control.targets import AnomalyCounts, register_counter, unregister_counter
+from flexinspect_hooks.interpreter.pickling import hide_hooks
+from flexinspect_hooks.interpreter.threads import available_cores
+from flexinspect_hooks.training import torch_calls
+from flexinspect_hooks.training.cost_governor import Governor
+from flexinspect_hooks.training.forward_passes import ForwardWatch
+from flexinspect_hooks.training.measurement import GradientMeter
+from flexinspect_hooks.training.parameters import has_closure, learning_rates, remaining_scale
+from flexinspect_hooks.training.step_assembly import (
+    FinishedTrainingStep,
+    Loss,
+    StepMemory,
+    TrainingRecords,
+    TrainingStepDraft,
+    timed_synchronize,
+    training_generation,
+)
+from flexinspect_hooks.training.torch_calls import ClippedGradients
+
+T = TypeVar("T")
+
+MAX_UNWRITTEN_STEPS = 16
+"""Steps that may wait for one that waits for the device anyway, before they wait by themselves."""
+
+LINGER_S = 0.5
+"""How long a step may wait to be written: a training step takes longer than one that decodes."""
+
+
+class TrainingSession:
+    """While entered, records the steps of `optimizer`, or without one those that are told."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, sink: Sink, governor: Governor
+    ) -> None:
+        self.recorder = Recorder(sink, linger_s=LINGER_S)
+        self.summary = TrainingSummaryCounter()
+        self.own_s = self.total_s = 0.0
+        self._model, self._optimizer = model, optimizer
+        self._governor = governor
+        self._meter = GradientMeter(model)
+        self._parameter_ids = self._find_parameter_ids()
+        self._forwards = ForwardWatch(model, on_begin=self._on_forward_begin, guarded=self._guarded)
+        self._records = TrainingRecords()
+        first = next(model.parameters(), None)
+        self._device = torch.device("cpu") if first is None else first.device
+        self._memory = StepMemory(model, self._device)
+        self._removers: list[Callable[[], None]] = []
+        self._order_hooks: list[Any] = []
+        self._current = TrainingStepDraft(0, 0.0, 0.0)
+        self._awaiting_loss: TrainingStepDraft | None = None
+        self._unwritten: deque[TrainingStepDraft] = deque()
+        self._reported_loss: Loss | None = None
+        self._clipped: ClippedGradients | None = None
+        self._rates_before: tuple[float, ...] = ()
+        self._step_started: float | None = None
+        self._step_own_s = self._writer_s = self._passes_before_s = 0.0
+        self._scaler_step: int | None = None
+        self._is_off = False
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Install everything and begin the generation that the run is."""
+        rules, off = built_in_rules()
+        self.recorder.has_core = not self._cores_are_taken()
+        self.recorder.start()
+        for name, sentence in off.items():
+            self._event("rule-off", f"{name}: {sentence}")
+        self.recorder.begin_generation(
+            training_generation(self._meter, self._optimizer), RuleRunner(rules)
+        )
+        self._forwards.install()
+        self._apply_detail()
+        self._order_hooks = self._meter.learn_order()
+        if self._optimizer is not None:
+            before = self._optimizer.register_step_pre_hook(self._guarded(self._before_optimizer))
+            after = self._optimizer.register_step_post_hook(self._guarded(self._after_optimizer))
+            self._removers += [before.remove, after.remove]
+        self._removers += [torch_calls.observe_training(self), hide_hooks(), self._memory.close]
+
+    def end(self, state: str, reason: str = "") -> None:
+        """Write what waits, end the generation, and take everything out, whatever fails."""
+        try:
+            self._flush()
+            self._write()
+        except Exception as error:
+            self._switch_off(error)
+        try:
+            answer = f"{self.summary.summary.total_steps} steps"
+            self.recorder.put(GenerationEnd(0, state, answer, (), reason, time.time()))
+            self.recorder.stop()
+        finally:
+            self._uninstall()
+
+    def _uninstall(self) -> None:
+        self._forwards.remove()
+        self._meter.release()
+        self._remove_order_hooks()
+        while self._removers:
+            self._removers.pop()()
+
+    def set_level(self, level: str) -> None:
+        """Measure as much as `level` says, from the next step on."""
+        self._governor.set_level(level)
+        self._apply_detail()
+
+    def cost(self) -> dict[str, float | int]:
+        """Return what capture took, and its ratio to the time without it.
+
+        `writer_s` is CPU time of the writer thread; it counts where torch uses every core.
+        """
+        spent = self.own_s + (self.recorder.writer_s if self._cores_are_taken() else 0.0)
+        return {
+            "capture_s": round(self.own_s, 6),
+            "writer_s": round(self.recorder.writer_s, 6),
+            "total_s": round(self.total_s, 6),
+            "ratio": round(spent / max(self.total_s - spent, 1e-9), 5),
+            "steps": self.recorder.n_steps,
+        }
+
+    def _cores_are_taken(self) -> bool:
+        return self._device.type == "cpu" and torch.get_num_threads() >= available_cores()
+
+    # -- what the program tells ------------------------------------------------------------------
+
+    def set_loss(self, loss: Loss | None) -> None:
+        """Take the loss of the step just done, or else of the one that is on; see `watch_training`.
+
+        Without an optimizer this is what ends a step. Raises `UsageError` for a loss that is not a
+        single number.
+        """
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            loss = loss.detach().clone()  # the program may go on to change its own
+        elif loss is not None:
+            loss = argument_checks.check_number(loss, "The loss")
+        if self._optimizer is None:
+            self._reported_loss = loss
+            self._guarded(self._end_manual_step)()
+        elif self._awaiting_loss is not None and self._awaiting_loss.reported_loss is None:
+            self._awaiting_loss.reported_loss = loss
+        else:
+            self._reported_loss = loss
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield what a loader yields, and time how long it takes."""
+        source = iter(loader)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(source)
+            except StopIteration:
+                return
+            finally:
+                waited = time.perf_counter() - started
+                self._current.data_s = (self._current.data_s or 0.0) + waited
+                if self._step_started is None:
+                    self._step_started = started
+            yield batch
+
+    def _end_manual_step(self) -> None:
+        if not self._forwards.has_forward:
+            return
+        started = time.perf_counter()
+        self._flush()
+        self._forwards.passes.is_updated = True  # by the program itself, as far as is known
+        self._measure()
+        self._end_step(started)
+
+    # -- what the optimizer does -----------------------------------------------------------------
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        started = time.perf_counter()
+        self._flush()
+        self._current.rates = learning_rates(optimizer)
+        if not has_closure(args, kwargs):
+            found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is not None:
+                self._synchronize()
+            self._current.is_skipped = found_inf is not None and bool(found_inf)
+            self._measure(remaining_scale(optimizer))
+        self._meter.before_update(self._current.number, self._governor.detail)
+        self._passes_before_s = self._passes_s()
+        self._current.optimizer_started = time.perf_counter()
+        self._step_own_s += self._current.optimizer_started - started
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        started = time.perf_counter()
+        if self._current.optimizer_started is not None:
+            inside = self._passes_s() - self._passes_before_s  # a closure runs forward and backward
+            self._current.optimizer_s = max(started - self._current.optimizer_started - inside, 0.0)
+        if has_closure(args, kwargs):
+            self._forwards.passes.is_updated = True
+            self._measure()
+        if self._meter.is_comparing:
+            self._synchronize()
+        self._current.ratios = self._meter.after_update()
+        self._end_step(started)
+
+    def _passes_s(self) -> float:
+        passes = self._forwards.passes
+        return passes.forward_s + passes.backward_s + self._forwards.own_s
+
+    def on_clipped(
+        self,
+        parameters: Sequence[Tensor],
+        before: Tensor,
+        max_norm: float,
+        how: ClippedGradients | None,
+    ) -> None:
+        """Gradients were clipped; those of another model are none of ours."""
+        if any(id(one) in self._parameter_ids for one in parameters):
+            self._current.norm_before_clip, self._current.max_norm = before.detach(), max_norm
+            self._clipped = how
+
+    def before_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """A loss scaler is about to step the optimizer."""
+        if optimizer is self._optimizer and scaler.is_enabled():
+            self._current.scale = float(scaler.get_scale())
+            self._clipped = None  # the scaler may divide gradients, and torch does not count that
+            self._scaler_step = self._current.number
+
+    def after_scaler_step(self, scaler: Any, optimizer: Any) -> None:
+        """It has; no step since it began means that it left it out."""
+        if optimizer is not self._optimizer or self._scaler_step != self._current.number:
+            return
+        self._scaler_step = None
+        if not self._is_off:
+            self._guarded(self._on_skipped_step)(optimizer)
+
+    def _on_skipped_step(self, optimizer: Optimizer) -> None:
+        started = time.perf_counter()
+        self._flush()
+        self._current.rates = learning_rates(optimizer)
+        self._current.is_skipped = True
+        self._measure()
+        self._end_step(started)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def _on_forward_begin(self) -> None:
+        if self._step_started is None:
+            self._step_started = time.perf_counter()
+        self._clipped = None  # whose gradients the program may want to be rid of
+        self._flush()
+
+    def _measure(self, scale: float = 1.0) -> None:
+        now, detail = self._current, self._governor.detail
+        self._forwards.count_pending()
+        self._refresh()
+        if detail.measures(now.number):
+            self._synchronize()
+            self._read_device()
+        is_rising = is_warming_up(self._rates_before, now.rates)
+        if not now.is_skipped:
+            self._rates_before = now.rates
+        clipped, self._clipped = self._clipped, None
+        now.measured = self._meter.measure(
+            now.number, detail, scale=scale, is_warming=is_rising, clipped=clipped
+        )
+
+    def _refresh(self) -> None:
+        """See whether other parameters are trained now."""
+        if (change := self._meter.refresh()) is not None:
+            self._parameter_ids = self._find_parameter_ids()
+            self._current.notes.append(("parameters", change, {"groups": [*self._meter.groups]}))
+
+    def _find_parameter_ids(self) -> set[int]:
+        return {id(one.parameter) for one in self._meter.named}
+
+    def _read_device(self) -> None:
+        """Turn into numbers what the device has done, before the optimizer gives it more to do."""
+        self._current.reported_loss, self._reported_loss = self._reported_loss, None
+        self._current.read(self._forwards.passes)
+        self._write()
+
+    def _synchronize(self) -> None:
+        """Wait for the device: its work is the program's, and no cost."""
+        self._current.waited_s += (waited := timed_synchronize(self._device))
+        self._step_own_s -= waited
+
+    def _end_step(self, started: float) -> None:
+        """End the step that is on, at what was `started` then."""
+        now = self._current
+        now.passes, now.detail = self._forwards.take(), self._governor.detail.name
+        now.passes.device = now.passes.device or str(self._device)
+        now.memory = self._memory.read()
+        if self._order_hooks and self._meter.knows_order:
+            self._report_unreached()
+        ended = time.perf_counter()
+        since = ended if self._step_started is None else self._step_started
+        now.started, now.started_at = since, time.time() - (ended - since)
+        now.own_s = self._step_own_s + (ended - started) + self._forwards.own_s
+        now.wall_s = ended - since
+        now.reported_loss = (
+            now.reported_loss if self._reported_loss is None else self._reported_loss
+        )
+        self.own_s += now.own_s
+        self.total_s += now.wall_s
+        self._check_overhead(now)
+        self._reported_loss, self._step_started = None, ended
+        self._step_own_s = self._forwards.own_s = 0.0
+        self._awaiting_loss, self._current = now, TrainingStepDraft(now.number + 1, 0.0, 0.0)
+
+    def _check_overhead(self, now: TrainingStepDraft) -> None:
+        writer_s = self._writer_s
+        self._writer_s = self.recorder.writer_s
+        if now.number < N_IMMEDIATE_STEPS:
+            return  # what is done once is no matter of detail
+        written = 0.0 if self.recorder.has_core else self._writer_s - writer_s
+        change = self._governor.on_step(now.own_s + written, now.wall_s)
+        if change is not None:
+            now.notes.append((change.kind, change.text, {"detail": self._governor.detail.name}))
+            self._apply_detail()
+
+    def _apply_detail(self) -> None:
+        detail = self._governor.detail
+        self._forwards.watches_leaves, self._forwards.keeps_stats = (
+            detail.watches_leaves,
+            detail.keeps_stats,
+        )
+
+    def _report_unreached(self) -> None:
+        self._remove_order_hooks()
+        names = self._meter.unreached()
+        if names:
+            text = f"{len(names)} trainable parameters get no gradient, first {names[0]}."
+            self._current.notes.append(("unreached", text, {"names": names[:100], "n": len(names)}))
+
+    def _remove_order_hooks(self) -> None:
+        for handle in self._order_hooks:
+            handle.remove()
+        self._order_hooks = []
+
+    def _flush(self) -> None:
+        """End the wait of the newest step for its loss; write all that need not wait for a GPU."""
+        waiting, self._awaiting_loss = self._awaiting_loss, None
+        if waiting is not None:
+            self._unwritten.append(waiting)
+        if len(self._unwritten) > MAX_UNWRITTEN_STEPS or not any(
+            one.needs_wait() for one in self._unwritten
+        ):
+            self._write()
+
+    def _write(self) -> None:
+        """Send the steps that are over to the writer thread."""
+        while self._unwritten:
+            step = self._unwritten.popleft()
+            training = step.record()
+            self.summary.add(training)
+            kept = FinishedTrainingStep(training, step.memory, step.passes.stats)
+            buffer, hook = StepBuffer(torch.device("cpu")), cast(Hook, self._records)
+            self.recorder.put(FinishedStep(step.context(), buffer, ((hook, kept),)))
+
+    # -- trouble ---------------------------------------------------------------------------------
+
+    def _guarded(self, call: Callable[..., None]) -> Callable[..., None]:
+        """Return a call that never raises into the program: capture ends instead, and says so."""
+
+        @functools.wraps(call)
+        def guarded(*args: Any, **kwargs: Any) -> None:
+            if self._is_off:
+                return
+            try:
+                call(*args, **kwargs)
+            except Exception as error:
+                self._switch_off(error)
+
+        return guarded
+
+    def _switch_off(self, error: Exception) -> None:
+        self._is_off = True
+        what = f"{type(error).__name__}: {error}"
+        self._event("hook-off", f"Capture of the training run failed and is off: {what}")
+        self._uninstall()
+
+    def _event(self, kind: str, text: str) -> None:
+        event = EventRecord(kind, text, time.time(), 0, self._current.number)
+        self.recorder.put(event)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingSession:
+        """Copies of the model or the optimizer carry hooks along, and they must not carry this."""
+        return self
+
+
+class HasLevel(Protocol):
+    """A watched training run, whose level may be set from any thread."""
+
+    level: str
+
+
+class TrainingCounts:
+    """Counts the steps of a training run from its start, or from the last `clear`, on.
+
+    It outlives the run, and holds nothing of it but the count.
+    """
+
+    def __init__(self, count: TrainingSummaryCounter, run: HasLevel) -> None:
+        self._count, self._baseline = count, TrainingSummary()
+        self._run = weakref.ref(run)
+
+    def counts(self) -> AnomalyCounts:
+        """Return the figures; each step with an anomaly is one, and each step is kept."""
+        now, before = self._count.summary, self._baseline
+        since = {
+            each.name: getattr(now, each.name) - getattr(before, each.name)
+            for each in fields(TrainingSummary)
+        }
+        return AnomalyCounts(
+            total_anomalies=since["anomaly_steps"],
+            debug_history_length=since["total_steps"],
+            **since,
+        )
+
+    def clear(self) -> None:
+        """Count from here on; the trace keeps what it has."""
+        self._baseline = self._count.summary
+
+    def set_level(self, level: str) -> None:
+        """Record as much as `level` says, from the next step on."""
+        watched = self._run()
+        if watched is not None:
+            watched.level = level
+
+
+_current: list[TrainingCounts] = []
+
+
+def provide_counts(count: TrainingSummaryCounter, run: HasLevel) -> None:
+    """Let the routes of the control server answer from a run, and from no earlier one."""
+    while _current:
+        unregister_counter("training", _current.pop())
+    _current.append(TrainingCounts(count, run))
+    register_counter("training", _current[0])

@@ -1,0 +1,289 @@
+"""A callback that records the training of a `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flexinspect.core.errors import TraceWriteError, UsageError
+from flexinspect.core.text import escape_unprintable
+from flexinspect.records.training_step import TrainingSummary
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.capture.recorder import Recorder, recording_error
+from flexinspect_hooks.sessions.capture_session import check_level
+from flexinspect_hooks.training.cost_governor import Governor
+from flexinspect_hooks.training.training_session import TrainingSession, provide_counts
+from flexinspect_hooks.user_code.program import end_state
+from flexinspect_hooks.user_code.watch_trace import (
+    WatchedTrace,
+    build_manifest,
+    free_path,
+    new_writer,
+    print_message,
+    run_all_safely,
+)
+
+_active_callbacks: dict[int, TrainerCallback] = {}
+"""The callbacks whose training is on, by the id of its model."""
+
+
+class TrainerCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Records each call of `Trainer.train` into a trace, as `flexinspect.watch_training` does.
+
+    `out`, `level` and `band` are those of `watch_training`; a second training by the same trainer
+    gets a trace of its own only where `out` is None, and one that begins again before its end (as
+    with `auto_find_batch_size`) a numbered one. `watch` is the handle of the last one. Of several
+    processes only the first records: `watch` stays None in the others.
+    """
+
+    def __init__(
+        self, out: str | Path | None = None, *, level: str = "basic", band: float | None = None
+    ) -> None:
+        Governor(check_level(level), band)  # what is wrong with them is told now
+        self.watch: TrainingWatch | None = None
+        self._out, self._level, self._band = out, level, band
+        self._is_open = False
+        self._model_id = 0
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **rest: Any
+    ) -> None:
+        """Begin to record; a training of the same model that was interrupted ends as failed."""
+        if not getattr(state, "is_world_process_zero", True):
+            return
+        out = self._out
+        if self._is_open:
+            self._abandon()
+            out = _numbered_path(self._out)
+        if id(model) in _active_callbacks:
+            _active_callbacks[id(model)]._abandon()
+        self.watch = watch_training(model, optimizer, out=out, level=self._level, band=self._band)
+        self.watch.__enter__()
+        self._is_open = True
+        self._model_id = id(model)  # the watch holds the model: no other gets its id meanwhile
+        _active_callbacks[self._model_id] = self
+        # A trainer tells no callback of an exception: the process ends the trace then.
+        atexit.register(self._abandon)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """End the trace."""
+        self._end(None)
+
+    def _abandon(self) -> None:
+        self._end(RuntimeError("the training did not come to its end"))
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.watch is None or not self._is_open:
+            return
+        self._is_open = False
+        _active_callbacks.pop(self._model_id, None)
+        atexit.unregister(self._abandon)
+        self.watch.__exit__(type(error) if error else None, error, None)
+
+
+def _numbered_path(out: str | Path | None) -> Path | None:
+    """Return a free name like `out`."""
+    if out is None:
+        return None
+    first = path = Path(out)
+    number = 2
+    while path.exists():
+        path, number = first.with_name(f"{first.stem}-{number}{first.suffix}"), number + 1
+    return path
+
+
+T = TypeVar("T")
+
+_watched_models: set[int] = set()
+"""Models whose training is being watched, by id."""
+
+
+def watch_training(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    out: str | Path | None = None,
+    level: str = "basic",
+    band: float | None = None,
+    quiet: bool = False,
+) -> TrainingWatch:
+    """Record the training of `model` by `optimizer` while the `with` block runs.
+
+    A step is one step of the optimizer; without one, each call of `step` ends one. The loss is the
+    one that the model returns (`.loss`, `["loss"]`, or a scalar), unless `step(loss=...)` tells
+    another. `out` is the trace, which must not exist (default: training-DATE-TIME.flextrace).
+    `band` is what a step may take with capture over what it takes without, such as 1.02: above it,
+    detail is dropped and comes back later, with an event each time. `quiet` leaves the line about
+    the cost at the end out.
+
+    Raises `UsageError` for what cannot be: an unknown level, a file in the way, no parameters.
+    """
+    argument_checks.check_module(model, "watch_training")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("The model has no parameter that gradients are wanted for.")
+    path = free_path(out, "training")
+    governor = Governor(check_level(level), band)
+    return TrainingWatch(
+        model, _unwrap_optimizer(optimizer), path, governor, level=level, quiet=quiet
+    )
+
+
+class TrainingWatch(WatchedTrace):
+    """The handle of a watched training run: a context manager, and what is known so far."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        path: Path,
+        governor: Governor,
+        *,
+        level: str,
+        quiet: bool,
+    ) -> None:
+        super().__init__(path)
+        self._model, self._optimizer = model, optimizer
+        self._governor, self._level, self._quiet = governor, level, quiet
+        self._session: TrainingSession | None = None
+        self._last_cost: dict[str, float | int] = {}
+        self._last_summary = TrainingSummary()
+
+    # -- while training --------------------------------------------------------------------------
+
+    def __enter__(self) -> TrainingWatch:
+        if self._writer is not None:
+            raise UsageError("This watch is over.", hint="Call flexinspect.watch_training again.")
+        if id(self._model) in _watched_models:
+            raise UsageError("The training of this model is being watched already.")
+        about = build_manifest(self._model, self._level, watch_training=True)
+        writer = new_writer(self.path, about)
+        session = TrainingSession(self._model, self._optimizer, writer, self._governor)
+        try:
+            session.begin()
+        except BaseException:
+            session.end("failed")
+            writer.close("failed")
+            writer.discard()
+            raise
+        self._writer, self._session = writer, session
+        provide_counts(session.summary, self)
+        _watched_models.add(id(self._model))
+        if writer.note:
+            print_message(writer.note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        session, writer = self._session, self._writer
+        assert session is not None
+        assert writer is not None
+        _watched_models.discard(id(self._model))
+        self._session, state = None, end_state(error)
+        reason = "" if error is None else f"{type(error).__name__}: {error}"
+        run_all_safely(
+            lambda: session.end(state, reason),
+            lambda: self._conclude(session, writer),
+            lambda: writer.close(state),
+        )
+
+    def step(self, loss: float | Tensor | None = None) -> None:
+        """Tell the loss of a step, once for each step of the optimizer, before or after it.
+
+        Where no optimizer was given, this ends the step: call it before gradients are cleared.
+        Raises `UsageError` for a loss that is not a single number.
+        """
+        if self._session is not None:
+            self._session.set_loss(loss)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a loader, and time how long training waits for each.
+
+        Raises `UsageError` for what has no batches.
+        """
+        argument_checks.check_batches(loader, "batches")
+        return iter(loader) if self._session is None else self._session.batches(loader)
+
+    @property
+    def level(self) -> str:
+        """How much is recorded, from the next step on."""
+        return self._level
+
+    @level.setter
+    def level(self, level: str) -> None:
+        self._level = check_level(level)
+        if self._session is not None:
+            self._session.set_level(level)
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    @property
+    def cost(self) -> dict[str, float | int]:
+        """What capture took so far: seconds, and their `ratio` to the time without capture."""
+        return self._last_cost if self._session is None else self._session.cost()
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """How many steps were wrong so far, all but the newest."""
+        return self._last_summary if self._session is None else self._session.summary.summary
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return None if self._session is None else self._session.recorder
+
+    def __str__(self) -> str:
+        summary, cost = self.summary, self.cost
+        if not summary.total_steps:
+            return (
+                f"No step is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
+            )
+        ratio, each = float(cost["ratio"]), float(cost["capture_s"]) / summary.total_steps * 1e3
+        dropped = f"{said} " if (said := self._governor.summary()) else ""
+        share = f"{ratio:.2%} of the time without it" if ratio < 1 else "longer than training"
+        return (
+            f"{summary.total_steps} training steps, {summary.anomaly_steps} of them wrong; "
+            f"capture took {share} ({each:.2f} ms a step). {dropped}"
+            f"Trace: {escape_unprintable(str(self.path))}"
+        )
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _conclude(self, session: TrainingSession, writer: TraceWriter) -> None:
+        self._last_cost, self._last_summary = session.cost(), session.summary.summary
+        failure = recording_error(session.recorder, writer)
+        if failure is not None:
+            print_message(failure.sentence())
+        with suppress(TraceWriteError):
+            writer.update_run(cost=self._last_cost, training=self._last_summary.as_dict())
+        if not self._quiet:
+            print_message(str(self))
+
+
+def _unwrap_optimizer(optimizer: Any) -> Optimizer | None:
+    """Return the optimizer that does the steps: the one inside of a wrapper such as accelerate's.
+
+    Raises `UsageError` for what is none.
+    """
+    if optimizer is None:
+        return None
+    inner = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, Optimizer):
+        optimizer, inner = inner, getattr(inner, "optimizer", None)
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"watch_training needs a torch optimizer, not {argument_checks.describe_type(optimizer)}.",
+            hint="Without one, call step(loss=...) once for each step.",
+        )
+    return optimizer

@@ -1,0 +1,250 @@
+"""`AsyncTrainingLogger`: a training's log and checks for loops that run in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from flexinspect.core.errors import UsageError
+from flexinspect.records.debug_switches import DebugLevel, DictDataclass, TrainingPhase
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.training_debuggers.debugger_base import DEFAULT_HISTORY, log
+from flexinspect_hooks.training_debuggers.pytorch_debugger import PyTorchDebugger
+from flexinspect_hooks.training_debuggers.result_types import LogEntry
+from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
+
+
+@dataclass(frozen=True, eq=False)
+class TensorAnomalies(DictDataclass):
+    """Whether a tensor holds NaN or Inf."""
+
+    name: str
+    has_nan: bool
+    has_inf: bool
+
+    @property
+    def is_anomaly(self) -> bool:
+        """Whether it holds either."""
+        return self.has_nan or self.has_inf
+
+
+@dataclass(frozen=True, eq=False)
+class GradientAnomalies(DictDataclass):
+    """What is wrong with the gradients of a model; the lists name parameters."""
+
+    total_norm: float
+    params_with_nan_grad: list[str]
+    params_with_inf_grad: list[str]
+    exploding: list[str]
+    vanishing: list[str]
+
+    @property
+    def is_anomaly(self) -> bool:
+        """Whether any list has an entry."""
+        lists = (self.params_with_nan_grad, self.params_with_inf_grad)
+        return any((*lists, self.exploding, self.vanishing))
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingProgress(DictDataclass):
+    """Where a training is; `share` and `remaining_s` are None without `total_steps`."""
+
+    epoch: int
+    step: int
+    loss: float
+    learning_rate: float | None
+    elapsed_s: float
+    share: float | None
+    remaining_s: float | None
+
+
+class AsyncTrainingLogger:
+    """Logs and checks one training; what blocks runs in a thread, so that the loop goes on.
+
+    While a check runs, other tasks do: await it before the tensor or the gradients are changed.
+    Entries go to the standard log, and the newest `history` of them are kept. Use it in an
+    `async with` block, or call `finish_training`.
+    """
+
+    def __init__(
+        self,
+        *,
+        user_id: str,
+        model_name: str,
+        enable_autograd_debug: bool = False,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        history: int = DEFAULT_HISTORY,
+    ) -> None:
+        self.user_id, self.model_name = user_id, model_name
+        self.debugger = PyTorchDebugger(level, history=history)
+        self.phase = TrainingPhase.SETUP
+        self._enable_autograd_debug = enable_autograd_debug
+        self._board = SwitchBoard()
+        self._entries: deque[LogEntry] = deque(maxlen=history)
+        self._progress: deque[TrainingProgress] = deque(maxlen=history)
+        self._started_at = time.monotonic()
+        self._total_epochs: int | None = None
+        self._total_steps: int | None = None
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def start_training(
+        self, total_epochs: int | None = None, total_steps: int | None = None
+    ) -> None:
+        """Start the clock, and autograd's anomaly mode where it was asked for.
+
+        Raises `UsageError` for a total below 1.
+        """
+        for name, total in (("total_epochs", total_epochs), ("total_steps", total_steps)):
+            if total is not None:
+                argument_checks.check_count(total, name)
+        self._total_epochs, self._total_steps = total_epochs, total_steps
+        self._started_at = time.monotonic()
+        self.phase = TrainingPhase.TRAINING
+        if self._enable_autograd_debug:
+            self._board.enable_debugging(["autograd_anomaly"])
+        self._log(logging.INFO, f"Training starts: {total_epochs} epochs, {total_steps} steps")
+
+    def finish_training(self) -> None:
+        """Say that it is over, and put autograd's anomaly mode back."""
+        self._board.disable_debugging()
+        self.phase = TrainingPhase.FINISHED
+        found = self.debugger.get_debug_summary().total_anomalies
+        self._log(logging.INFO, f"Training is over: {found} anomalies")
+
+    async def __aenter__(self) -> AsyncTrainingLogger:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.finish_training()
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    async def check_tensor_anomalies_async(
+        self, tensor: Tensor, name: str = "tensor"
+    ) -> TensorAnomalies:
+        """Say whether a tensor, such as the loss, holds NaN or Inf."""
+        info = await asyncio.to_thread(self.debugger.analyze_tensor, tensor, name)
+        return TensorAnomalies(name, info.has_nan, info.has_inf)
+
+    async def check_gradient_anomalies_async(self, model: nn.Module) -> GradientAnomalies:
+        """Say which parameters have a gradient with NaN or Inf, that explodes or vanishes."""
+        found = await asyncio.to_thread(self.debugger.analyze_gradients, model)
+        return GradientAnomalies(
+            found.total_norm,
+            found.params_with_nan_grad,
+            found.params_with_inf_grad,
+            [name for name, info in found.items() if info.explodes],
+            [name for name, info in found.items() if info.vanishes],
+        )
+
+    # -- the log ---------------------------------------------------------------------------------
+
+    async def update_progress_async(
+        self, *, epoch: int, step: int, loss: Tensor | float, learning_rate: float | None = None
+    ) -> TrainingProgress:
+        """Log where the training is; a thread waits for the loss of a GPU and writes the log.
+
+        Raises `UsageError` for a loss that is not a single number.
+        """
+        elapsed = time.monotonic() - self._started_at
+        progress = await asyncio.to_thread(
+            self._log_progress, epoch, step, loss, learning_rate, elapsed
+        )
+        self._progress.append(progress)
+        return progress
+
+    def _log_progress(
+        self,
+        epoch: int,
+        step: int,
+        loss: Tensor | float,
+        learning_rate: float | None,
+        elapsed: float,
+    ) -> TrainingProgress:
+        value = argument_checks.check_number(loss, "The loss")
+        share = min((step + 1) / self._total_steps, 1.0) if self._total_steps else None
+        left = elapsed * (1 - share) / share if share else None
+        progress = TrainingProgress(epoch, step, value, learning_rate, elapsed, share, left)
+        self._log(logging.DEBUG, self._format_progress(progress), facts=progress)
+        return progress
+
+    def log_warning(self, text: str, phase: TrainingPhase | str | None = None) -> LogEntry:
+        """Log a warning, of the phase that the training is in unless told."""
+        return self._log(logging.WARNING, text, phase)
+
+    def log_error(
+        self,
+        error: BaseException,
+        phase: TrainingPhase | str | None = None,
+        context: Mapping[str, Any] | None = None,
+    ) -> LogEntry:
+        """Log an exception with its full stack and whatever is known around it.
+
+        Raises `UsageError` for what is no exception, or a context that is no dict.
+        """
+        if not isinstance(error, BaseException):
+            raise UsageError("log_error needs an exception; log_warning takes a text.")
+        if not isinstance(context or {}, Mapping):
+            raise UsageError(
+                f"context must be a dict, not {argument_checks.describe_type(context)}."
+            )
+        stack = "".join(traceback.format_exception(error))
+        self.debugger.report_error(error)
+        facts = {**(context or {}), "stack": stack}
+        return self._log(logging.ERROR, f"{type(error).__name__}: {error}", phase, facts)
+
+    @property
+    def entries(self) -> tuple[LogEntry, ...]:
+        """What was logged and is still kept, the oldest first."""
+        return tuple(self._entries)
+
+    @property
+    def progress(self) -> tuple[TrainingProgress, ...]:
+        """Where the training was at each update that is still kept."""
+        return tuple(self._progress)
+
+    def _format_progress(self, progress: TrainingProgress) -> str:
+        of = f" of {self._total_steps}" if self._total_steps else ""
+        epochs = f" of {self._total_epochs}" if self._total_epochs else ""
+        rate = "" if progress.learning_rate is None else f", rate {progress.learning_rate:.4g}"
+        left = "" if progress.remaining_s is None else f", {progress.remaining_s:.0f} s left"
+        where = f"Epoch {progress.epoch}{epochs}, step {progress.step}{of}"
+        return f"{where}: loss {progress.loss:.6g}{rate}{left}"
+
+    def _log(
+        self,
+        level: int,
+        text: str,
+        phase: TrainingPhase | str | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> LogEntry:
+        where = self.phase if phase is None else _parse_phase(phase)
+        name = logging.getLevelName(level)
+        entry = LogEntry(time.time(), name, text, where.value, dict(facts or {}))
+        self._entries.append(entry)
+        whose = f"[{self.user_id} · {self.model_name} · {where.value}]"
+        log.log(level, "%s %s", whose, text, extra={"facts": entry})
+        return entry
+
+
+def _parse_phase(phase: TrainingPhase | str) -> TrainingPhase:
+    try:
+        return TrainingPhase(phase)
+    except ValueError:
+        known = ", ".join(TrainingPhase)
+        raise UsageError(f"The phase {phase!r} is unknown; the phases are {known}.") from None

@@ -1,0 +1,208 @@
+"""`DiffusionModelDebugger`: any pipeline whose denoiser, text encoder and VAE are modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.core.errors import UsageError
+from flexinspect.records.debug_switches import DebugLevel
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.training.gradient_statistics import tensor_norms
+from flexinspect_hooks.training_debuggers.components import (
+    component_info,
+    has_nonfinite,
+    memory_of,
+    tensors_in,
+    weight_problems,
+)
+from flexinspect_hooks.training_debuggers.debugger_base import (
+    DEFAULT_HISTORY,
+    BaseDebugger,
+    OnAnomaly,
+    find_nonfinite,
+    log,
+)
+from flexinspect_hooks.training_debuggers.result_types import (
+    Anomaly,
+    DiffusionStepInfo,
+    PipelineAnalysis,
+)
+from flexinspect_hooks.training_debuggers.tensor_checks import tensor_info
+
+MAX_SPREAD_GROWTH = 5.0
+"""From ADVANCED on: latents whose spread is this many times that of the step before are wrong."""
+
+COMPONENT_PREFIXES: Mapping[str, tuple[str, ...]] = {
+    "denoiser": ("unet", "transformer", "denoiser", "prior"),
+    "text encoder": ("text_encoder",),
+    "vae": ("vae", "vqvae", "movq", "decoder"),
+}
+"""Role → how the names of its parts begin in the pipelines of diffusers."""
+
+
+class DiffusionModelDebugger(BaseDebugger):
+    """Looks at a pipeline's parts, and at the latents of each denoising step.
+
+    `jump` is how many times the spread of the latents may grow in one step (from ADVANCED on).
+    """
+
+    kind = "diffusion"
+
+    def __init__(
+        self,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        *,
+        history: int = DEFAULT_HISTORY,
+        jump: float = MAX_SPREAD_GROWTH,
+        alert_above: float = 0.1,
+        on_anomaly: OnAnomaly | None = None,
+    ) -> None:
+        self._max_growth = argument_checks.check_limit(jump, "jump")
+        super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+
+    def _reset(self) -> None:
+        self._previous_latents: Tensor | None = None
+        self._previous_step: tuple[int, float | None] | None = None
+        self._nonfinite_source: str | None = None
+        super()._reset()
+
+    def analyze_diffusion_pipeline(self, pipeline: Any) -> PipelineAnalysis:
+        """Return what a pipeline consists of: sizes, dtypes, devices, weights that are not finite.
+
+        Raises `UsageError` for an object without any module.
+        """
+        modules = components_of(pipeline)
+        infos = {name: component_info(module, name) for name, module in modules.items()}
+        problems = tuple(weight_problems(infos.values()))
+        self._record_analysis(
+            [], [self._make_anomaly("model", "pipeline", problem) for problem in problems]
+        )
+        return PipelineAnalysis(
+            total_parameters=sum(info.parameters for info in infos.values()),
+            trainable_parameters=sum(info.trainable for info in infos.values()),
+            memory=sum(info.memory for info in infos.values()),
+            components=infos,
+            roles=roles_of(modules),
+            problems=problems,
+        )
+
+    def monitor_diffusion_step(
+        self, pipeline: Any, step: int, latents: Tensor
+    ) -> DiffusionStepInfo:
+        """Look at the latents that a denoising step left; step 0 starts a new image.
+
+        Raises `UsageError` for latents that are no tensor, and what is no step's number.
+        """
+        argument_checks.check_tensor(latents, "monitor_diffusion_step")
+        step = argument_checks.check_count(step, "step", 0)
+        before, spread = self._previous_step or (
+            -1,
+            None,
+        )  # at once: a clearing may come in between
+        if step <= before or step == 0:
+            self._previous_latents = spread = None
+        info = tensor_info(latents, f"latents of step {step}", self.level)
+        is_advanced = self.level.includes(DebugLevel.ADVANCED)
+        made_by, self._nonfinite_source = self._nonfinite_source, None
+        by = f" First made by {made_by}." if made_by else ""
+        anomalies = [
+            self._make_anomaly(kind, "latents", said + by, step=step, tensor=info)
+            for kind, said in find_nonfinite(info)
+        ]
+        anomalies += self._check_spread(step, spread, info.std)
+        found = DiffusionStepInfo(
+            step=step,
+            latents=info,
+            change=self._relative_change(latents) if is_advanced else None,
+            anomalies=tuple(anomalies),
+            memory=_pipeline_memory(pipeline) if is_advanced else None,
+            made_by=made_by,
+        )
+        self._previous_step = (step, info.std)
+        self._record_analysis([found], anomalies)
+        if self.level is DebugLevel.EXTREME:
+            log.info("Denoising step %d: %s", step, info)
+        return found
+
+    @contextmanager
+    def watching(self, pipeline: Any) -> Iterator[None]:
+        """Find which part makes the first NaN or Inf of a step, while the block runs.
+
+        Costs one reduction of each output of the pipeline's parts. `unet(...)` calls are seen, not
+        other methods (such as `vae.decode`).
+        """
+        handles = [
+            module.register_forward_hook(partial(self._on_component_output, name), with_kwargs=True)
+            for name, module in components_of(pipeline).items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _on_component_output(
+        self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._nonfinite_source is not None or not has_nonfinite(tensors_in(output)):
+            return
+        was_fed = has_nonfinite(tensors_in([args, kwargs]))
+        self._nonfinite_source = f"{name} (from inputs that were not finite)" if was_fed else name
+
+    def _check_spread(self, step: int, before: float | None, spread: float | None) -> list[Anomaly]:
+        if spread is None or not before or not spread > self._max_growth * before:
+            return []
+        said = (
+            f"The latents of step {step} spread {spread / before:.1f} times as far as those "
+            f"of the step before ({before:.4g}, now {spread:.4g})."
+        )
+        return [self._make_anomaly("jump", "latents", said, step=step)]
+
+    @torch.no_grad()
+    def _relative_change(self, latents: Tensor) -> float | None:
+        before, self._previous_latents = self._previous_latents, latents.detach().clone()
+        if before is None or before.shape != latents.shape or before.device != latents.device:
+            return None
+        moved, size = tensor_norms([latents.detach() - before, before])
+        return moved / size if size else None
+
+
+def components_of(pipeline: Any) -> dict[str, nn.Module]:
+    """Return the modules of a pipeline by name: of its `components`, else its attributes.
+
+    Raises `UsageError` for an object without any module.
+    """
+    if isinstance(pipeline, nn.Module):
+        return dict(pipeline.named_children()) or {"(model)": pipeline}
+    parts = getattr(pipeline, "components", None)
+    named = parts if isinstance(parts, Mapping) else getattr(pipeline, "__dict__", {})
+    found = {str(name): part for name, part in named.items() if isinstance(part, nn.Module)}
+    if not found:
+        kind = type(pipeline).__name__
+        raise UsageError(
+            f"The {kind} has no module among its components; a pipeline with a unet or "
+            "transformer, a text encoder or a VAE is needed."
+        )
+    return found
+
+
+def roles_of(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Return which parts are denoiser, text encoder and VAE, by the names that pipelines use."""
+    return {
+        role: tuple(name for name in modules if name.startswith(starts))
+        for role, starts in COMPONENT_PREFIXES.items()
+    }
+
+
+def _pipeline_memory(pipeline: Any) -> dict[str, int]:
+    sizes = [memory_of(module) for module in components_of(pipeline).values()]
+    around = ("process", "system_used", "cuda_allocated", "cuda_reserved")
+    return {
+        name: sizes[0][name] if name in around else sum(s[name] for s in sizes) for name in sizes[0]
+    }

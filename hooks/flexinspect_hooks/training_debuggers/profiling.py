@@ -1,0 +1,326 @@
+"""`profile_model_performance`: some batches under `torch.profiler`, and what they say, typed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+
+from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.records.debug_switches import DictDataclass
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.training_debuggers.debugger_base import log
+from flexinspect_hooks.training_debuggers.switch_board import SwitchBoard
+
+WAIT_BATCHES, WARMUP_BATCHES = 1, 1
+"""Batches that are run before those that are profiled: one unprofiled, one to warm up."""
+PROFILE_FOLDER = "./logs/profiler"
+N_OPERATORS = 15
+"""Operators that a summary names, those with the most time of their own first."""
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorCost(DictDataclass):
+    """What one operator took over the profiled batches; times in ms, memory in bytes.
+
+    `self_*` is without the operators it called; `share` is its part of all `self_*` time. `flops`
+    is 0 where torch knows no formula.
+    """
+
+    name: str
+    calls: int
+    cpu_ms: float
+    self_cpu_ms: float
+    cuda_ms: float
+    self_cuda_ms: float
+    memory: int
+    flops: int
+    share: float
+
+
+@dataclass(frozen=True, eq=False)
+class ProfileSummary(DictDataclass):
+    """What `profile_model_performance` found.
+
+    `batches` were profiled. `batch_ms` is their wall time each (profiling included), `batch_memory`
+    the bytes of CUDA that each left allocated (empty without CUDA). `cpu_ms` and `cuda_ms` are the
+    operators' own time, `flops` those that torch can count, all over all batches. `operators` come
+    with the dearest first. `files` are the exported traces, for TensorBoard, Perfetto or
+    chrome://tracing. `advice` says in sentences what stands out.
+    """
+
+    batches: int
+    batch_ms: tuple[float, ...]
+    batch_memory: tuple[int, ...]
+    cpu_ms: float
+    cuda_ms: float
+    flops: int
+    operators: tuple[OperatorCost, ...]
+    files: tuple[str, ...]
+    advice: tuple[str, ...]
+
+
+def profile_model_performance(
+    dataloader: Iterable[Any],
+    num_batches: int = 10,
+    *,
+    step: Callable[[Any], Any],
+    folder: str | Path | None = PROFILE_FOLDER,
+    record_shapes: bool = True,
+    with_stack: bool = True,
+    profile_memory: bool = True,
+    with_flops: bool = True,
+    scopes: Iterable[str] = (),
+) -> ProfileSummary:
+    """Run `step(batch)` over a loader under `torch.profiler` and say where the time went.
+
+    Of the loader's batches the first is run unprofiled, the second to warm up, and the next
+    `num_batches` are profiled (fewer when it has fewer: it needs three). The traces are exported to
+    `folder` as TensorBoard's plug-in reads them (None: not at all). `scopes` are names given to
+    `torch.profiler.record_function` in your code, which the summary then always lists.
+
+    Raises `UsageError` for a loader with too few batches or a folder that cannot be written.
+    """
+    argument_checks.check_count(num_batches, "num_batches")
+    argument_checks.check_function(step, "step", "a batch")
+    argument_checks.check_batches(dataloader, "profile_model_performance")
+    before = _trace_files(folder)
+    batches = _require_batches(dataloader, WAIT_BATCHES + WARMUP_BATCHES + 1)
+    timed: list[float] = []
+    memory: list[int] = []
+    with profile(
+        activities=activities(),
+        schedule=schedule(wait=WAIT_BATCHES, warmup=WARMUP_BATCHES, active=num_batches, repeat=1),
+        on_trace_ready=trace_exporter(folder),
+        record_shapes=record_shapes,
+        with_stack=with_stack,
+        profile_memory=profile_memory,
+        with_flops=with_flops,
+        acc_events=True,
+    ) as profiler:
+        for number, batch in enumerate(
+            islice(batches, WAIT_BATCHES + WARMUP_BATCHES + num_batches)
+        ):
+            started, held = time.perf_counter(), _allocated_bytes()
+            step(batch)
+            _synchronize()
+            if number >= WAIT_BATCHES + WARMUP_BATCHES:
+                timed.append((time.perf_counter() - started) * 1e3)
+                memory += [_allocated_bytes() - held] if torch.cuda.is_available() else []
+            profiler.step()
+    return _profile_summary(profiler, timed, memory, _trace_files(folder) - before, tuple(scopes))
+
+
+def activities() -> list[ProfilerActivity]:
+    """Return what can be profiled here: the CPU, and CUDA where it is."""
+    with_cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *with_cuda]
+
+
+def trace_exporter(folder: str | Path | None) -> Callable[[Any], None] | None:
+    """Return what writes a profile into `folder`, as TensorBoard's plug-in reads it.
+
+    Raises `UsageError` for a folder that cannot be made.
+    """
+    if folder is None:
+        return None
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"The folder {folder} for profiles cannot be made: {error.strerror}."
+        ) from error
+    handler: Callable[[Any], None] = tensorboard_trace_handler(str(folder))
+    return handler
+
+
+def _trace_files(folder: str | Path | None) -> set[str]:
+    return set() if folder is None else {str(path) for path in Path(folder).glob("*.pt.trace.json")}
+
+
+def _require_batches(batches: Iterable[Any], needed: int) -> Iterable[Any]:
+    iterator = iter(batches)
+    first = list(islice(iterator, needed))
+    if len(first) < needed:
+        raise UsageError(
+            f"The loader has {len(first)} batches, and profiling needs {needed} or more: one to "
+            "wait, one to warm up, one to profile."
+        )
+    return chain(first, iterator)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _allocated_bytes() -> int:
+    return int(torch.cuda.memory_allocated()) if torch.cuda.is_available() else 0
+
+
+def _profile_summary(
+    profiler: Any, timed: list[float], memory: list[int], files: set[str], scopes: tuple[str, ...]
+) -> ProfileSummary:
+    costs = operator_costs(profiler)
+    if not costs:
+        raise FlexInspectError(
+            "torch.profiler saw no operator.", hint="Does another profiler run in this process?"
+        )
+    cpu, cuda = sum(c.self_cpu_ms for c in costs), sum(c.self_cuda_ms for c in costs)
+    named = [cost for cost in costs[N_OPERATORS:] if cost.name in scopes]
+    return ProfileSummary(
+        batches=len(timed),
+        batch_ms=tuple(timed),
+        batch_memory=tuple(memory),
+        cpu_ms=cpu,
+        cuda_ms=cuda,
+        flops=sum(cost.flops for cost in costs),
+        operators=(*costs[:N_OPERATORS], *named),
+        files=tuple(sorted(files)),
+        advice=tuple(_profile_advice(costs, sum(timed), cpu, cuda)),
+    )
+
+
+def operator_costs(profiler: Any) -> list[OperatorCost]:
+    """Return what a profiler that has ended says of each operator, the dearest first."""
+    events = [event for event in profiler.key_averages() if not _is_profiler_event(event.key)]
+    cpu = sum(event.self_cpu_time_total for event in events) / 1e3
+    cuda = sum(event.self_device_time_total for event in events) / 1e3
+    return sorted(
+        (_operator_cost(event, cpu, cuda) for event in events), key=lambda cost: -cost.share
+    )
+
+
+def _is_profiler_event(name: str) -> bool:
+    """Say whether an event is the profiler's own, or a Python frame that `with_stack` records."""
+    return "ProfilerStep" in name or name.startswith("<") or ".py(" in name
+
+
+def _operator_cost(event: Any, cpu: float, cuda: float) -> OperatorCost:
+    own, own_cuda = event.self_cpu_time_total / 1e3, event.self_device_time_total / 1e3
+    whole, part = (cuda, own_cuda) if cuda else (cpu, own)
+    return OperatorCost(
+        name=event.key,
+        calls=event.count,
+        cpu_ms=event.cpu_time_total / 1e3,
+        self_cpu_ms=own,
+        cuda_ms=event.device_time_total / 1e3,
+        self_cuda_ms=own_cuda,
+        memory=event.self_cpu_memory_usage + event.self_device_memory_usage,
+        flops=int(event.flops or 0),
+        share=part / whole if whole else 0.0,
+    )
+
+
+_COPY_OPERATORS = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::contiguous", "aten::clone")
+_SYNC_OPERATORS = (
+    "aten::item",
+    "aten::_local_scalar_dense",
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+)
+
+
+def _profile_advice(
+    costs: list[OperatorCost], wall: float, cpu: float, cuda: float
+) -> Iterable[str]:
+    """Say what stands out; a sentence each."""
+    top = costs[0]
+    if top.share >= 0.5:
+        yield f"{top.name} takes {top.share:.0%} of the time: a change elsewhere gains little."
+    copies = sum(cost.share for cost in costs if cost.name in _COPY_OPERATORS)
+    if copies >= 0.15:
+        yield f"Copies and conversions take {copies:.0%}: look for dtypes or layouts that differ."
+    waits = sum(cost.calls for cost in costs if cost.name in _SYNC_OPERATORS)
+    if cuda and waits > 20:
+        yield f"The host waited for the device {waits} times: look for .item() in the loop."
+    if cuda and cuda < 0.5 * wall:
+        yield f"The device worked {cuda / wall:.0%} of the time: larger batches, or faster loading."
+    small = sum(
+        cost.calls for cost in costs if cost.calls and cost.self_cpu_ms / cost.calls < 0.005
+    )
+    if not cuda and small > 0.8 * sum(cost.calls for cost in costs) and cpu > 0:
+        yield "Most operators take under 5 µs: calling them is the cost; larger batches help."
+
+
+PROFILER_SWITCH = "enable_autograd_profiler"
+TENSORBOARD_SWITCH = "enable_tensorboard_profiler"
+N_LOGGED_OPERATORS = 5
+PAUSE_FACTOR = 5
+"""A window is followed by a rest of so many times what it took to end it and to read it."""
+
+
+class ProfilerWindows:
+    """Profiles from step to step; each window of steps ends in a line of the log or an export.
+
+    torch takes long to read what it recorded (0.1 ms for each operator called), so that a rest of
+    five times that lies between two windows; the first begins at once. `clock` gives seconds.
+    `boundary` is called once per step, in the thread that trains.
+    """
+
+    def __init__(
+        self,
+        board: SwitchBoard,
+        *,
+        steps: int,
+        folder: str | Path = PROFILE_FOLDER,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._board, self._window_steps, self._folder = board, steps, folder
+        self._profiler: Any = None
+        self._clock, self._paused_until = clock, 0.0
+        self._n_profiled = 0
+        self._exports = False
+
+    def on_step(self, step: int) -> None:
+        """End a window that is full, or that nobody wants any more; begin one that is wanted."""
+        wanted = [
+            switch
+            for switch in (PROFILER_SWITCH, TENSORBOARD_SWITCH)
+            if self._board.is_active(switch, step)
+        ]
+        if self._profiler is not None:
+            self._n_profiled += 1
+            if self._n_profiled >= self._window_steps or not wanted:
+                self.close()
+        if not wanted:
+            self._paused_until = 0.0
+        elif self._profiler is None and self._clock() >= self._paused_until:
+            self._board.run_guarded(wanted[0], lambda: self._begin(TENSORBOARD_SWITCH in wanted))
+
+    def close(self) -> None:
+        """End the window that is open, and say what it saw."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            switch, began = TENSORBOARD_SWITCH if self._exports else PROFILER_SWITCH, self._clock()
+            self._board.run_guarded(switch, lambda: self._end(profiler))
+            ended = self._clock()
+            self._paused_until = ended + PAUSE_FACTOR * (ended - began)
+
+    def _begin(self, exports: bool) -> None:
+        ready = trace_exporter(self._folder) if exports else None
+        profiler = profile(
+            activities=activities(),
+            on_trace_ready=ready,
+            record_shapes=exports,
+            profile_memory=exports,
+        )
+        profiler.start()
+        self._profiler, self._n_profiled, self._exports = profiler, 0, exports
+
+    def _end(self, profiler: Any) -> None:
+        profiler.stop()
+        costs = operator_costs(profiler)
+        top = ", ".join(f"{cost.name} {cost.share:.0%}" for cost in costs[:N_LOGGED_OPERATORS])
+        where = f", exported to {self._folder}" if self._exports else ""
+        log.debug(
+            "%s",
+            f"Profiler - {self._n_profiled} steps: {top}{where}",
+            extra={"facts": {"steps": self._n_profiled, "operators": costs}},
+        )

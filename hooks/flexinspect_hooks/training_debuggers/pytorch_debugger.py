@@ -1,0 +1,242 @@
+"""`PyTorchDebugger`: tensors, parameters, gradients and memory, looked at when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.records.debug_switches import DebugLevel
+from flexinspect.records.training_step import EXPLODING_NORM, VANISHING_NORM, ParameterGradient
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.training import gradient_statistics
+from flexinspect_hooks.training.parameters import trainable
+from flexinspect_hooks.training_debuggers.components import (
+    component_infos,
+    memory_of,
+    output_problems,
+    tensors_in,
+    weight_problems,
+)
+from flexinspect_hooks.training_debuggers.debugger_base import (
+    DEFAULT_HISTORY,
+    BaseDebugger,
+    OnAnomaly,
+    find_nonfinite,
+    log,
+)
+from flexinspect_hooks.training_debuggers.result_types import (
+    Anomaly,
+    GradientAnalysis,
+    ModelReport,
+    TensorInfo,
+)
+from flexinspect_hooks.training_debuggers.tensor_checks import (
+    gradient_analysis,
+    gradients_of,
+    tensor_info,
+    tensor_infos,
+)
+
+
+class PyTorchDebugger(BaseDebugger):
+    """Looks at tensors and models when asked, counts what is wrong, and keeps a bounded history.
+
+    `explosion` and `vanishing` are the norms of one parameter's gradient beyond which it is an
+    anomaly: choose them per model.
+    """
+
+    def __init__(
+        self,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        *,
+        history: int = DEFAULT_HISTORY,
+        explosion: float = EXPLODING_NORM,
+        vanishing: float = VANISHING_NORM,
+        alert_above: float = 0.1,
+        on_anomaly: OnAnomaly | None = None,
+    ) -> None:
+        self._explosion = argument_checks.check_limit(explosion, "explosion")
+        self._vanishing = argument_checks.check_limit(vanishing, "vanishing")
+        super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def analyze_tensor(
+        self,
+        tensor: Tensor,
+        name: str = "tensor",
+        *,
+        shape: Sequence[int | None] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> TensorInfo:
+        """Return what this level measures of a tensor, and count NaN, Inf and what differs.
+
+        `shape` (None stands for any size) and `dtype` are what the tensor is meant to have.
+        """
+        info = tensor_info(argument_checks.check_tensor(tensor, "analyze_tensor"), name, self.level)
+        anomalies = [
+            *self._nonfinite_anomalies(info),
+            *self._check_shape_and_dtype(info, tensor, shape, dtype),
+        ]
+        self._record_analysis([info], anomalies)
+        return info
+
+    def analyze_model_parameters(self, model: nn.Module) -> dict[str, TensorInfo]:
+        """Return what this level measures of each parameter, by name."""
+        argument_checks.check_module(model, "analyze_model_parameters")
+        infos = tensor_infos(dict(model.named_parameters()), self.level)
+        self._record_analysis(
+            self._history_entries(infos),
+            [bad for info in infos.values() for bad in self._nonfinite_anomalies(info)],
+        )
+        return infos
+
+    def analyze_gradients(self, model: nn.Module) -> GradientAnalysis:
+        """Return each parameter's gradient by name; those that have none are left out."""
+        level, limits = self.level, (self._explosion, self._vanishing)
+        argument_checks.check_module(model, "analyze_gradients")
+        facts = gradients_of(trainable(model), level)
+        found = gradient_analysis(model, facts, level, *limits)
+        anomalies = [
+            self._make_anomaly(kind, one.name, said, tensor=found[one.name].tensor)
+            for one in facts.outliers(*limits)
+            for kind, said in gradient_problems(one, *limits)
+        ]
+        self._record_analysis(self._history_entries(found), anomalies)
+        return found
+
+    def check_gradient_explosion(
+        self, model: nn.Module, threshold: float = EXPLODING_NORM
+    ) -> list[str]:
+        """Return the parameters whose gradient norm is above the threshold.
+
+        A gradient with Inf or NaN is not among them: `analyze_gradients` names those.
+        """
+        argument_checks.check_module(model, "check_gradient_explosion")
+        argument_checks.check_limit(threshold, "threshold")
+        facts = gradient_statistics.model_gradients(model, with_max=False)
+        return self._record_threshold_check(
+            "explosion", gradient_statistics.exploding(facts, threshold), threshold
+        )
+
+    def check_gradient_vanishing(
+        self, model: nn.Module, threshold: float = VANISHING_NORM
+    ) -> list[str]:
+        """Return the parameters whose gradient norm is below the threshold, 0 too."""
+        argument_checks.check_module(model, "check_gradient_vanishing")
+        argument_checks.check_limit(threshold, "threshold")
+        facts = gradient_statistics.model_gradients(model, with_max=False)
+        return self._record_threshold_check(
+            "vanishing", gradient_statistics.vanishing(facts, threshold), threshold
+        )
+
+    # -- models ----------------------------------------------------------------------------------
+
+    def profile_memory_usage(self, model: nn.Module) -> dict[str, int]:
+        """Return bytes: `parameters`, `gradients`, `buffers`, their `total`, and around the model.
+
+        `process` is resident, `system_used` that of all processes, `cuda_allocated` and
+        `cuda_reserved` are 0 without CUDA.
+        """
+        return memory_of(argument_checks.check_module(model, "profile_memory_usage"))
+
+    def validate_model(self, model: nn.Module, *inputs: Any, **named_inputs: Any) -> ModelReport:
+        """Look at a model's weights and parts and, with inputs, run it once and look at its output.
+
+        The run is without gradients and in the mode that the model is in.
+        """
+        parts = component_infos(argument_checks.check_module(model, "validate_model"))
+        output: tuple[TensorInfo, ...] = ()
+        if inputs or named_inputs:
+            with torch.no_grad():
+                tensors = tensors_in(model(*inputs, **named_inputs))
+                named = {f"output {number}": one for number, one in enumerate(tensors)}
+            output = tuple(tensor_infos(named, self.level).values())
+        problems = (*weight_problems(parts.values()), *output_problems(output))
+        self._record_analysis(
+            [], [self._make_anomaly("model", "model", problem) for problem in problems]
+        )
+        return ModelReport(not problems, problems, parts, memory_of(model), output)
+
+    # -- what is wrong ---------------------------------------------------------------------------
+
+    def _nonfinite_anomalies(self, info: TensorInfo) -> list[Anomaly]:
+        return [
+            self._make_anomaly(kind, info.name, sentence, tensor=info)
+            for kind, sentence in find_nonfinite(info)
+        ]
+
+    def _check_shape_and_dtype(
+        self,
+        info: TensorInfo,
+        tensor: Tensor,
+        shape: Sequence[int | None] | None,
+        dtype: torch.dtype | None,
+    ) -> Iterator[Anomaly]:
+        if shape is not None and not _shape_matches(info.shape, shape):
+            said = f"{info.name} has shape {info.shape}, and {tuple(shape)} is meant."
+            yield self._make_anomaly("shape", info.name, said, tensor=info)
+        if dtype is not None and tensor.dtype != dtype:
+            meant = str(dtype).removeprefix("torch.")
+            said = f"{info.name} is {info.dtype}, and {meant} is meant."
+            yield self._make_anomaly("dtype", info.name, said, tensor=info)
+
+    def _record_threshold_check(self, kind: str, names: list[str], threshold: float) -> list[str]:
+        beyond = "above" if kind == "explosion" else "below"
+        said = f"Gradient {kind} in {{}}: its norm is {beyond} {threshold:g}."
+        self._record_analysis(
+            [], [self._make_anomaly(kind, name, said.format(name)) for name in names]
+        )
+        return names
+
+    def _history_entries(self, infos: Any) -> list[Any]:
+        """Return what of an analysis of many tensors the history keeps: at EXTREME each."""
+        return list(infos.values()) if self.level is DebugLevel.EXTREME else []
+
+
+def gradient_problems(
+    facts: ParameterGradient, explosion: float, vanishing: float
+) -> Iterator[tuple[str, str]]:
+    """Return (kind, sentence) for what is wrong with a gradient; only a matrix vanishes."""
+    name, norm = facts.name, facts.norm
+    if facts.has_nonfinite:
+        value = "nan" if facts.n_nan else "inf"
+        yield value, f"NaN/Inf gradient detected in {name}: {value}"
+    if facts.explodes(explosion):
+        yield "explosion", f"Gradient explosion in {name}: norm {norm:.4g} above {explosion:g}."
+    if facts.is_matrix and facts.vanishes(vanishing):
+        yield "vanishing", f"Gradient vanishing in {name}: norm {norm:.4g} below {vanishing:g}."
+
+
+def _shape_matches(shape: Sequence[int], expected: Sequence[int | None]) -> bool:
+    return len(shape) == len(expected) and all(
+        want is None or have == want for have, want in zip(shape, expected, strict=True)
+    )
+
+
+@contextmanager
+def debug_context(
+    level: DebugLevel | str = DebugLevel.BASIC, **options: Any
+) -> Iterator[PyTorchDebugger]:
+    """Give a `PyTorchDebugger` for a block, with its options, and log its summary at the end.
+
+    From ADVANCED on, what is raised inside is recorded with its full stack; at EXTREME the block
+    runs under autograd's anomaly mode too. The exception is raised on.
+    """
+    debugger = PyTorchDebugger(level, **options)
+    try:
+        if debugger.level is DebugLevel.EXTREME:
+            with debugger.autograd_anomaly_detection():
+                yield debugger
+        else:
+            yield debugger
+    except Exception as error:
+        if debugger.level is DebugLevel.ADVANCED:
+            debugger.report_error(error)
+        raise
+    finally:
+        log.info("Debugging is over: %s", debugger.get_debug_summary())

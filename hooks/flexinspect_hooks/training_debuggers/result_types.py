@@ -1,0 +1,215 @@
+"""What the debuggers return: dataclasses that are dicts too (`flexinspect.records.debug_switches.Facts`).
+
+Sizes are bytes. A figure that a level does not measure is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexinspect.records.debug_switches import DictDataclass
+
+
+@dataclass(frozen=True, eq=False)
+class TensorInfo(DictDataclass):
+    """One tensor. `std`, `min` and `max` are measured from ADVANCED on, over finite values.
+
+    `mean_value` is of the finite values (NaN without any). `norm` is the Euclidean one. `first_bad`
+    is the index of the first value that is NaN or Inf (EXTREME).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    memory: int
+    has_nan: bool
+    has_inf: bool
+    mean_value: float
+    std: float | None = None
+    min: float | None = None
+    max: float | None = None
+    norm: float | None = None
+    n_nan: int = 0
+    n_inf: int = 0
+    first_bad: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GradientInfo(DictDataclass):
+    """The gradient of one parameter; `largest` (absolute) from ADVANCED on, `tensor` at EXTREME."""
+
+    name: str
+    norm: float
+    has_nan: bool
+    has_inf: bool
+    explodes: bool
+    vanishes: bool
+    largest: float | None = None
+    tensor: TensorInfo | None = None
+
+
+class GradientAnalysis(dict[str, GradientInfo]):
+    """Name of a parameter → its gradient, for all that have one."""
+
+    def __init__(self, found: Mapping[str, GradientInfo], total_norm: float) -> None:
+        super().__init__(found)
+        self.total_norm = total_norm
+        """The norm of all gradients together; NaN or Inf when one of them is."""
+
+    @property
+    def params_with_nan_grad(self) -> list[str]:
+        """Parameters with a NaN in their gradient."""
+        return [name for name, info in self.items() if info.has_nan]
+
+    @property
+    def params_with_inf_grad(self) -> list[str]:
+        """Parameters with an Inf in their gradient."""
+        return [name for name, info in self.items() if info.has_inf]
+
+
+@dataclass(frozen=True, eq=False)
+class Anomaly(DictDataclass):
+    """One thing that is wrong: what, where, and what usually helps.
+
+    `kind` is one of nan, inf, explosion, vanishing, loss, shape, dtype, model, jump, error.
+    `tensor` is what is known of the tensor, `stack` (EXTREME, or an error) where the program was.
+    """
+
+    kind: str
+    where: str
+    sentence: str
+    step: int | None = None
+    advice: tuple[str, ...] = ()
+    tensor: TensorInfo | None = None
+    stack: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class DebugSummary(DictDataclass):
+    """What a debugger has met since it was made or cleared.
+
+    `total_anomalies` and `analyses` count all, `debug_history_length` is what is still kept.
+    `anomaly_rate` is the part of the analyses with any anomaly. `alerts` are sentences about what
+    passed a threshold of the user's.
+    """
+
+    level: str
+    total_anomalies: int
+    debug_history_length: int
+    analyses: int
+    anomaly_rate: float
+    anomalies_by_kind: dict[str, int] = field(default_factory=dict)
+    alerts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ComponentInfo(DictDataclass):
+    """One part of a model or of a pipeline."""
+
+    name: str
+    kind: str
+    parameters: int
+    trainable: int
+    memory: int
+    dtypes: tuple[str, ...]
+    devices: tuple[str, ...]
+    has_nan: bool
+    has_inf: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ModelReport(DictDataclass):
+    """Whether a model is fit to run: see `PyTorchDebugger.validate_model`."""
+
+    is_valid: bool
+    problems: tuple[str, ...]
+    components: dict[str, ComponentInfo]
+    memory: dict[str, int]
+    output: tuple[TensorInfo, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class StepInfo(DictDataclass):
+    """One training step. `memory` is measured from ADVANCED on.
+
+    `anomalies` are this step's; `params_*` name parameters. `memory` is as `profile_memory_usage`
+    returns it; `parameters` and `gradients` are figures of the weights that were looked at in this
+    step and of their gradients (EXTREME). `metrics` are the user's own.
+    """
+
+    step: int
+    loss: float
+    has_nan: bool
+    has_inf: bool
+    gradient_norm: float | None
+    params_with_nan_grad: tuple[str, ...] = ()
+    params_with_inf_grad: tuple[str, ...] = ()
+    exploding: tuple[str, ...] = ()
+    vanishing: tuple[str, ...] = ()
+    anomalies: tuple[Anomaly, ...] = ()
+    memory: dict[str, int] | None = None
+    parameters: dict[str, TensorInfo] | None = None
+    gradients: dict[str, TensorInfo] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_anomaly(self) -> bool:
+        """Whether anything of this step is wrong."""
+        return bool(self.anomalies)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingFigures(DictDataclass):
+    """How many monitored steps were wrong, and in what; all rates are of `total_steps`."""
+
+    total_steps: int
+    anomaly_steps: int
+    gradient_explosions: int
+    gradient_vanishing: int
+    loss_anomalies: int
+    anomaly_rate: float
+    loss_anomaly_rate: float
+    gradient_explosion_rate: float
+    gradient_vanishing_rate: float
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineAnalysis(DictDataclass):
+    """What a diffusion pipeline consists of; `roles` maps denoiser, text encoder, VAE to names."""
+
+    total_parameters: int
+    trainable_parameters: int
+    memory: int
+    components: dict[str, ComponentInfo]
+    roles: dict[str, tuple[str, ...]]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class DiffusionStepInfo(DictDataclass):
+    """One denoising step. `change` is the norm of what moved over that of the latents before.
+
+    `change` and `memory` are measured from ADVANCED on; `made_by` is the component whose output was
+    the first with a NaN or Inf since the last step, under `watching`.
+    """
+
+    step: int
+    latents: TensorInfo
+    change: float | None = None
+    anomalies: tuple[Anomaly, ...] = ()
+    memory: dict[str, int] | None = None
+    made_by: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LogEntry(DictDataclass):
+    """One line of a training's log; `at` in seconds since the epoch."""
+
+    at: float
+    level: str
+    text: str
+    phase: str
+    context: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,380 @@
+"""`TrainingDebugger`: one call per training step, and the figures of the run."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexinspect.core.errors import UsageError
+from flexinspect.records.debug_switches import DebugLevel
+from flexinspect.records.training_step import (
+    EXPLODING_NORM,
+    LOSS_REPORTED,
+    VANISHING_NORM,
+    ParameterGradient,
+    TrainingStepRecord,
+    TrainingSummaryCounter,
+    is_warming_up,
+)
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.control.targets import AnomalyCounts
+from flexinspect_hooks.training.gradient_statistics import Gradients
+from flexinspect_hooks.training.parameters import ParameterList, learning_rates
+from flexinspect_hooks.training_debuggers.components import memory_of
+from flexinspect_hooks.training_debuggers.debugger_base import (
+    DEFAULT_HISTORY,
+    BaseDebugger,
+    OnAnomaly,
+    log,
+)
+from flexinspect_hooks.training_debuggers.profiling import PROFILE_FOLDER, ProfilerWindows
+from flexinspect_hooks.training_debuggers.pytorch_debugger import gradient_problems
+from flexinspect_hooks.training_debuggers.result_types import (
+    Anomaly,
+    DebugSummary,
+    StepInfo,
+    TensorInfo,
+    TrainingFigures,
+)
+from flexinspect_hooks.training_debuggers.switch_board import (
+    StepCondition,
+    SwitchBoard,
+    check_board,
+    common_board,
+)
+from flexinspect_hooks.training_debuggers.switch_log import SwitchLog
+from flexinspect_hooks.training_debuggers.tensor_checks import (
+    gradient_infos,
+    gradients_of,
+    tensor_infos,
+)
+
+PROFILED_STEPS = 10
+"""Steps in one window of the profiler switches."""
+ROTATION_STEPS = 16
+"""At EXTREME every weight is looked at once in so many steps, or in fewer where they are few."""
+MIN_WEIGHTS_PER_STEP = 4
+"""Weights that are looked at in one step."""
+
+Metric = Callable[[nn.Module, float, int], float]
+
+
+class TrainingDebugger(BaseDebugger):
+    """Looks at each training step once its gradients are there, before the optimizer uses them.
+
+    `switches` are its own board, or the one that all debuggers share. `explosion` and `vanishing`
+    are the norms of one parameter's gradient beyond which a step is an anomaly. At all levels:
+    loss, norms, NaN and Inf. From ADVANCED on: the largest gradient, memory, the norms of each
+    parameter over time. EXTREME: figures of weights and gradients, a sixteenth of them at each step
+    in turn and all of them at a step with an anomaly, and a line per step.
+    """
+
+    kind = "training"
+
+    def __init__(
+        self,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        *,
+        history: int = DEFAULT_HISTORY,
+        explosion: float = EXPLODING_NORM,
+        vanishing: float = VANISHING_NORM,
+        alert_above: float = 0.1,
+        on_anomaly: OnAnomaly | None = None,
+        switches: SwitchBoard | None = None,
+        profile_folder: str | Path = PROFILE_FOLDER,
+    ) -> None:
+        self.switches = check_board(switches) or common_board()
+        self.switch_log = SwitchLog(self.switches)
+        self._windows = ProfilerWindows(self.switches, steps=PROFILED_STEPS, folder=profile_folder)
+        self._explosion = argument_checks.check_limit(explosion, "explosion")
+        self._vanishing = argument_checks.check_limit(vanishing, "vanishing")
+        self._metrics: dict[str, Metric] = {}
+        self._norm_history: deque[tuple[int, tuple[str, ...], array[float]]] = deque(
+            maxlen=argument_checks.check_count(history, "history")
+        )
+        self._parameter_names: tuple[str, ...] = ()
+        self._parameters = ParameterList()
+        self._last_rates: tuple[float, ...] = ()
+        self._vanishing_limit = 0.0  # below which a gradient vanishes in the step that is looked at
+        self._next_weight = 0
+        super().__init__(level, history=history, alert_above=alert_above, on_anomaly=on_anomaly)
+
+    def _reset(self) -> None:
+        self._summary_count = TrainingSummaryCounter()
+        self._norm_history.clear()
+        super()._reset()
+
+    # -- the switches ----------------------------------------------------------------------------
+
+    def enable_debugging(
+        self, names: str | list[str] | None = None, *, when: StepCondition | None = None
+    ) -> None:
+        """Turn switches on, short names or full; without names all. See `SwitchBoard`."""
+        self.switches.enable_debugging(names, when=when)
+
+    def disable_debugging(self, names: str | list[str] | None = None) -> None:
+        """Turn switches off; without names all."""
+        self.switches.disable_debugging(names)
+
+    def get_debugging_status(self) -> dict[str, bool]:
+        """Return the thirteen switches by their full names."""
+        return self.switches.get_debugging_status()
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def monitor_training_step(
+        self,
+        model: nn.Module,
+        loss: Tensor | float,
+        step: int,
+        *,
+        optimizer: Any = None,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+    ) -> StepInfo:
+        """Look at a step: call it after `backward()`, and before `optimizer.step()`.
+
+        With a gradient scaler call `scaler.unscale_(optimizer)` first; it and the dtype of
+        `torch.autocast`, if the forward ran under it, are what the switch mixed_precision says. The
+        step is counted in `get_training_summary`, its anomalies are logged and kept; gradients that
+        are not finite are none where an enabled scaler will leave the step out, and with the
+        `optimizer` small ones are none while its learning rate rises.
+
+        Where the debugger itself fails, that is logged, and the training goes on. Raises
+        `UsageError` for what is no model, no optimizer, no step's number, and for a loss that is
+        not a single number.
+        """
+        value = argument_checks.check_number(loss, "The loss")
+        argument_checks.check_module(model, "monitor_training_step")
+        step = argument_checks.check_count(step, "step", 0)
+        if optimizer is not None:
+            argument_checks.check_optimizer(optimizer, "monitor_training_step")
+        try:
+            self._vanishing_limit = self._current_vanishing_limit(optimizer)
+            info = self._monitor(model, value, step, has_scaler=_is_scaler_enabled(scaler))
+            self.switch_log.log_environment(step, model, scaler, autocast)
+        except Exception as error:
+            kind = type(error).__name__
+            log.warning("Step %d could not be looked at: %s: %s", step, kind, error)
+            return StepInfo(step, value, math.isnan(value), math.isinf(value), None)
+        return info
+
+    def _current_vanishing_limit(self, optimizer: Any) -> float:
+        """Return the norm below which a gradient vanishes in this step: 0 while a rate rises."""
+        if optimizer is None:
+            return self._vanishing
+        before, self._last_rates = self._last_rates, learning_rates(optimizer)
+        return 0.0 if is_warming_up(before, self._last_rates) else self._vanishing
+
+    def _monitor(self, model: nn.Module, value: float, step: int, *, has_scaler: bool) -> StepInfo:
+        self._windows.on_step(step)
+        gradients = gradients_of(self._parameters.trainable_of(model), self.level)
+        odd = gradients.outliers(self._explosion, self._vanishing_limit)
+        # The scaler leaves such a step out; it finds its scale that way.
+        is_skipped = has_scaler and gradients.has_nonfinite
+        record = self._step_record(value, len(gradients), odd, is_skipped=is_skipped)
+        with self._lock:
+            self._summary_count.add(record)
+        info = self._step_info(model, value, step, gradients, odd, is_skipped=is_skipped)
+        self._store_norms(step, gradients)
+        tensors = (*(info.parameters or {}).values(), *(info.gradients or {}).values())
+        self._record_analysis([info, *tensors], info.anomalies)
+        self.switch_log.log_gradients(
+            step, model, gradients, (self._explosion, self._vanishing_limit)
+        )
+        if self.level is DebugLevel.EXTREME:
+            log.info("Step %d: loss %.6g, gradient norm %.4g", step, value, info.gradient_norm or 0)
+        return info
+
+    def add_metric(self, name: str, measure: Metric) -> None:
+        """Measure something of your own each step: `measure(model, loss, step)` gives a number."""
+        self._metrics[name] = argument_checks.check_function(
+            measure, f"The metric {name}", "(model, loss, step)"
+        )
+
+    def close(self) -> None:
+        """End a profile that a switch began."""
+        self._windows.close()
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def get_training_summary(self) -> TrainingFigures:
+        """Return how many steps were wrong, and in what, since the debugger was made or cleared."""
+        return TrainingFigures(**self._summary_count.summary.as_dict())  # type: ignore[arg-type]
+
+    def counts(self) -> AnomalyCounts:
+        """Return the counts that the control server gives out; may be called from any thread."""
+        with self._lock:
+            summary = self._summary_count.summary
+            return replace(
+                super().counts(),
+                total_anomalies=self._total_anomalies(),
+                total_steps=summary.total_steps,
+                anomaly_steps=summary.anomaly_steps,
+                gradient_explosions=summary.gradient_explosions,
+                gradient_vanishing=summary.gradient_vanishing,
+                loss_anomalies=summary.loss_anomalies,
+            )
+
+    def get_debug_summary(self) -> DebugSummary:
+        """Return the counts; `total_anomalies` counts steps with any, and reported errors."""
+        with self._lock:
+            return replace(super().get_debug_summary(), total_anomalies=self._total_anomalies())
+
+    def _total_anomalies(self) -> int:
+        return self._summary_count.summary.anomaly_steps + self._kinds["error"]
+
+    def gradient_history(self, name: str | None = None) -> list[tuple[int, float]]:
+        """Return (step, norm) of all gradients together, or of one parameter's (from ADVANCED on).
+
+        As many steps as the history holds, the oldest first.
+        """
+        kept = tuple(self._norm_history)  # another thread may add to it or clear it
+        if name is None:
+            return [(step, norms[0]) for step, _, norms in kept]
+        return [
+            (step, norms[names.index(name) + 1]) for step, names, norms in kept if name in names
+        ]
+
+    def save_baseline(self, path: str | Path) -> None:
+        """Write the summary to a JSON file, to compare a later run with.
+
+        Raises `UsageError` where it cannot be written.
+        """
+        text = json.dumps(self.get_training_summary(), indent=1) + "\n"
+        try:
+            Path(path).write_text(text, "utf-8")
+        except OSError as error:
+            raise UsageError(f"The baseline {path} cannot be written: {error.strerror}.") from error
+
+    def compare_with_baseline(self, path: str | Path, *, tolerance: float = 0.001) -> list[str]:
+        """Return a sentence for each rate that is above the baseline's by more than `tolerance`.
+
+        Raises `UsageError` for a file that `save_baseline` did not write.
+        """
+        try:
+            before = json.loads(Path(path).read_text("utf-8"))
+            rates = {
+                each.name: float(before[each.name])
+                for each in fields(TrainingFigures)
+                if each.name.endswith("_rate")
+            }
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} is no baseline: save_baseline writes one.") from error
+        now = self.get_training_summary()
+        return [
+            f"The {name.replace('_', ' ')} is {now[name]:.4g}, and was {rate:.4g}."
+            for name, rate in rates.items()
+            if now[name] > rate + tolerance
+        ]
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _step_info(
+        self,
+        model: nn.Module,
+        loss: float,
+        step: int,
+        gradients: Gradients,
+        odd: Sequence[ParameterGradient],
+        *,
+        is_skipped: bool,
+    ) -> StepInfo:
+        anomalies = self._find_anomalies(loss, step, () if is_skipped else odd)
+        weights, grads = self._inspect_tensors(model, is_full=bool(anomalies))
+        return StepInfo(
+            step=step,
+            loss=loss,
+            has_nan=math.isnan(loss),
+            has_inf=math.isinf(loss),
+            gradient_norm=gradients.total if gradients else None,
+            params_with_nan_grad=tuple(one.name for one in odd if one.n_nan),
+            params_with_inf_grad=tuple(one.name for one in odd if one.n_inf),
+            exploding=tuple(one.where for one in anomalies if one.kind == "explosion"),
+            vanishing=tuple(one.where for one in anomalies if one.kind == "vanishing"),
+            anomalies=tuple(anomalies),
+            memory=memory_of(model) if self.level.includes(DebugLevel.ADVANCED) else None,
+            parameters=weights,
+            gradients=grads,
+            metrics=self._run_metrics(model, loss, step),
+        )
+
+    def _find_anomalies(
+        self, loss: float, step: int, gradients: Sequence[ParameterGradient]
+    ) -> list[Anomaly]:
+        found = []
+        if not math.isfinite(loss):
+            said = f"The loss is {loss} at step {step}."
+            found.append(self._make_anomaly("loss", "loss", said, step=step))
+        for one in gradients:
+            for kind, said in gradient_problems(one, self._explosion, self._vanishing_limit):
+                found.append(self._make_anomaly(kind, one.name, said, step=step))
+        return found
+
+    def _inspect_tensors(
+        self, model: nn.Module, *, is_full: bool
+    ) -> tuple[dict[str, TensorInfo] | None, dict[str, TensorInfo] | None]:
+        """At EXTREME, return figures of weights and gradients: of some in turn, or of all."""
+        if self.level is not DebugLevel.EXTREME:
+            return None, None
+        named = dict(model.named_parameters())
+        if not is_full:
+            count = max(MIN_WEIGHTS_PER_STEP, math.ceil(len(named) / ROTATION_STEPS))
+            names = list(named)[self._next_weight : self._next_weight + count]
+            self._next_weight = (
+                self._next_weight + count if self._next_weight + count < len(named) else 0
+            )
+            named = {name: named[name] for name in names}
+        return tensor_infos(named, self.level), gradient_infos(named, self.level)
+
+    def _run_metrics(self, model: nn.Module, loss: float, step: int) -> dict[str, float]:
+        found = {}
+        for name, measure in list(self._metrics.items()):
+            try:
+                found[name] = float(measure(model, loss, step))
+            except Exception as error:
+                del self._metrics[name]
+                kind = type(error).__name__
+                log.warning("The metric %s failed and is off: %s: %s", name, kind, error)
+        return found
+
+    def _store_norms(self, step: int, gradients: Gradients) -> None:
+        norms = array("d", [gradients.total])
+        names: tuple[str, ...] = ()
+        if self.level.includes(DebugLevel.ADVANCED):
+            norms.extend(gradients.norms)
+            names = tuple(one.name for one in gradients.parameters)
+            # One tuple for all steps that have the same parameters.
+            self._parameter_names = names = (
+                self._parameter_names if names == self._parameter_names else names
+            )
+        self._norm_history.append((step, names, norms))
+
+    def _step_record(
+        self, loss: float, n_parameters: int, odd: Sequence[ParameterGradient], *, is_skipped: bool
+    ) -> TrainingStepRecord:
+        """Return a step as the engine counts it."""
+        return TrainingStepRecord(
+            loss=loss,
+            loss_source=LOSS_REPORTED,
+            learning_rates=(),
+            n_parameters=n_parameters,
+            n_exploding=sum(one.explodes(self._explosion) for one in odd),
+            n_vanishing=sum(one.is_matrix and one.vanishes(self._vanishing_limit) for one in odd),
+            n_dead=sum(one.is_dead for one in odd),
+            n_sick=sum(one.has_nonfinite for one in odd),
+            is_skipped=is_skipped,
+        )
+
+
+def _is_scaler_enabled(scaler: Any) -> bool:
+    return scaler is not None and bool(scaler.is_enabled())

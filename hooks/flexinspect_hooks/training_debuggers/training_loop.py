@@ -1,0 +1,421 @@
+"""`TrainingLoop`: a small training loop in which every switch has its place."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from flexinspect.core.errors import UsageError
+from flexinspect.records.debug_switches import DebugLevel, DebugSwitches, DictDataclass
+from flexinspect_hooks.capture import argument_checks
+from flexinspect_hooks.training.parameters import learning_rates
+from flexinspect_hooks.training_debuggers.profiling import (
+    PROFILE_FOLDER,
+    ProfileSummary,
+    profile_model_performance,
+)
+from flexinspect_hooks.training_debuggers.switch_board import StepCondition, SwitchBoard
+from flexinspect_hooks.training_debuggers.switch_log import batch_size
+from flexinspect_hooks.training_debuggers.training_debugger import TrainingDebugger
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationInfo(DictDataclass):
+    """A validation; `accuracy` is None where the outputs are not classes."""
+
+    batches: int
+    samples: int
+    loss: float
+    accuracy: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class EpochInfo(DictDataclass):
+    """An epoch: its mean loss over samples, the steps with an anomaly, and what validation said."""
+
+    batches: int
+    samples: int
+    loss: float
+    anomaly_steps: int
+    validation: EvaluationInfo | None
+    stops: bool
+
+
+@dataclass(slots=True)
+class EarlyStopping:
+    """Says when to stop: no better value by `min_delta` in `patience` validations."""
+
+    patience: int = 3
+    min_delta: float = 0.0
+    best: float | None = None
+    waited: int = 0
+
+    def step(self, value: float) -> bool:
+        """Take in the newest value, the lower the better; True when it is time to stop."""
+        if self.best is None or value < self.best - self.min_delta:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        return self.waited >= self.patience
+
+
+class TrainingLoop:
+    """Trains a model, with a `TrainingDebugger` (`debugger`) and the thirteen switches in place.
+
+    A batch is a dict that the model takes by name and answers with its own `.loss` (as models of
+    transformers do), or, with `loss_fn`, a dict with "labels" or a pair (inputs, labels). `scaler`
+    and `autocast` (a dtype) are for mixed precision. The `scheduler` steps `scheduler_each` "epoch"
+    or "batch". `switches` are a board, or a set of switches to start with (default: the common
+    board); their `when` gets the number of the step since the loop was made.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        *,
+        scheduler: Any = None,
+        scheduler_each: str = "epoch",
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        tokenizer: Callable[..., Mapping[str, Any]] | None = None,
+        level: DebugLevel | str = DebugLevel.BASIC,
+        switches: SwitchBoard | DebugSwitches | None = None,
+        profile_folder: str | Path = PROFILE_FOLDER,
+    ) -> None:
+        if scheduler_each not in ("epoch", "batch"):
+            raise UsageError(f'scheduler_each is "epoch" or "batch", not {scheduler_each!r}.')
+        argument_checks.check_module(model, "TrainingLoop")
+        argument_checks.check_optimizer(optimizer, "TrainingLoop")
+        board = SwitchBoard(switches) if isinstance(switches, DebugSwitches) else switches
+        self.debugger = TrainingDebugger(level, switches=board, profile_folder=profile_folder)
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self._scheduler, self._scheduler_each = scheduler, scheduler_each
+        self._scaler, self._autocast = scaler, autocast
+        first = next(model.parameters(), None)
+        self._device = _parse_device(device or (first.device if first is not None else "cpu"))
+        self._tokenizer = tokenizer
+        self._switch_log = self.debugger.switch_log
+        self._step = 0
+        self._setup_debugging_tools()
+
+    def _setup_debugging_tools(self) -> None:
+        """Say what the switches ask for at the start: anomaly mode, devices, memory."""
+        self._switch_log.log_setup(self.model)
+
+    # -- the switches ----------------------------------------------------------------------------
+
+    def enable_debugging(
+        self, names: str | list[str] | None = None, *, when: StepCondition | None = None
+    ) -> None:
+        """Turn switches on, short names or full; without names all. See `SwitchBoard`."""
+        self.debugger.enable_debugging(names, when=when)
+
+    def disable_debugging(self, names: str | list[str] | None = None) -> None:
+        """Turn switches off; without names all."""
+        self.debugger.disable_debugging(names)
+
+    def get_debugging_status(self) -> dict[str, bool]:
+        """Return the thirteen switches by their full names."""
+        return self.debugger.get_debugging_status()
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train_epoch(
+        self,
+        train_loader: Iterable[Any],
+        val_loader: Iterable[Any] | None = None,
+        early_stopping: Any = None,
+    ) -> EpochInfo:
+        """Train on each batch once, then validate, and ask early stopping (`step(loss)`).
+
+        Raises `UsageError` for what has no batches, and for what cannot be asked.
+        """
+        argument_checks.check_batches(train_loader, "train_epoch")
+        if early_stopping is not None:
+            step = getattr(early_stopping, "step", None)
+            argument_checks.check_function(step, "early_stopping.step", "the newest loss")
+        self.model.train()
+        before = self.debugger.get_training_summary().anomaly_steps
+        batches = samples = 0
+        loss = 0.0
+        try:
+            for batch, waited_ms in _timed_batches(train_loader):
+                self._switch_log.log_data_loading(self._step, batch, waited_ms)
+                n_samples = batch_size(batch)
+                loss += self._train_batch(batch) * n_samples
+                batches, samples = batches + 1, samples + n_samples
+        finally:
+            self.debugger.close()
+        self._scheduler_step("epoch", max(self._step - 1, 0))
+        validation = None if val_loader is None else self.evaluate_model(val_loader)
+        mean = loss / samples if samples else float("nan")
+        stops = self._check_early_stopping(
+            early_stopping, mean if validation is None else validation.loss
+        )
+        bad = self.debugger.get_training_summary().anomaly_steps - before
+        return EpochInfo(batches, samples, mean, bad, validation, stops)
+
+    @torch.no_grad()
+    def evaluate_model(self, dataloader: Iterable[Any]) -> EvaluationInfo:
+        """Return loss and accuracy over a loader; the model is left in the mode that it was in."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        batches = samples = right = judged = 0
+        loss = 0.0
+        try:
+            for batch in argument_checks.check_batches(dataloader, "evaluate_model"):
+                moved = self._to_device(batch)
+                value, output = self._forward(moved)
+                n_samples = batch_size(moved)
+                loss += float(value) * n_samples
+                batches, samples = batches + 1, samples + n_samples
+                n_right, n_judged = _count_correct(output, labels_in(moved))
+                right, judged = right + n_right, judged + n_judged
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+        mean = loss / samples if samples else float("nan")
+        info = EvaluationInfo(batches, samples, mean, right / judged if judged else None)
+        self._switch_log.log_validation(info, self.model)
+        return info
+
+    def create_training_dataset(
+        self,
+        texts: Sequence[str],
+        labels: Sequence[int],
+        name: str = "dataset",
+        *,
+        ratios: tuple[float, float, float] = (0.8, 0.1, 0.1),
+        seed: int = 0,
+    ) -> DatasetSplits:
+        """Tokenise texts and split them at random into training, validation and test.
+
+        Raises `UsageError` without a tokenizer, for lengths that differ, and for odd ratios.
+        """
+        if self._tokenizer is None:
+            raise UsageError("create_training_dataset needs TrainingLoop(..., tokenizer=...).")
+        splits = make_splits(self._tokenizer, texts, labels, name, ratios=ratios, seed=seed)
+        about = {"classes": len(set(labels)), "tokens": splits.length}
+        self._switch_log.log_dataset(name, splits.sizes(), about)
+        return splits
+
+    def profile_model_performance(
+        self,
+        dataloader: Iterable[Any],
+        num_batches: int = 10,
+        *,
+        folder: str | Path | None = PROFILE_FOLDER,
+        **options: Any,
+    ) -> ProfileSummary:
+        """Profile forward and backward over some batches; the weights are not changed.
+
+        See `flexinspect.profile_model_performance`.
+        """
+
+        def step(batch: Any) -> None:
+            loss, _ = self._forward(self._to_device(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.zero_grad()
+
+        return profile_model_performance(
+            dataloader, num_batches, step=step, folder=folder, **options
+        )
+
+    # -- a batch ---------------------------------------------------------------------------------
+
+    def _train_batch(self, batch: Any) -> float:
+        moved = self._to_device(batch)
+        self.optimizer.zero_grad()
+        loss, output = self._forward(moved)
+        self._switch_log.log_forward(self._step, moved, output, float(loss.detach()))
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        self.debugger.monitor_training_step(
+            self.model,
+            loss,
+            self._step,
+            optimizer=self.optimizer,
+            scaler=self._scaler,
+            autocast=self._autocast,
+        )
+        self._optimizer_step()
+        self._scheduler_step("batch", self._step)
+        self._step += 1
+        return float(loss.detach())
+
+    def _optimizer_step(self) -> None:
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+
+    def _scheduler_step(self, each: str, step: int) -> None:
+        if self._scheduler is None or self._scheduler_each != each:
+            return
+        before: list[float] = []
+        board = self.debugger.switches
+        if board.now.debug_lr_scheduling:
+            board.run_guarded(
+                "debug_lr_scheduling", lambda: before.extend(learning_rates(self.optimizer))
+            )
+        self._scheduler.step()
+        self._switch_log.log_learning_rate(step, self._scheduler, each, tuple(before))
+
+    def _forward(self, batch: Any) -> tuple[Tensor, Any]:
+        dtype = self._autocast
+        context = nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+        with context:
+            if self.loss_fn is not None:
+                inputs, labels = _split_batch(batch)
+                output = self.model(**inputs) if isinstance(inputs, dict) else self.model(inputs)
+                return self.loss_fn(getattr(output, "logits", output), labels), output
+            output = self.model(**batch) if isinstance(batch, Mapping) else self.model(batch)
+        loss = getattr(output, "loss", None)
+        if not isinstance(loss, Tensor):
+            raise UsageError("The model returned no .loss; give TrainingLoop a loss_fn.")
+        return loss, output
+
+    def _to_device(self, batch: Any) -> Any:
+        if isinstance(batch, Tensor):
+            return batch.to(self._device)
+        if isinstance(batch, Mapping):
+            return {name: self._to_device(one) for name, one in batch.items()}
+        if isinstance(batch, (tuple, list)):
+            return tuple(self._to_device(one) for one in batch)
+        return batch
+
+    def _check_early_stopping(self, early_stopping: Any, value: float) -> bool:
+        if early_stopping is None:
+            return False
+        stops = bool(early_stopping.step(value))
+        self._switch_log.log_early_stopping(value, stops, early_stopping)
+        return stops
+
+
+def _parse_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"torch knows no device {device!r}.") from None
+
+
+def labels_in(batch: Any) -> Tensor | None:
+    """Return the labels of a batch, None where it has none."""
+    labels = _split_batch(batch)[1] if isinstance(batch, (Mapping, tuple, list)) else None
+    return labels if isinstance(labels, Tensor) else None
+
+
+def _split_batch(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, Mapping):
+        return {name: one for name, one in batch.items() if name != "labels"}, batch.get("labels")
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise UsageError('A batch must be a dict with "labels" or a pair (inputs, labels).')
+
+
+def _count_correct(output: Any, labels: Tensor | None) -> tuple[int, int]:
+    """Return how many of the outputs' classes are right, of how many; 0 of 0 where not classes."""
+    scores = getattr(output, "logits", output)
+    if labels is None or labels.is_floating_point() or not isinstance(scores, Tensor):
+        return 0, 0
+    if scores.dim() != 2 or labels.dim() != 1:
+        return 0, 0
+    return int((scores.argmax(-1) == labels).sum()), int(labels.numel())
+
+
+def _timed_batches(loader: Iterable[Any]) -> Iterator[tuple[Any, float]]:
+    """Give each batch with the milliseconds that it was waited for."""
+    batches = iter(loader)
+    while True:
+        started = time.perf_counter()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch, (time.perf_counter() - started) * 1e3
+
+
+class TokenizedDataset(Dataset[dict[str, Tensor]]):
+    """Samples as dicts: what the tokenizer gave, and "labels"."""
+
+    def __init__(self, columns: Mapping[str, Tensor]) -> None:
+        self._columns = dict(columns)
+
+    def __len__(self) -> int:
+        """Return how many samples there are."""
+        return len(self._columns["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return one sample."""
+        return {name: column[index] for name, column in self._columns.items()}
+
+    def subset(self, indices: Sequence[int]) -> TokenizedDataset:
+        """Return the samples of these numbers."""
+        where = torch.tensor(list(indices), dtype=torch.long)
+        return TokenizedDataset({name: column[where] for name, column in self._columns.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSplits:
+    """The three parts of a dataset; `length` is the tokens of each padded sample."""
+
+    name: str
+    train: TokenizedDataset
+    validation: TokenizedDataset
+    test: TokenizedDataset
+    length: int
+
+    def sizes(self) -> dict[str, int]:
+        """Return how many samples each part has."""
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: len(part) for name, part in parts.items()}
+
+
+def make_splits(
+    tokenizer: Callable[..., Mapping[str, Any]],
+    texts: Sequence[str],
+    labels: Sequence[int],
+    name: str,
+    *,
+    ratios: tuple[float, float, float],
+    seed: int,
+) -> DatasetSplits:
+    """Tokenise and split; the order is drawn from `seed`.
+
+    Raises `UsageError` for no texts, for lengths that differ, and for ratios that are no split.
+    """
+    if not texts or len(texts) != len(labels):
+        raise UsageError(
+            f"The dataset {name} has {len(texts)} texts and {len(labels)} labels; it needs as many "
+            "of each, and one at least."
+        )
+    if min(ratios) < 0 or abs(sum(ratios) - 1) > 1e-6:
+        raise UsageError(f"The split ratios of {name} must add up to 1, and are {ratios}.")
+    coded = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
+    columns = {key: value for key, value in coded.items() if isinstance(value, Tensor)}
+    whole = TokenizedDataset({**columns, "labels": torch.as_tensor(list(labels))})
+    order = random.Random(seed).sample(range(len(texts)), len(texts))
+    train, validation = (round(ratio * len(order)) for ratio in ratios[:2])
+    length = max((column.shape[-1] for column in columns.values() if column.dim() == 2), default=0)
+    return DatasetSplits(
+        name,
+        whole.subset(order[:train]),
+        whole.subset(order[train : train + validation]),
+        whole.subset(order[train + validation :]),
+        length,
+    )

@@ -1,0 +1,160 @@
+"""Running a user's program as Python itself would: its arguments, its `__main__`, its traceback.
+
+Torch-free, like all that is loaded before the program is.
+
+Commands that it runs with `subprocess` are not counted; few of them run models.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
+
+
+def run_program(program: str, args: tuple[str, ...], *, is_module: bool) -> None:
+    """Run a file as `python FILE ARGS` does, or a module as `python -m MODULE ARGS`.
+
+    Returns when its last line has run, and raises what it raises.
+    """
+    sys.orig_argv[1:] = ["-m", program, *args] if is_module else [program, *args]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
+    if is_module:
+        sys.argv[:] = ["-m", *args]
+        _put_first(str(Path.cwd()))
+        # What `python -m` calls itself: its frames, its words for what cannot be found, `__spec__`.
+        runpy._run_module_as_main(program)  # type: ignore[attr-defined]
+        return
+    sys.argv[:] = [program, *args]
+    _put_first(os.path.dirname(os.path.realpath(program)))  # noqa: PTH120
+    path = os.path.abspath(program)  # noqa: PTH100 (a symbolic link keeps its name)
+    loader = SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader)
+    with io.open_code(path) as file:
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), vars(main))
+
+
+def _put_first(folder: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, folder)
+
+
+def strip_own_frames(error: BaseException) -> None:
+    """Take our own frames out of an exception's traceback, and out of those it stands on."""
+    for one in exception_chain(error):
+        one.__traceback__ = _without_own_frames(one.__traceback__)
+
+
+def exception_chain(error: BaseException) -> list[BaseException]:
+    """Return an exception and all that it stands on: causes, and those it was raised in."""
+    found: dict[int, BaseException] = {}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            waiting += [one.__cause__, one.__context__]
+    return list(found.values())
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    first = last = None
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+            if last is not None:
+                last.tb_next = trace
+            first, last = first or trace, trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
+    return first
+
+
+def hide_own_frames_at_exit(error: BaseException) -> None:
+    """Let Python print this exception, whose end this process is, as if we were not there."""
+    hook: Callable[..., Any] = sys.excepthook
+
+    def show(kind: type[BaseException], one: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = hook
+        if one is error:
+            strip_own_frames(one)
+            trace = one.__traceback__
+        hook(kind, one, trace)
+
+    sys.excepthook = show
+
+
+def program_exit_code(error: BaseException | None) -> int:
+    """Return the exit code that a program's last exception gives it."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        code = error.code
+        return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def end_state(error: BaseException | None) -> str:
+    """Return how a trace ends that this exception leaves."""
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return "finished"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+class ChildProcessCounter:
+    """`n` children so far. `forked` is called in each forked child, before anything else there."""
+
+    def __init__(self, on_fork: Callable[[], None]) -> None:
+        self.n = 0
+        self._is_over = False
+        self._local = threading.local()
+        self._on_fork = on_fork
+        if hasattr(os, "register_at_fork"):
+            # It cannot be taken back, so it does nothing once the count is over.
+            os.register_at_fork(
+                after_in_parent=self._after_fork_in_parent, after_in_child=self._after_fork_in_child
+            )
+
+    def _after_fork_in_parent(self) -> None:
+        if not self._is_over and not getattr(self._local, "starting", False):
+            self.n += 1
+
+    def _after_fork_in_child(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._on_fork()
+
+    def watch_multiprocessing(self) -> None:
+        """Count what `multiprocessing` starts, in whatever way; call it when that is loaded."""
+        cls: Any = sys.modules["multiprocessing.process"].BaseProcess
+        original = self._original = cls.start
+
+        @functools.wraps(original)
+        def start(process: Any, /) -> None:
+            self._local.starting = True
+            try:
+                original(process)
+            finally:
+                self._local.starting = False
+            self.n += 1
+
+        cls.start = start
+
+    def end(self) -> None:
+        """Stop counting and put everything back."""
+        self._is_over = True
+        loaded: Any = sys.modules.get("multiprocessing.process")
+        if loaded is not None and hasattr(self, "_original"):
+            loaded.BaseProcess.start = self._original

@@ -1,0 +1,442 @@
+"""A user's program under capture: its trace, what it prints, its models, its end.
+
+Nothing here loads torch, transformers or numpy: the program does, late or never, and then
+`on_torch` and the `ModelFinder` begin.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING, Any
+
+from flexinspect import __version__
+from flexinspect.control.discovery import ServeOptions
+from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
+from flexinspect.records import protocol
+from flexinspect.records.job import ScriptJob
+from flexinspect.records.step import EventRecord, OutputRecord
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect_hooks.breakpoints.actions import RunBreakpoints, StoppedAtBreakpointError
+from flexinspect_hooks.capture import last_kernel_call
+from flexinspect_hooks.capture.recorder import recording_error
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.running import CaptureControl
+from flexinspect_hooks.debugger.debugger_session import DebuggerSession
+from flexinspect_hooks.interpreter.post_import_hooks import PostImportHooks
+from flexinspect_hooks.interpreter.threads import keep_running_when_stopped
+from flexinspect_hooks.sessions.capture_session import SessionLevels
+from flexinspect_hooks.user_code.program import (
+    ChildProcessCounter,
+    end_state,
+    hide_own_frames_at_exit,
+    program_exit_code,
+    run_program,
+    strip_own_frames,
+)
+from flexinspect_hooks.user_code.tokenizer_tracking import TokenizerTracker
+
+if TYPE_CHECKING:
+    from flexinspect_hooks.user_code.model_discovery import ModelFinder
+
+DRAIN_S = 5.0
+"""How long the end waits for the last of what was printed."""
+
+_WATCH_STANDALONE, _MODELS, _GENERATE = "watch_standalone_calls", "watch_models", "watch_generate"
+_RUNNING = "running the program"
+_PHASES = {"torch": "importing torch", "transformers.modeling_utils": "importing transformers"}
+
+
+def on_torch(run: ProgramCapture) -> None:
+    """Called once, when the program has imported torch and before its own code goes on.
+
+    The place for whatever has to be installed before anybody calls torch. What is raised here is
+    recorded as an event.
+    """
+    import torch
+
+    if run.job.threads is not None:
+        torch.set_num_threads(run.job.threads)
+    run.update_manifest(
+        versions={**_versions(), "torch": torch.__version__}, threads=torch.get_num_threads()
+    )
+
+
+class ProgramCapture:
+    """One program from its first line to its closed trace."""
+
+    def __init__(
+        self, job: ScriptJob, control: LauncherConnection, debugging: DebuggerSession
+    ) -> None:
+        self._debugging = debugging
+        self.job = job
+        self._control = control
+        self._pid = os.getpid()
+        self._error: BaseException | None = None
+        self._stopped: StoppedAtBreakpointError | None = None
+        self._drained = threading.Event()
+        self._is_closing = False
+        self._finder: ModelFinder | None = None
+        self._finder_lock = threading.Lock()
+        self._pending_calls: deque[str] = deque()
+        self._is_calling_finder = False
+        self._tokenizers = TokenizerTracker()
+        self.writer = _open_trace(job)
+        self._levels, self._running = self._make_control()
+        self._breaks = RunBreakpoints(job, self._running, self._report_pause)
+        last_kernel_call.start_recording_calls(self.writer.recording_path)
+        control.send(
+            protocol.TRACE,
+            path=str(self.writer.path),
+            recording=str(self.writer.recording_path),
+            note=self.writer.note,
+        )
+
+    def _make_control(self) -> tuple[SessionLevels, CaptureControl]:
+        """Return what commands reach. What is wrong with an address leaves no trace behind."""
+        job, trace = self.job, str(self.writer.recording_path)
+        levels = SessionLevels(job.level, job.layers)
+        serving = ServeOptions(*job.serving) if job.serving is not None else None
+        try:
+            return levels, CaptureControl(
+                CaptureInfo("program", job.program, trace),
+                levels,
+                is_served=job.control,
+                serving=serving,
+                report=lambda text: self.record_event("control", text),
+            )
+        except UsageError:
+            self.writer.close("failed")
+            self.writer.discard()
+            raise
+
+    def run(self) -> None:
+        """Run the program; raises what it raises. The trace is closed at the interpreter's exit.
+
+        Not earlier: threads of the program and its own functions at exit may still use models.
+        """
+        self._children = ChildProcessCounter(self._on_fork)
+        self._import_hooks = PostImportHooks(
+            {
+                "torch": self._on_torch,
+                "torch.nn.attention.flex_attention": self._on_flex,
+                "transformers.modeling_utils": self._on_transformers,
+                "transformers.generation.utils": lambda: self._call_finder(_GENERATE),
+                "transformers.tokenization_utils_base": self._tokenizers.watch,
+                "multiprocessing.process": self._children.watch_multiprocessing,
+            },
+            on_import_begin=self._on_import_begin,
+            on_error=self._on_import_error,
+        )
+        atexit.register(self._close)
+        listener = threading.Thread(
+            target=self._read_messages, name="flexinspect-control", daemon=True
+        )
+        keep_running_when_stopped(listener).start()
+        self._debugging.begin(self.writer.recording_path, self.record_event)
+        self._phase(_RUNNING)
+        self._import_hooks.install()
+        _flush_lines()
+        try:
+            run_program(self.job.program, self.job.args, is_module=self.job.is_module)
+        except BaseException as error:
+            self._on_program_error(error)
+            if isinstance(error, KeyboardInterrupt):
+                self._exit_if_stopped()
+            hide_own_frames_at_exit(error)
+            raise
+        self._exit_if_stopped()
+
+    def _exit_if_stopped(self) -> None:
+        """Let the process have an exit code of its own where a breakpoint should have ended it."""
+        if self._finder is not None:
+            self._finder.recorder.drain()
+        stopped = self._stopped = self._breaks.stop_error()
+        if stopped is not None:
+            facts = {"message": stopped.message, "hint": stopped.hint}
+            self._control.send(protocol.ERROR, **facts, exit_code=stopped.exit_code)
+            raise SystemExit(stopped.exit_code) from None
+
+    def _report_pause(self, text: str) -> None:
+        self._control.send(protocol.STOPPED, text=text)
+
+    def _call_finder(self, what: str) -> None:
+        """Let the finder do something, by the name of its method; torch is loaded.
+
+        Loading the finder brings modules that are waited for, too: what is wanted meanwhile, in
+        this thread or another, is done when it is there.
+        """
+        with self._finder_lock:
+            self._pending_calls.append(what)
+            if self._is_calling_finder:
+                return
+            self._is_calling_finder = True
+        try:
+            while (wanted := self._next()) is not None:
+                getattr(self._get_finder(), wanted)()
+        finally:
+            self._is_calling_finder = False
+
+    def _next(self) -> str | None:
+        with self._finder_lock:
+            self._is_calling_finder = bool(self._pending_calls)
+            return self._pending_calls.popleft() if self._pending_calls else None
+
+    def _get_finder(self) -> ModelFinder:
+        if self._finder is None:
+            from flexinspect_hooks.user_code.model_discovery import ModelFinder
+
+            finder = ModelFinder(self.job, self.writer, self._tokenizers)
+            finder.attach_control(self._running.barrier, self._levels)
+            self._running.barrier.stop_debugger = self._debugging.stop_between_steps
+            self._running.attach_recorder(finder.recorder)
+            finder.break_on(self._breaks.begin(finder.recorder))
+            self._finder = finder
+        return self._finder
+
+    def _on_torch(self) -> None:
+        # Now and not with the first model: of a training nobody else may be found.
+        self._running.start()
+        on_torch(self)
+
+    def _on_flex(self) -> None:
+        self._call_finder(_WATCH_STANDALONE)
+        self._debugging.on_flex_attention(self.record_event)
+
+    def _on_transformers(self) -> None:
+        import torch
+        import transformers
+
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.update_manifest(versions={**_versions(), **versions})
+        self._call_finder(_MODELS)
+        self._phase(_RUNNING)
+
+    def _on_import_begin(self, name: str) -> None:
+        if name in _PHASES:
+            self._phase(_PHASES[name])
+
+    def _on_import_error(self, name: str, error: Exception) -> None:
+        what = f"{type(error).__name__}: {error}"
+        self.record_event("unseen", f"What the program does with {name} is not seen: {what}")
+
+    # -- what is recorded ------------------------------------------------------------------------
+
+    def update_manifest(self, **facts: Any) -> None:
+        """Set facts of the manifest."""
+        with suppress(TraceWriteError):
+            self.writer.update_run(**facts)
+
+    def record_event(self, kind: str, text: str, /, **data: Any) -> None:
+        """Record something that happened outside of a step."""
+        with suppress(TraceWriteError):
+            self.writer.write_event(EventRecord(kind, text, time.time(), data=data))
+
+    def _phase(self, name: str) -> None:
+        self.record_event("phase", name)
+
+    def _read_messages(self) -> None:
+        """Take in what the program printed; when whoever started us is gone, end the program."""
+        for facts in self._control.messages():
+            if facts["kind"] == protocol.OUTPUT:
+                self._record_output(facts["items"])
+            elif facts["kind"] == protocol.DRAINED:
+                self._drained.set()
+            elif facts["kind"] == protocol.TERMINAL:
+                self._debugging.on_terminal_granted()
+        if not self._is_closing:
+            # A shell that runs us in the background lets SIGINT be ignored.
+            is_deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGTERM if is_deaf else signal.SIGINT)
+        self._drained.set()
+
+    def _record_output(self, items: list[tuple[float, str, str]]) -> None:
+        finder = self._finder
+        records = []
+        for at, stream, text in items:
+            place = finder.step_at(at) if finder is not None else (None, None)
+            records.append(OutputRecord(stream, text, at, *place))
+        with suppress(TraceWriteError):
+            self.writer.write_output(records)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def _on_program_error(self, error: BaseException) -> None:
+        self._error = error
+        strip_own_frames(error)
+        if not isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._debugging.post_mortem(error)
+        if self._finder is not None:
+            self._finder.on_program_failed(error)
+        elif not isinstance(error, SystemExit):
+            import traceback
+
+            text = "".join(traceback.format_exception(error))
+            self.record_event("error", f"{type(error).__name__}: {error}", traceback=text)
+
+    def _close(self) -> None:
+        """Close the trace, at the very end of the process."""
+        if os.getpid() != self._pid:
+            return
+        self._is_closing = True
+        self._running.close()
+        last_kernel_call.stop_recording_calls()
+        self._debugging.end()
+        cost = self._finder.close() if self._finder is not None else None
+        self._import_hooks.remove()
+        self._tokenizers.end()
+        self._children.end()
+        self._drain_output()
+        self._report_unrecorded()
+        if cost is not None:
+            self.update_manifest(cost=cost)
+        stopped = self._stopped
+        self.update_manifest(
+            exit_code=stopped.exit_code if stopped else program_exit_code(self._error)
+        )
+        with suppress(TraceWriteError):
+            self.writer.close(end_state(self._error))
+        self._control.send(protocol.FINISHED, path=str(self.writer.path), note=self._note())
+
+    def _drain_output(self) -> None:
+        """Wait until all that was printed is in the trace."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):
+                stream.flush()
+        self._control.send(protocol.DRAIN)
+        self._drained.wait(DRAIN_S)
+
+    def _report_unrecorded(self) -> None:
+        if n := self._children.n:
+            were = "child process was" if n == 1 else "child processes were"
+            self.record_event(
+                "unseen", f"{n} {were} started; what runs there is not recorded.", n=n
+            )
+        if self._finder is None or not (self._finder.n_models or self._finder.has_standalone_calls):
+            self.record_event("unseen", _no_model_text())
+
+    def _note(self) -> str | None:
+        finder = self._finder
+        failure = recording_error(finder.recorder, self.writer) if finder is not None else None
+        return failure.sentence() if failure is not None else self.writer.note
+
+    def _on_fork(self) -> None:
+        """Become invisible: this is a forked child, and the trace is its parent's."""
+        self._running.close_in_child()
+        self._import_hooks.remove()
+        self._tokenizers.end()
+        self._children.end()
+        if self._finder is not None:
+            self._finder.discard()
+
+
+def _no_model_text() -> str:
+    """Say that no model was found, and what would help."""
+    if "transformers.modeling_utils" not in sys.modules:
+        why = "the program did not use transformers' models"
+    else:
+        why = "none was called in this process, or only inside a graph that torch.compile made"
+    return (
+        f"No transformers model was found: {why}. "
+        "flexinspect.watch(module) in the code records any torch module."
+    )
+
+
+def _open_trace(job: ScriptJob) -> TraceWriter:
+    try:
+        return TraceWriter.create(job.out, _program_manifest(job), overwrite=job.overwrite)
+    except TraceWriteError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+
+
+def _program_manifest(job: ScriptJob) -> dict[str, Any]:
+    said = job.declaration
+    return {
+        "flexinspect": __version__,
+        "argv": list(job.argv),
+        "cwd": str(Path.cwd()),
+        "pid": os.getpid(),
+        "started_at": time.time(),
+        "program": {"name": job.program, "is_module": job.is_module, "args": list(job.args)},
+        "declared": {
+            "segments": [one if isinstance(one, str) else list(one) for one in said.segments],
+            "mask": said.mask,
+            "separators": said.separators,
+        },
+        "level": job.level,
+        "graphs_counted": True,
+        "versions": _versions(),
+        "host": {"platform": platform.platform(), "cpus": os.cpu_count()},
+        "git": job.git,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "flexinspect": __version__}
+
+
+def _flush_lines() -> None:
+    """Let a printed line go out when it ends, as on a terminal, so that the order is true."""
+    with suppress(AttributeError, ValueError, OSError):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def main(number: int) -> int:
+    """Run the job that comes through the socket of this number; the program's end is ours."""
+    control = LauncherConnection(number)
+    try:
+        job = ScriptJob.from_json(control.first_line())
+        run = ProgramCapture(job, control, DebuggerSession(job.debugger, control.send))
+    except FlexInspectError as error:
+        facts = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
+        control.send(protocol.ERROR, **facts)
+        return error.exit_code
+    run.run()
+    return 0
+
+
+class LauncherConnection:
+    """The socket to whoever started us. Lines of the protocol, both ways."""
+
+    def __init__(self, number: int) -> None:
+        os.set_inheritable(number, False)
+        self._socket = socket(fileno=number)
+        self._send_lock = threading.Lock()
+        self._lines = self._read()
+
+    def first_line(self) -> str:
+        """Return the first line, the job."""
+        return next(self._lines, b"").decode()
+
+    def messages(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the facts of each line until the other side is gone."""
+        for line in self._lines:
+            facts = protocol.parse_message(line.decode())
+            if facts is not None:
+                yield facts
+
+    def _read(self) -> Iterator[bytes]:
+        """Yield each line, read without Python's buffer: no daemon thread may hold its lock."""
+        parts: list[bytes] = []
+        with suppress(OSError):
+            while piece := self._socket.recv(1 << 16):
+                *lines, piece = piece.split(b"\n")
+                for line in lines:
+                    yield b"".join([*parts, line])
+                    parts.clear()
+                parts.append(piece)
+
+    def send(self, kind: str, **facts: Any) -> None:
+        """Send a line."""
+        with suppress(OSError), self._send_lock:
+            self._socket.sendall((protocol.format_message(kind, **facts) + "\n").encode())

@@ -1,0 +1,281 @@
+"""`flexinspect.watch`: the user's own code, unchanged, recorded into a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from flexinspect.analysis.summary import TraceSummary, summarize_trace
+from flexinspect.breakpoints import BreakpointStore
+from flexinspect.core.errors import TraceWriteError, UsageError
+from flexinspect.core.text import escape_unprintable
+from flexinspect.masks import algebra
+from flexinspect.masks.algebra import MaskSpec
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect_hooks.breakpoints.actions import (
+    CallbackAction,
+    HitCallback,
+    OnBreakOption,
+    PauseAction,
+    hit_callback,
+    print_notice,
+)
+from flexinspect_hooks.breakpoints.observations import BreakpointEvaluator, StopAction
+from flexinspect_hooks.capture.model_layers import attention_layers
+from flexinspect_hooks.capture.recorder import Recorder, recording_error
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.running import CaptureControl
+from flexinspect_hooks.sessions.capture_session import SessionLevels, check_level
+from flexinspect_hooks.user_code.declared_prompt import SegmentArgument, parse_segments
+from flexinspect_hooks.user_code.generation_builder import (
+    DeclaredPrompt,
+    IdAdapter,
+    TokenizerAdapter,
+    TransformersAdapter,
+)
+from flexinspect_hooks.user_code.program import end_state
+from flexinspect_hooks.user_code.watch_session import WatchSession
+from flexinspect_hooks.user_code.watch_trace import (
+    WatchedTrace,
+    build_manifest,
+    free_path,
+    new_writer,
+    print_message,
+    run_all_safely,
+)
+
+_watched: set[int] = set()
+"""Models that are being watched, by id."""
+
+
+def watch(
+    model: nn.Module,
+    tokenizer: Any = None,
+    *,
+    out: str | Path | None = None,
+    level: str = "advanced",
+    segments: Iterable[SegmentArgument] | None = None,
+    mask: str | MaskSpec | None = None,
+    layers: Sequence[int] | None = None,
+    breakpoints: Iterable[str] = (),
+    on_break: OnBreakOption = None,
+    control: bool = False,
+) -> Watch:
+    """Record what `model` does while the `with` block runs, whatever code calls it.
+
+    `out` is the trace, which must not exist (default: watch-DATE-TIME.flextrace in the current
+    folder). `segments` are spans (start, stop, label) of the ids fed, or texts, or (text, label),
+    to be found in them. `mask` is the mask that is meant, a preset's name or a `MaskSpec`, to
+    compare with what ran. `layers` are those whose activations level extreme stores (default: all).
+
+    With `control` the `flexinspect ctl` command and others can pause the model meanwhile, and
+    change the level.
+
+    `breakpoints` are conditions as in docs/breakpoints.md. At a hit `on_break` is called with a
+    `BreakpointHit`, in the model's thread; "pdb" opens Python's debugger in the user's frame. By
+    default the model pauses with `control`, else pdb opens on a terminal, and elsewhere the hit is
+    printed on stderr.
+
+    Raises `UsageError` for what cannot be: an unknown level, preset or layer, a file in the way, a
+    breakpoint that cannot be read.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"watch needs a torch module, and got a {type(model).__name__}.")
+    check_level(level)
+    if isinstance(mask, str):
+        algebra.check_preset(mask)
+    elif mask is not None and not isinstance(mask, MaskSpec):
+        raise UsageError(
+            "mask must be the name of a preset or a flexinspect.masks.algebra.MaskRule."
+        )
+    path = free_path(out, "watch")
+    wishes = DeclaredPrompt(_tokenizer_adapter(tokenizer), parse_segments(segments), mask)
+    stops = None if control and on_break is None else hit_callback(on_break)
+    chosen = _check_layers(layers, model)
+    watched = Watch(model, path, wishes, level=level, layers=chosen, control=control, on_hit=stops)
+    for text in breakpoints:
+        watched.breakpoints.add(text, source="watch")
+    return watched
+
+
+class Watch(WatchedTrace):
+    """The handle of a watched model: a context manager, and what is known of its trace."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: Path,
+        declared_prompt: DeclaredPrompt,
+        *,
+        level: str,
+        layers: Sequence[int] | None,
+        control: bool,
+        on_hit: HitCallback | None,
+    ) -> None:
+        super().__init__(path)
+        self._is_controlled = control
+        self._running: CaptureControl | None = None
+        self.breakpoints = BreakpointStore()
+        """Those that are set; more may be added at any time."""
+        self._on_hit = on_hit
+        self._model, self._declared_prompt = model, declared_prompt
+        self._level, self._layers = level, layers
+        self._session: WatchSession | None = None
+
+    # -- while watching --------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        if self._writer is not None:
+            raise UsageError("This watch is over.", hint="Call flexinspect.watch again.")
+        if id(self._model) in _watched:
+            raise UsageError("This model is being watched already: one watch at a time.")
+        writer = new_writer(self.path, _watch_manifest(self._model, self._level))
+        try:
+            session = WatchSession(
+                self._model, writer, self._declared_prompt, level=self._level, layers=self._layers
+            )
+            session.__enter__()
+            session.watch_generate()
+            if self._is_controlled:
+                self._running = _start_control(session, writer)
+            self._set_breakpoints(session)
+        except BaseException:
+            writer.close("failed")
+            writer.discard()
+            raise
+        self._writer, self._session = writer, session
+        _watched.add(id(self._model))
+        if writer.note:
+            print_message(writer.note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        session, writer = self._session, self._writer
+        assert session is not None
+        assert writer is not None
+        _watched.discard(id(self._model))
+        self._session, state = None, end_state(error)
+        if self._running is not None:
+            self._running.close()
+        run_all_safely(
+            lambda: session.close(state, error),
+            lambda: session.__exit__(kind, error, trace),
+            lambda: self._record_cost(session, writer),
+            lambda: writer.close(state),
+        )
+        if error is None:
+            session.pass_breakpoints()
+
+    def _set_breakpoints(self, session: WatchSession) -> None:
+        """Judge breakpoints, and pause, or call who is to be called."""
+        stopper: StopAction
+        if self._on_hit is not None:
+            stopper = CallbackAction(self._on_hit)
+        else:
+            assert self._running is not None
+            stopper = PauseAction(self._running.barrier, print_notice, session.recorder.put)
+        session.break_on(BreakpointEvaluator(self.breakpoints, stopper, session.recorder.put))
+        if self._running is not None:
+            self._running.targets.breakpoints = self.breakpoints
+
+    def _record_cost(self, session: WatchSession, writer: TraceWriter) -> None:
+        failure = recording_error(session.recorder, writer)
+        if failure is not None:
+            print_message(failure.sentence())
+        with suppress(TraceWriteError):
+            writer.update_run(cost=session.cost())
+
+    @property
+    def level(self) -> str:
+        """How much is recorded, from the next forward on."""
+        return self._level
+
+    @level.setter
+    def level(self, level: str) -> None:
+        self._level = check_level(level)
+        if self._session is not None:
+            self._session.level = level
+
+    # -- what is known ---------------------------------------------------------------------------
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return None if self._session is None else self._session.recorder
+
+    def __str__(self) -> str:
+        seen = self._summary()
+        return self._empty_text() if seen is None else seen.text()
+
+    def _repr_html_(self) -> str:
+        seen = self._summary()
+        return escape(self._empty_text()) if seen is None else seen.html()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the summary in IPython, too; `repr` opens no file, because debuggers call it."""
+        printer.text("..." if cycle else str(self))
+
+    def _summary(self) -> TraceSummary | None:
+        if self._writer is None:
+            return None
+        with self.reader() as reader:
+            return summarize_trace(reader, self.path)
+
+    def _empty_text(self) -> str:
+        return f"Nothing is recorded yet; the trace will be {escape_unprintable(str(self.path))}."
+
+
+def _start_control(session: WatchSession, writer: TraceWriter) -> CaptureControl:
+    """Take commands for a session from now on."""
+    stored = ",".join(map(str, session.context.layers))
+    levels = SessionLevels(session.level, stored)
+    title = type(session.context.model).__name__
+    about = CaptureInfo("watch", title, str(writer.recording_path))
+    running = CaptureControl(about, levels, is_served=True, serving=None, report=print_message)
+    levels.attach(session)
+    session.barrier = running.barrier
+    running.attach_recorder(session.recorder)
+    running.start()
+    return running
+
+
+def _tokenizer_adapter(tokenizer: Any) -> TokenizerAdapter:
+    if tokenizer is None:
+        return IdAdapter()
+    try:
+        return TransformersAdapter(tokenizer)
+    except Exception as error:
+        raise UsageError(
+            f"The tokenizer ({type(tokenizer).__name__}) cannot be used: "
+            f"{type(error).__name__}: {error}",
+            hint="Give a transformers tokenizer, or none: then ids stand in place of words.",
+        ) from error
+
+
+def _check_layers(layers: Sequence[int] | None, model: nn.Module) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    known = set(attention_layers(model).values())
+    unknown = sorted(set(layers) - known)
+    if unknown:
+        has = f"0 to {max(known)}" if known else "none"
+        raise UsageError(f"The model has no attention layer {unknown[0]} (it has {has}).")
+    return tuple(layers)
+
+
+def _watch_manifest(model: nn.Module, level: str) -> dict[str, Any]:
+    import transformers
+
+    found = build_manifest(model, level, watch=True, graphs_counted=True)
+    found["versions"]["transformers"] = transformers.__version__
+    return found

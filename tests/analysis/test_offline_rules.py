@@ -1,0 +1,281 @@
+"""Rules that look at a trace after the fact: what they see, and that they are asked once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.rules import Broken, Late, Slow
+from support.traces import RUN, SEGMENTS, sample_step, sample_trace
+
+from flexinspect.analysis import offline_rules as reviewing
+from flexinspect.analysis.offline_rules import review
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.step import STANDALONE_CALLS, EventRecord, GenerationEnd, GenerationRecord
+from flexinspect.trace.file import writer as append
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.reader import TraceReader, open_trace
+from flexinspect.trace.replay import STEPS_PER_READ, replay
+
+DEAD = {**RUN, "pid": 2**22 + 7, "started_at": 1000.0}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return sample_trace(tmp_path / "sample.flextrace")
+
+
+@pytest.fixture
+def reader(path: Path) -> Iterator[TraceReader]:
+    with open_trace(path) as reader:
+        yield reader
+
+
+def said(path: Path, *ids: str) -> list[Finding]:
+    with open_trace(path) as reader:
+        return [finding for finding in reader.findings() if finding.id in ids]
+
+
+def test_a_replayed_step_is_the_record_without_its_findings(tmp_path: Path) -> None:
+    path = sample_trace(tmp_path / "long.flextrace", steps=2 * STEPS_PER_READ + 3)
+    with open_trace(path) as reader:
+        seen = list(replay(reader, 0, ["*"]))
+        assert len(seen) == 2 * STEPS_PER_READ + 3
+        for number, step in enumerate(seen):
+            record = reader.record(0, number)
+            assert record is not None
+            assert repr(replace(record, findings=())) == repr(step)
+
+
+def test_arrays_that_no_rule_wants_are_left_out_and_masks_are_not(reader: TraceReader) -> None:
+    first = next(iter(replay(reader, 0)))
+    assert first.arrays == ()  # type: ignore[union-attr]
+    assert first.masks[0].cells is not None  # type: ignore[union-attr]
+
+
+def test_what_a_dear_rule_says_is_stored_and_series_are_counted(path: Path) -> None:
+    with open_trace(path) as reader:
+        done = review(reader, [Slow()])
+    assert (done.n_rules, done.unstored, done.note) == (1, (), "")
+    found = said(path, "slow.long-token")
+    assert [(f.generation, f.step, f.positions) for f in found] == [(0, 0, (13,)), (1, 0, (13,))]
+    assert [(f.times, f.last_step) for f in found] == [(3, 3), (3, 3)]
+    assert found[1].query.endswith("generation = 1 AND step = 0")
+
+
+def test_no_rule_is_asked_twice(path: Path) -> None:
+    for n_rules in (2, 0):
+        with open_trace(path) as reader:
+            assert review(reader, [Slow(), Broken()]).n_rules == n_rules
+    assert len(said(path, "slow.long-token")) == 2
+
+
+def test_two_reviews_at_once_store_one(path: Path) -> None:
+    with open_trace(path) as first, open_trace(path) as second:
+        held = review(first, [Slow()], store=False)
+        assert len(held.unstored) == 2
+        review(second, [Slow()])
+        append.append_reviews(path, held.unstored)
+    assert len(said(path, "slow.long-token")) == 2
+
+
+def test_a_rule_that_fails_is_off_and_the_others_go_on(path: Path) -> None:
+    with open_trace(path) as reader:
+        review(reader, [Broken(), Slow()])
+        off = [row.event.text for row in reader.events() if row.event.kind == "rule-off"]
+    assert off[0].startswith("The rule 'broken' failed at step 2 and is off: ValueError")
+    assert len(said(path, "slow.long-token")) == 2
+
+
+def test_a_rule_that_looked_live_is_not_asked_and_a_new_one_is(tmp_path: Path) -> None:
+    path = tmp_path / "named.flextrace"
+    with TraceWriter.create(path, {**RUN, "rules": ["other"]}) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+        writer.write_step(sample_step(0))
+        writer.write_event(EventRecord("note", "a word", 1000.5, 0, 0))
+        writer.write_step(sample_step(1))
+    with open_trace(path) as reader:
+        review(reader, [Late()])
+        (finding,) = reader.findings()
+        assert finding.sentence == "2 steps, heard ['a word after [0]']"
+    silent = tmp_path / "live.flextrace"
+    with TraceWriter.create(silent, {**RUN, "rules": ["late"]}) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+        writer.write_step(sample_step(0))
+        writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS, "eos", 1001.0))
+    with open_trace(silent) as reader:
+        assert review(reader, [Late()]).n_rules == 0
+
+
+def test_a_killed_run_hears_at_its_end_what_live_rules_had_to_say(tmp_path: Path) -> None:
+    path = tmp_path / "killed.flextrace"
+    writer = TraceWriter.create(path, {**DEAD, "rules": ["late", "slow"]})
+    writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+    writer.write_step(sample_step(0))
+    writer._db.close()
+    with open_trace(path) as reader:
+        assert reader.state == "recording"
+        review(reader, [Late(), Slow()])
+        assert [f.id for f in reader.findings()] == ["late.end"]
+    with open_trace(path) as reader:
+        assert review(reader, [Late(), Slow()]).n_rules == 0
+
+
+def test_a_killed_branch_of_a_finished_generation_hears_live_rules_at_its_end(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "forked.flextrace"
+    writer = TraceWriter.create(path, {**DEAD, "rules": ["late"]})
+    writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+    writer.write_step(sample_step(0))
+    said_live = Finding("late.end", Severity.NOTE, "1 steps, heard []", generation=0)
+    writer.write_findings([said_live])
+    writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS))
+    writer.begin_branch(0, 1, 0, 1)
+    writer.write_step(replace(sample_step(1), branch=1))
+    writer._db.close()
+    with open_trace(path) as reader:
+        assert review(reader, [Late()]).n_rules == 1
+        ends = [(f.branch, f.sentence) for f in reader.findings() if f.id == "late.end"]
+    assert ends == [(0, "1 steps, heard []"), (1, "2 steps, heard []")]
+
+
+def test_of_a_trace_that_is_being_recorded_generations_that_are_over_are_looked_at(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "live.flextrace"
+    mine = {**RUN, "pid": os.getpid(), "started_at": time.time()}
+    with TraceWriter.create(path, mine) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, ()))
+        writer.write_step(sample_step(0))
+        with open_trace(path) as reader:
+            assert review(reader, [Slow()]).n_rules == 0
+        with pytest.raises(TraceWriteError, match="is recording it"):
+            append.append_reviews(path, [])
+        writer.end_generation(GenerationEnd(0, "finished", "", SEGMENTS))
+        with open_trace(path) as reader:  # the model is held, say
+            done = review(reader, [Slow()])
+            assert (done.n_rules, done.note) == (1, "")
+            reader.add_reviews(append.review_statements(done.unstored))
+            assert review(reader, [Slow()]).n_rules == 0
+            found = [one.id for one in reader.findings()]
+            assert "slow.long-token" in found
+            writer.begin_generation(GenerationRecord(1, "t", "", "", SEGMENTS, ()))
+            writer.write_step(sample_step(0, 1, nan_at=(0, 0)))
+            assert reader.changed()
+            assert [one.id for one in reader.findings()] != found, "what comes later is seen, too"
+            epoch = reader._connections._epoch
+            writer.write_step(sample_step(1, 1))
+            assert reader.changed()
+            assert reader._connections._epoch == epoch, "a step that says nothing costs no thread"
+            assert reader.last_step(1) == 1
+    assert said(path, "slow.long-token") == []
+
+
+def test_what_another_program_stores_meanwhile_is_said_once(path: Path) -> None:
+    with open_trace(path) as reader:
+        held = review(reader, [Slow()], store=False).unstored
+        reader.add_reviews(append.review_statements(held))
+        reader.add_reviews(append.review_statements(held))  # as a later review of the same run does
+        append.append_reviews(path, held[:1])
+        assert reader.changed()
+        where = [f.generation for f in reader.findings() if f.id == "slow.long-token"]
+        assert where == [0, 1]
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+        reader.remove_added_reviews()
+        assert reader.reviews() == [("slow", 0)]
+        assert review(reader, [Slow()]).n_rules == 1
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+
+
+def test_calls_outside_of_a_model_go_to_rules_that_want_them(tmp_path: Path) -> None:
+    class Loose(Late):
+        name = "loose"
+        loose = True
+
+    path = tmp_path / "loose.flextrace"
+    with TraceWriter.create(path, {**RUN, "rules": []}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, f"{STANDALONE_CALLS}, 1", "not declared", "", SEGMENTS[:1], ())
+        )
+        writer.write_step(sample_step(0))
+    with open_trace(path) as reader:
+        assert review(reader, [Late(), Loose()]).n_rules == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        ("SQLITE_FULL", "the disk is full"),
+        ("SQLITE_READONLY", "it is read-only"),
+        ("SQLITE_BUSY", "another program holds it locked"),
+    ],
+)
+def test_what_cannot_be_stored_is_kept_and_told_in_one_sentence(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: str, reason: str
+) -> None:
+    def refuse(db: sqlite3.Connection, reviewed: object) -> None:
+        failure = sqlite3.OperationalError("no")
+        failure.sqlite_errorname = error
+        raise failure
+
+    monkeypatch.setattr(append, "_write_reviews", refuse)
+    with open_trace(path) as reader:
+        n_before = len(reader.findings())
+        done = review(reader, [Slow()])
+        assert done.note == f"What was found is not stored in {path}: {reason}."
+        reader.add_reviews(append.review_statements(done.unstored))
+        assert reader.changed()
+        assert len(reader.findings()) == n_before + 2
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+    assert said(path, "slow.long-token") == []
+
+
+def test_a_trace_that_may_not_grow_stays_as_it_was(path: Path) -> None:
+    with open_trace(path) as reader:
+        held = review(reader, [Slow()], store=False).unstored
+    many = [replace(held[0], findings=held[0].findings * 5000)]
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        n_pages = db.execute("PRAGMA page_count").fetchone()[0]
+        db.execute(f"PRAGMA max_page_count = {n_pages}")
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            append._write_reviews(db, many)
+    assert said(path, "slow.long-token") == []
+    append.append_reviews(path, held)
+    assert len(said(path, "slow.long-token")) == 2
+
+
+def test_the_process_of_its_own_prints_what_it_could_not_store(path: Path) -> None:
+    ran = subprocess.run(
+        reviewing.review_command(path), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert reviewing.review_from_json(ran.stdout).note == ""
+    assert ran.stderr == ""
+
+
+def test_a_review_survives_its_way_through_text(path: Path) -> None:
+    with open_trace(path) as reader:
+        done = review(reader, [Slow(), Broken()], store=False)
+    text = reviewing.review_to_json(done)
+    assert repr(reviewing.review_from_json(text)) == repr(done)
+    with pytest.raises(ValueError, match="no review"):
+        reviewing.review_from_json(json.dumps({"findings": []}))
+
+
+def test_a_damaged_generation_is_told_of_and_the_others_are_looked_at(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE arrays SET data = x'00' WHERE generation = 0 AND owner IS NOT NULL")
+        db.commit()
+    with open_trace(path) as reader:
+        done = review(reader, [Slow()])
+    assert "damaged" in done.note
+    assert [finding.generation for finding in said(path, "slow.long-token")] == [1]

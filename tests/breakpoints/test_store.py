@@ -1,0 +1,129 @@
+"""The book of breakpoints: hits, options, switches, and what is completed while one is typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexinspect.breakpoints import BreakpointStore, ExpressionError, HitAction, complete
+
+
+def hits(book: BreakpointStore, n: int) -> list[str]:
+    return [book.record_hit(1).value for _ in range(n)]
+
+
+def test_a_breakpoint_stops_at_every_hit() -> None:
+    book = BreakpointStore()
+    info = book.add("entropy>3")
+    assert (info.id, info.text, info.is_enabled) == (1, "entropy > 3", True)
+    assert hits(book, 3) == ["stop", "stop", "stop"]
+    assert book.list()[0].n_hits == 3
+
+
+def test_hits_counts_from_one_and_ignore_passes_over() -> None:
+    for text in ("nan [hits=3]", "nan [ignore=2]"):
+        book = BreakpointStore()
+        book.add(text)
+        assert hits(book, 4) == ["pass", "pass", "stop", "stop"]
+
+
+def test_once_stops_once_and_switches_itself_off() -> None:
+    book = BreakpointStore()
+    book.add("nan", hits=2, once=True)
+    assert hits(book, 4) == ["pass", "stop", "pass", "pass"]
+    assert not book.list()[0].is_enabled
+    assert book.enabled() == ()
+
+
+def test_log_never_stops() -> None:
+    book = BreakpointStore()
+    book.add("nan [log]")
+    assert book.record_hit(1) is HitAction.LOG
+    assert book.list()[0].log_only
+
+
+def test_one_is_switched_off_and_on_and_taken_out() -> None:
+    book = BreakpointStore()
+    assert book.version == 0
+    book.add("nan [off]")
+    book.add("inf")
+    assert [each.id for each in book.enabled()] == [2]
+    assert book.record_hit(1) is HitAction.PASS
+    before = book.version
+    assert book.enable(1, True).is_enabled
+    assert book.version != before
+    book.remove(2)
+    assert [each.id for each in book.list()] == [1]
+    book.add("fallback")
+    assert [each.id for each in book.list()] == [1, 3]
+    with pytest.raises(KeyError):
+        book.remove(2)
+    with pytest.raises(KeyError):
+        book.enable(9, False)
+
+
+def test_who_prepares_for_breakpoints_is_told_of_each_change() -> None:
+    versions: list[int] = []
+    book = BreakpointStore(on_change=lambda: versions.append(book.version))
+    book.add("nan [once]")
+    book.enable(1, False)
+    book.enable(1, True)
+    book.record_hit(1)
+    assert (versions, book.version) == ([1, 2, 3], 4)  # told by who stops, when he has
+    book.remove(1)
+    assert versions == [1, 2, 3, 5]
+
+
+def test_hits_alone_do_not_change_the_version() -> None:
+    book = BreakpointStore()
+    book.add("nan")
+    before = book.version
+    hits(book, 5)
+    assert book.version == before
+
+
+def test_what_cannot_be_read_is_not_added() -> None:
+    book = BreakpointStore(finding_ids=lambda: ("mask.leak",))
+    for text in ("entropi > 3", "finding text.*", "nan [sometimes]"):
+        with pytest.raises(ExpressionError):
+            book.add(text)
+    assert book.list() == ()
+
+
+# -- completion --------------------------------------------------------------------------------
+
+
+def words(text: str, cursor: int | None = None, **known: tuple[str, ...]) -> list[str]:
+    return [one.text for one in complete(text, len(text) if cursor is None else cursor, **known)]
+
+
+def test_names_are_completed_from_their_beginning() -> None:
+    assert words("ent") == ["entropy"]
+    assert words("step > 2 and em") == ["empty-row"]
+    assert "entropy" in words("")
+    assert words("not f") == ["fallback", "finding"]
+
+
+def test_the_word_at_the_cursor_is_replaced() -> None:
+    (found,) = complete("entro > 3 and step > 2", 5)
+    assert (found.text, found.start, found.stop) == ("entropy", 0, 5)
+    assert found.help.startswith("entropy of the newest row")
+
+
+def test_what_may_follow_depends_on_what_stands_before() -> None:
+    assert words("entropy ") == ["==", "!=", "<", "<=", ">", ">=", "in"]
+    assert words("token ") == ["==", "!=", "in"]
+    assert words("phase == ") == ['"prefill"', '"decode"']
+    assert words('path == "sd') == ['"sdpa"']
+    assert words("rss > 2 ") == ["KiB", "MiB", "GiB", "and", "or"]
+    assert words("entropy > 3 ") == ["and", "or"]
+    assert words("nan ") == ["@", "and", "or"]
+    assert "layers.*.self_attn" in words("nan @ lay")
+    assert words("nan @ ", modules=("lm_head",)) == ["lm_head"]
+    assert words("nan [o") == ["once", "off"]
+
+
+def test_findings_are_completed_where_their_ids_are_known() -> None:
+    ids = ("mask.leak", "mask.future", "numbers.nan")
+    assert words("finding m", finding_ids=ids) == ["mask.*", "mask.leak", "mask.future"]
+    assert words("finding mask.* ", finding_ids=ids) == ["==", ">=", "and", "or"]
+    assert words("finding mask.* >= w", finding_ids=ids) == ["warning"]

@@ -1,0 +1,49 @@
+"""Plug-ins come through entry points, the built-in ones too; a broken one is said, not hidden."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from flexinspect.core import plugins
+from flexinspect.core.errors import FlexInspectError
+from flexinspect_hooks.capture import hook
+
+
+def test_the_built_in_hooks_are_registered_like_anybodys() -> None:
+    assert {"attention", "logits", "memory", "modules"} <= set(plugins.names("flexinspect.hooks"))
+    hooks, failed = hook.built_in_hooks()
+    assert [hook.name for hook in hooks] == sorted(hook.name for hook in hooks)
+    assert failed == {}
+
+
+def test_an_unknown_plug_in_is_a_sentence_with_the_known_ones() -> None:
+    with pytest.raises(FlexInspectError, match="registered: attention"):
+        plugins.load("flexinspect.hooks", "absent")
+
+
+def test_a_plug_in_that_does_not_import_is_told_and_the_others_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = [
+        EntryPoint("good", "math:floor", "g"),
+        EntryPoint("bad", "no_such_module_here:X", "g"),
+    ]
+    monkeypatch.setattr(plugins, "registered", lambda group: points)
+    loaded, failed = plugins.load_all("g")
+    assert list(loaded) == ["good"]
+    assert "no_such_module_here" in failed["bad"]
+
+
+def test_a_package_without_registered_hooks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "registered", lambda group: [])
+    with pytest.raises(FlexInspectError, match="nothing would be recorded"):
+        hook.built_in_hooks()
+
+
+def test_the_page_of_the_interface_has_the_keys_and_panels_of_the_code() -> None:
+    from tools.interface_page import PAGE, page
+
+    text = PAGE.read_text("utf-8")
+    assert page(text) == text, "run: python -m tools.interface_page"

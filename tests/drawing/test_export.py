@@ -1,0 +1,307 @@
+"""Pictures: SVG that is exact, safe and always the same, PNG without seams, files whole or not."""
+
+from __future__ import annotations
+
+import struct
+import sys
+import xml.etree.ElementTree as ET
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.style import Style
+from textual.strip import Strip
+
+from flexinspect.core.errors import FlexInspectError, UsageError
+from flexinspect.drawing import export
+from flexinspect.drawing import export as fonts
+from flexinspect.drawing.heatmap import CIVIDIS, heat
+from flexinspect.drawing.text_lines import line
+from flexinspect.drawing.theme import Theme
+
+LOOK = Theme()
+RED, BLUE = "#ff0000", "#0000ff"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def row(*spans: tuple[str, str], width: int | None = None) -> Strip:
+    pieces = [(text, Style.parse(style)) for text, style in spans]
+    return line(pieces, width or sum(len(text) for text, _ in spans))
+
+
+def drawn(*strips: Strip, title: str = "t", note: str = "") -> ET.Element:
+    return ET.fromstring(export.to_svg(strips, title=title, look=LOOK, note=note))
+
+
+def texts(root: ET.Element) -> list[str]:
+    return [text.text or "" for text in root.iter(f"{SVG}text")]
+
+
+def fills(root: ET.Element) -> dict[str, str]:
+    return {path.attrib["fill"]: path.attrib["d"] for path in root.iter(f"{SVG}path")}
+
+
+def test_text_keeps_its_place_colour_and_length() -> None:
+    root = drawn(row(("ab", RED), ("  cd", f"bold {BLUE}")))
+    title, first, second = root.iter(f"{SVG}text")
+    assert title.text == "t"
+    assert (first.text, first.attrib["x"], first.attrib["fill"]) == ("ab", "0", RED)
+    assert (second.text, second.attrib["x"], second.attrib["textLength"]) == ("cd", "32", "16")
+    assert second.attrib["font-weight"] == "bold"
+    assert first.attrib["y"] == second.attrib["y"] == "44.5"
+
+
+def test_a_background_covers_exactly_its_cells() -> None:
+    assert fills(drawn(row(("a", "white"), ("bc", f"white on {RED}"), ("d", "white")))) == {
+        RED: "M8 32h16v16h-16z"
+    }
+
+
+def test_half_blocks_are_areas_of_half_a_cell() -> None:
+    assert fills(drawn(row(("▀▀", f"{RED} on {BLUE}"), ("▄", RED)))) == {
+        BLUE: "M0 32h16v16h-16z",
+        RED: "M0 32h16v8h-16zM16 40h8v8h-8z",
+    }
+
+
+@pytest.mark.parametrize(
+    ("char", "path"),
+    [
+        ("█", "M0 32h8v16h-8z"),
+        ("▂", "M0 44h8v4h-8z"),
+        ("▎", "M0 32h2v16h-2z"),
+        ("▐", "M4 32h4v16h-4z"),
+        ("▚", "M0 32h4v8h-4zM4 40h4v8h-4z"),
+        ("▙", "M0 32h4v8h-4zM0 40h4v8h-4zM4 40h4v8h-4z"),
+        ("─", "M0 39h4v1h-4zM3 39h5v1h-5z"),
+        ("└", "M3 32h1v8h-1zM3 39h5v1h-5z"),
+    ],
+)
+def test_block_and_line_characters_are_areas(char: str, path: str) -> None:
+    root = drawn(row((char, RED)))
+    assert fills(root) == {RED: path}
+    assert texts(root) == ["t"]
+
+
+def test_shades_are_mixed_of_both_colours() -> None:
+    assert list(fills(drawn(row(("▒", "#ff0000 on #000000"))))) == ["#000000", "#7f0000"]
+
+
+def test_reverse_and_dim_are_colours_and_lines_are_decoration() -> None:
+    root = drawn(row(("a", f"reverse {RED} on {BLUE}"), (" ", "none"), ("b", "dim #ffffff")))
+    _, first, second = root.iter(f"{SVG}text")
+    assert first.attrib["fill"] == BLUE
+    assert list(fills(root)) == [RED]
+    assert second.attrib["fill"] == "#888888"  # half way to the background #121212
+    both = drawn(row(("c ", "underline strike"))).findall(f".//{SVG}text")[1]
+    assert (both.text, both.attrib["text-decoration"]) == ("c ", "underline line-through")
+
+
+def test_a_wide_character_stands_alone_in_two_cells() -> None:
+    root = drawn(line([("a日本b", Style.parse(RED))], 6))
+    found = [
+        (text.text, text.attrib["x"], text.attrib["textLength"]) for text in root.iter(f"{SVG}text")
+    ]
+    assert found[1:] == [("a", "0", "8"), ("日", "8", "16"), ("本", "24", "16"), ("b", "40", "8")]
+
+
+def test_what_the_trace_says_is_text_and_never_markup() -> None:
+    evil = "</text><script>alert(1)</script>&\"'"
+    root = drawn(row((evil, "white")), title=evil, note=evil)
+    assert texts(root) == [evil, evil, evil]
+    assert root.find(f"{SVG}title") is not None
+    assert not list(root.iter(f"{SVG}script"))
+
+
+def test_characters_that_no_xml_may_hold_are_replaced() -> None:
+    root = drawn(row(("a\x1b\x00\ud800b", "white"), width=5), title="x\x07y")
+    assert texts(root) == ["x�y", "a���b"]
+
+
+def test_the_same_strips_give_the_same_bytes_and_nothing_is_fetched() -> None:
+    levels = np.arange(60, dtype=np.uint8).reshape(6, 10) % 32
+    one, two = (
+        export.to_svg(heat(levels, CIVIDIS, LOOK), title="t", look=LOOK, note="n") for _ in "ab"
+    )
+    assert one == two
+    assert "http" not in one.replace("http://www.w3.org/2000/svg", "")
+    assert 'shape-rendering="crispEdges"' in one
+
+
+def test_title_and_note_frame_the_picture_and_an_empty_one_is_a_picture_too() -> None:
+    root = drawn(row(("abc", "white"), width=20), title="Mask", note="gate 1e-6")
+    assert texts(root) == ["Mask", "abc", "gate 1e-6"]
+    assert root.attrib["width"] == str(20 * 8 + 24)
+    assert root.attrib["height"] == str(5 * 16 + 24)
+    assert texts(drawn(title="Nothing here")) == ["Nothing here"]
+    assert texts(drawn(title="")) == []
+
+
+def test_the_page_has_the_background_of_the_theme() -> None:
+    look = Theme(colors={**LOOK.colors, "background": "#fafafa", "foreground": "#101010"})
+    root = ET.fromstring(export.to_svg([row(("a", "none"))], title="t", look=look))
+    page = root.find(f"{SVG}rect")
+    assert page is not None
+    assert page.attrib["fill"] == "#fafafa"
+    assert root.findall(f".//{SVG}text")[1].attrib["fill"] == "#101010"
+
+
+def test_a_png_of_half_blocks_has_no_seams() -> None:
+    pytest.importorskip("resvg_py")
+    _needs_font()
+    yellow = np.full((12, 10), 31, np.uint8)
+    pixels = _pixels(export.to_png(export.to_svg(heat(yellow, CIVIDIS, LOOK), title="", look=LOOK)))
+    assert pixels.shape[:2] == ((8 * 16 + 24) * 2, (10 * 8 + 24) * 2)
+    inside = pixels[(12 + 32) * 2 : -24, 24:-24, :3]
+    assert {tuple(color) for color in inside.reshape(-1, 3).tolist()} == {CIVIDIS.rgb[31]}
+    checks = (np.indices((12, 10)).sum(axis=0) % 2 * 31).astype(np.uint8)
+    pixels = _pixels(export.to_png(export.to_svg(heat(checks, CIVIDIS, LOOK), title="", look=LOOK)))
+    found = pixels[(12 + 32) * 2 : -24, 24:-24, :3]
+    wanted = np.array(CIVIDIS.rgb)[checks].repeat(16, axis=0).repeat(16, axis=1)
+    assert np.array_equal(found, wanted)
+
+
+def test_a_png_shows_its_text() -> None:
+    pytest.importorskip("resvg_py")
+    _needs_font()
+    pixels = _pixels(export.to_png(export.to_svg([], title="WWWW", look=LOOK)))
+    assert len(np.unique(pixels[24:56, 24:88, :3].reshape(-1, 3), axis=0)) > 4
+
+
+def test_without_the_extra_a_png_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(FlexInspectError) as caught:
+        export.save(tmp_path / "a.png", [row(("a", "red"))], title="t", theme=LOOK)
+    assert "flexinspect[png]" in (caught.value.hint or "")
+    assert list(tmp_path.iterdir()) == []
+    assert export.save(tmp_path / "a.svg", [], title="t", theme=LOOK).exists()
+
+
+def test_without_a_monospace_font_a_png_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("resvg_py")
+    monkeypatch.setattr(export, "find_monospace", lambda: None)
+    with pytest.raises(FlexInspectError, match="monospace font"):
+        export.to_png(export.to_svg([], title="t", look=LOOK))
+
+
+def test_the_best_known_font_is_found_with_its_styles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("Menlo.ttc", "sub/DejaVuSansMono.ttf", "sub/DejaVuSansMono-Bold.ttf", "Arial.ttf"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+    monkeypatch.setattr(fonts, "_font_folders", lambda: iter([tmp_path / "absent", tmp_path]))
+    fonts.find_monospace.cache_clear()
+    try:
+        font = fonts.find_monospace()
+    finally:
+        fonts.find_monospace.cache_clear()
+    assert font is not None
+    assert font.family == "DejaVu Sans Mono"
+    assert [Path(file).name for file in font.files] == [
+        "DejaVuSansMono-Bold.ttf",
+        "DejaVuSansMono.ttf",
+    ]
+
+
+def test_a_picture_takes_the_place_of_the_old_one_whole(tmp_path: Path) -> None:
+    file = tmp_path / "a.svg"
+    file.write_text("old")
+    assert export.save(str(file), [row(("new", "red"))], title="t", theme=LOOK) == file
+    assert ">new</text>" in file.read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_a_write_that_fails_leaves_the_old_picture_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.svg"
+    file.write_text("old")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(FlexInspectError, match="No space left on device"):
+        export.save(file, [], title="t", theme=LOOK)
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
+
+
+def test_a_folder_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(FlexInspectError, match="cannot be written to") as caught:
+        export.save(tmp_path / "none" / "a.svg", [], title="t", theme=LOOK)
+    assert caught.value.hint is not None
+
+
+def test_another_ending_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither SVG nor PNG"):
+        export.save(tmp_path / "a.gif", [], title="t", theme=LOOK)
+
+
+def _needs_font() -> None:
+    if fonts.find_monospace() is None:
+        pytest.skip("no monospace font on this machine")
+
+
+def _pixels(png: bytes) -> np.ndarray:
+    """Decode a PNG of 8-bit RGBA, which is what resvg writes, to (rows, columns, 4)."""
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height, depth, kind = struct.unpack(">IIBB", png[16:26])
+    assert (depth, kind) == (8, 6)
+    data, at = b"", 8
+    while at < len(png):
+        (length,) = struct.unpack(">I", png[at : at + 4])
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + length]
+        at += length + 12
+    lines = np.frombuffer(zlib.decompress(data), np.uint8).reshape(height, width * 4 + 1)
+    out = np.zeros((height, width, 4), np.uint8)
+    above = np.zeros((width, 4), np.int64)
+    for number, raw in enumerate(lines):
+        above = _unfiltered(int(raw[0]), raw[1:].reshape(width, 4).astype(np.int64), above)
+        out[number] = above
+    return out
+
+
+def _unfiltered(kind: int, raw: np.ndarray, above: np.ndarray) -> np.ndarray:
+    """Undo one line's filter; see section 9 of https://www.w3.org/TR/png-3/."""
+    if kind == 0:
+        return raw
+    if kind == 1:
+        return raw.cumsum(axis=0) % 256
+    if kind == 2:
+        return (raw + above) % 256
+    here = np.zeros_like(raw)
+    left, corner = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    for x in range(len(raw)):
+        up = above[x]
+        guess = (left + up) // 2 if kind == 3 else _paeth(left, up, corner)
+        left, corner = (raw[x] + guess) % 256, up
+        here[x] = left
+    return here
+
+
+def _paeth(left: np.ndarray, up: np.ndarray, corner: np.ndarray) -> np.ndarray:
+    whole = left + up - corner
+    near = [np.abs(whole - one) for one in (left, up, corner)]
+    return np.where(
+        (near[0] <= near[1]) & (near[0] <= near[2]),
+        left,
+        np.where(near[1] <= near[2], up, corner),
+    )
+
+
+def test_without_a_home_folder_there_are_no_fonts_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    folders = list(fonts._font_folders())
+    assert folders[0] == Path("/usr/share/fonts")

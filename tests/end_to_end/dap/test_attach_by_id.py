@@ -1,0 +1,44 @@
+"""An editor attaches by process id to a run that has no debugger, comes back, and leaves it be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from support.adapters import adapter, connected
+from support.debugged import Debugged, breakpoints, configuration, eventually, line_of
+
+from flexinspect.launch.vscode_config import GDB_SYMBOL_FILTER, attach_problems
+from flexinspect.trace.file.side_files import read_stop
+from flexinspect.trace.reader import open_trace
+
+FORWARD, RULE = "# in the patched forward", "# in the mask rule"
+
+
+@pytest.mark.skipif(bool(attach_problems()), reason=" ".join(attach_problems()))
+def test_a_run_without_a_debugger_is_attached_to_twice_and_goes_on_untraced(tmp_path: Path) -> None:
+    with Debugged(tmp_path, flags=()) as run:
+        eventually(run.count)
+        (capture,) = psutil.Process(run.process.pid).children()
+        by_id = configuration("attach by process id", processId=capture.pid)
+        for place, name in ((RULE, "rule"), (FORWARD, "attend")):
+            with adapter(dict([GDB_SYMBOL_FILTER])) as port, connected(port) as client:
+                assert client.begin(by_id, breakpoints(run.program, place)) == [True]
+                thread, stack = client.stopped()
+                assert (stack[0]["name"], stack[0]["line"]) == (name, line_of(place))
+                seen = client.variables(stack[0])
+                if name == "rule":
+                    assert "one of 12 under vmap" in seen["q_idx"]["value"]
+                else:
+                    assert seen["q"]["value"].startswith("1×4×12×8 float32 cpu  min ")
+                held = eventually(lambda: read_stop(run.trace))
+                assert (held.by, held.function) == ("debugpy", name)
+                client.request("setBreakpoints", source={"path": str(run.program)}, breakpoints=[])
+                client.request("continue", threadId=thread)
+                client.request("disconnect", terminateDebuggee=False)
+            eventually(lambda: not run.is_traced())
+        _, code = run.finish()
+        assert code == 0
+    with open_trace(run.trace) as reader:
+        assert reader.run()["state"] == "finished"

@@ -1,0 +1,615 @@
+"""Capture sees what ran, changes nothing, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import make_model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from flexinspect.core.errors import TraceWriteError, UsageError
+from flexinspect.masks import algebra
+from flexinspect.records.finding import Finding
+from flexinspect.records.job import SamplingOptions
+from flexinspect.records.prompt import Prompt
+from flexinspect.records.step import (
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    StepRecord,
+    TokenRecord,
+)
+from flexinspect_hooks.capture.hook import built_in_hooks
+from flexinspect_hooks.generation.decoding import Choice, generate
+from flexinspect_hooks.generation.flex_patch import FlexPatch
+from flexinspect_hooks.generation.mask_source import SpecMaskSource
+from flexinspect_hooks.generation.reference_attention import attention_row
+from flexinspect_hooks.observers.attention import segment_attention
+from flexinspect_hooks.sessions.capture_session import CaptureSession
+
+CPU = torch.device("cpu")
+NEW = 6
+
+
+class MemorySink:
+    """Keeps records instead of writing them."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+        self.events: list[EventRecord] = []
+        self.findings: list[Finding] = []
+
+    def begin_generation(self, record: GenerationRecord) -> None:
+        self.steps.clear()
+
+    def write_steps(self, records: Sequence[StepRecord]) -> None:
+        self.steps += records
+
+    def write_event(self, record: EventRecord) -> None:
+        self.events.append(record)
+
+    def update_run(self, **facts: Any) -> None: ...
+
+    def write_findings(self, findings: Iterable[Finding]) -> None:
+        self.findings += findings
+
+    def end_generation(self, record: GenerationEnd) -> None:
+        pass
+
+
+def begin(session: CaptureSession, prompt: Prompt) -> None:
+    record = GenerationRecord(0, "s", "m", "contiguous", prompt.segments, ())
+    session.begin_generation(record)
+
+
+def chooser(session: CaptureSession, prompt: Prompt, seen: list[torch.Tensor] | None = None) -> Any:
+    def chose(choice: Choice) -> None:
+        if seen is not None:
+            seen.append(choice.logits.clone())
+        pos = len(prompt.ids) + choice.step
+        token = TokenRecord(pos, choice.token_id, "", "", pos, 6, step=choice.step)
+        session.on_token_chosen(token, choice.chosen, choice.scores)
+
+    return chose
+
+
+def capture(
+    model: Any,
+    prompt: Prompt,
+    *,
+    level: str = "advanced",
+    rule: algebra.MaskSpec | None = None,
+    hooks: Sequence[Any] | None = None,
+    layers: Sequence[int] | None = None,
+    sampling: SamplingOptions | None = None,
+    patch: bool = True,
+    compiled: bool = False,
+) -> tuple[MemorySink, list[torch.Tensor]]:
+    sink, logits = MemorySink(), []
+    rule = rule or algebra.preset("segment-isolation", prompt.segments)
+    source = SpecMaskSource(rule, length=128, device=CPU, compiled=compiled)
+    session = CaptureSession(model, sink, level=level, hooks=hooks, layers=layers)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "sampling": sampling}
+    with session:
+        begin(session, prompt)
+        on_choice = chooser(session, prompt, logits)
+        if patch:
+            with FlexPatch(model, source, compiled=compiled):
+                generate(model, prompt, on_choice=on_choice, **options)
+        else:
+            generate(model, prompt, on_choice=on_choice, **options)
+    return sink, logits
+
+
+@pytest.mark.parametrize("level", ["basic", "advanced", "extreme"])
+def test_outputs_are_bit_equal_with_and_without_capture(
+    llama: Any, prompt: Prompt, level: str
+) -> None:
+    rule = algebra.preset("segment-isolation", prompt.segments)
+    plain: list[torch.Tensor] = []
+    with FlexPatch(llama, SpecMaskSource(rule, length=128, device=CPU, compiled=False)):
+        generate(
+            llama, prompt, max_new_tokens=NEW, on_choice=lambda c: plain.append(c.logits.clone())
+        )
+    _, captured = capture(llama, prompt, level=level)
+    assert len(plain) == len(captured) == NEW
+    assert all(torch.equal(a, b) for a, b in zip(plain, captured, strict=True))
+
+
+def test_nothing_is_left_behind(llama: Any, prompt: Prompt) -> None:
+    before = set(threading.enumerate())
+    capture(llama, prompt)
+    assert all(
+        not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks) for m in llama.modules()
+    )
+    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("flexinspect")]
+
+
+def test_nothing_is_left_behind_after_an_exception(llama: Any, prompt: Prompt) -> None:
+    session = CaptureSession(llama, MemorySink())
+    with pytest.raises(KeyError), session:
+        begin(session, prompt)
+        llama(torch.tensor([prompt.ids]))
+        raise KeyError
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in llama.modules())
+    assert "get_interface" not in vars(ALL_ATTENTION_FUNCTIONS)
+
+
+def test_the_model_is_freed_after_a_session(prompt: Prompt) -> None:
+    model = make_model("llama")
+    capture(model, prompt)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_steps_say_phase_lengths_token_and_path(llama: Any, prompt: Prompt) -> None:
+    sink, _ = capture(llama, prompt)
+    n = len(prompt.ids)
+    assert [s.step for s in sink.steps] == list(range(NEW))
+    assert [s.phase for s in sink.steps] == ["prefill"] + ["decode"] * (NEW - 1)
+    assert [(s.q_len, s.kv_before, s.kv_after) for s in sink.steps[:2]] == [
+        (n, 0, n),
+        (1, n, n + 1),
+    ]
+    assert [s.tokens[0].pos for s in sink.steps] == list(range(n, n + NEW))
+    for step in sink.steps:
+        assert [c.layer for c in step.calls] == [0, 1, 2]
+        assert {c.path for c in step.calls} == {"flex uncompiled"}
+        assert {c.backend for c in step.calls} == {"flexinspect"}
+        assert step.wall_ms > 0
+        assert step.capture_ms > 0
+
+
+def test_the_executed_mask_is_the_rule_and_is_stored_once(llama: Any, prompt: Prompt) -> None:
+    rule = algebra.preset("segment-isolation", prompt.segments)
+    sink, _ = capture(llama, prompt, rule=rule)
+    first = sink.steps[0].masks
+    assert len(first) == 1
+    assert first[0].kind == "block"
+    assert first[0].cells is not None
+    assert (first[0].cells[0] == rule.dense(len(prompt.ids))).all()
+    assert len({c.mask for c in sink.steps[0].calls}) == 1
+    row = sink.steps[3].masks[0]
+    assert row.cells is not None
+    assert row.cells.shape == (1, 1, len(prompt.ids) + 3)
+    assert (row.q_offset, bool(row.cells.all())) == (len(prompt.ids) + 2, True)
+
+
+def test_the_gate_closes_when_the_mask_shown_is_not_the_one_that_ran(
+    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, _ = capture(llama, prompt)
+    worst = max(c.gate or 0.0 for s in good.steps for c in s.calls)
+    assert worst < 1e-4
+    from flexinspect_hooks.observers.attention import mask_capture
+
+    original = mask_capture._mask_mod_cells
+
+    def lying(*args: Any) -> torch.Tensor:
+        cells = original(*args).clone()
+        cells[..., 1:4] = False
+        return cells
+
+    monkeypatch.setattr(mask_capture, "_mask_mod_cells", lying)
+    bad, _ = capture(llama, prompt)
+    assert min(max(c.gate or 0.0 for c in s.calls) for s in bad.steps) > 1e-3
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_other_backends_are_seen_and_gated_by_their_output(prompt: Prompt, backend: str) -> None:
+    model = make_model("llama")
+    model.set_attn_implementation(backend)
+    sink, _ = capture(model, prompt, patch=False)
+    calls = [c for s in sink.steps for c in s.calls]
+    assert {c.path for c in calls} == {backend}
+    assert {c.gate_kind for c in calls} == {"output"}
+    assert max(c.gate or 0.0 for c in calls) < 1e-4
+    mask = sink.steps[0].masks[0]
+    assert mask.kind == ("none, causal" if backend == "sdpa" else "float")
+    assert mask.cells is not None
+    assert (mask.cells[0] == algebra.causal().dense(len(prompt.ids))).all()
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler")
+@pytest.mark.timeout(600)
+def test_compiled_runs_are_gated_by_their_output_under_the_compiled_formula(
+    llama: Any, prompt: Prompt
+) -> None:
+    sink, _ = capture(llama, prompt, compiled=True)
+    calls = [c for s in sink.steps for c in s.calls]
+    assert {c.path for c in calls} == {"flex compiled"}
+    assert {c.gate_kind for c in calls} == {"output"}
+    assert max(c.gate or 0.0 for c in calls) < 1e-4
+    assert sink.steps[0].masks[0].compiled
+
+
+def array_of(step: StepRecord, stream: str, layer: int | None = None) -> np.ndarray[Any, Any]:
+    return next(a.array for a in step.arrays if (a.stream, a.layer) == (stream, layer))
+
+
+@pytest.fixture(params=["cores taken", "a core free"])
+def held(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of what waits for the writer thread, which happens where it has a core of its own."""
+    sizes: list[int] = []
+    n_cores = torch.get_num_threads() + (request.param == "a core free")
+    monkeypatch.setattr(segment_attention, "available_cores", lambda: n_cores)
+    original = segment_attention._DeferredTensors.__init__
+
+    def init(self: Any, tensors: Any, n_bytes: int) -> None:
+        sizes.append(n_bytes)
+        original(self, tensors, n_bytes)
+
+    monkeypatch.setattr(segment_attention._DeferredTensors, "__init__", init)
+    return sizes
+
+
+def is_held(request: pytest.FixtureRequest) -> bool:
+    return "a core free" in request.node.name
+
+
+@pytest.mark.parametrize("backend", ["", "sdpa"])
+def test_rows_that_wait_for_the_writer_thread_come_out_the_same(
+    prompt: Prompt, held: list[int], backend: str, request: pytest.FixtureRequest
+) -> None:
+    model = make_model("llama")
+    if backend:
+        model.set_attn_implementation(backend)
+    sink, _ = capture(model, prompt, patch=not backend)
+    assert bool(held) is is_held(request)
+    for step in sink.steps:
+        assert max(call.gate or 0.0 for call in step.calls) < 1e-4
+        np.testing.assert_allclose(array_of(step, "attention.mass").sum(-1), 1, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "lost"), [("llama", [0, 1, 2]), ("gemma2", [0, 2])])
+def test_keys_that_are_written_to_meanwhile_give_no_row_and_the_step_says_so(
+    prompt: Prompt,
+    held: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    family: str,
+    lost: list[int],
+) -> None:
+    """As by a cache that is reset; in a model of two masks only the calls under one are lost."""
+    model, waiting = make_model(family), segment_attention._defer_tensors
+
+    def spoiled(refs: Any) -> Any:
+        found = waiting(refs)
+        if found is not None and refs[0].layer == 0:
+            refs[0].key.zero_()
+        return found
+
+    monkeypatch.setattr(segment_attention, "_defer_tensors", spoiled)
+    sink, _ = capture(model, prompt)
+    lost = lost if is_held(request) else []
+    for step in sink.steps:
+        kinds = {call.layer: call.gate_kind for call in step.calls}
+        assert kinds == {layer: None if layer in lost else "lse" for layer in range(3)}
+        gates = {call.layer: call.gate for call in step.calls}
+        assert [layer for layer, gate in gates.items() if gate is None] == lost
+        assert max(gate or 0.0 for gate in gates.values()) < 1e-4
+        events = [event for event in step.events if event.kind == "keys-changed"]
+        assert [event.data["layers"] for event in events] == ([lost] if lost else [])
+    assert sink.events == []
+
+
+def test_no_more_keys_wait_than_there_is_room_for(
+    prompt: Prompt, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_attention, "MAX_DEFERRED_BYTES", 0)
+    sink, _ = capture(make_model("llama"), prompt)
+    assert held == []
+    assert all(call.gate is not None for step in sink.steps for call in step.calls)
+
+
+def test_keys_of_another_model_may_come_to_wait_while_the_room_is_measured() -> None:
+    class Measured(segment_attention._DeferredTensors):
+        @property
+        def n_bytes(self) -> int:
+            comes.start()
+            comes.join(0.1)  # it came already, or waits until all is counted
+            return 1
+
+        @n_bytes.setter
+        def n_bytes(self, value: int) -> None: ...
+
+    late: list[segment_attention._DeferredTensors] = []
+    comes = threading.Thread(target=lambda: late.append(segment_attention._DeferredTensors((), 2)))
+    here = Measured((), 1)
+    assert segment_attention._DeferredTensors.has_room(0)
+    comes.join()
+    assert {here, *late} <= set(segment_attention._DeferredTensors._all)
+    assert len(late) == 1
+
+
+def test_attention_mass_equals_the_reference_row_summed_by_segment(
+    llama: Any, prompt: Prompt, held: list[int]
+) -> None:
+    rule = algebra.preset("shared-prefix", prompt.segments)
+    sink, _ = capture(llama, prompt, level="extreme", rule=rule)
+    for layer in range(3):
+        keys = np.concatenate([array_of(s, "k", layer) for s in sink.steps], axis=1)
+        for step in sink.steps:
+            call = step.calls[layer]
+            kv = step.kv_after
+            weights = attention_row(
+                torch.tensor(array_of(step, "q", layer)[:, -1:]),
+                torch.tensor(keys[:, :kv]),
+                scale=call.scale or 0.0,
+                visible=torch.tensor(rule.dense(1, kv, q_offset=kv - 1)),
+            )[:, 0]
+            mass = array_of(step, "attention.mass")[layer]
+            for index, segment in enumerate(prompt.segments):
+                expected = weights[:, segment.start : min(segment.stop, kv)].sum(-1).numpy()
+                np.testing.assert_allclose(mass[:, index], expected, atol=1e-5)
+            entropy = -(weights * torch.log(weights.clamp(min=1e-30))).sum(-1).numpy()
+            np.testing.assert_allclose(
+                array_of(step, "attention.entropy")[layer], entropy, atol=1e-4
+            )
+
+
+def test_logits_are_reduced_rightly(llama: Any, prompt: Prompt) -> None:
+    sink, logits = capture(llama, prompt)
+    for step, row in zip(sink.steps, logits, strict=True):
+        record = step.logits
+        assert record is not None
+        logprobs = torch.log_softmax(row.double(), -1)
+        top = torch.topk(row, 10)
+        assert [c.token_id for c in record.candidates] == top.indices.tolist()
+        assert record.candidates[0].logprob == pytest.approx(float(logprobs.max()), abs=1e-5)
+        assert record.entropy == pytest.approx(float(-(logprobs.exp() * logprobs).sum()), abs=1e-4)
+        assert record.margin == pytest.approx(float(top.values[0] - top.values[1]), abs=1e-6)
+        assert (record.chosen_rank, record.n_nan, record.n_inf) == (0, 0, 0)
+        assert sum(record.histogram) == row.numel()
+
+
+def test_sampled_steps_keep_scores_apart_from_logits(llama: Any, prompt: Prompt) -> None:
+    hot = SamplingOptions(True, temperature=2.0, top_k=4)
+    sink, logits = capture(llama, prompt, sampling=hot)
+    for step, row in zip(sink.steps, logits, strict=True):
+        record = step.logits
+        assert record is not None
+        chosen = record.chosen_id
+        assert record.chosen_rank == int((row > row[chosen]).sum())
+        assert record.chosen_rank < 4
+        expected = float(torch.log_softmax(row.double(), -1)[chosen])
+        assert record.chosen_logprob == pytest.approx(expected, abs=1e-5)
+        best = record.candidates[0]
+        assert best.score == pytest.approx(best.logit / 2.0, abs=1e-5)
+        kept = np.exp([c.score_logprob for c in record.candidates[:4]]).sum()
+        assert kept == pytest.approx(1.0, abs=1e-5)
+        assert record.candidates[5].score == -np.inf
+
+
+def test_layer_statistics_are_those_of_the_outputs(llama: Any, prompt: Prompt) -> None:
+    sink, _ = capture(llama, prompt, level="extreme")
+    for step in sink.steps[:2]:
+        for stat in step.layer_stats:
+            hidden = array_of(step, "hidden", stat.layer)
+            assert stat.module == f"model.layers.{stat.layer}"
+            assert hidden.shape == (step.q_len, 48)
+            np.testing.assert_allclose(
+                [stat.min, stat.max, stat.mean, stat.std, stat.norm],
+                [hidden.min(), hidden.max(), hidden.mean(), hidden.std(), np.linalg.norm(hidden)],
+                rtol=1e-4,
+                atol=1e-5,
+            )
+
+
+def test_memory_counts_the_cache_from_its_shapes(llama: Any, prompt: Prompt) -> None:
+    sink, _ = capture(llama, prompt)
+    for step in sink.steps:
+        assert step.memory is not None
+        assert step.memory.kv_cache == 3 * 2 * 2 * step.kv_after * 12 * 4
+        assert step.memory.model >= sum(p.nbytes for p in llama.parameters())
+        assert step.memory.rss > 1 << 20
+
+
+def test_basic_records_less_and_still_names_a_sick_layer(prompt: Prompt) -> None:
+    model = make_model("llama")
+    sink, _ = capture(model, prompt, level="basic")
+    step = sink.steps[1]
+    assert step.layer_stats == ()
+    assert step.arrays == ()
+    assert step.masks[0].cells is None
+    assert step.calls[0].gate is None
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = torch.inf
+    sick, _ = capture(model, prompt, level="basic")
+    stats = sick.steps[0].layer_stats
+    assert [s.layer for s in stats][:1] == [1]
+    assert stats[0].n_nan + stats[0].n_inf > 0
+    assert sick.steps[0].logits is not None
+    assert sick.steps[0].logits.n_nan > 0
+
+
+def test_extreme_stores_only_the_chosen_layers(llama: Any, prompt: Prompt) -> None:
+    sink, _ = capture(llama, prompt, level="extreme", layers=(1,))
+    streams = {(a.stream, a.layer) for a in sink.steps[0].arrays if a.layer is not None}
+    assert streams == {("q", 1), ("k", 1), ("v", 1), ("hidden", 1)}
+
+
+def test_the_level_may_change_between_steps(llama: Any, prompt: Prompt) -> None:
+    sink = MemorySink()
+    session = CaptureSession(llama, sink, level="basic")
+    chose = chooser(session, prompt)
+
+    def switch(choice: Choice) -> None:
+        chose(choice)
+        session.level = "advanced" if choice.step == 2 else session.level
+
+    with session:
+        begin(session, prompt)
+        generate(llama, prompt, max_new_tokens=NEW, on_choice=switch)
+    assert [bool(s.layer_stats) for s in sink.steps] == [False] * 3 + [True] * 3
+
+
+class Faulty:
+    """A hook that raises in one of its methods."""
+
+    name = "faulty"
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.n_calls = 0
+
+    def _maybe(self, where: str) -> None:
+        self.n_calls += 1
+        if where == self.where:
+            raise ZeroDivisionError(f"in {where}")
+
+    def install(self, context: Any) -> Any:
+        self._maybe("install")
+        return ()
+
+    def begin(self, context: Any) -> None:
+        self._maybe("begin")
+
+    def open(self, step: Any) -> None:
+        self._maybe("open")
+
+    def reduce(self, step: Any, buffer: Any) -> None:
+        self._maybe("reduce")
+
+    def record(self, step: Any, kept: Any, values: Any, draft: Any) -> None:
+        self._maybe("record")
+
+
+@pytest.mark.parametrize("where", ["install", "begin", "open", "reduce", "record"])
+def test_a_failing_hook_is_recorded_and_switched_off(
+    llama: Any, prompt: Prompt, where: str
+) -> None:
+    others, _ = built_in_hooks()
+    faulty = Faulty(where)
+    sink, logits = capture(llama, prompt, hooks=[faulty, *others])
+    assert len(logits) == len(sink.steps) == NEW
+    assert all(step.logits is not None and len(step.calls) == 3 for step in sink.steps)
+    said = [e.text for e in sink.events if e.kind == "hook-off"]
+    assert said == [said[0]]
+    assert "'faulty' failed" in said[0]
+    assert f"in {where}" in said[0]
+    assert faulty.n_calls <= 12
+
+
+class Deferring(Faulty):
+    """A hook whose deferred work fails in the writer thread."""
+
+    def reduce(self, step: Any, buffer: Any) -> None:
+        def fail(xp: Any, *inputs: Any) -> Any:
+            raise ZeroDivisionError("in later")
+
+        buffer.later(fail, step.logits)
+
+
+def test_deferred_work_that_fails_switches_its_hook_off_and_no_other(
+    llama: Any, prompt: Prompt
+) -> None:
+    others, _ = built_in_hooks()
+    sink, _ = capture(llama, prompt, hooks=[Deferring("nowhere"), *others])
+    assert len(sink.steps) == NEW
+    assert all(step.logits is not None and len(step.calls) == 3 for step in sink.steps)
+    assert ["in later" in e.text for e in sink.events] == [True]
+
+
+def test_a_full_disk_stops_the_recording_and_not_the_model(llama: Any, prompt: Prompt) -> None:
+    class FullSink(MemorySink):
+        def write_steps(self, records: Sequence[StepRecord]) -> None:
+            if self.steps:
+                raise TraceWriteError("The disk is full.")
+            super().write_steps(records[:1])
+
+    sink = FullSink()
+    session = CaptureSession(llama, sink)
+    with session:
+        begin(session, prompt)
+        out = generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+    assert len(out.token_ids) == NEW
+    assert len(sink.steps) == 1
+    assert session.recorder.failure is not None
+
+
+def test_a_forward_that_cannot_be_read_goes_on_unrecorded(llama: Any, prompt: Prompt) -> None:
+    class OddCache:
+        def get_seq_length(self) -> int:
+            raise RuntimeError("no length")
+
+    sink = MemorySink()
+    session = CaptureSession(llama, sink)
+    with session:
+        begin(session, prompt)
+        session._on_forward_start(llama, (), {"past_key_values": OddCache()})
+        session.recorder.drain()
+        assert llama(torch.tensor([prompt.ids])).logits.shape[1] == len(prompt.ids)
+    assert "no length" in sink.events[0].text
+    assert sink.steps == []
+
+
+def test_an_unknown_level_is_refused(llama: Any) -> None:
+    with pytest.raises(UsageError, match="basic, advanced, extreme"):
+        CaptureSession(llama, MemorySink(), level="all")
+
+
+def test_the_session_states_its_own_cost(llama: Any, prompt: Prompt) -> None:
+    sink = MemorySink()
+    session = CaptureSession(llama, sink)
+    with session:
+        begin(session, prompt)
+        generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+    cost = session.cost()
+    assert cost["steps"] == NEW
+    assert 0 < cost["capture_s"] < cost["total_s"]
+    assert cost["writer_s"] > 0
+
+
+@pytest.mark.parametrize(("threads", "yields"), [(1, True), (10_000, False)])
+def test_the_writer_lets_go_of_the_interpreter_at_once_only_where_it_has_a_core(
+    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, yields: bool
+) -> None:
+    intervals: list[float] = []
+
+    class Listening(MemorySink):
+        def write_steps(self, records: Sequence[StepRecord]) -> None:
+            intervals.append(sys.getswitchinterval())
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 2)
+    before = sys.getswitchinterval()
+    session = CaptureSession(llama, Listening())
+    with session:
+        begin(session, prompt)
+        generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+    assert sys.getswitchinterval() == before
+    assert intervals
+    assert all((interval < before) is yields for interval in intervals)
+
+
+@pytest.mark.parametrize(("threads", "counts"), [(1, "waited_s"), (10_000, "writer_s")])
+def test_the_cost_counts_what_the_writer_takes_of_the_model(
+    llama: Any, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, threads: int, counts: str
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("flexinspect_hooks.sessions.capture_session.available_cores", lambda: 2)
+    session = CaptureSession(llama, MemorySink())
+    # Standing still in a forward is no work of this thread, as when another has the interpreter.
+    with session, llama.model.register_forward_hook(lambda *_: time.sleep(0.002)):
+        begin(session, prompt)
+        generate(llama, prompt, max_new_tokens=NEW, on_choice=chooser(session, prompt))
+    cost = session.cost()
+    assert 0 < cost["waited_s"] <= cost["writer_s"]
+    assert session.waited_s >= 0.002 * NEW
+    spent = cost["capture_s"] + cost[counts]
+    assert cost["ratio"] == pytest.approx(spent / (cost["total_s"] - spent), rel=1e-2)

@@ -1,0 +1,135 @@
+"""A recording that lacks something of our own doing says so, and is not taken for a whole one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import ids, make_model
+from support.traces import sample_generation, sample_step
+
+import flexinspect
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.records import protocol
+from flexinspect.records.job import Job
+from flexinspect.records.step import ArrayRecord, StepRecord
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.reader import open_trace
+from flexinspect_hooks.capture.recorder import Recorder, recording_error
+
+CHILD = """
+import sys
+from flexinspect.core.errors import TraceWriteError
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect_hooks.ensemble.capture_process import main
+planted, whole = {error}, TraceWriter.write_steps
+def write_steps(self, records):
+    if records[-1].step >= 2:
+        raise planted
+    whole(self, records)
+TraceWriter.write_steps = write_steps
+sys.exit(main())
+"""
+
+
+class Seen:
+    """A judge that notes which steps it was shown."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def evaluate(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+    def evaluate_findings(self, findings: object, generation: int) -> None: ...
+
+
+@pytest.mark.parametrize("spoiled", ["an array of objects", "a step written before"])
+def test_a_step_that_cannot_be_stored_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoiled: str
+) -> None:
+    steps = [sample_step(number) for number in range(4)]
+    objects = (ArrayRecord("odd", np.array([object()])),)
+    steps[2] = replace(steps[2], arrays=objects) if spoiled.endswith("objects") else steps[1]
+    with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
+        writer.begin_generation(sample_generation(0))
+        recorder, seen = Recorder(writer), Seen()
+        recorder.judge = seen
+        monkeypatch.setattr(recorder, "_records", lambda items: steps)
+        with pytest.raises(TraceWriteError):
+            recorder._write_steps([])
+    assert (seen.steps, recorder.n_steps) == ([0, 1, 3], 3)
+    with open_trace(tmp_path / "t.flextrace") as reader:
+        assert [row.step for row in reader.steps(0)] == [0, 1, 3]
+
+
+def test_of_several_records_that_cannot_be_stored_the_first_is_named_and_all_are_counted(
+    tmp_path: Path,
+) -> None:
+    objects = (ArrayRecord("odd", np.array([object()])),)
+    spoiled = [replace(sample_step(1), arrays=objects), sample_step(0)]
+    with TraceWriter.create(tmp_path / "t.flextrace", {}) as writer:
+        recorder = Recorder(writer)
+        recorder.start()
+        recorder.put(lambda: writer.begin_generation(sample_generation(0)))
+        recorder.put(lambda: writer.write_steps([sample_step(0), *spoiled]))
+        recorder.stop()
+        assert recorder.failure is None
+        failure = recording_error(recorder, writer)
+        assert failure is not None
+        assert failure.message.startswith(
+            "The trace is not whole: 2 records could not be stored, and of the first it is said: "
+            "An array of object cannot be recorded"
+        )
+
+
+def test_a_watch_says_which_records_were_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: TraceWriter, records: object) -> None:
+        raise TraceWriteError("planted")
+
+    monkeypatch.setattr(TraceWriter, "write_steps", refuse)
+    model = make_model("llama")
+    with flexinspect.watch(model, out=tmp_path / "t.flextrace"):
+        model(torch.tensor([ids(4, 1)]))
+    assert "The trace is not whole: planted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("ValueError('planted')", "internal error: ValueError: planted"),
+        ("TraceWriteError('planted')", "The trace is not whole: planted"),
+    ],
+)
+def test_a_run_whose_records_are_lost_fails_with_the_reason(
+    tmp_path: Path, error: str, said: str
+) -> None:
+    path = tmp_path / "run.flextrace"
+    job = Job(out=str(path), model="demo", max_samples=1, max_new_tokens=6, control=False)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD.format(error=error)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with closing(process.stdin), closing(process.stdout):
+        process.stdin.write(job.to_json() + "\n")
+        process.stdin.flush()
+        told = [facts for line in process.stdout if (facts := protocol.parse_message(line))]
+        assert process.wait(30) == 1
+    (message,) = [str(one["message"]) for one in told if one["kind"] == protocol.ERROR]
+    assert said in message
+    with open_trace(path) as reader:
+        assert reader.state == "failed"
+        assert reader.run()["reason"] == message
+        assert [row.event.text for row in reader.events() if row.event.kind == "error"] == [message]

@@ -1,0 +1,62 @@
+"""A runtime folder of the tests' own, and a served gate whose model is no model."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.controlled import FakeModel, NotedBreakpoints, NotedLevels, NotedTraveller
+
+from flexinspect.control.client import ControlClient
+from flexinspect.control.discovery import Address, ServeOptions
+from flexinspect_hooks.control.handlers import CaptureInfo
+from flexinspect_hooks.control.server import ControlServer
+from flexinspect_hooks.control.targets import ControlTargets
+
+TOKEN = "a-token-of-the-tests"
+
+
+@pytest.fixture(autouse=True)
+def runtime_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder of sockets that no other run of this machine is in; short, as sockets need it."""
+    folder = Path(tempfile.mkdtemp(prefix="fx"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    yield folder / "flexinspect"
+    shutil.rmtree(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A served gate, its model, and clients over the socket and over TCP."""
+
+    server: ControlServer
+    model: FakeModel
+    client: ControlClient
+    tcp: ControlClient
+
+    @property
+    def url(self) -> str:
+        return self.server.address.url
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    model = FakeModel()
+    model.settle()
+    parts = ControlTargets(model.gate, NotedLevels(), NotedBreakpoints(), NotedTraveller())
+    about = CaptureInfo("generation", "no model", "/nowhere.flextrace")
+    server = ControlServer(parts, about, ServeOptions("127.0.0.1", 0, TOKEN))
+    server.start()
+    address = server.address
+    yield Served(
+        server,
+        model,
+        ControlClient(Address(address.socket)),
+        ControlClient(Address(url=address.url, token=TOKEN)),
+    )
+    server.close()
+    model.end()

@@ -1,0 +1,320 @@
+"""`flexinspect ctl` and `flexinspect attach` with runs that go on, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from support.controlled import wait_for
+from support.paths import DEMO
+
+from flexinspect.cli.main import main
+from flexinspect.control import discovery
+from flexinspect.control.client import ControlClient, wait_for_effect
+from flexinspect.control.messages import STATES
+from flexinspect.core.errors import ControlError
+from flexinspect.trace.reader import TraceReader
+from flexinspect.tui.capture_client import CaptureClient
+from flexinspect.tui.trace_session import TraceSession
+
+FLEXINSPECT = [sys.executable, "-m", "flexinspect"]
+PATIENCE_S = 60
+
+ENDLESS = f"""
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained({str(DEMO)!r})
+model = AutoModelForCausalLM.from_pretrained({str(DEMO)!r}).eval()
+fed = tokenizer("What is the capital of France?", return_tensors="pt")
+while True:
+    model.generate(**fed, min_new_tokens=8, max_new_tokens=8, do_sample=False)
+"""
+
+
+class Run:
+    """A run in the background, and what commands it."""
+
+    def __init__(self, *words: str, cwd: Path) -> None:
+        self.trace = cwd / "run.flextrace"
+        self.process = subprocess.Popen(
+            [*FLEXINSPECT, "run", "--no-ui", "--out", str(self.trace), *words],
+            cwd=cwd,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def client(self) -> ControlClient:
+        """Return its client, as soon as it can be found."""
+
+        def found() -> list[discovery.CaptureEntry]:
+            assert self.process.poll() is None, self.process.communicate()
+            return [one for one in discovery.running() if Path(one.trace) == self.trace]
+
+        deadline = time.monotonic() + PATIENCE_S
+        while not found():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return ControlClient(found()[0].address)
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[tuple[Run, ControlClient]]:
+    """A run of the demo that was paused before its first step and is held at its end."""
+    words = ("--weights", "random", "--stop", "eos", "--max-new-tokens", "12")  # no early end
+    run = Run("--hold", *words, cwd=tmp_path)
+    client = run.client()
+    client.pause()
+    yield run, client
+    with suppress(ControlError):
+        client.stop()
+    run.process.kill()
+    run.process.communicate()
+
+
+def ctl(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """Run `flexinspect ctl` here; returns its exit code and what it printed."""
+    capsys.readouterr()
+    code = main(["ctl", *words])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def test_a_run_is_stepped_recorded_otherwise_held_and_let_go(
+    held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = held
+    assert "paused before the first step" in ctl(capsys, "--wait", "pause")[1]
+    assert ctl(capsys, "step") == (0, "pausing after 1 more step\n")
+    ctl(capsys, "--wait", "pause")
+    code, said = ctl(capsys, "--wait", "--json", "run-to", "4")
+    status = json.loads(said)
+    assert (code, status["state"], status["place"]["step"]) == (0, "paused", 4)
+    code, said = ctl(capsys, "run-to", "3")
+    assert code == 1
+    assert "Step 3 of generation 0 is behind" in said
+    assert ctl(capsys, "break", "add", "step == 5 and entropy > 0")[0] == 0
+    ctl(capsys, "continue")
+    stopped = json.loads(
+        ctl(capsys, "--wait", "--json", "pause")[1]
+    )  # nobody's terminal: it pauses
+    assert (stopped["state"], stopped["place"]["step"]) == ("paused", 5)
+    assert "step == 5 and entropy > 0" in stopped["reason"]
+    status = json.loads(ctl(capsys, "--wait", "--json", "restore", "2")[1])
+    assert (status["state"], status["place"]["step"]) == ("paused", 2)
+    assert (status["order"]["kind"], status["order"]["state"]) == ("restore", "done")
+    client = run.client()
+    ctl(capsys, "continue")
+    wait_for(lambda: client.status().state == "paused", PATIENCE_S)
+    again = client.status()  # a step that runs once more is met once more
+    assert (again.place.step, again.reason) == (5, stopped["reason"])
+    assert [one.n_hits for one in client.breakpoints()] == [2]
+    assert ctl(capsys, "level", "extreme") == (0, "level extreme from the next step on\n")
+    assert ctl(capsys, "continue")[0] == 0
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    with TraceReader(run.trace) as reader:
+        recorded = [step.step for step in reader.steps(0)]
+        assert recorded == list(range(len(recorded)))
+        assert len(recorded) > 5
+    assert ctl(capsys, "step")[0] == 1
+    assert ctl(capsys, "continue") == (0, "the run ends\n")
+    code, _, err = run.end()
+    assert (code, discovery.running()) == (0, []), err
+    with TraceReader(run.trace) as reader:
+        assert reader.state == "finished"
+        levels = [row.event for row in reader.events() if row.event.kind == "level"]
+        assert [event.step for event in levels] == [6]
+
+
+def test_a_run_goes_back_and_elsewhere_over_the_socket(
+    held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, client = held
+    ctl(capsys, "--wait", "run-to", "3")
+    code, said = ctl(capsys, "restore", "1", "--cost")
+    assert (code, said.split(";")[0]) == (0, "cost: the cache is cropped")
+    said = ctl(capsys, "--wait", "restore", "1")[1]
+    assert "Step 1 of branch 0 was restored, its cache cropped." in said
+    assert client.status().place.step == 1
+    assert "There is no segment '99'." in ctl(capsys, "edit", "1", "--drop", "99")[1]
+    ctl(capsys, "continue")
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    ctl(capsys, "--wait", "fork", "2", "--token-id", "300")
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    said = ctl(capsys, "--wait", "edit", "2", "--preset", "causal")[1]
+    assert "leaves branch 1 at step 2 under an edited mask (preset causal)" in said
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    assert client.status().place.branch == 2
+    ctl(capsys, "continue")
+    code, _, err = run.end()
+    assert code == 0, err
+    with TraceReader(run.trace) as reader:
+        base, fork, edited = reader.branches(0)
+        assert {row.state for row in (base, fork, edited)} == {"finished"}
+        steps = [step.step for step in reader.steps(0)]
+        assert steps == list(range(len(steps)))  # none is written twice
+        assert reader.step_tokens(0, 2, 1)[0].token_id == 300
+        assert edited.change["recomputed"] is True
+        kinds = [row.event.kind for row in reader.events()]
+        assert [kinds.count(kind) for kind in ("restored", "forked", "mask-edited")] == [1, 1, 1]
+
+
+def test_a_stop_at_a_pause_ends_the_run_as_an_interrupt(held: tuple[Run, ControlClient]) -> None:
+    run, client = held
+    wait_for_effect(client, client.step(2))
+    client.stop()
+    assert run.end()[0] == 130
+    with TraceReader(run.trace) as reader:
+        assert reader.state == "interrupted"
+        assert [step.step for step in reader.steps(0)] == [0, 1]
+
+
+def test_a_run_is_listed_and_once_killed_is_gone_but_for_its_readable_trace(
+    held: tuple[Run, ControlClient], capsys: pytest.CaptureFixture[str], runtime_folder: Path
+) -> None:
+    run, client = held
+    wait_for_effect(client, client.step(3))
+    assert main(["attach", "--list"]) == 0
+    listed = capsys.readouterr().out
+    for word in (str(client.status().pid), "paused after step 2", str(run.trace)):
+        assert word in listed
+    assert main(["attach"]) == 2
+    assert "needs a terminal" in capsys.readouterr().err
+    assert main(["attach", "1"]) == 2
+    assert "No capture of process 1 is running." in capsys.readouterr().err
+    remote = CaptureClient(TraceSession(run.trace))
+    assert remote.call(lambda known: known.status()).state == "paused"
+    with TraceReader(run.trace) as viewer:  # it looks on while the run dies
+        os.kill(client.status().pid, signal.SIGKILL)
+        run.end()
+        assert [step.step for step in viewer.steps(0)] == [0, 1, 2]
+    with pytest.raises(ControlError, match="No capture runs behind this trace"):
+        remote.call(lambda known: known.pause())  # it has known one
+    hint = "flexinspect run begins one; flexinspect attach --list shows them."
+    assert ctl(capsys, "status") == (2, f"flexinspect: No capture is running.\n{hint}\n")
+    assert list(runtime_folder.iterdir()) == []
+
+
+def test_a_held_run_is_reached_over_tcp_and_ctrl_c_lets_it_go(tmp_path: Path) -> None:
+    run = Run("--hold", "--serve", "127.0.0.1:0", cwd=tmp_path)
+    client = run.client()
+    wait_for(lambda: client.status().state == "holding", PATIENCE_S)
+    (entry,) = discovery.running()
+    tcp = ControlClient(discovery.Address(url=entry.address.url, token=entry.address.token))
+    assert tcp.status().state == "holding"
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.end()
+    assert code == 0, err
+    with TraceReader(run.trace) as reader:
+        assert (reader.state, reader.generation(0).state) == ("finished", "finished")
+    assert entry.address.token in err
+    assert entry.address.token not in out
+    assert entry.address.token.encode() not in run.trace.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--serve", "0.0.0.0:8421"), "other machines"),
+        (("--serve", "nowhere"), "not HOST:PORT"),
+        (("--insecure-bind",), "goes with --serve"),
+        (("--serve", "127.0.0.1:0", "--no-control"), "exclude each other"),
+        (("--hold", "script.py"), "--hold is for our own generation"),
+    ],
+)
+def test_flags_of_control_that_cannot_be_are_refused(
+    words: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--no-ui", *words]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_quick_commands_to_a_program_in_any_order_keep_its_state_right(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    run = Run("endless.py", cwd=tmp_path)
+    client = run.client()
+    wait_for_effect(client, client.pause())
+
+    class Commands(RuleBasedStateMachine):
+        """What is commanded, and where the model must then stand."""
+
+        @rule(n=st.integers(1, 4))
+        def step(self, n: int) -> None:
+            wait_for_effect(client, client.pause())
+            before = client.status().place
+            wait_for_effect(client, client.step(n))
+            assert ordinal(client.status().place) - ordinal(before) == n
+
+        @rule(n=st.integers(1, 10))
+        def run_to(self, n: int) -> None:
+            wait_for_effect(client, client.pause())
+            goal = client.status().place.generation + 1
+            wait_for_effect(client, client.run_to(n % 8, goal))
+            place = client.status().place
+            assert (place.generation, place.step) == (goal, n % 8)
+
+        @rule(go=st.booleans())
+        def hasten(self, go: bool) -> None:
+            client.step(2)
+            client.pause()
+            client.continue_() if go else client.pause()
+            status = wait_for_effect(client, client.continue_() if go else client.pause())
+            assert status is not None
+            assert (status.state == "paused") is not go
+
+        @rule(level=st.sampled_from(["basic", "advanced", "extreme"]))
+        def level(self, level: Any) -> None:
+            assert client.level(level).status.level == level
+
+        @invariant()
+        def it_answers(self) -> None:
+            assert client.status().state in STATES
+
+    def ordinal(place: Any) -> int:
+        return place.generation * 8 + place.step  # type: ignore[no-any-return]
+
+    try:
+        run_state_machine_as_test(
+            Commands, settings=settings(max_examples=2, stateful_step_count=12, deadline=None)
+        )
+    finally:
+        with suppress(ControlError):
+            client.stop()
+        run.process.kill()
+        run.process.communicate()
+
+
+@pytest.mark.parametrize("program", [(), ("nothing.py",)])
+def test_a_taken_port_is_one_sentence_and_leaves_no_trace(
+    program: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "nothing.py").touch()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = Run("--serve", f"127.0.0.1:{port}", *program, cwd=tmp_path)
+        code, _, err = run.end()
+    assert code == 2
+    assert f"--serve 127.0.0.1:{port} cannot be had" in err
+    assert "cannot be read" not in err
+    assert not run.trace.exists()

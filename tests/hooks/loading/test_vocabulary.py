@@ -1,0 +1,63 @@
+"""What tokens add to a text: joined they are the text, whatever the tokenizer does with bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+from transformers import AutoTokenizer
+
+from flexinspect.inputs.model_names import DEMO
+from flexinspect_hooks.loading.tokenizers import IdTokenizer, TextStream, Vocabulary
+
+
+class SpacedWords:
+    """A tokenizer whose words bring a space only after another word, as SentencePiece's do."""
+
+    all_special_ids = (0,)
+    bos_token_id = None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1 + ord(word[0]) for word in text.split()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join("<s>" if i == 0 else chr(i - 1) * 3 for i in ids)
+
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str]:
+        return [f"▁{i}" for i in ids]
+
+
+@pytest.mark.parametrize("text", ["Which city is it?", "日本 😀 naïve\n\tx", "", "a  b"])
+def test_texts_of_a_byte_level_tokenizer_join_to_the_text(text: str) -> None:
+    words = Vocabulary(AutoTokenizer.from_pretrained(DEMO))
+    stream = TextStream(words)
+    assert words.joins
+    assert "".join(map(stream.add, words.encode(text))) == text
+    assert words.default_bos() == (words.tokenizer.bos_token_id,)
+
+
+def test_texts_that_depend_on_their_neighbours_are_decoded_with_them() -> None:
+    words = Vocabulary(SpacedWords())
+    assert not words.joins
+    ids = words.encode("one two three")
+    assert "".join(map(TextStream(words).add, ids)) == words.decode(ids) == "ooo ttt ttt"
+
+
+def test_a_special_token_is_itself_and_starts_anew() -> None:
+    words = Vocabulary(SpacedWords())
+    stream = TextStream(words)
+    assert [stream.add(i) for i in (98, 0, 99)] == ["aaa", "<s>", "bbb"]
+
+
+def test_bytes_that_never_become_a_character_are_not_held_back_for_ever() -> None:
+    words = Vocabulary(AutoTokenizer.from_pretrained(DEMO))
+    broken = words.encode("日")[0]
+    stream = TextStream(words)
+    assert "".join(stream.add(broken) for _ in range(20))
+
+
+def test_ids_stand_in_for_text() -> None:
+    words = Vocabulary(IdTokenizer(vocab_size=500))
+    assert "".join(map(TextStream(words).add, (7, 8))) == "⟨7⟩⟨8⟩"
+    assert words.default_bos() == ()
+    assert words.decode_generated((7,), one_line=True) == "⟨7⟩"

@@ -1,0 +1,448 @@
+"""Kernels that own code calls itself: seen however they were imported, told rightly, put back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex_module
+import torch.nn.functional as functional
+from support.tiny import ids, make_model
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+from transformers import AttentionInterface
+
+import flexinspect
+from flexinspect.records.step import CallRecord
+from flexinspect.trace.reader import TraceReader
+from flexinspect_hooks.observers.attention.kernel_interception import KernelCall, observe_kernels
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+class Listener:
+    """An observer that writes down what it is told."""
+
+    def __init__(self, wants: Callable[[KernelCall], bool] = lambda call: True) -> None:
+        self.calls: list[KernelCall] = []
+        self.outputs: list[Any] = []
+        self.errors: list[BaseException] = []
+        self.unwanted: set[str] = set()
+        self._wants = wants
+
+    def accepts(self, name: str) -> bool:
+        return name not in self.unwanted
+
+    def before(self, call: KernelCall) -> KernelCall | None:
+        if not self._wants(call):
+            return None
+        self.calls.append(call)
+        return call
+
+    def after(self, note: KernelCall, output: Any) -> None:
+        self.outputs.append(output)
+
+    def failed(self, note: KernelCall, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+@pytest.fixture
+def heard() -> Iterator[Listener]:
+    listener = Listener()
+    remove = observe_kernels(listener)
+    yield listener
+    remove()
+
+
+def causal(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return q_idx >= kv_idx
+
+
+def block_mask(q_len: int, kv_len: int | None = None, mask_mod: Any = causal) -> Any:
+    return create_block_mask(mask_mod, None, None, q_len, kv_len or q_len, device="cpu")
+
+
+Q = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_kernel_that_nobody_wants_is_not_described(heard: Listener) -> None:
+    heard.unwanted = {"flex_attention"}
+    flex_attention(Q, Q, Q)
+    functional.scaled_dot_product_attention(Q, Q, Q)
+    assert [call.name for call in heard.calls] == ["scaled_dot_product_attention"]
+
+
+def test_a_kernel_is_seen_under_every_name_that_holds_it(heard: Listener) -> None:
+    held = {"in a closure": partial(flex_attention, Q, Q)}
+    held["in a closure"](Q)
+    flex_module.flex_attention(Q, Q, Q)
+    functional.scaled_dot_product_attention(Q, Q, Q)
+    sdpa(Q, Q, Q, is_causal=True)
+    names = [call.name for call in heard.calls]
+    assert names == ["flex_attention"] * 2 + ["scaled_dot_product_attention"] * 2
+    assert heard.calls[3].arguments["is_causal"] is True
+    assert len(heard.outputs) == 4
+
+
+def test_arguments_are_told_by_name_and_results_are_the_callers(heard: Listener) -> None:
+    mask = block_mask(8)
+    out, aux = flex_attention(Q, Q, Q, None, mask, 0.5, return_aux=AuxRequest(lse=True))
+    built, call = heard.calls
+    assert (built.name, built.arguments["Q_LEN"], built.arguments["KV_LEN"]) == (
+        "create_block_mask",
+        8,
+        8,
+    )
+    assert call.arguments["block_mask"] is mask
+    assert call.arguments["scale"] == 0.5
+    assert heard.outputs[1][0] is out
+    assert aux.lse.shape == (1, 2, 8)
+
+
+def test_a_compiled_kernel_is_seen_at_each_call_and_never_compiled_again() -> None:
+    count = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, backend=count, fullgraph=True)
+    before = compiled(Q, Q, Q, block_mask=block_mask(8))
+    listener = Listener()
+    remove = observe_kernels(listener)
+    during = [compiled(Q, Q, Q, block_mask=block_mask(8)) for _ in range(2)]
+    remove()
+    after = compiled(Q, Q, Q, block_mask=block_mask(8))
+    assert [c.compiled for c in listener.calls if c.name == "flex_attention"] == [True, True]
+    assert all(torch.equal(before, found) for found in (*during, after))
+    assert count.frame_count == 1
+
+
+def test_a_graph_around_the_kernel_compiles_and_runs_with_nothing_of_ours() -> None:
+    mask = block_mask(8)
+
+    def whole(q: Tensor) -> Tensor:
+        return sdpa(flex_attention(q * 2, q, q, block_mask=mask), q, q)
+
+    expected = whole(Q)
+    listener = Listener()
+    remove = observe_kernels(listener)
+    during = torch.compile(whole, backend="eager", fullgraph=True)
+    assert torch.equal(during(Q), expected)
+    remove()
+    assert listener.calls == []
+    assert torch.equal(during(Q), expected)
+    assert torch.equal(torch.compile(whole, backend="eager", fullgraph=True)(Q), expected)
+
+
+def test_everything_is_put_back_when_the_last_observer_goes() -> None:
+    codes = [f.__code__ for f in (flex_attention, create_block_mask)]
+    names = set(vars(flex_module))
+    first, second = observe_kernels(Listener()), observe_kernels(Listener())
+    assert flex_attention.__code__ is not codes[0]
+    first()
+    assert flex_attention.__code__ is not codes[0]
+    second()
+    assert [f.__code__ for f in (flex_attention, create_block_mask)] == codes
+    assert set(vars(flex_module)) == names
+    built_in = torch._C._nn.scaled_dot_product_attention
+    assert functional.scaled_dot_product_attention is built_in
+    assert globals()["sdpa"] is built_in
+
+
+def test_the_newest_observer_that_wants_a_call_has_it_alone(heard: Listener) -> None:
+    listener = Listener(wants=lambda call: call.name == "flex_attention")
+    remove = observe_kernels(listener)
+    flex_attention(Q, Q, Q)
+    sdpa(Q, Q, Q)
+    remove()
+    assert [call.name for call in listener.calls] == ["flex_attention"]
+    assert [call.name for call in heard.calls] == ["scaled_dot_product_attention"]
+
+
+def test_an_observer_that_fails_is_no_trouble_to_the_caller() -> None:
+    class Broken(Listener):
+        def after(self, note: KernelCall, output: Any) -> None:
+            raise RuntimeError("broken")
+
+    remove = observe_kernels(Broken())
+    out = sdpa(Q, Q, Q)
+    remove()
+    assert torch.equal(out, sdpa(Q, Q, Q))
+
+
+def test_an_exception_of_a_kernel_arrives_as_it_is(heard: Listener) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        flex_attention(Q, Q, Q, block_mask=block_mask(8, 9))
+    assert heard.errors == [caught.value]
+
+
+# -- in a model ---------------------------------------------------------------------------------
+
+
+def recorded(
+    model: nn.Module, path: Path, play: Callable[[], object], level: str = "advanced"
+) -> TraceReader:
+    with flexinspect.watch(model, out=path, level=level) as trace:
+        play()
+    return trace.reader()
+
+
+def llama(attention: str = "sdpa") -> Any:
+    model = make_model("llama")
+    model.set_attn_implementation(attention)
+    return model
+
+
+def fed(n: int = 9) -> Tensor:
+    return torch.tensor([ids(n, 3)])
+
+
+@pytest.fixture
+def interface() -> Iterator[Callable[[str, Callable[..., Any]], None]]:
+    names: list[str] = []
+
+    def register(name: str, function: Callable[..., Any]) -> None:
+        names.append(name)
+        AttentionInterface.register(name, function)
+
+    yield register
+    for name in names:
+        AttentionInterface._global_mapping.pop(name, None)
+
+
+def calls(reader: TraceReader, step: int = 0) -> list[CallRecord]:
+    return reader.calls(0, step)
+
+
+def own_segments(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (q_idx >= kv_idx) & ((q_idx < 4) == (kv_idx < 4))
+
+
+def own_flex(module: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **kw: Any) -> Any:
+    mask = block_mask(q.shape[2], k.shape[2], own_segments)
+    scale = kw.get("scaling")
+    out = flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def test_a_mask_made_inside_a_registered_function_is_the_one_recorded(
+    tmp_path: Path, interface: Any
+) -> None:
+    interface("own_flex", own_flex)
+    model = llama("own_flex")
+    expected = model(fed()).logits
+    got: list[Tensor] = []
+    reader = recorded(model, tmp_path / "a", lambda: got.append(model(fed()).logits))
+    assert torch.equal(got[0], expected)
+    found = calls(reader)
+    assert [(c.layer, c.path, c.backend) for c in found] == [
+        (layer, "flex uncompiled", "own_flex") for layer in range(len(found))
+    ]
+    assert {c.handed for c in found} == {"none"}
+    mask = reader.mask(str(found[0].mask))
+    assert mask is not None
+    assert mask.cells is not None
+    q_idx, kv_idx = torch.arange(9)[:, None], torch.arange(9)
+    assert (mask.cells[0] == own_segments(Q, Q, q_idx, kv_idx).numpy()).all()
+    assert all(c.gate is not None and c.gate < 1e-4 for c in found)
+    builds = reader.builds(0, 0)
+    assert [(b.layer, b.q_len, b.kv_len, b.heads) for b in builds] == [
+        (layer, 9, 9, None) for layer in range(len(found))
+    ]
+    assert builds[0].rule.endswith("own_segments")
+
+
+def test_a_layer_that_falls_back_says_after_which_exception(tmp_path: Path, interface: Any) -> None:
+    def falling(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        try:
+            if module.layer_idx == 1:
+                raise RuntimeError("device mismatch")
+            return own_flex(module, q, k, v, mask, **kw)
+        except RuntimeError:
+            repeat = q.shape[1] // k.shape[1]
+            k, v = (t.repeat_interleave(repeat, 1) for t in (k, v))
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return out.transpose(1, 2).contiguous(), None
+
+    interface("falling", falling)
+    model = llama("falling")
+    reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+    one = calls(reader)[1]
+    assert (one.layer, one.path, one.swallowed) == (1, "sdpa", "RuntimeError: device mismatch")
+    assert [c.swallowed for c in calls(reader) if c.layer != 1] == [None] * (len(calls(reader)) - 1)
+    mask = reader.mask(str(one.mask))
+    assert mask is not None
+    assert mask.kind == "none, causal"
+
+
+def test_a_kernel_that_raises_is_told_with_its_lengths_even_if_the_step_is_lost(
+    tmp_path: Path, interface: Any
+) -> None:
+    def wrong(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        made = block_mask(q.shape[2], k.shape[2] - 1)
+        return flex_attention(q, k, v, block_mask=made, enable_gqa=True), None
+
+    interface("wrong", wrong)
+    model = llama("wrong")
+
+    def play() -> None:
+        with pytest.raises((ValueError, RuntimeError)):
+            model(fed())
+
+    reader = recorded(model, tmp_path / "a", play)
+    (event,) = [row.event for row in reader.events() if row.event.kind == "kernel-failed"]
+    facts = ("layer", "kernel", "q_len", "kv_len", "mask_q", "mask_kv")
+    assert [event.data[name] for name in facts] == [0, "flex_attention", 9, 9, 9, 8]
+    assert event.text.startswith("Layer 0: flex_attention raised ")
+
+
+def test_a_fallback_after_a_kernel_that_raised_is_known_outside_of_the_handler(
+    tmp_path: Path, interface: Any
+) -> None:
+    def patient(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        out = None
+        with suppress(Exception):
+            out = flex_attention(q, k, v, block_mask=block_mask(q.shape[2], k.shape[2] + 1))
+        if out is None:
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    interface("patient", patient)
+    model = llama("patient")
+    reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+    assert all(
+        (c.swallowed or "").startswith(("ValueError", "RuntimeError")) for c in calls(reader)
+    )
+
+
+def test_a_replaced_forward_that_calls_the_kernel_itself_is_seen_in_its_layer(
+    tmp_path: Path,
+) -> None:
+    model = llama()
+    attention = model.model.layers[1].self_attn
+    heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+
+    def forward(hidden_states: Tensor, attention_mask: Any = None, **kw: Any) -> Any:
+        batch, n, _ = hidden_states.shape
+        q = attention.q_proj(hidden_states).view(batch, n, heads, -1).transpose(1, 2)
+        k = attention.k_proj(hidden_states).view(batch, n, kv_heads, -1).transpose(1, 2)
+        v = attention.v_proj(hidden_states).view(batch, n, kv_heads, -1).transpose(1, 2)
+        out = flex_attention(q, k, v, block_mask=block_mask(n), enable_gqa=True)
+        return attention.o_proj(out.transpose(1, 2).reshape(batch, n, -1)), None
+
+    attention.forward = forward
+    reader = recorded(model, tmp_path / "a", lambda: model(fed(), use_cache=False))
+    found = calls(reader)
+    assert [c.layer for c in found] == list(range(model.config.num_hidden_layers))
+    assert (found[1].path, found[1].backend) == ("flex uncompiled", "direct")
+    assert found[0].backend == "sdpa"
+    assert found[1].gate is not None
+    assert found[1].gate < 1e-4
+
+
+def test_a_model_that_is_no_transformer_of_theirs_has_its_calls_numbered(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(16, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.lin(x).view(1, -1, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return x + out.transpose(1, 2).reshape(x.shape)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(300, 16)
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            x = self.embed(input_ids)
+            for block in self.blocks:
+                x = block(x)
+            return x @ self.embed.weight.T
+
+    model = Model()
+    with torch.no_grad():
+        reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+    found = calls(reader)
+    assert [(c.layer, c.path, c.q_heads, c.kv_len) for c in found] == [
+        (layer, "sdpa", 2, 9) for layer in range(3)
+    ]
+    assert all(c.gate is not None and c.gate < 1e-4 for c in found)
+
+
+def test_a_score_rule_of_its_own_leaves_the_gate_open(tmp_path: Path, interface: Any) -> None:
+    def biased(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + (i - j)
+
+        out = flex_attention(q, k, v, score_mod, block_mask(q.shape[2]), enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    interface("biased", biased)
+    model = llama("biased")
+    reader = recorded(model, tmp_path / "a", lambda: model(fed(), use_cache=False))
+    assert {(c.gate, c.gate_kind) for c in calls(reader)} == {(None, None)}
+
+
+def test_transformers_flex_run_uncompiled_by_the_user_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.integrations.flex_attention as integration
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, training: bool = False, **kw: Any) -> Any:
+        return flex_attention(q, k, v, **kw)
+
+    monkeypatch.setattr(integration, "compile_friendly_flex_attention", plain)
+    model = llama("flex_attention")
+    import transformers.masking_utils as masking
+
+    make = masking.create_block_mask
+
+    def uncompiled(*args: Any, _compile: Any = None, **kw: Any) -> Any:
+        return make(*args, **kw)
+
+    monkeypatch.setattr(masking, "create_block_mask", uncompiled)
+    with torch.no_grad():
+        reader = recorded(model, tmp_path / "a", lambda: model(fed()))
+    assert {c.path for c in calls(reader)} == {"flex uncompiled"}
+    assert [b.layer for b in reader.builds(0, 0)] == [None]
+
+
+def test_sdpa_told_to_be_causal_for_one_row_shows_its_single_key(
+    tmp_path: Path, interface: Any
+) -> None:
+    def upper_left(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    interface("upper_left", upper_left)
+    model = llama("upper_left")
+    options = {"do_sample": False, "max_new_tokens": 3}
+    reader = recorded(model, tmp_path / "a", lambda: model.generate(fed(), **options))
+    decode = calls(reader, 1)[0]
+    mask = reader.mask(str(decode.mask))
+    assert mask is not None
+    assert mask.cells is not None
+    assert mask.cells.sum() == 1
+    assert mask.cells[0, 0, 0]
+    assert decode.gate is not None
+    assert decode.gate < 1e-4
+
+
+def test_importing_the_package_touches_no_kernel() -> None:
+    code = (
+        "import flexinspect, torch.nn.attention.flex_attention as f\n"
+        "c = f.flex_attention.__code__\n"
+        "import flexinspect_hooks.observers.attention.kernel_interception; assert f.flex_attention.__code__ is c"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,48 @@
+"""Order: how far the next token's logits move when two segments change places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.planted_leaks import isolated, mask_for, model_of, only
+from support.tiny import ids
+
+import flexinspect
+from flexinspect.analysis.proof_results import Proof
+from flexinspect.core.errors import UsageError
+from flexinspect.records.finding import Severity
+
+SPANS = ((1, 6, "a"), (6, 11, "b"))
+FED = [1, *ids(5, 1), *ids(5, 2), *ids(2, 3)]
+RESET = [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7]
+
+
+def order(**options: Any) -> Proof:
+    model = model_of()
+    cells = isolated(SPANS, len(FED))
+    given = {"attention_mask": mask_for(model, cells), "segments": SPANS, **options}
+    proof: Proof = flexinspect.prove("order", model, FED, **given)
+    return proof
+
+
+def test_under_positions_that_run_on_the_order_moves_the_logits() -> None:
+    proof = order()
+    finding = only(proof, "proof.order")
+    assert finding.severity is Severity.NOTE
+    assert proof.holds
+    assert finding.evidence["moved"] > 0.1
+    assert "Swapping a and b moves the next token's logits by up to " in finding.sentence
+    assert "(contiguous positions)" in finding.sentence
+    assert proof.facts["swaps"][0]["first"] == "a"
+
+
+def test_under_positions_that_begin_again_it_does_not() -> None:
+    finding = only(order(position_ids=RESET), "proof.order")
+    assert finding.evidence["moved"] < 1e-4
+    assert finding.sentence.startswith("The order of the segments does not matter: 1 pair swapped")
+
+
+def test_segments_of_unlike_length_cannot_change_places_in_ids() -> None:
+    with pytest.raises(UsageError, match="No two segments have as many tokens"):
+        order(segments=[(1, 5, "a"), (6, 11, "b")])

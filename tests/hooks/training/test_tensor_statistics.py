@@ -1,0 +1,256 @@
+"""Statistics of gradients and tensors, and the figures of a training summary."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from flexinspect.records.training_step import (
+    ParameterGradient,
+    TrainingStepRecord,
+    gradient_groups,
+    group_of,
+    summarise,
+)
+from flexinspect_hooks.training.gradient_statistics import exploding, model_gradients, vanishing
+from flexinspect_hooks.training.parameters import ParameterList
+from flexinspect_hooks.training.tensor_statistics import (
+    facts_of_tensors,
+    model_bytes,
+    parameter_facts,
+    tensor_facts,
+)
+
+
+def with_gradients(*grads: torch.Tensor | None) -> nn.ParameterDict:
+    model = nn.ParameterDict(
+        {
+            f"p{n}": nn.Parameter(
+                torch.zeros(g.shape, dtype=g.dtype) if g is not None else torch.zeros(2)
+            )
+            for n, g in enumerate(grads)
+        }
+    )
+    for parameter, grad in zip(model.values(), grads, strict=True):
+        parameter.grad = grad
+    return model
+
+
+def test_norm_and_largest_are_those_of_each_gradient() -> None:
+    a, b = torch.tensor([[3.0, -4.0]]), torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)
+    found = model_gradients(with_gradients(a, b))
+    assert [(f.norm, f.max, f.n_nan, f.n_inf) for f in found] == [(5, 4, 0, 0), (3, 2, 0, 0)]
+    assert [f.is_matrix for f in found] == [True, False]
+
+
+def test_a_parameter_without_gradient_is_left_out() -> None:
+    found = model_gradients(with_gradients(None, torch.ones(4)))
+    assert [f.name for f in found] == ["p1"]
+
+
+def test_nan_and_inf_are_counted_apart() -> None:
+    bad = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    found = model_gradients(with_gradients(bad, torch.ones(1)))
+    assert (found[0].n_nan, found[0].n_inf, found[0].has_nonfinite) == (1, 2, True)
+    assert math.isnan(found[0].norm)
+    assert (found[1].n_nan, found[1].n_inf, found[1].has_nonfinite) == (0, 0, False)
+
+
+def test_a_norm_that_overflows_float32_is_no_infinity() -> None:
+    found = model_gradients(with_gradients(torch.full((4,), 1e30)))
+    assert found[0].n_inf == 0
+    assert found[0].norm == pytest.approx(2e30)
+
+
+def test_a_float16_gradient_has_a_norm_beyond_float16() -> None:
+    found = model_gradients(with_gradients(torch.full((100,), 60000.0, dtype=torch.float16)))
+    assert found[0].norm == pytest.approx(600_000, rel=1e-3)
+    assert not found[0].has_nonfinite
+
+
+def test_sparse_gradients_are_read_by_what_they_hold() -> None:
+    embedding = nn.Embedding(10, 2, sparse=True)
+    embedding(torch.tensor([3, 3])).sum().backward()
+    assert model_gradients(embedding)[0].norm == pytest.approx(math.sqrt(8))
+
+
+def test_odd_gradients_are_the_sick_the_dead_and_those_beyond_a_threshold() -> None:
+    values = [1.0, 0.0, 20.0, 1e-9, math.nan, math.inf]
+    found = model_gradients(with_gradients(*(torch.full((1,), value) for value in values)))
+    assert [one.name for one in found.outliers()] == ["p1", "p2", "p3", "p4", "p5"]
+    assert [one.name for one in found.outliers(math.inf, 0.0)] == ["p1", "p4", "p5"]
+    assert found.outliers(30.0, 1e-10) == [found[1], found[4], found[5]]
+    assert found.has_nonfinite
+
+
+def test_a_parameter_list_sees_what_is_added_replaced_frozen_and_taken_away() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    known = ParameterList()
+
+    def names() -> list[str]:
+        return [one.name for one in known.trainable_of(model)]
+
+    assert names() == names() == ["0.weight", "0.bias", "1.weight"]
+    model[0].weight = nn.Parameter(torch.ones(3, 2))
+    assert known.trainable_of(model)[0].parameter is model[0].weight
+    model[1] = nn.PReLU()
+    model.append(nn.Linear(2, 1))
+    assert names() == ["0.weight", "0.bias", "1.weight", "2.weight", "2.bias"]
+    model[0].requires_grad_(False)
+    del model[2]
+    assert names() == ["1.weight"]
+    assert [one.name for one in known.trainable_of(nn.Linear(1, 1))] == ["weight", "bias"]
+
+
+def test_a_parameter_list_keeps_no_model_alive() -> None:
+    model, known = nn.Linear(2, 2), ParameterList()
+    weight = weakref.ref(known.trainable_of(model)[0].parameter)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+def test_thresholds_name_the_parameters() -> None:
+    model = with_gradients(torch.full((1,), 10.1), torch.full((1,), 9.9), torch.full((1,), 9e-7))
+    found = model_gradients(model)
+    assert exploding(found) == ["p0"]
+    assert vanishing(found) == ["p2"]
+    assert exploding(found, threshold=1.0) == ["p0", "p1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("model.layers.3.mlp.up.weight", "model.layers.3"),
+        ("lm_head.weight", "lm_head"),
+        ("0.weight", "0"),
+        ("scale", "(model)"),
+        ("blocks.1.experts.7.w", "blocks.1"),
+    ],
+)
+def test_a_parameter_belongs_to_its_layer_or_module(name: str, group: str) -> None:
+    assert group_of(name) == group
+
+
+def test_a_group_has_the_norm_of_its_parameters_together() -> None:
+    gradients = [
+        ParameterGradient("0.weight", 3.0),
+        ParameterGradient("0.bias", 4.0),
+        ParameterGradient("1.weight", math.nan, n_nan=1),
+    ]
+    first, second = gradient_groups(gradients)
+    assert (first.group, first.norm, first.n_parameters, first.n_nonfinite) == ("0", 5.0, 2, 0)
+    assert math.isnan(second.norm)
+    assert second.n_nonfinite == 1
+
+
+def test_facts_of_a_tensor_are_of_its_finite_values() -> None:
+    facts = tensor_facts(torch.tensor([1.0, 3.0, math.nan, math.inf]), "loss")
+    assert (facts.name, facts.has_nan, facts.has_inf) == ("loss", True, True)
+    assert (facts.min_value, facts.max_value, facts.mean_value, facts.std_value) == (1, 3, 2, 1)
+    assert (facts.shape, facts.dtype, facts.n_bytes) == ((4,), "float32", 16)
+
+
+@pytest.mark.parametrize("size", [1e25, 1.0, 1e-25])
+def test_the_deviation_is_right_at_any_size(size: float) -> None:
+    facts = tensor_facts(torch.tensor([1.0, 3.0]).repeat(600_000).view(2, -1) * size)
+    assert facts.mean_value == pytest.approx(2 * size, rel=1e-5)
+    assert facts.std_value == pytest.approx(size, rel=1e-5)
+    assert not facts.has_nonfinite
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(0), torch.full((2,), math.nan)])
+def test_a_tensor_without_finite_values_has_no_mean(tensor: torch.Tensor) -> None:
+    assert math.isnan(tensor_facts(tensor).mean_value)
+
+
+def test_many_tensors_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"w{number}": torch.randn(number + 1, 3) for number in range(20)}
+    alone = {name: tensor_facts(one, name) for name, one in tensors.items()}
+    taken: list[torch.Size] = []
+    as_list = torch.Tensor.tolist
+    monkeypatch.setattr(
+        torch.Tensor, "tolist", lambda one: (taken.append(one.shape), as_list(one))[1]
+    )
+    assert facts_of_tensors(tensors) == alone
+    assert taken == [(20, 4)]
+    tensors["half"], tensors["sick"] = torch.ones(2).half(), torch.tensor([1.0, math.nan])
+    tensors["none"], tensors["whole"] = torch.zeros(0), torch.tensor([1, 3])
+    found = facts_of_tensors(tensors)
+    assert list(found) == list(tensors)
+    assert [found[name].mean_value for name in ("half", "sick", "whole")] == [1, 1, 2]
+
+
+def test_whole_numbers_and_bools_have_facts_too() -> None:
+    assert tensor_facts(torch.tensor([1, 3])).mean_value == 2
+    assert tensor_facts(torch.tensor([True, False])).max_value == 1
+
+
+def test_a_model_holds_parameters_gradients_and_buffers() -> None:
+    model = nn.BatchNorm1d(4)
+    model.weight.grad = torch.zeros(4)
+    held = model_bytes(model)
+    assert (held.parameters, held.gradients) == (32, 16)
+    assert held.total == held.parameters + held.gradients + held.buffers == held.by_device["cpu"]
+    assert set(parameter_facts(model)) == {"weight", "bias"}
+
+
+def a_step(**fields: object) -> TrainingStepRecord:
+    return TrainingStepRecord(
+        **{"loss": 1.0, "loss_source": "told", "learning_rates": (), **fields}
+    )  # type: ignore[arg-type]
+
+
+def test_the_published_figures_come_out_exactly() -> None:
+    bad = [
+        a_step(loss=math.nan, n_exploding=1),
+        a_step(loss=math.nan, n_exploding=3),
+        a_step(loss=math.inf),
+        a_step(n_vanishing=1),
+        a_step(n_sick=2),
+    ]
+    summary = summarise([*bad, *(a_step() for _ in range(995))])
+    assert summary.as_dict() == {
+        "total_steps": 1000,
+        "anomaly_steps": 5,
+        "gradient_explosions": 2,
+        "gradient_vanishing": 1,
+        "loss_anomalies": 3,
+        "anomaly_rate": 0.005,
+        "loss_anomaly_rate": 0.003,
+        "gradient_explosion_rate": 0.002,
+        "gradient_vanishing_rate": 0.001,
+    }
+
+
+def test_a_summary_of_nothing_has_rates_of_nothing() -> None:
+    assert summarise([]).anomaly_rate == 0.0
+
+
+def test_a_loss_that_nobody_told_is_no_anomaly() -> None:
+    assert not a_step(loss=math.nan, loss_source="").is_anomaly
+
+
+def test_a_step_that_the_scaler_left_out_is_no_anomaly() -> None:
+    step = TrainingStepRecord(1.0, "told", (), n_sick=3, n_exploding=1, n_vanishing=1)
+    assert step.is_anomaly
+    left_out = dataclasses.replace(step, is_skipped=True)
+    assert not any((left_out.is_anomaly, left_out.is_explosion, left_out.is_vanishing))
+    assert dataclasses.replace(left_out, loss=math.nan).is_anomaly
+
+
+def test_a_complex_parameter_has_the_facts_of_its_parts() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2, dtype=torch.cfloat))
+    model.weight.grad = torch.tensor([3 + 4j, complex(0, math.nan)])
+    (found,) = model_gradients(model)
+    assert (found.n_nan, found.n_inf) == (1, 0)
+    model.weight.grad = torch.tensor([3 + 4j, 0])
+    (found,) = model_gradients(model)
+    assert (found.norm, found.max) == (5.0, 4.0)

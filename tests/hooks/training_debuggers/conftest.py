@@ -1,0 +1,41 @@
+"""What the tests of the debuggers share: switches that are off again, and the lines of the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from flexinspect_hooks.control import targets
+from flexinspect_hooks.training_debuggers import switch_board
+
+
+@pytest.fixture(autouse=True)
+def _no_board_of_other_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
+    """Give each test a common board and providers of its own, and leave autograd as it was."""
+    monkeypatch.setattr(switch_board, "_common_boards", [switch_board.SwitchBoard()])
+    monkeypatch.setattr(targets, "_providers", {})
+    yield
+    switch_board._common_boards[0].disable_debugging()
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Catch what the debuggers log; `lines.messages` has the texts."""
+    caplog.set_level(logging.DEBUG, logger="flexinspect.records.debug_switches")
+    return caplog
+
+
+@pytest.fixture
+def classifier() -> nn.Module:
+    """A tiny network whose parameters are first.* and classifier.*."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(4, 8))
+    model.add_module("act", nn.Tanh())
+    model.add_module("classifier", nn.Linear(8, 2))
+    return model

@@ -1,0 +1,77 @@
+"""The control server's training routes get their figures from the debuggers that live."""
+
+from __future__ import annotations
+
+import gc
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from flexinspect import DebugLevel, DiffusionModelDebugger, PyTorchDebugger, TrainingDebugger
+from flexinspect.core.errors import UsageError
+from flexinspect_hooks.control.targets import AnomalyCounts, DebuggerKind, active_counter
+from flexinspect_hooks.training_debuggers import debugger_base
+
+
+def counts(kind: DebuggerKind) -> AnomalyCounts:
+    found = active_counter(kind)
+    assert found is not None
+    return found.counts()
+
+
+def test_the_training_figures_are_those_of_the_newest_debugger() -> None:
+    model, older = nn.Linear(2, 2), TrainingDebugger()
+    newer = TrainingDebugger()
+    older.monitor_training_step(model, math.nan, 0)
+    for step in range(4):
+        newer.monitor_training_step(model, math.inf if step == 2 else 0.5, step)
+    summary = newer.get_training_summary()
+    assert counts("training") == AnomalyCounts(
+        total_anomalies=1,
+        debug_history_length=5,
+        total_steps=summary.total_steps,
+        anomaly_steps=summary.anomaly_steps,
+        loss_anomalies=summary.loss_anomalies,
+    )
+    assert (summary.total_steps, summary.loss_anomalies) == (4, 1)
+
+
+def test_an_older_debugger_answers_again_when_the_newer_is_gone_and_nobody_at_last() -> None:
+    gc.collect()
+    model, older = nn.Linear(2, 2), TrainingDebugger()
+    older.monitor_training_step(model, 0.5, 0)
+    newer = TrainingDebugger()
+    assert counts("training").total_steps == 0
+    del newer
+    gc.collect()
+    assert counts("training").total_steps == 1
+    del older
+    gc.collect()
+    assert active_counter("training") is None
+
+
+def test_the_other_two_kinds_have_counts_of_their_own() -> None:
+    general, diffusion = PyTorchDebugger(), DiffusionModelDebugger()
+    general.analyze_tensor(torch.tensor([math.nan, math.inf]), "x")
+    diffusion.monitor_diffusion_step(SimpleNamespace(unet=nn.Linear(1, 1)), 0, torch.ones(2))
+    found = counts("general")
+    assert (found.total_anomalies, found.debug_history_length) == (2, 3)
+    found = counts("diffusion")
+    assert (found.total_anomalies, found.debug_history_length) == (0, 1)
+
+
+def test_clearing_and_levels_from_outside_go_to_all_that_live() -> None:
+    both = (PyTorchDebugger(), PyTorchDebugger())
+    for debugger in both:
+        debugger.analyze_tensor(torch.tensor([math.nan]), "x")
+    found = active_counter("general")
+    assert isinstance(found, debugger_base.NewestDebugger)
+    found.clear()
+    assert [debugger.get_debug_summary().total_anomalies for debugger in both] == [0, 0]
+    found.set_level("extreme")
+    assert [debugger.level for debugger in both] == [DebugLevel.EXTREME] * 2
+    with pytest.raises(UsageError, match="the levels are basic, advanced, extreme"):
+        found.set_level("loud")

@@ -1,0 +1,434 @@
+"""Questions from files, the public sets in their own schemas, and the user's own classes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import types
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexinspect.core import environment
+from flexinspect.core.errors import DatasetError, UsageError
+from flexinspect.inputs import datasets
+from flexinspect.inputs.datasets import (
+    ParaPharaseDataset,
+    ParaphraseDataset,
+    Sample,
+    choose_paraphrases,
+    from_prompts,
+    load,
+    register_dataset,
+)
+
+QUESTION = {
+    "id": "q1",
+    "paraphrases": ["What is the capital of Peru?", "Name the capital of Peru."],
+    "answers": ["Lima"],
+    "split": "held-out",
+}
+
+
+def write(path: Path, *objects: Any) -> Path:
+    path.write_text("".join(json.dumps(item) + "\n" for item in objects), encoding="utf-8")
+    return path
+
+
+def test_a_jsonl_line_becomes_a_sample(tmp_path: Path) -> None:
+    (sample,) = load(str(write(tmp_path / "own.jsonl", QUESTION)))
+    assert sample.id == "q1"
+    assert sample.paraphrases == tuple(QUESTION["paraphrases"])
+    assert sample.answers == ("Lima",)
+    assert sample.meta == {"split": "held-out"}
+
+
+def test_question_and_answer_may_be_single_texts(tmp_path: Path) -> None:
+    file = write(tmp_path / "own.jsonl", {"question": "2 + 2?", "answer": "4"})
+    assert load(str(file)) == [Sample("1", ("2 + 2?",), ("4",), {})]
+
+
+def test_the_question_is_the_first_paraphrase(tmp_path: Path) -> None:
+    line = {"question": "a?", "paraphrases": ["b?", "a?", "c?"], "uuid": 7}
+    (sample,) = load(str(write(tmp_path / "own.jsonl", line)))
+    assert sample.paraphrases == ("a?", "b?", "c?")
+    assert (sample.id, sample.answers) == ("7", ())
+
+
+def test_blank_lines_and_a_byte_order_mark_are_harmless(tmp_path: Path) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text("\ufeff" + json.dumps(QUESTION) + "\n\n\n" + json.dumps(QUESTION))
+    assert len(load(str(file))) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"question": "a"', "not valid JSON"),
+        ('["a"]', "an object is expected, not list"),
+        ('{"id": 3, "text": "a"}', "neither `question` nor `paraphrases`"),
+        ('{"paraphrases": []}', "`paraphrases` is empty"),
+        ('{"paraphrases": ["a", "  "]}', "`paraphrases` number 1 must be a non-empty text"),
+        ('{"paraphrases": ["a", 5]}', "not 5"),
+        ('{"paraphrases": {"a": 1}}', "`paraphrases` must be a text or a list of texts, not dict"),
+        ('{"question": "a", "answers": 42}', "`answers` must be a text or a list"),
+        ('{"question": 5}', "`question` must be"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path: Path, line: str, words: str) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(json.dumps(QUESTION) + "\n\n" + line + "\n")
+    with pytest.raises(DatasetError) as raised:
+        load(str(file))
+    assert raised.value.message.startswith(f"{file}:3: ")
+    assert words in raised.value.message
+    assert raised.value.exit_code == 2
+
+
+def test_lines_beyond_the_maximum_are_not_read(tmp_path: Path) -> None:
+    file = write(tmp_path / "own.jsonl", *[QUESTION] * 3)
+    file.write_text(file.read_text() + "broken")
+    assert len(load(str(file), max_samples=3)) == 3
+    with pytest.raises(DatasetError):
+        load(str(file))
+    with pytest.raises(UsageError, match="--max-samples 0"):
+        load(str(file), max_samples=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.jsonl", None, "There is no dataset file"),
+        ("own.parquet", b"", "unknown form '.parquet'"),
+        ("own.jsonl", b'{"question": "\xff"}', "not UTF-8"),
+        ("own.jsonl", b"\n", "is empty"),
+        ("own.json", b'{"a": 1}', "a list of objects is expected"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_a_sentence(
+    tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=words):
+        load(str(tmp_path / name))
+
+
+def test_an_unknown_name_gets_the_nearest_ones() -> None:
+    with pytest.raises(DatasetError) as raised:
+        load("webq")
+    assert "Did you mean webqa?" in str(raised.value.hint)
+
+
+def test_the_demo_is_read_like_any_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets, "DEMO", write(tmp_path / "questions.jsonl", QUESTION))
+    assert load("demo")[0].id == "q1"
+
+
+# WebQA
+
+
+def test_webqa_as_on_the_hub_has_one_paraphrase(tmp_path: Path) -> None:
+    row = {"url": "http://x", "question": "who is Ada?", "answers": ["a", "b"]}
+    (sample,) = load(f"webqa:{write(tmp_path / 'w.jsonl', row)}")
+    assert sample == Sample("webqa-1", ("who is Ada?",), ("a", "b"), {"url": "http://x"})
+
+
+def test_webqa_with_numbered_paraphrases_keeps_their_order(tmp_path: Path) -> None:
+    row = {"uuid": "u", "question": "q", "answers": ["a"], "paraphrase0": "q"}
+    row |= {"paraphrase10": "p10", "paraphrase2": "p2", "paraphrase3": ""}
+    (sample,) = load(f"webqa:{write(tmp_path / 'w.jsonl', row)}")
+    assert sample.paraphrases == ("q", "p2", "p10")
+    assert sample.id == "u"
+
+
+def test_webqa_in_its_own_json_form(tmp_path: Path) -> None:
+    target = '(list (description "Jaxon Bieber") (description Lima) (description "a \\"b\\""))'
+    (tmp_path / "w.json").write_text(json.dumps([{"utterance": "who?", "targetValue": target}]))
+    (sample,) = load(f"webqa:{tmp_path / 'w.json'}")
+    assert sample.answers == ("Jaxon Bieber", "Lima", 'a "b"')
+
+
+@pytest.mark.parametrize("cell", ['["a", "b"]', "['a', 'b']", "['a' 'b']", "a|b"])
+def test_a_list_in_a_csv_cell_is_read_however_it_was_written(tmp_path: Path, cell: str) -> None:
+    with (tmp_path / "w.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["question", "answers"], ["x|y?", cell]])
+    (sample,) = load(f"webqa:{tmp_path / 'w.csv'}")
+    assert sample.paraphrases == ("x|y?",)
+    assert sample.answers == ("a", "b")
+
+
+# MyriadLAMA
+
+
+def fact(template: str, *, by_hand: bool, subject: str = "Lima", uuid: str = "f1") -> Any:
+    return {
+        "uuid": uuid,
+        "rel_uri": "P1376",
+        "sub_ent": subject,
+        "obj_aliases": [["Peru", "Republic of Peru"], ["Peru"]],
+        "template": template,
+        "is_manual": by_hand,
+    }
+
+
+def test_myriadlama_joins_the_templates_of_a_fact(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "m.jsonl",
+        fact("[Y] is where [X] rules .", by_hand=False),
+        fact("[X] is a town .", by_hand=True, subject="Cusco", uuid="f2"),
+        fact("[X] is the capital of [Y] .", by_hand=True),
+    )
+    first, second = load(f"myriadlama:{file}")
+    assert first.id == "f1"
+    assert first.paraphrases == (
+        "Lima is the capital of [MASK] .",
+        "[MASK] is where Lima rules .",
+    )
+    assert first.answers == ("Peru", "Republic of Peru")
+    assert first.meta == {"relation": "P1376", "subject": "Lima", "manual": 1}
+    assert second.paraphrases == ("Cusco is a town .",)
+
+
+def test_a_maximum_of_facts_still_finds_all_their_templates(tmp_path: Path) -> None:
+    rows = [fact("[X] [Y] 1", by_hand=True), fact("x", by_hand=True, uuid="f2")]
+    file = write(tmp_path / "m.jsonl", *rows, fact("[X] [Y] 2", by_hand=True))
+    (sample,) = load(f"myriadlama:{file}", max_samples=1)
+    assert len(sample.paraphrases) == 2
+
+
+def test_myriadlama_with_a_list_of_templates(tmp_path: Path) -> None:
+    row = {"relation": "capital", "subject": "Peru", "object_aliases": ["Lima"]}
+    row |= {"templates": ["[Y] is the capital of [X]", "[X]'s capital is [Y]"]}
+    (sample,) = load(f"myriadlama:{write(tmp_path / 'm.jsonl', row)}")
+    assert sample.id == "Peru|capital"
+    assert sample.paraphrases == ("[MASK] is the capital of Peru", "Peru's capital is [MASK]")
+
+
+def test_myriadlama_as_the_origin_prepares_it(tmp_path: Path) -> None:
+    row = {"uuid": "u", "rel": "P1", "answers": ["a"], "manual_paraphrases": ["m"]}
+    row["auto_paraphrases"] = ["x", "m"]
+    (sample,) = load(f"myriadlama:{write(tmp_path / 'm.jsonl', row)}")
+    assert (sample.paraphrases, sample.answers) == (("m", "x"), ("a",))
+
+
+@pytest.mark.parametrize("missing", ["template", "sub_ent", "obj_aliases"])
+def test_a_myriadlama_row_without_a_part_is_named(tmp_path: Path, missing: str) -> None:
+    row = fact("[X] [Y]", by_hand=True)
+    del row[missing]
+    file = write(tmp_path / "m.jsonl", row)
+    with pytest.raises(DatasetError, match=missing) as raised:
+        load(f"myriadlama:{file}")
+    assert raised.value.message.startswith(f"{file}:1: ")
+
+
+# The datasets library
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test of this file asks the network."""
+    monkeypatch.setattr(environment, "hub_answers", lambda: False)
+
+
+class FakeLibrary(types.ModuleType):
+    def __init__(self, rows: list[Any]) -> None:
+        super().__init__("datasets")
+        self.rows = rows
+        self.asked: list[Any] = []
+
+    def load_dataset(self, repo_id: str, **options: Any) -> list[Any]:
+        assert environment.hub_is_offline()  # the cache may still have it
+        self.asked.append((repo_id, options))
+        if not self.rows:
+            raise ConnectionError("Couldn't reach the hub\nmore text")
+        return self.rows
+
+    def load_from_disk(self, folder: str) -> list[Any]:
+        self.asked.append(folder)
+        return self.rows
+
+
+@pytest.mark.parametrize(
+    ("name", "repo_id", "split", "row"),
+    [
+        ("webqa", "stanfordnlp/web_questions", "test", {"question": "q", "answers": ["a"]}),
+        ("myriadlama", "iszhaoxin/MyriadLAMA", "train", fact("[X] [Y]", by_hand=True)),
+    ],
+)
+def test_a_public_set_comes_from_the_hub_without_running_its_code(
+    monkeypatch: pytest.MonkeyPatch, name: str, repo_id: str, split: str, row: Any
+) -> None:
+    library = FakeLibrary([row])
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert len(load(name)) == 1
+    assert library.asked == [(repo_id, {"split": split})]
+    assert not environment.hub_is_offline()
+
+
+def test_a_saved_folder_is_read_through_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = FakeLibrary([{"question": "q", "answers": ["a"]}])
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert len(load(f"webqa:{tmp_path}")) == 1
+    assert library.asked == [str(tmp_path)]
+
+
+def test_without_the_library_the_sentence_gives_the_install_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DatasetError) as raised:
+        load("webqa")
+    assert "pip install 'flexinspect[datasets]'" in str(raised.value.hint)
+
+
+def test_without_a_network_the_sentence_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", FakeLibrary([]))
+    with pytest.raises(DatasetError) as raised:
+        load("myriadlama")
+    assert "Couldn't reach the hub" in raised.value.message
+    assert "more text" not in raised.value.message
+    assert "myriadlama:FILE.jsonl" in str(raised.value.hint)
+
+
+# Own classes
+
+
+class Own(ParaphraseDataset):
+    def load_dataset(self) -> Iterable[Any]:
+        yield Sample("a", ("p", "q"), ("x",))
+        yield {"question": "what?", "answers": "y"}
+
+
+def test_a_class_gives_samples_and_mappings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_questions.py").write_text(
+        "class Mine:\n"
+        "    def load_dataset(self):\n"
+        "        return [{'question': 'what?', 'answers': ['x']}]\n"
+        "class Broken(Mine):\n"
+        "    def load_dataset(self):\n"
+        "        yield {'question': 'fine?'}\n"
+        "        raise RuntimeError('no file')\n"
+        "class Odd(Mine):\n"
+        "    def load_dataset(self):\n"
+        "        return [17]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert load("my_questions:Mine") == [Sample("1", ("what?",), ("x",), {})]
+    with pytest.raises(DatasetError, match="RuntimeError: no file") as raised:
+        load("my_questions:Broken")
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    with pytest.raises(DatasetError, match="my_questions:Odd, sample 1: an object is expected"):
+        load("my_questions:Odd")
+    with pytest.raises(DatasetError, match="has no Nothing"):
+        load("my_questions:Nothing")
+    with pytest.raises(DatasetError, match="No module named 'not_there'"):
+        load("not_there:Mine")
+
+
+def test_a_registered_name_works_and_a_built_in_one_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(datasets, "_registered", {})
+    register_dataset("own", Own)
+    assert [sample.id for sample in load("own")] == ["a", "2"]
+    assert "own" in datasets.names()
+    with pytest.raises(UsageError, match="'webqa' is taken"):
+        register_dataset("webqa", Own)
+
+
+def test_a_plug_in_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point(EntryPoint):
+        def load(self) -> Any:
+            return Own
+
+    point = Point("plugged", "somewhere:Own", datasets.ENTRY_POINTS)
+    monkeypatch.setattr(datasets, "entry_points", lambda group: (point,))
+    assert len(load("plugged")) == 2
+
+
+def test_batches_are_lists_and_shuffling_is_seeded() -> None:
+    class Ten(ParaPharaseDataset):
+        def load_dataset(self) -> Iterable[Any]:
+            return [Sample(str(n), ("p",)) for n in range(10)]
+
+    batches = list(Ten().get_dataloader(batch_size=4))
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    assert batches[0][1].id == "1"
+    first, again = (list(Ten().get_dataloader(10, shuffle=True)) for _ in range(2))
+    assert first == again != list(Ten().get_dataloader(10))
+    with pytest.raises(UsageError, match="batch size of 0"):
+        next(Ten().get_dataloader(batch_size=0))
+    with pytest.raises(NotImplementedError):
+        ParaphraseDataset().load_dataset()
+
+
+# Choosing paraphrases
+
+FIVE = Sample("s", ("a", "b", "c", "d", "e"), ("x",), {"k": 1})
+
+
+@pytest.mark.parametrize(
+    ("number", "indices", "kept"),
+    [
+        (None, None, "abcde"),
+        (3, None, "abc"),
+        (None, "0,1,2", "abc"),
+        (None, "0-2", "abc"),
+        (None, "4, 0-1", "eab"),
+        (None, "2,2", "cc"),
+        (2, "4,3,1", "ed"),
+    ],
+)
+def test_paraphrases_are_chosen_in_the_order_asked(
+    number: int | None, indices: str | None, kept: str
+) -> None:
+    chosen = choose_paraphrases(FIVE, number, indices)
+    assert "".join(chosen.paraphrases) == kept
+    assert (chosen.id, chosen.answers, chosen.meta) == (FIVE.id, FIVE.answers, FIVE.meta)
+
+
+@pytest.mark.parametrize(
+    ("number", "indices", "words"),
+    [
+        (6, None, "has 5 paraphrases to choose from, not 6"),
+        (3, "0,1", "has 2 paraphrases to choose from, not 3"),
+        (None, "0,5", "has 5 paraphrases, counted from 0: there is no number 5"),
+        (None, "0-99999999999", "there is no number 5"),
+    ],
+)
+def test_too_many_paraphrases_are_refused_with_what_there_is(
+    number: int | None, indices: str | None, words: str
+) -> None:
+    with pytest.raises(DatasetError, match=words):
+        choose_paraphrases(FIVE, number, indices)
+
+
+@pytest.mark.parametrize("indices", ["", "a", "1,", "-1", "2-1", "1.5"])
+def test_something_that_is_no_list_of_indices_is_refused(indices: str) -> None:
+    with pytest.raises(UsageError, match="is no list of paraphrases"):
+        choose_paraphrases(FIVE, None, indices)
+
+
+def test_no_paraphrases_at_all_are_refused() -> None:
+    with pytest.raises(UsageError, match="--num-paraphrases 0"):
+        choose_paraphrases(FIVE, 0, None)
+
+
+def test_prompts_become_one_sample() -> None:
+    sample = from_prompts(["What is 2 + 2?", "2 + 2 ="])
+    assert (sample.id, len(sample.paraphrases), sample.answers) == ("prompt", 2, ())
+    for empty in ([], ["a", " "]):
+        with pytest.raises(DatasetError, match="A prompt is empty"):
+            from_prompts(empty)

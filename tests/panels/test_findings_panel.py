@@ -1,0 +1,328 @@
+"""The findings panel: worst first, each class once, and the way from a finding to its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels.base import Navigate, Request, TracePlace
+from flexinspect.panels.findings_panel import (
+    FindingsData,
+    FindingsOptions,
+    FindingsPanel,
+    load_groups,
+    load_summary,
+    navigate_to_finding,
+    next_finding,
+)
+from flexinspect.panels.source import Source
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import GenerationRecord, TokenRecord
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.queries.range_queries import NumberRange
+from flexinspect.trace.reader import open_trace
+from flexinspect.trace.rows import FindingRow
+
+PANEL = FindingsPanel()
+PLAIN = Theme("none")
+SEGMENTS = (Segment(0, 9, "generated", SegmentKind.GENERATED, 0),)
+TOKENS = (
+    TokenRecord(0, 1, "<s>", "", 0, 0, True),
+    TokenRecord(1, 2, "Ċ", "\n", 1, 0),
+    TokenRecord(2, 3, "x", "\x1b[31mred", 2, 0),
+)
+
+
+def found(
+    id_: str, severity: Severity = Severity.ERROR, step: int | None = 0, **changes: Any
+) -> Finding:
+    return replace(Finding(id_, severity, f"{id_} is wrong.", step=step), **changes)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[..., Source]:
+    def make(
+        findings: Sequence[Finding], run: dict[str, Any] | None = None, n_generations: int = 1
+    ) -> Source:
+        path = tmp_path / "run.flextrace"
+        with TraceWriter.create(path, run or {}) as writer:
+            for number in range(n_generations):
+                writer.begin_generation(GenerationRecord(number, "s", "", "", SEGMENTS, TOKENS))
+            writer.write_findings(findings)
+        return Source(open_trace(path))
+
+    return make
+
+
+MANY = [
+    *(found("mask.leak", step=n, layer=i) for n in range(3, 41) for i in range(28)),
+    found("logits.flat", Severity.NOTE, 7),
+    found("numbers.nan", Severity.WARNING, 2, layer=1, head=3),
+    found("mask.empty-row", step=5, positions=(1, 2), evidence={"rows": 2, "worst": float("inf")}),
+]
+
+
+def request(
+    options: FindingsOptions | None = None, width: int = 100, height: int = 30
+) -> Request[FindingsOptions]:
+    return Request(TracePlace(), options or PANEL.options(), width, height)
+
+
+def load(source: Source, options: FindingsOptions | None = None) -> FindingsData:
+    return PANEL.load(source, request(options))
+
+
+def drawn(data: FindingsData, width: int = 100, height: int = 30, look: Theme = PLAIN) -> list[str]:
+    picture = PANEL.paint(data, request(None, width, height), look)
+    assert len(picture.strips) <= height
+    for strip in picture.strips:
+        assert strip.cell_length == width == sum(part.cell_length for part in strip)
+    return [strip.text.rstrip() for strip in picture.strips]
+
+
+def test_the_worst_comes_first_and_a_class_comes_once(source: Callable[..., Source]) -> None:
+    data = load(source(MANY))
+    assert [group.id for group in data.groups] == [
+        *("mask.leak", "mask.empty-row", "numbers.nan", "logits.flat")
+    ]
+    assert PANEL.describe(data)[:3] == [
+        "1 065 errors, 1 warning, 1 note.",
+        "error mask.leak: layers 0-27, steps 3-40: 1 064 times.",
+        "error mask.empty-row: step 5: once.",
+    ]
+
+
+def test_each_line_has_a_letter_for_its_severity(source: Callable[..., Source]) -> None:
+    lines = drawn(load(source(MANY)))
+    assert [text[:4] for text in lines[:4]] == ["▸E m", " E m", " W n", " N l"]
+    assert lines[0].endswith("layers 0-27, steps 3-40: 1 064 times")
+    assert "mask.leak is wrong." in lines[0]
+
+
+def test_a_narrow_line_keeps_the_count(source: Callable[..., Source]) -> None:
+    lines = drawn(load(source(MANY)), 38, 14)
+    assert lines[0] == "▸E mask.leak               1 064 times"
+
+
+def test_gaps_are_not_hidden_by_a_span() -> None:
+    assert NumberRange(0, 9, 3).describe("layer") == "3 layers of 0-9"
+    assert NumberRange(0, 9, 10).describe("layer") == "layers 0-9"
+    assert NumberRange(4, 4, 1).describe("layer") == "layer 4"
+
+
+def test_the_selected_one_shows_its_place_words_and_numbers(source: Callable[..., Source]) -> None:
+    said = PANEL.describe(load(source(MANY), FindingsOptions(1)))
+    assert said[-5:] == [
+        "mask.empty-row is wrong.",
+        "At generation 0, step 5.",
+        "Positions: 1 “↵”, 2 “\\x1b[31mred”",
+        "rows: 2",
+        'worst: "Infinity"',
+    ]
+
+
+def test_a_finding_of_a_whole_generation_has_no_step(source: Callable[..., Source]) -> None:
+    data = load(source([found("odd", step=None)]))
+    assert data.groups[0].steps is None
+    assert "At generation 0." in PANEL.describe(data)
+    assert "error odd: generation 0: once." in PANEL.describe(data)
+
+
+def test_moving_changes_the_selection_and_stops_at_the_ends(source: Callable[..., Source]) -> None:
+    kept = source(MANY)
+    data = load(kept)
+    assert PANEL.on_action("cursor.up", data, request()) is None
+    options = PANEL.on_action("cursor.down", data, request())
+    assert options == FindingsOptions(1, ("error", "mask.empty-row"))
+    assert load(kept, options).chosen.finding.id == "mask.empty-row"  # type: ignore[union-attr]
+    last = load(kept, FindingsOptions(99))
+    assert last.selected == 3
+    assert PANEL.on_action("cursor.down", last, request()) is None
+
+
+def test_sideways_goes_through_the_findings_of_a_class(source: Callable[..., Source]) -> None:
+    kept = source(MANY)
+    assert PANEL.on_action("cursor.left", load(kept), request()) is None
+    options = PANEL.on_action("cursor.right", load(kept), request())
+    assert isinstance(options, FindingsOptions)
+    data = load(kept, options)
+    assert data.chosen is not None
+    assert (data.chosen.finding.step, data.chosen.finding.layer) == (3, 1)
+    assert "At generation 0, step 3, layer 1 (2 of 1 064)." in PANEL.describe(data)
+
+
+def test_the_selection_stays_on_its_class_when_worse_ones_arrive(tmp_path: Path) -> None:
+    path = tmp_path / "live.flextrace"
+    with TraceWriter.create(path, {}) as writer:
+        writer.begin_generation(GenerationRecord(0, "s", "", "", SEGMENTS, TOKENS))
+        writer.write_findings([found("a", Severity.NOTE), found("b", Severity.NOTE, 1)])
+        source = Source(open_trace(path))
+        options = PANEL.on_action("cursor.down", load(source), request())
+        assert isinstance(options, FindingsOptions)
+        writer.write_findings([found("worse")])
+        data = load(source, options)
+        assert data.groups[0].id == "worse"
+        assert data.groups[data.selected].id == "b"
+
+
+def test_enter_goes_to_the_step_layer_and_head(source: Callable[..., Source]) -> None:
+    data = load(source(MANY), FindingsOptions(2))
+    assert PANEL.on_action("cursor.enter", data, request()) == Navigate(0, 0, 2, 1, 3)
+
+
+def test_a_finding_with_positions_shows_the_first_of_them() -> None:
+    assert navigate_to_finding(MANY[-1]) == Navigate(0, 0, 5, pos=1)
+
+
+def test_a_click_selects_and_a_second_one_goes_there(source: Callable[..., Source]) -> None:
+    data = load(source(MANY))
+    selected = PANEL.on_mouse(9, 2, data, request(), click=True)
+    assert selected == FindingsOptions(2, ("warning", "numbers.nan"))
+    assert PANEL.on_mouse(9, 0, data, request(), click=True) == Navigate(0, 0, 3, 0)
+    assert PANEL.on_mouse(9, 8, data, request(), click=True) is None
+    assert PANEL.on_mouse(9, 2, data, request(), click=False) is None
+
+
+def test_a_long_list_scrolls_to_the_selected_line(source: Callable[..., Source]) -> None:
+    kept = source([found(f"kind.{n:02}", step=n) for n in range(40)])
+    lines = drawn(load(kept, FindingsOptions(30)), 38, 14)
+    assert lines[3].startswith("▸E kind.30")
+    assert lines[0].startswith(" E kind.27")
+
+
+def test_an_empty_list_says_only_what_is_known(source: Callable[..., Source]) -> None:
+    data = load(source([]))
+    assert PANEL.describe(data) == ["No findings are recorded in this trace."]
+    assert drawn(data) == ["No findings are recorded in this trace."]
+    assert PANEL.on_action("cursor.enter", data, request()) is None
+
+
+def test_an_empty_list_names_the_rules_that_the_manifest_names(
+    source: Callable[..., Source],
+) -> None:
+    data = load(source([], {"rules": ["numbers", "rows"]}))
+    assert PANEL.describe(data) == [
+        "No finding so far: 2 rules looked at every step (numbers, rows)."
+    ]
+
+
+def test_errors_alarm_and_notes_do_not(source: Callable[..., Source]) -> None:
+    assert PANEL.paint(load(source(MANY)), request(), PLAIN).alarm
+
+
+def test_notes_alone_do_not_alarm(source: Callable[..., Source]) -> None:
+    picture = PANEL.paint(load(source([MANY[-3]])), request(), PLAIN)
+    assert (picture.alarm, picture.note) == (False, "1 note")
+
+
+def test_text_from_the_trace_cannot_move_the_cursor(source: Callable[..., Source]) -> None:
+    nasty = found("\x1b[2Jid", sentence="a\x1b[1m\nb", evidence={"\x07": "\x1b", "n": ["\x9b"]})
+    data = load(source([nasty]))
+    assert all(text.isprintable() for text in [*PANEL.describe(data), *drawn(data)])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 2), (9, 4), (38, 14), (120, 40)])
+@pytest.mark.parametrize("look", [PLAIN, Theme()])
+def test_it_draws_at_any_size(
+    source: Callable[..., Source], size: tuple[int, int], look: Theme
+) -> None:
+    assert drawn(load(source(MANY)), *size, look)
+
+
+def test_the_line_of_findings_prefers_this_generation(source: Callable[..., Source]) -> None:
+    worse = found("bad", sentence="All is lost.")
+    here = found("mild", Severity.WARNING, generation=1, sentence="Look here.")
+    kept = source([worse, here], n_generations=3)
+    assert load_summary(kept, TracePlace(0)).text() == "1 error, 1 warning: All is lost."
+    assert load_summary(kept, TracePlace(1)).text() == "1 error, 1 warning: Look here."
+    elsewhere = load_summary(kept, TracePlace(2)).text()
+    assert elsewhere == "1 error, 1 warning: All is lost. (generation 0)"
+
+
+def test_the_line_of_findings_of_a_clean_trace(source: Callable[..., Source]) -> None:
+    assert load_summary(source([]), TracePlace()).text() == "no findings"
+
+
+def walk(source: Source, direction: int, n: int) -> list[tuple[int, int | None, int | None]]:
+    place, row, seen = TracePlace(), None, []
+    for _ in range(n):
+        row = next_finding(source.reader, place, direction, row)
+        assert row is not None
+        place = moved(place, row)
+        seen.append((row.finding.generation, row.finding.step, row.finding.layer))
+    return seen
+
+
+def moved(place: TracePlace, row: FindingRow) -> TracePlace:
+    go = navigate_to_finding(row.finding)
+    named = {name: getattr(go, name) for name in ("generation", "branch", "step", "layer", "head")}
+    return replace(place, **{name: value for name, value in named.items() if value is not None})
+
+
+WALKED = [
+    found("c", step=4, layer=2),
+    found("b", step=4),
+    found("a", step=2, layer=1),
+    found("whole", step=None, generation=1),
+    found("twice", step=0, generation=1, layer=0),
+    found("again", step=0, generation=1, layer=0),
+]
+IN_ORDER = [(0, 2, 1), (0, 4, None), (0, 4, 2), (1, None, None), (1, 0, 0), (1, 0, 0)]
+
+
+def test_next_finding_meets_every_finding_once_and_begins_again(
+    source: Callable[..., Source],
+) -> None:
+    assert walk(source(WALKED, n_generations=2), 1, 7) == [*IN_ORDER, IN_ORDER[0]]
+
+
+def test_previous_finding_is_the_same_walk_backwards(source: Callable[..., Source]) -> None:
+    backwards = IN_ORDER[::-1]
+    assert walk(source(WALKED, n_generations=2), -1, 7) == [*backwards, backwards[0]]
+
+
+def test_next_finding_after_a_place_needs_no_last_one(source: Callable[..., Source]) -> None:
+    reader = source(WALKED, n_generations=2).reader
+    row = next_finding(reader, TracePlace(0, 0, 2, 1), 1)
+    assert row is not None
+    assert row.finding.id == "b"
+
+
+def test_without_findings_there_is_no_next(source: Callable[..., Source]) -> None:
+    assert next_finding(source([]).reader, TracePlace(), 1) is None
+
+
+def test_walking_uses_the_index_and_never_reads_the_whole_table(
+    source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = source(MANY).reader
+    asked: list[tuple[str, Any]] = []
+    query = reader._query
+    monkeypatch.setattr(
+        reader, "_query", lambda sql, params: (asked.append((sql, params)), query(sql, params))[1]
+    )
+    for direction in (1, -1):
+        next_finding(reader, TracePlace(step=20, layer=27), direction)
+    plans = [row[3] for sql, params in asked for row in query(f"EXPLAIN QUERY PLAN {sql}", params)]
+    assert plans
+    assert not [plan for plan in plans if plan.startswith("SCAN")]
+
+
+def test_classes_are_counted_once_while_nothing_new_comes(
+    source: Callable[..., Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = source(MANY)
+    first = load_groups(kept)
+    asked: list[str] = []
+    query = kept.reader._query
+    monkeypatch.setattr(
+        kept.reader, "_query", lambda sql, params: (asked.append(sql), query(sql, params))[1]
+    )
+    assert load_groups(kept) is first
+    assert asked == ["SELECT max(finding) + sum(times) FROM findings"]

@@ -1,0 +1,198 @@
+"""The mask panel over generations, branches, long generations and large masks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import support.mask_trace as scene
+from support.mask_trace import Shown
+
+from flexinspect.drawing.theme import Theme
+from flexinspect.masks import algebra
+from flexinspect.masks.viewport import (
+    OPEN,
+)
+from flexinspect.panels.base import TracePlace
+from flexinspect.panels.mask import mask_grid
+from flexinspect.records.step import GenerationEnd, GenerationRecord, MaskRecord
+from flexinspect.trace.file.writer import TraceWriter
+
+PLAIN = Theme("none")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    return Shown(scene.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
+
+
+def test_every_generation_has_its_own_mask(tmp_path: Path) -> None:
+    both = Shown(scene.write(tmp_path / "t.flextrace", n_generations=2))
+    data = both.load(at=TracePlace(generation=1, step=2, layer=scene.WRONG))
+    assert data.mask_view.part_of(0).step_at(0).mask == "L1s0g1b0"
+    assert np.array_equal(data.states == OPEN, scene.sheet_of(scene.WRONG))
+
+
+def test_a_branch_goes_on_from_its_parents_rows(tmp_path: Path) -> None:
+    path = tmp_path / "t.flextrace"
+    rule = algebra.preset("segment-isolation", scene.SEGMENTS)
+    book = scene.Book(rule)
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(
+                *(0, "s", rule.name, "contiguous", scene.SEGMENTS, scene.tokens()),
+                declared=scene.declared(rule),
+            )
+        )
+        for number in range(4):
+            writer.write_step(book.step(number))
+        writer.begin_branch(0, 1, parent=0, fork_step=2)
+        for number in (2, 3, 4):
+            step = book.step(number, branch=1)
+            chosen = replace(step.tokens[0], text=" other", token=" other")
+            writer.write_step(replace(step, tokens=(chosen,)))
+        writer.end_generation(GenerationEnd(0, "finished", "x", scene.SEGMENTS, branch=1))
+    branch = Shown(path)
+    data = branch.load(at=TracePlace(branch=1, step=4, layer=scene.WRONG))
+    names = [data.mask_view.part_of(row).step_at(row).mask for row in (0, 15, 16, 18)]
+    assert names == ["L1s0g0b0", "L1s1g0b0", "L1s2g0b1", "L1s4g0b1"]
+    assert data.mask_view.positions.tolist() == list(range(19))
+    assert [data.tokens[pos].text for pos in (15, 16, 17, 18)] == [" w15", " w16", *[" other"] * 2]
+    parent = branch.load(at=TracePlace(step=3, layer=scene.WRONG))
+    assert parent.tokens[17].text == " w17"
+
+
+def test_a_fork_that_has_not_made_a_step_shows_its_parents_rows(tmp_path: Path) -> None:
+    path = tmp_path / "t.flextrace"
+    book = scene.Book(algebra.causal())
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, "s", "causal", "contiguous", scene.SEGMENTS, scene.tokens())
+        )
+        for number in range(4):
+            writer.write_step(book.step(number))
+        writer.begin_branch(0, 1, parent=0, fork_step=2)
+    data = Shown(path).load(at=TracePlace(branch=1, step=1))
+    assert data.mask_view.n_rows == 16
+
+
+def long_trace(path: Path, n_steps: int) -> Shown:
+    """A generation of which only what the mask panel needs is written."""
+    book = scene.Book(algebra.causal(), layers=(0,))
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(
+                *(0, "s", "causal", "contiguous", scene.SEGMENTS, scene.tokens()),
+                declared=scene.declared(algebra.causal()),
+            )
+        )
+        for number in range(n_steps):
+            writer.write_step(book.step(number))
+    return Shown(path)
+
+
+def test_of_a_long_generation_a_window_of_steps_is_shown_and_said(tmp_path: Path) -> None:
+    long = long_trace(tmp_path / "t.flextrace", 2600)
+    data = long.load(0, 1500)
+    assert (data.mask_view.first_step, data.mask_view.last_step, data.mask_view.n_steps) == (
+        1024,
+        2047,
+        2600,
+    )
+    assert data.mask_view.n_rows == 15 + 1024
+    assert data.mask_view.positions[[14, 15, -1]].tolist() == [14, 1038, 2061]
+    assert data.current == range(15 + 1500 - 1024, 15 + 1500 - 1024 + 1)
+    assert long.paint(0, 1500).note.endswith("rows of steps 1024-2047 of 2600")
+    assert "Shown are step 0 and steps 1024-2047 of 2600." in long.words(0, 1500)
+    assert data.mask_view.count("open") == 15 * 16 // 2 + sum(range(1039, 2063))
+    assert data.mask_view.count("lost") == data.mask_view.count("leaked") == 0
+    first, last = long.load(0, 0), long.load(0, 2599)
+    assert (first.mask_view.first_step, first.mask_view.last_step) == (0, 1023)
+    assert (last.mask_view.first_step, last.mask_view.last_step) == (1792, 2599)
+    assert last.current is not None
+
+
+def test_a_step_reads_a_bounded_part_of_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = long_trace(tmp_path / "t.flextrace", 600)
+    long.load(0, 100)
+    rows: list[int] = []
+    query = long.source.reader._query
+
+    def counted(sql: str, params: Any) -> list[Any]:
+        found = query(sql, params)
+        rows.append(len(found))
+        return found
+
+    monkeypatch.setattr(long.source.reader, "_query", counted)
+    long.load(0, 101)
+    assert len(rows) <= 10
+    assert sum(rows) <= 40
+
+
+def test_a_mask_too_large_to_be_kept_is_read_in_bands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    path = tmp_path / "t.flextrace"
+    cells = np.random.default_rng(3).random((2, 200, 213)) < 0.3
+    step = scene.Book(algebra.causal(), layers=(0,)).step(0)
+    call = replace(step.calls[0], q_len=200, kv_len=213, mask="big")
+    mask = MaskRecord("big", "bool", 1, 2, 200, 213, 0, cells=cells)
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, "s", "own", "contiguous", scene.SEGMENTS, scene.tokens())
+        )
+        writer.write_step(
+            replace(step, q_len=200, kv_before=13, kv_after=213, calls=(call,), masks=(mask,))
+        )
+    monkeypatch.setattr(mask_grid, "MAX_PACKED_BYTES", 0)
+    monkeypatch.setattr(mask_grid, "BAND_ROWS", 64)
+    data = Shown(path).load(at=TracePlace(head=1), size=(300, 120))
+    assert data.mask_view.parts[0].packed is None
+    assert np.array_equal(data.states == OPEN, cells[1])
+    assert data.mask_view.cell(199, 212) == cells[1, 199, 212]
+
+
+def test_a_row_that_is_broadcast_stands_for_all_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    path = tmp_path / "t.flextrace"
+    cells = np.random.default_rng(3).random((1, 1, 15)) < 0.5
+    step = scene.Book(algebra.causal(), layers=(0,)).step(0)
+    mask = MaskRecord("row", "bool", 1, 1, 15, 15, 0, cells=cells)
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, "s", "own", "contiguous", scene.SEGMENTS, scene.tokens())
+        )
+        calls = (replace(step.calls[0], mask="row"),)
+        writer.write_step(replace(step, calls=calls, masks=(mask,)))
+    for whole in (1 << 20, 0):
+        monkeypatch.setattr(mask_grid, "MAX_PACKED_BYTES", whole)
+        data = Shown(path).load()
+        assert np.array_equal(data.states == OPEN, cells[0].repeat(15, axis=0))
+
+
+def test_a_mask_that_comes_again_stands_where_its_step_stood(tmp_path: Path) -> None:
+    path = tmp_path / "t.flextrace"
+    book = scene.Book(algebra.causal(), layers=(0,))
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, "s", "own", "contiguous", scene.SEGMENTS, scene.tokens())
+        )
+        writer.write_step(book.step(0))
+        for number in (1, 2):
+            step = book.step(number)
+            call = replace(step.calls[0], mask="same", kv_len=5)
+            mask = MaskRecord(
+                "same", "none", 1, 1, 1, 5, 15, 11, cells=np.ones((1, 1, 5), np.bool_)
+            )
+            writer.write_step(replace(step, calls=(call,), masks=(mask,)))
+    states = Shown(path).load(0, 2).states
+    assert np.flatnonzero(states[15] == OPEN).tolist() == list(range(11, 16))
+    assert np.flatnonzero(states[16] == OPEN).tolist() == list(range(12, 17))

@@ -1,0 +1,224 @@
+"""The mask panel in words: the cursor, counts, the whole mask described."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support.mask_trace as scene
+from support.mask_trace import Shown, sentence
+
+from flexinspect.drawing.theme import Theme
+from flexinspect.masks import algebra
+from flexinspect.panels.mask.mask_text import format_counts
+from flexinspect.records.prompt import Segment, SegmentKind
+from flexinspect.records.step import GenerationRecord
+from flexinspect.trace.file.writer import TraceWriter
+
+PLAIN = Theme("none")
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
+    return Shown(scene.write(tmp_path_factory.mktemp("mask") / "t.flextrace"))
+
+
+@pytest.mark.parametrize(
+    ("layer", "q", "kv", "view", "said"),
+    [
+        (
+            *(scene.RIGHT, 9, 2, "executed"),
+            (
+                'row 9 "this" (paraphrase 2) may not look at 2 "city" (paraphrase 1): '
+                "another paraphrase, kept apart by segment-isolation"
+            ),
+        ),
+        (
+            *(scene.RIGHT, 9, 6, "executed"),
+            (
+                'row 9 "this" (paraphrase 2) may not look at 6 "↵" (separator 1): '
+                "another paraphrase, kept apart by segment-isolation"
+            ),
+        ),
+        (
+            *(scene.RIGHT, 2, 9, "executed"),
+            (
+                'row 2 "city" (paraphrase 1) may not look at 9 "this" (paraphrase 2): '
+                "it comes later (causal)"
+            ),
+        ),
+        (
+            *(scene.RIGHT, 9, 8, "executed"),
+            'row 9 "this" (paraphrase 2) may look at 8 "is" (paraphrase 2)',
+        ),
+        (
+            *(scene.WRONG, 10, 8, "executed"),
+            (
+                'row 10 "place" (paraphrase 2) may not look at 8 "is" (paraphrase 2): '
+                "lost, segment-isolation opens it, but it was not executed"
+            ),
+        ),
+        (
+            *(scene.WRONG, 9, 2, "executed"),
+            (
+                'row 9 "this" (paraphrase 2) may look at 2 "city" (paraphrase 1): '
+                "leaked, segment-isolation closes it"
+            ),
+        ),
+        (
+            *(scene.WRONG, 9, 2, "declared"),
+            (
+                'row 9 "this" (paraphrase 2) should not look at 2 "city" (paraphrase 1): '
+                "another paraphrase, kept apart by segment-isolation"
+            ),
+        ),
+        (
+            *(scene.WRONG, 9, 2, "received"),
+            (
+                'row 9 "this" (paraphrase 2) and 2 "city" (paraphrase 1): '
+                "their block of 128 x 128 is partial, the rule decides"
+            ),
+        ),
+        (
+            *(scene.BARE, 9, 2, "received"),
+            (
+                'row 9 "this" (paraphrase 2) and 2 "city" (paraphrase 1): '
+                "what was executed here was not recorded"
+            ),
+        ),
+    ],
+)
+def test_the_cursor_says_who_may_look_at_whom_and_why_not(
+    shown: Shown, layer: int, q: int, kv: int, view: str, said: str
+) -> None:
+    assert sentence(shown, layer, q, kv, view=view) == said
+
+
+def test_rows_that_see_nothing_are_said_and_counted(tmp_path: Path) -> None:
+    rule = algebra.preset("segment-isolation", scene.SEGMENTS, separators="isolated")
+    about = scene.declared(rule, "isolated")
+    empty = Shown(scene.write(tmp_path / "t.flextrace", rule=rule, about=about))
+    assert sentence(empty, 0, 6, 2).endswith(
+        "the row sees nothing at all, as --separators isolated asks"
+    )
+    assert '2 rows see nothing: 6 "↵" (separator 1), 12 "↵" (separator 2).' in empty.words(0, 2)
+    assert sentence(empty, 0, 6, 2, view="declared").endswith(
+        "rows of separators see nothing (--separators isolated)"
+    )
+    assert format_counts(empty.load(0, 2, q=6, kv=2)).startswith("row 6 sees nothing · column 2")
+
+
+def test_a_compiled_call_names_the_block_that_loses_or_leaks(tmp_path: Path) -> None:
+    path = scene.write(tmp_path / "t.flextrace", compiled=True)
+    with TraceWriter.create(tmp_path / "u.flextrace", {"model": "x"}) as writer:
+        rule = algebra.preset("segment-isolation", scene.SEGMENTS)
+        book = scene.Book(rule, layers=(scene.WRONG,), compiled=True)
+        writer.begin_generation(
+            GenerationRecord(
+                *(0, "s", rule.name, "contiguous", scene.SEGMENTS, scene.tokens()),
+                declared=scene.declared(rule),
+            )
+        )
+        step = book.step(0)
+        tables = {"partial": np.zeros((1, 1, 1), np.bool_), "full": np.ones((1, 1, 1), np.bool_)}
+        writer.write_step(replace(step, masks=(replace(step.masks[0], **tables),)))
+        step = book.step(1)
+        closed = {"partial": np.zeros((1, 1, 1), np.bool_), "cells": np.zeros((1, 1, 16), np.bool_)}
+        writer.write_step(replace(step, masks=(replace(step.masks[0], **closed),)))
+    blocks = Shown(tmp_path / "u.flextrace")
+    assert "its block is full, so the rule is not asked" in sentence(blocks, scene.WRONG, 9, 2, 1)
+    assert "its block is not visited" in sentence(blocks, scene.WRONG, 15, 2, 1)
+    assert "its block" not in sentence(Shown(path), scene.WRONG, 9, 2)
+
+
+def test_rows_and_columns_are_counted(shown: Shown) -> None:
+    said = format_counts(shown.load(scene.RIGHT, 3, q=9, kv=7))
+    dense = scene.sheet_of(scene.RIGHT)
+    assert (
+        said == f"row 9 sees {dense[9].sum()} of 10 · column 7 is seen by {dense[:, 7].sum()} of 18"
+    )
+    assert format_counts(shown.load(scene.RIGHT, 3)) == 'row 17 "w17" (generated) sees 18 of 18'
+    assert format_counts(shown.load(scene.RIGHT, 0)) == 'row 14 ":" (cue) sees 15 of 15'
+
+
+def test_the_whole_mask_is_described(shown: Shown) -> None:
+    lines = shown.panel.describe(shown.load(scene.WRONG, 3))
+    dense = scene.sheet_of(scene.WRONG)
+    assert lines[0] == (
+        "The mask of layer 1, the same for all heads, generation 0, at step 3: 18 rows, 18 keys, "
+        "executed (gate 3e-06 (lse))."
+    )
+    assert lines[1] == (
+        "The step received a block mask, 1 x 18 in blocks of 128 x 128, rule user.rule, "
+        "fingerprint L1s3g0b0."
+    )
+    assert lines[2] == f"{dense.sum()} of 324 cells are open ({100 * dense.sum() / 324:.1f} %)."
+    assert lines[3] == (
+        "Declared is segment-isolation, and what was executed differs: lost 2 · leaked 1."
+    )
+    assert lines[4] == (
+        "First leaked pair (executed, declared closed): "
+        'row 9 "this" (paraphrase 2), key 2 "city" (paraphrase 1).'
+    )
+    assert lines[5] == (
+        "First lost pair (declared open, not executed): "
+        'row 10 "place" (paraphrase 2), key 8 "is" (paraphrase 2).'
+    )
+    assert "Every recorded row sees something." in lines
+
+
+def test_segments_are_set_against_each_other(shown: Shown) -> None:
+    lines = shown.panel.describe(shown.load(scene.WRONG, 3))
+    table = {line[3:19].strip(): line.split()[-7:] for line in lines if line[:2].strip().isdigit()}
+    assert table["paraphrase 1"] == ["open", "open", "-", "-", "-", "-", "-"]
+    assert table["paraphrase 2"] == ["open", "0.04", "closed", "0.93", "-", "-", "-"]
+    assert table["cue"] == ["open"] * 6 + ["-"]
+
+
+def test_a_mask_that_looks_ahead_is_said_to(tmp_path: Path) -> None:
+    path = tmp_path / "t.flextrace"
+    step = scene.Book(algebra.causal(), layers=(0,)).step(0)
+    mask = replace(step.masks[0], kind="none", cells=np.ones((1, 15, 15), np.bool_))
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, "s", "own", "contiguous", scene.SEGMENTS, scene.tokens())
+        )
+        writer.write_step(replace(step, masks=(mask,)))
+    lines = Shown(path).panel.describe(Shown(path).load())
+    row = next(line for line in lines if line.startswith(" 1 paraphrase 1"))
+    assert row.split()[-7:] == ["open", *["ahead"] * 5, "-"]
+    assert any("no mask (every key is open)" in line for line in lines)
+
+
+def test_many_segments_are_described_in_sentences(tmp_path: Path) -> None:
+    segments = [Segment(n, n + 1, f"paraphrase {n}", SegmentKind.PARAPHRASE, n) for n in range(20)]
+    rule = algebra.preset("segment-isolation", segments)
+    path = tmp_path / "t.flextrace"
+    step = scene.Book(rule, layers=(0,)).step(0)
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(
+                *(0, "s", rule.name, "contiguous", tuple(segments), scene.tokens()),
+                declared=scene.declared(rule),
+            )
+        )
+        writer.write_step(step)
+    words = Shown(path).words()
+    assert "paraphrase 9: open paraphrase 9; closed paraphrase 0, paraphrase 1," in words
+
+
+def test_text_of_the_model_is_made_printable(tmp_path: Path) -> None:
+    path = tmp_path / "t.flextrace"
+    bad = [replace(t, text="\x1b[31m\n", token="\x1b") for t in scene.tokens()]
+    segments = [replace(s, label=f"\x1b]0;{s.label}\x07") for s in scene.SEGMENTS]
+    with TraceWriter.create(path, {"model": "x"}) as writer:
+        writer.begin_generation(
+            GenerationRecord(0, "s", "own", "contiguous", tuple(segments), tuple(bad))
+        )
+        writer.write_step(scene.Book(algebra.causal(), layers=(0,)).step(0))
+    hostile = Shown(path)
+    drawn = hostile.text(q=3, kv=2) + hostile.words(q=3, kv=2).splitlines()
+    assert all(line.isprintable() for line in drawn)
+    assert "\\x1b" in "".join(drawn)

@@ -1,0 +1,304 @@
+"""Training runs on the screen: curves, gradient strip, and panels of tokens that step aside."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.tui import screen_text, settle
+
+from flexinspect.drawing.theme import Theme
+from flexinspect.panels.base import (
+    Missing,
+    Navigate,
+    NoOptions,
+    Request,
+    TracePlace,
+    check_panel_applies,
+)
+from flexinspect.panels.gradient_strip_panel import NORMS_PALETTE, GradientStripPanel, norm_levels
+from flexinspect.panels.panel_registry import load_panel, panel_names
+from flexinspect.panels.source import Source
+from flexinspect.panels.timeline import load_curve_span
+from flexinspect.panels.training_panel import TrainingPanel, curve_areas
+from flexinspect.records.step import (
+    EventRecord,
+    GenerationEnd,
+    GenerationRecord,
+    MemoryRecord,
+    StepRecord,
+)
+from flexinspect.records.training_step import AnomalyOrigin, ParameterGradient, TrainingStepRecord
+from flexinspect.trace.file.writer import TraceWriter
+from flexinspect.trace.reader import open_trace
+from flexinspect.trace.reader_queries import CurvePoint
+from flexinspect.tui import saved_state
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.panel_layout import TRAINING_PANELS
+
+PANEL, STRIP = TrainingPanel(), GradientStripPanel()
+SIZES = [(120, 40), (84, 6), (60, 20), (38, 5), (20, 3), (5, 30), (2, 2), (1, 1)]
+N_STEPS, SICK = 40, 30
+
+
+def training_step(number: int) -> StepRecord:
+    is_sick = number >= SICK
+    norms = (math.nan, 0.5) if is_sick else (100.0 if number == 29 else 1e-7, 0.5)
+    training = TrainingStepRecord(
+        loss=math.nan if is_sick else 4.0 - number / 10,
+        loss_source="told",
+        learning_rates=(0.1 / (number + 1),),
+        total_norm=norms[0],
+        norm_before_clip=12.5,
+        max_norm=1.0,
+        n_parameters=2,
+        n_sick=int(is_sick),
+        n_exploding=int(number == 29),
+        group_norms=norms,
+        gradients=(ParameterGradient("body.0.w", norms[0], n_nan=int(is_sick)),),
+        producer=AnomalyOrigin("module", "body.0\x1b", 2, "float32") if is_sick else None,
+        n_backward=1,
+        scale=1024.0,
+        is_skipped=is_sick,
+        device="cpu",
+        detail="basic",
+    )
+    memory = MemoryRecord(10**9, 10**6, 0)
+    return StepRecord(
+        0, number, "train", 0, 0, 0, 1000.0 + number, 50.0, 0.5, memory=memory, training=training
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "run.flextrace"
+    about = {"training": {"groups": ["body.0", "head"]}}
+    with TraceWriter.create(path, {"watch_training": True, "level": "basic"}) as writer:
+        writer.begin_generation(GenerationRecord(0, "training", "", "", (), (), declared=about))
+        writer.write_steps([training_step(number) for number in range(N_STEPS)])
+        writer.end_generation(GenerationEnd(0, "finished", "40 steps", ()))
+    return path
+
+
+@pytest.fixture
+def source(run: Path) -> Source:
+    return Source(open_trace(run))
+
+
+def request(step: int, width: int = 100, height: int = 30) -> Request[NoOptions]:
+    return Request(TracePlace(step=step), NoOptions(), width, height)
+
+
+def test_a_healthy_step_is_told_in_words(source: Source) -> None:
+    lines = PANEL.describe(PANEL.load(source, request(4)))
+    assert "loss: 3.6 (told)" in lines
+    assert "learning rate: 0.02" in lines
+    assert "gradient norm: 1.0e-07, clipped from 12.5 to 1" in lines
+    assert "loss scale: 1024" in lines
+    assert "loss in steps 0-39: 1.1 to 4." in lines
+
+
+def test_a_sick_step_names_its_producer_first(source: Source) -> None:
+    data = PANEL.load(source, request(SICK))
+    first = PANEL.describe(data)[0]
+    assert first.startswith("Step 30: the output of body.0")
+    assert first.endswith("is the first that is not finite. 2 others carry it on.")
+    assert "\x1b" not in "".join(PANEL.describe(data))
+    assert PANEL.paint(data, request(SICK), Theme()).alarm
+    assert "loss scale: 1024, step left out" in PANEL.describe(data)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("look", [Theme(), Theme("none")])
+def test_both_panels_draw_at_any_size(source: Source, size: tuple[int, int], look: Theme) -> None:
+    for panel in (PANEL, STRIP):
+        asked = request(31, *size)
+        picture = panel.paint(panel.load(source, asked), asked, look)
+        assert len(picture.strips) <= size[1]
+        assert all(strip.cell_length == size[0] for strip in picture.strips)
+
+
+def test_a_click_on_a_curve_goes_to_its_step(source: Source) -> None:
+    asked = request(3, 120, 30)
+    data = PANEL.load(source, asked)
+    area = curve_areas(data, 120, 30)["loss"]
+    assert PANEL.on_mouse(area.x + 10, area.y, data, asked, click=True) == Navigate(step=10)
+    assert PANEL.on_mouse(area.x + 10, area.y, data, asked, click=False) is None
+    assert PANEL.on_mouse(area.x - 1, area.y, data, asked, click=True) is None
+
+
+def test_learning_rates_that_differ_by_group_are_curves_told_apart(source: Source) -> None:
+    points = {
+        at: CurvePoint(at, 1.0, 1.0, False, False, (0.1 / (at + 1), 0.01, 0.01, 0.1 / (at + 1)))
+        for at in range(N_STEPS)
+    }
+    asked = request(3, 80, 18)
+    data = replace(PANEL.load(source, asked), points=points)
+    assert [said for said in PANEL.describe(data) if "of group" in said] == [
+        "learning rate of group 0, 3 in steps 0-39: 0.0025 to 0.1.",
+        "learning rate of group 1-2 in steps 0-39: 0.01.",
+    ]
+    area = curve_areas(data, 80, 18)["learning rate"]
+    drawn = [strip.text for strip in PANEL.paint(data, asked, Theme("none")).strips]
+    title, falling, level = (row[area.x :].rstrip() for row in drawn[area.y - 1 : area.y + 2])
+    assert title == "learning rate, group 0, 3: 0.0025 to 0.1 1-2: 0.01"
+    assert falling[0] > falling[-1]
+    assert len(set(level)) == 1
+    assert area.height == 2
+    narrow = request(3, 40, 18)
+    texts = [strip.text.rstrip() for strip in PANEL.paint(data, narrow, Theme("none")).strips]
+    assert "learning rate up to 0, 3: 0.1 1-2: 0.01" in texts
+
+
+def test_a_curve_of_many_steps_shows_the_highest_of_each_column(source: Source) -> None:
+    curve = source.reader.training_curve(0, 0, N_STEPS, 4)
+    assert [point.step for point in curve.values()] == [0, 10, 20, 30]
+    assert [point.loss for point in curve.values()] == [4.0, 3.0, 2.0, None]
+    assert [point.has_nonfinite_loss for point in curve.values()] == [False, False, False, True]
+    assert [point.has_nonfinite_gradient for point in curve.values()] == [False, False, False, True]
+    assert source.reader.group_curve(0, 0, N_STEPS, 4)[2, 0] == 100.0
+
+
+def test_of_steps_too_many_to_read_those_with_nan_or_large_norms_are_read(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flexinspect.trace.reader_queries.MAX_STEPS_READ", 1)
+    curve = source.reader.group_curve(0, 0, N_STEPS, 4)
+    assert {point for point, _ in curve} == {0, 2, 3}
+    assert curve[2, 0] == 100.0
+    assert math.isnan(curve[3, 0])
+
+
+def test_a_strip_without_room_for_all_keeps_the_highest_and_the_lowest_groups(
+    source: Source,
+) -> None:
+    norms = [[1.0, 1.0], [9.0, 2.0], [1.0, math.nan], [0.5, 1e-9], [-1.0, -1.0], [-1.0, 1e-7]]
+    data = replace(STRIP.load(source, request(2)), groups=tuple("abcdef"), norms=np.array(norms))
+    for height, shown in ((7, "abcdef"), (6, "abcdf"), (5, "bcdf"), (4, "bcd"), (2, "c"), (1, "")):
+        picture = STRIP.paint(data, request(2, 60, height), Theme("none"))
+        assert "".join(strip.text[0] for strip in picture.strips[1:]) == shown
+
+
+def test_the_loss_of_a_step_that_the_scaler_left_out_is_drawn(source: Source) -> None:
+    point = CurvePoint(
+        0, 0.5, None, has_nonfinite_loss=False, has_nonfinite_gradient=True, rates=(0.1,)
+    )
+    data = replace(PANEL.load(source, request(0, 80, 20)), points={0: point})
+    assert data.values("loss") == {0: 0.5}
+    assert math.isnan(data.values("gradient norm")[0] or 0.0)
+    assert "loss in steps 0-39: 0.5 to 0.5." in PANEL.describe(data)
+
+
+def test_a_run_is_shown_as_the_way_of_a_training(source: Source) -> None:
+    run = load_panel("run")
+    data = run.load(source, Request(TracePlace(step=3), run.options(), 80, 30))
+    about = {
+        "optimizer": "AdamW",
+        "groups": ["body", "head"],
+        "parameters": 4,
+        "values": 400,
+        "placement": {"cpu": 100, "cuda:0": 300},
+    }
+    generation = replace(data.generation, declared={"training": about})
+    facts = {"level": "basic", "training": {"anomaly_steps": 1}}
+    assert run.describe(replace(data, run=facts, generation=generation))[:5] == [
+        "model: 400 weights are trained; 4 parameters in 2 groups; on cpu (25%), cuda:0 (75%).",
+        "optimizer: AdamW.",
+        "training loop: 40 steps; level basic.",
+        "outcome: finished; 1 wrong step.",
+        "Manifest:",
+    ]
+    training = replace(PANEL.load(source, request(3)), run_facts=about)
+    assert "device: cpu, weights on cpu (25%), cuda:0 (75%)" in PANEL.describe(training)
+    assert run.describe(replace(data, generation=replace(generation, declared={"training": {}})))
+
+
+def test_a_column_leads_to_a_step_that_it_shows(source: Source) -> None:
+    for columns in (1, 3, 7, 40, 100, 160):
+        span = load_curve_span(source.reader, TracePlace(), columns)
+        for column in range(span.n_points * span.columns_per_point):
+            step = span.step_at(column)
+            assert step is not None
+            assert step * span.n_points // span.n_steps == column // span.columns_per_point
+        assert span.step_at(span.n_points * span.columns_per_point) is None
+
+
+def test_the_strip_tells_vanishing_from_exploding_from_sick() -> None:
+    norms = np.array([[1e-9, 1e-6, 1e-3, 10.0, 1e9, np.nan, np.inf, -1.0]])
+    levels = norm_levels(norms)[0].tolist()
+    assert levels[0] == levels[1] == 0
+    assert 0 < levels[2] < levels[3] == levels[4] == NORMS_PALETTE.size - 3
+    assert levels[5] == levels[6] == NORMS_PALETTE.size - 2
+    assert levels[7] == NORMS_PALETTE.size - 1
+
+
+def test_the_strip_is_told_in_words(source: Source) -> None:
+    lines = STRIP.describe(STRIP.load(source, request(2)))
+    assert lines[1] == "body.0   1.0e-07  1.0e-07 to 100  not finite in 10 of 40"
+    assert lines[2] == "head         0.5  0.5 to 0.5"
+
+
+def test_groups_that_came_after_the_start_have_rows_too(tmp_path: Path) -> None:
+    path = tmp_path / "grown.flextrace"
+    begun = GenerationRecord(
+        *(0, "training", "", "", (), ()), declared={"training": {"groups": ["body"]}}
+    )
+    told = [
+        EventRecord("parameters", "…", 0.0, 0, step, {"groups": ["body", *names]})
+        for step, names in ((1, ["head"]), (2, ["head", "lora"]))
+    ]
+    with TraceWriter.create(path, {"watch_training": True, "level": "basic"}) as writer:
+        writer.begin_generation(begun)
+        for number, event in enumerate([None, *told]):
+            step = training_step(number)
+            assert step.training is not None
+            norms = (0.5, 0.25, 0.125)[: number + 1]
+            writer.write_steps([replace(step, training=replace(step.training, group_norms=norms))])
+            if event is not None:
+                writer.write_event(event)
+    lines = STRIP.describe(STRIP.load(Source(open_trace(path)), request(2)))
+    assert lines[1:] == [
+        "body       0.5  0.5 to 0.5",
+        "head      0.25  0.25 to 0.25",
+        "lora     0.125  0.125 to 0.125",
+    ]
+
+
+def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Source) -> None:
+    named = [load_panel(name) for name in panel_names()]
+    apart = [panel for panel in named if panel.needs_tokens]
+    assert {panel.name for panel in apart} >= {"tokens", "mask", "attention", "logits", "path"}
+    for panel in apart:
+        with pytest.raises(Missing, match="and this is a training run"):
+            check_panel_applies(panel, source, TracePlace())
+    for panel in named:
+        if not panel.needs_tokens:
+            check_panel_applies(panel, source, TracePlace())
+
+
+def test_a_generation_of_tokens_has_no_training(trace: Path) -> None:
+    source = Source(open_trace(trace))
+    for panel in (PANEL, STRIP):
+        with pytest.raises(Missing, match="no training run"):
+            panel.load(source, request(0))
+
+
+async def test_the_screen_shows_the_panels_of_training_and_forgets_them_again(run: Path) -> None:
+    before = saved_state.load_state().panels
+    app = InspectorApp(run)
+    async with app.run_test(size=(140, 44)) as pilot:
+        await settle(pilot)
+        text = screen_text(app)
+        assert [slot.panel_name for slot in app.screen.query("Slot")] == list(TRAINING_PANELS)
+        assert "learning rate" in text
+        assert "body.0" in text
+        assert not app.screen.query_one("#strip").display
+        await pilot.press("end")
+        await settle(pilot)
+        assert "Step 39: the output of body.0" in screen_text(app)
+        await pilot.press("x")
+        await settle(pilot)
+    assert saved_state.load_state().panels == before

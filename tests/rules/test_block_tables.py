@@ -1,0 +1,134 @@
+"""Block tables that do not fit their rule, and masks of another batch or number of heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from support.masked_traces import causal, fed, model_on, own_attention, registered
+from support.planting import one, planted, serious
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from flexinspect.masks import algebra
+from flexinspect.masks.algebra import MaskSpec
+from flexinspect.records.finding import Severity
+from flexinspect.records.step import MaskRecord
+from flexinspect.rules.masks.block_tables import find_stale_blocks
+
+LONG = 300
+
+
+def attention_with(make: Any) -> Any:
+    """Return flex whose mask `make(layer, rows, keys)` builds; decode rows are causal."""
+
+    def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
+        rows, keys = q.shape[2], k.shape[2]
+        built = make(module.layer_idx, rows, keys)
+        out = flex_attention(q, k, v, block_mask=built, scale=kw["scaling"], enable_gqa=True)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def test_a_captured_tensor_that_changed_leaves_blocks_out(tmp_path: Path) -> None:
+    owner = torch.arange(512) // 100
+
+    def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (owner[q] == owner[kv]) & (kv <= q)
+
+    built = create_block_mask(rule, None, None, LONG, LONG, "cpu")
+    owner.fill_(0)
+    with registered(attention_with(lambda *sizes: built)) as name:
+        model = model_on(name, "llama")
+        found = planted(tmp_path, model, lambda: model(fed(LONG)))
+    finding = one(found, "mask.stale-tables")
+    assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
+    assert "1 block of the rule missing, first: rows 256-299, keys 0-127" in finding.sentence
+    assert "uncompiled flex goes by the rule and is right" in finding.sentence
+
+
+def test_a_rule_that_tells_heads_apart_with_tables_of_one(tmp_path: Path) -> None:
+    def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
+        return (kv <= q) & ((h > 1) | (q - kv < 20))
+
+    with own_attention(rule, heads=None) as name:
+        model = model_on(name, "qwen2")
+        found = planted(tmp_path, model, lambda: model(fed(LONG)))
+    finding = one(found, "mask.ignores-head")
+    assert (finding.severity, finding.head) == (Severity.WARNING, 2)
+    assert finding.layers == (0, 1, 2)
+    assert "for heads 2-3 of 4 its tables have 1 block of the rule missing" in finding.sentence
+    assert "rows 256-299, keys 0-127" in finding.sentence
+
+
+def test_a_mask_for_the_key_heads_is_of_the_wrong_size(tmp_path: Path) -> None:
+    with own_attention(causal, heads=2) as name:
+        model = model_on(name, "phi3")
+        found = planted(tmp_path, model, lambda: model(fed()))
+    finding = one(found, "mask.wrong-size")
+    assert "2 heads, and the queries have 4 (it was built for the key heads)" in finding.sentence
+    assert finding.layers == (0, 1, 2)
+
+
+def test_a_mask_of_another_batch_is_of_the_wrong_size(tmp_path: Path) -> None:
+    def make(layer: int, rows: int, keys: int) -> Any:
+        return create_block_mask(lambda b, h, q, kv: kv <= q, 3, None, rows, keys, "cpu")
+
+    with registered(attention_with(make)) as name:
+        model = model_on(name)
+        found = planted(tmp_path, model, lambda: model(torch.cat((fed(), fed(seed=4)))))
+    finding = one(found, "mask.wrong-size")
+    assert "batch 3, and the queries have 2" in finding.sentence
+
+
+def test_masks_for_one_or_for_every_head_and_sequence_are_silent(tmp_path: Path) -> None:
+    fed_twice = torch.cat((fed(140), fed(140, seed=4)))
+    for heads in (None, 1, 4):
+        with own_attention(causal, heads=heads) as name:
+            model = model_on(name)
+            found = planted(tmp_path, model, lambda m=model: m(fed_twice), name=f"heads{heads}")
+        assert serious(found) == []
+
+
+def record(rule: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any) -> MaskRecord:
+    """Return a mask of n rows with a rule's cells, and the tables of a rule (or `of` another)."""
+    cells = rule.dense(n)[None]
+    tables = algebra.block_tables(of or rule, n, n)
+    facts = {"cells": cells, "partial": tables.partial[None], "full": tables.full[None], **changes}
+    return MaskRecord("f", "block", 1, 1, n, n, 0, block_q=128, block_kv=128, **facts)
+
+
+ISOLATION = MaskSpec("two", (0, 200), (0, 0), (0, 200))
+
+
+def test_tables_of_their_own_rule_agree_at_any_length() -> None:
+    for n in (1, 5, 127, 128, 129, 256, 300, 512):
+        assert find_stale_blocks(record(algebra.causal(), n)) is None
+        assert find_stale_blocks(record(ISOLATION, n)) is None
+
+
+def test_tables_that_visit_more_than_they_need_are_no_matter() -> None:
+    wide = np.ones((1, 3, 3), np.bool_)
+    assert find_stale_blocks(record(ISOLATION, 300, partial=wide, full=None)) is None
+
+
+def test_full_blocks_that_the_rule_closes_are_said() -> None:
+    stale = find_stale_blocks(record(ISOLATION, 384, of=algebra.causal()))
+    assert stale is not None
+    assert not stale.missing.any()
+    assert np.argwhere(stale.extra).tolist() == [[0, 1, 0], [0, 2, 0], [0, 2, 1]]
+
+
+def test_of_a_compiled_call_what_counts_is_its_rule_by_blocks() -> None:
+    ruled = np.array([[[1, 0, 0], [2, 1, 0], [2, 2, 1]]], np.uint8)
+    tables = algebra.block_tables(ISOLATION, 384, 384)
+    cells = algebra.executed_mask(algebra.causal().dense(384), tables, (128, 128), compiled=True)[
+        None
+    ]
+    stale = find_stale_blocks(record(ISOLATION, 384, cells=cells, compiled=True, ruled=ruled))
+    assert stale is not None
+    assert np.argwhere(stale.missing).tolist() == [[0, 2, 0]]
+    assert not stale.extra.any()

@@ -1,0 +1,39 @@
+"""What follows from another finding is a note that names it; what does not stays as it is."""
+
+from __future__ import annotations
+
+from flexinspect.records.finding import Finding, Severity
+from flexinspect.rules.engine import link_causes
+
+ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
+
+
+def finding(finding_id: str, severity: Severity, *layers: int) -> Finding:
+    several = layers if len(layers) > 1 else ()
+    return Finding(finding_id, severity, "So it is.", step=0, layer=layers[0], layers=several)
+
+
+def test_a_mask_that_a_fallback_lost_is_a_note_that_says_so() -> None:
+    mask, path = link_causes(
+        [finding("mask.not-applied", ERROR, 1), finding("path.fallback", WARNING, 1)]
+    )
+    assert (mask.severity, mask.evidence["cause"]) == (NOTE, "path.fallback")
+    assert mask.sentence == "So it is. This follows from path.fallback."
+    assert path.severity is ERROR
+
+
+def test_a_leak_beside_shifted_borders_is_their_consequence() -> None:
+    shifted, leak = link_causes(
+        [finding("segments.shifted", WARNING, 0, 1), finding("mask.leak", WARNING, 0, 1)]
+    )
+    assert (shifted.severity, leak.severity) == (WARNING, NOTE)
+
+
+def test_a_mask_of_another_layer_has_another_cause() -> None:
+    both = [finding("mask.not-applied", ERROR, 0), finding("path.fallback", ERROR, 1)]
+    assert link_causes(both) == both
+
+
+def test_what_no_rule_takes_for_bad_causes_nothing() -> None:
+    both = [finding("mask.not-applied", ERROR, 1), finding("path.bypass", NOTE, 1)]
+    assert link_causes(both) == both

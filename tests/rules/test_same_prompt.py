@@ -1,0 +1,64 @@
+"""Generations of one prompt that part because a token was drawn, not because of rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.traces import sample_generation, sample_step
+
+from flexinspect.records.finding import Finding
+from flexinspect.records.step import StepRecord
+from flexinspect.rules.context import RuleContext
+from flexinspect.rules.text.same_prompt import SamePromptRule
+
+
+def second(parted: StepRecord) -> list[Finding]:
+    """Return what is said of a second generation whose step 2 is `parted`."""
+    scene, rule = RuleContext(), SamePromptRule()
+    found: list[Finding] = []
+    for number in (0, 1):
+        scene.start_generation(sample_generation(number))
+        rule.on_generation_start(scene)
+        for step in range(4):
+            is_last = number == 1 and step == 2
+            rule.on_step(replace(parted if is_last else sample_step(step), generation=number))
+        found = [*rule.on_generation_end()]
+    return found
+
+
+def step_2(chosen: int, *, moved: float = 0.0, order: slice = slice(None)) -> StepRecord:
+    step = sample_step(2)
+    assert step.logits is not None
+    listed = tuple(replace(one, logit=one.logit + moved) for one in step.logits.candidates)
+    return replace(step, logits=replace(step.logits, chosen_id=chosen, candidates=listed[order]))
+
+
+def test_a_model_of_another_shape_is_no_twin() -> None:
+    scene, rule = RuleContext(), SamePromptRule()
+    for number in (0, 1):
+        scene.start_generation(sample_generation(number))
+        rule.on_generation_start(scene)
+        step = step_2(99, moved=0.5)
+        if number:
+            step = replace(step, layer_stats=step.layer_stats[:-1])
+        rule.on_step(replace(step, generation=number, step=0))
+    assert [*rule.on_generation_end()] == []
+
+
+def test_another_token_from_the_very_same_logits_is_nothing_to_tell() -> None:
+    assert second(step_2(99)) == []
+
+
+@pytest.mark.parametrize(("moved", "name"), [(1e-5, "twins.same"), (0.01, "twins.rounding")])
+def test_a_draw_beside_other_logits_is_told_as_a_draw(moved: float, name: str) -> None:
+    (finding,) = second(step_2(99, moved=moved))
+    assert finding.id == name
+    assert "; step 2 draws another token, the best one is the same" in finding.sentence
+    assert "margin" not in finding.sentence
+
+
+def test_another_best_token_is_rounding() -> None:
+    (finding,) = second(step_2(51, moved=0.01, order=slice(None, None, -1)))
+    assert finding.id == "twins.rounding"
+    assert "step 2 goes on with another token, where the margin was" in finding.sentence

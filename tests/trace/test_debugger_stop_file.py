@@ -1,0 +1,52 @@
+"""A stop in a debugger is told beside the trace, and forgotten with its process."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from flexinspect.trace.file.side_files import (
+    DebuggerStop,
+    read_stop,
+    remove_stop,
+    stop_path,
+    write_stop,
+)
+from flexinspect.tui.capture_client import CaptureClient
+from flexinspect.tui.trace_session import TraceSession
+
+
+class FakeFeed(TraceSession):
+    def __init__(self, path: Path) -> None:
+        self.path, self.process = path, None
+
+
+def held(**changes: object) -> DebuggerStop:
+    facts = {"by": "debugpy", "file": "/x/my_mask.py", "line": 3, "function": "rule"}
+    return DebuggerStop(pid=os.getpid(), since=time.time() - 5, **{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_what_is_said_does_not_change_while_it_is_held(tmp_path: Path) -> None:
+    stop = held(reason="step == 3")
+    assert stop.sentence_without_time() == "held by debugpy in rule (my_mask.py:3): step == 3"
+    assert stop.sentence(stop.since + 40) == (
+        "held by debugpy in rule (my_mask.py:3) for 40 s: step == 3"
+    )
+
+
+def test_the_interface_looks_at_it_and_sees_it_go(tmp_path: Path) -> None:
+    trace = tmp_path / "run.flextrace"
+    remote = CaptureClient(FakeFeed(trace))
+    write_stop(trace, held())
+    assert remote.poll().debugger_stop == "The model is held by debugpy in rule (my_mask.py:3)."
+    remove_stop(trace)
+    assert remote.poll().debugger_stop == ""
+
+
+def test_a_process_that_died_in_a_stop_holds_nothing(tmp_path: Path) -> None:
+    trace = tmp_path / "run.flextrace"
+    stop = held()
+    write_stop(trace, DebuggerStop(2**22 + 1, "debugpy", "x.py", 1, "f", stop.since))
+    assert read_stop(trace) is None
+    assert not stop_path(trace).exists()

@@ -1,0 +1,453 @@
+"""Commands given from the interface: what is asked, what is said, where it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.traces import sample_trace
+from support.tui import screen_lines, screen_text, settle
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from flexinspect.breakpoints.grammar import parse
+from flexinspect.control.messages import (
+    PAUSE_REQUESTED,
+    BreakpointInfo,
+    CommandResponse,
+    Cost,
+    MaskEdit,
+    RewindState,
+    StatusResponse,
+    StepRef,
+)
+from flexinspect.core.errors import ControlError
+from flexinspect.launch.child_process import CaptureState
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.capture_client import CaptureClient, CaptureStatus
+from flexinspect.tui.screens.breakpoints_screen import BreakpointsScreen, format_breakpoint
+from flexinspect.tui.screens.capture_control import (
+    NOTIFY_AFTER_S,
+    ForcedToken,
+    format_error,
+    parse_forced_token,
+)
+from flexinspect.tui.screens.dialogs import ChoiceDialog, TextDialog
+from flexinspect.tui.trace_session import TraceSession
+
+SIZE = (100, 30)
+
+
+class FakeCapture:
+    """Answers as a capture does, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.state: Any = "running"
+        self.reason = self.until = ""
+        self.level: Any = "advanced"
+        self.asked: list[tuple[Any, ...]] = []
+        self.book: list[BreakpointInfo] = []
+        self.cost = Cost("nothing to speak of")
+        self.outcome = RewindState(1, "fork", "done", "branch 1 goes on", StepRef(0, 0, 1), 0.01)
+        self.is_silent = False
+        self.held = ""
+        self._order: RewindState | None = None
+
+    def client(self) -> FakeCapture:
+        return self
+
+    def ask(self, ask: Callable[[FakeCapture], Any]) -> Any:
+        return ask(self)
+
+    def look(self) -> CaptureStatus:
+        if self.is_silent:
+            return CaptureStatus(is_unresponsive=True)
+        return CaptureStatus(self.status(), debugger_stop=self.held)
+
+    def status(self) -> StatusResponse:
+        place = StepRef(0, 0, 2)
+        until = self.until if self.state == "paused" else ""
+        return StatusResponse(
+            *(self.state, place, f"{self.state} now", self.reason, until),
+            level=self.level,
+            last_rewind=self._order,
+        )
+
+    def _answer(self, said: str, **more: Any) -> CommandResponse:
+        return CommandResponse(said, self.status(), **more)
+
+    def pause(self) -> CommandResponse:
+        self.asked.append(("pause",))
+        self.state = "paused"
+        return self._answer("pausing after this step")
+
+    def continue_(self) -> CommandResponse:
+        self.asked.append(("continue",))
+        self.state = "running"
+        return self._answer("going on")
+
+    def stop(self) -> CommandResponse:
+        self.asked.append(("stop",))
+        return self._answer("stopping after this step")
+
+    def step(self, n: int) -> CommandResponse:
+        self.asked.append(("step", n))
+        return self._answer("pausing after 1 more step")
+
+    def breakpoints(self) -> list[BreakpointInfo]:
+        return self.book
+
+    def add_breakpoint(self, text: str) -> BreakpointInfo:
+        parse(text)
+        one = BreakpointInfo(len(self.book) + 1, text)
+        self.book.append(one)
+        return one
+
+    def enable_breakpoint(self, number: int, on: bool) -> BreakpointInfo:
+        self.book = [replace(b, is_enabled=on) if b.id == number else b for b in self.book]
+        return self.book[0]
+
+    def remove_breakpoint(self, number: int) -> list[BreakpointInfo]:
+        self.book = [one for one in self.book if one.id != number]
+        return self.book
+
+    def _travel(self, what: tuple[Any, ...], dry_run: bool) -> CommandResponse:
+        if dry_run:
+            return self._answer("it would", cost=self.cost)
+        self.asked.append(what)
+        self._order = self.outcome
+        return self._answer("it will be done", order=1)
+
+    def restore(self, place: StepRef, *, dry_run: bool) -> CommandResponse:
+        return self._travel(("restore", place), dry_run)
+
+    def fork(
+        self, place: StepRef, *, token_id: int | None, text: str | None, dry_run: bool
+    ) -> CommandResponse:
+        return self._travel(("fork", place, token_id, text), dry_run)
+
+    def edit_mask(
+        self, place: StepRef, edits: tuple[MaskEdit, ...], *, dry_run: bool
+    ) -> CommandResponse:
+        return self._travel(("edit", place, *edits), dry_run)
+
+
+class Driven:
+    """The interface on a growing trace, with a capture behind it that only pretends."""
+
+    def __init__(self, app: InspectorApp, pilot: Pilot[Any], capture: FakeCapture) -> None:
+        self.app, self.pilot, self.capture = app, pilot, capture
+
+    async def until(self, what: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not what():
+                await self.pilot.pause(0.02)
+
+    def said(self, text: str) -> bool:
+        return any(text in note.message for note in self.app._notifications)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A trace that this process is still writing, as far as anybody can see."""
+    path = sample_trace(tmp_path / "run.flextrace", generations=1, finish=False)
+    with sqlite3.connect(path) as db:
+        facts = (("pid", os.getpid()), ("started_at", time.time()))
+        db.executemany("UPDATE run SET value = ? WHERE key = ?", [(str(v), k) for k, v in facts])
+    return path
+
+
+async def driven(app: InspectorApp, pilot: Pilot[Any]) -> Driven:
+    capture, screen = FakeCapture(), app.screen
+    screen.remote = capture  # type: ignore[attr-defined]
+    await settle(pilot)
+    return Driven(app, pilot, capture)
+
+
+async def test_space_pauses_and_goes_on_and_the_header_says_so(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("space")
+        await here.until(lambda: "paused" in screen_lines(app)[0])
+        assert here.said("pausing after this step")
+        await pilot.press("space")
+        await here.until(lambda: ("continue",) in here.capture.asked)
+        await here.until(lambda: "paused" not in screen_lines(app)[0])
+
+
+async def test_pausing_as_asked_tells_the_keys_once_and_is_shown_by_the_header(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.reason, here.capture.until = PAUSE_REQUESTED, "after this step"
+        await pilot.press("space")
+        await here.until(lambda: here.said("space goes on, . steps"))
+        app.clear_notifications()
+        await pilot.press("space", "space")
+        await here.until(lambda: here.capture.asked == [("pause",), ("continue",), ("pause",)])
+        await here.until(lambda: "paused" in screen_lines(app)[0])
+        await pilot.pause(NOTIFY_AFTER_S)
+        assert not here.said("paus")
+
+
+async def test_the_header_names_the_level_as_it_is_by_now(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.level = "extreme"
+        await here.until(lambda: "extreme" in screen_lines(app)[0])
+
+
+def test_a_refusal_says_what_to_do_on_a_line_of_its_own() -> None:
+    refused = ControlError("It is no[t].", hint="Do \x1b that.")
+    assert format_error(refused) == "It is no[t].\nDo \\x1b that."
+
+
+async def test_a_stop_says_why_and_how_to_go_on(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.reason = "entropy is 3.4, above 3"
+        here.capture.state = "paused"
+        await here.until(lambda: here.said("entropy is 3.4, above 3"))
+        assert here.said("space goes on")
+
+
+async def test_a_point_lets_the_model_make_one_token(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("home", "full_stop")
+        await here.until(lambda: ("step", 1) in here.capture.asked)
+        assert app.screen.following  # type: ignore[attr-defined]
+
+
+async def test_a_run_that_is_not_our_own_is_asked_to_stop(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await here.until(lambda: app.screen.standing.status)  # type: ignore[attr-defined]
+        await pilot.press("ctrl+c")
+        await here.until(lambda: here.said("stopping after this step"))
+        assert here.capture.asked == [("stop",)]
+
+
+async def test_a_process_that_is_held_does_not_hold_the_interface(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.is_silent = True
+        await here.until(lambda: "held by a debugger?" in screen_lines(app)[0])
+        await pilot.press("home", "right")
+        assert app.screen.place.step == 1  # type: ignore[attr-defined]
+
+
+async def test_where_a_debugger_holds_the_model_is_said(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.held = "A debugger holds it in my_mask.py, line 3."
+        await here.until(lambda: here.said("my_mask.py, line 3"))
+        await here.until(lambda: "held by a debugger" in screen_lines(app)[0])
+
+
+async def test_a_trace_that_nobody_writes_refuses_commands_in_a_sentence(tmp_path: Path) -> None:
+    app = InspectorApp(sample_trace(tmp_path / "done.flextrace"))
+    async with app.run_test(size=SIZE) as pilot:
+        await settle(pilot)
+        here = Driven(app, pilot, FakeCapture())
+        await pilot.press("space")
+        await here.until(lambda: here.said("No capture runs behind this trace"))
+        assert here.said("no model to command.\nA run of the interface")
+
+
+def test_a_program_that_has_ended_its_trace_is_left_to_its_own_exit_code() -> None:
+    asked: list[str] = []
+    state = CaptureState(is_over=True)
+    process: Any = SimpleNamespace(state=state, interrupt=lambda: asked.append("interrupt"))
+    feed = TraceSession(process=process)
+    feed.interrupt()
+    assert not asked
+    state.is_over = False
+    feed.interrupt()
+    assert asked
+
+
+def test_a_run_that_loads_is_told_from_one_that_takes_no_commands() -> None:
+    capture = SimpleNamespace(pid=-1)
+    feed: Any = SimpleNamespace(process=capture, path=None, exit_code=None, waiting=True)
+    with pytest.raises(ControlError, match="still loading"):
+        CaptureClient(feed).client()
+    feed.waiting = False
+    with pytest.raises(ControlError, match="--no-control"):
+        CaptureClient(feed).client()
+
+
+async def test_breakpoints_are_set_switched_and_removed(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("b")
+        await here.until(lambda: isinstance(app.screen, BreakpointsScreen))
+        await pilot.press(*"step == 12", "enter")
+        await here.until(lambda: here.capture.book)
+        await here.until(lambda: "● 1  step == 12" in screen_text(app))
+        app.screen.query_one("OptionList").focus()
+        await pilot.press("down", "enter")
+        await here.until(lambda: "○ 1  step == 12" in screen_text(app))
+        await pilot.press("x")
+        await here.until(lambda: not here.capture.book)
+
+
+async def test_a_condition_that_cannot_be_read_is_shown_with_its_place(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("b")
+        await here.until(lambda: isinstance(app.screen, BreakpointsScreen))
+        await pilot.press(*"entropie > 3", "enter")
+        await here.until(lambda: "^" in screen_text(app))
+        assert "entropy" in screen_text(app)
+        assert not here.capture.book
+
+
+async def test_tab_completes_a_name(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("b")
+        await here.until(lambda: isinstance(app.screen, BreakpointsScreen))
+        await pilot.press(*"entr")
+        line = app.screen.query_one(Input)
+        await here.until(lambda: line._suggestion)
+        await pilot.press("tab")
+        assert line.value == "entropy"
+
+
+async def test_a_candidate_is_chosen_for_a_fork(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("home", "F")
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
+        await pilot.press("enter")
+        await here.until(lambda: here.capture.asked)
+        kind, place, token_id, text = here.capture.asked[0]
+        assert (kind, place, text) == ("fork", StepRef(0, 0, 0), None)
+        reader = app.session.reader  # type: ignore[union-attr]
+        assert reader is not None
+        chosen = reader.logits(0, 0).chosen_id  # type: ignore[union-attr]
+        others = [one.token_id for one in reader.candidates(0, 0) if one.token_id != chosen]
+        assert token_id == others[0]
+        await here.until(lambda: here.said("branch 1 goes on (10 ms)"))
+        await here.until(lambda: app.screen.place.step == 1)  # type: ignore[attr-defined]
+
+
+async def test_a_fork_is_of_the_step_it_was_asked_on(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        screen: Any = app.screen
+        await pilot.press("home", "F")
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
+        screen.place = replace(screen.place, step=2)  # as following the model does
+        await pilot.press("enter")
+        await here.until(lambda: here.capture.asked)
+        assert here.capture.asked[0][:2] == ("fork", StepRef(0, 0, 0))
+
+
+async def test_a_typed_text_is_forced(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("home", "F")
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
+        await pilot.press("end", "enter")
+        await here.until(lambda: isinstance(app.screen, TextDialog))
+        await pilot.press("space", *"Rome", "enter")
+        await here.until(lambda: here.capture.asked)
+        assert here.capture.asked[0][2:] == (None, " Rome")
+
+
+async def test_a_dear_restore_is_confirmed_first(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.cost = Cost("900 tokens are recomputed, about 4 s", 4.0, is_expensive=True)
+        await pilot.press("home", "R")
+        await here.until(lambda: "about 4 s" in screen_text(app))
+        await pilot.press("down", "enter")
+        await here.until(lambda: not isinstance(app.screen, ChoiceDialog))
+        assert not here.capture.asked
+        await pilot.press("R")
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
+        await pilot.press("enter")
+        await here.until(lambda: here.capture.asked == [("restore", StepRef(0, 0, 0))])
+
+
+async def test_a_failed_order_says_why_and_stays(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        here.capture.outcome = RewindState(1, "restore", "failed", "The weights have changed.")
+        await pilot.press("home", "R")
+        await here.until(lambda: here.said("The weights have changed."))
+        assert app.screen.place.step == 0  # type: ignore[attr-defined]
+
+
+async def test_a_mask_is_edited_by_small_questions(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("home", "E")
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
+        await pilot.press("down", "enter")
+        await here.until(lambda: "Which segment is dropped?" in screen_text(app))
+        await pilot.press("down", "enter")
+        await here.until(lambda: here.capture.asked)
+        assert here.capture.asked[0][2] == MaskEdit("drop", segments=(1,))
+
+
+async def test_a_cell_is_named_by_row_and_key(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("home", "E")
+        await here.until(lambda: isinstance(app.screen, ChoiceDialog))
+        await pilot.press(*["down"] * 6, "enter")
+        await here.until(lambda: isinstance(app.screen, TextDialog))
+        await pilot.press(*"9 4", "enter")
+        await here.until(lambda: here.capture.asked)
+        assert here.capture.asked[0][2] == MaskEdit("cell", row=9, key=4, is_open=False)
+
+
+async def test_one_branch_says_how_to_make_another(path: Path) -> None:
+    app = InspectorApp(path)
+    async with app.run_test(size=SIZE) as pilot:
+        here = await driven(app, pilot)
+        await pilot.press("t")
+        await here.until(lambda: here.said("F forks it"))
+
+
+def test_a_number_sign_names_a_token_by_its_id() -> None:
+    assert parse_forced_token("#42") == ForcedToken(token_id=42)
+    assert parse_forced_token("42") == ForcedToken(text="42")
+    assert parse_forced_token(" #a") == ForcedToken(text=" #a")
+
+
+def test_a_breakpoint_is_one_line() -> None:
+    one = BreakpointInfo(3, "step == 2", False, 2, once=True, n_hits=4, note="judged late")
+    assert format_breakpoint(one) == "○ 3  step == 2 [hits=2 once] · met 4 times · judged late"
+
+
+def test_refusals_are_errors_with_a_hint() -> None:
+    assert ControlError("No.", hint="Wait.").sentence().startswith("No.")

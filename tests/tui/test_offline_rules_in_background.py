@@ -1,0 +1,157 @@
+"""Rules that have not seen a trace look at it when it is opened, and the panels follow."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.paths import TESTS
+from support.rules import Slow
+from support.tui import screen_text, settle
+from textual.pilot import Pilot
+
+from flexinspect.analysis import offline_rules
+from flexinspect.core import plugins
+from flexinspect.rules.numerics.nan_and_inf import NumbersRule
+from flexinspect.trace.file.writer import review_statements
+from flexinspect.trace.reader import open_trace
+from flexinspect.tui.app import InspectorApp
+from flexinspect.tui.saved_state import save_state
+from flexinspect.tui.screens import capture_control
+from flexinspect.tui.trace_session import TraceSession
+
+CHILD = """
+import sys
+from support.rules import Slow
+from flexinspect.core import plugins
+from flexinspect.analysis import offline_rules
+plugins.load_all = lambda group: ({"slow": Slow}, {})
+if sys.argv[2:] == ["read-only"]:
+    from flexinspect.trace.file import writer
+    writer.os.access = lambda path, mode: False
+sys.exit(offline_rules.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch, with_review: None) -> list[str]:
+    """The words after the trace of the process that reviews; its only rule is `Slow`."""
+    words: list[str] = []
+    made = {"numbers": NumbersRule, "slow": Slow}
+    monkeypatch.setattr(plugins, "load_all", lambda group: (made, {}))
+    tests = str(TESTS)
+    monkeypatch.setenv("PYTHONPATH", ":".join([*sys.path, tests]))
+    monkeypatch.setattr(
+        capture_control,
+        "review_command",
+        lambda path: [sys.executable, "-c", CHILD, str(path), *words],
+    )
+    return words
+
+
+async def until(pilot: Pilot[None], text: str) -> str:
+    for _ in range(600):
+        await settle(pilot)
+        if text in (shown := " ".join(screen_text(pilot.app).split())):
+            return shown
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{text} never came: {shown}")
+
+
+async def test_what_dear_rules_say_appears_while_somebody_looks(
+    trace: Path, child: list[str]
+) -> None:
+    save_state(panels=("findings",), slots=1)
+    async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
+        await settle(pilot)
+        assert "1 error" in screen_text(pilot.app)
+        await until(pilot, "1 error, 2 warnings")
+        await pilot.press("shift+down")
+        shown = await until(pilot, "why: It matters.")
+    assert "fix: Cut it." in shown
+    assert "query: SELECT * FROM steps" in shown
+    with open_trace(trace) as reader:
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+
+
+def test_what_was_said_of_a_held_run_is_looked_for_again_at_its_end(
+    trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed, screen = TraceSession(trace), capture_control.ReviewScreen()
+    reviewed: list[list[tuple[str, int]]] = []
+    assert feed.reader is not None
+    reader = feed.reader
+    monkeypatch.setattr(screen, "_review", lambda feed, pool: reviewed.append(reader.reviews()))
+    with ThreadPoolExecutor(1) as pool:
+        screen.review_once(feed, pool, n_held=2)
+        reader.add_reviews(
+            review_statements(offline_rules.review(reader, [Slow()], store=False).unstored)
+        )
+        screen.review_once(feed, pool, n_held=2)
+        assert reader.reviews() == [("slow", 0), ("slow", 1)]
+        screen.review_once(feed, pool)
+    assert reviewed == [[], []]
+    feed.close()
+
+
+async def test_what_cannot_be_stored_is_shown_and_said(trace: Path, child: list[str]) -> None:
+    child.append("read-only")
+    before = trace.read_bytes()
+    app = InspectorApp(trace)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await until(pilot, "2 warnings")
+        await pilot.pause()
+        (told,) = [note.message for note in app._notifications]
+    assert told == f"What was found is not stored in {trace}: it is read-only."
+    assert trace.read_bytes() == before
+
+
+async def test_closing_ends_the_process_that_looks(
+    trace: Path, child: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    began = tmp_path / "began"
+    sleeper = f"open({str(began)!r}, 'w').close(); import time; time.sleep(60)"
+    monkeypatch.setattr(
+        capture_control, "review_command", lambda path: [sys.executable, "-c", sleeper]
+    )
+    ended: list[int | None] = []
+    real = asyncio.create_subprocess_exec
+
+    async def noted(*words: str, **options: object) -> asyncio.subprocess.Process:
+        process = await real(*words, **options)  # type: ignore[arg-type]
+        ended.append(process.pid)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
+        for _ in range(500):
+            await pilot.pause(0.02)
+            if began.exists():
+                break
+        assert began.exists()
+    import psutil
+
+    (pid,) = ended
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie":
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the process still runs")
+
+
+async def test_a_trace_that_every_rule_has_seen_starts_no_process(
+    trace: Path, child: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_trace(trace) as reader:
+        offline_rules.review(reader, [Slow()])
+    started: list[Path] = []
+    monkeypatch.setattr(
+        capture_control, "review_command", lambda path: started.append(path) or ["no"]
+    )
+    async with InspectorApp(trace).run_test(size=(100, 40)) as pilot:
+        await until(pilot, "2 warnings")
+        await settle(pilot)
+    assert started == []

@@ -1,0 +1,66 @@
+"""What the interface remembers survives anything, and never stands in the way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexinspect.tui import saved_state
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def test_without_a_file_there_are_defaults() -> None:
+    assert saved_state.load_state() == saved_state.InterfaceState()
+
+
+def test_what_is_remembered_is_recalled_and_the_rest_kept() -> None:
+    saved_state.save_state(panels=("run", "mask"), slots=3)
+    saved_state.save_state(theme="nord")
+    assert saved_state.load_state() == saved_state.InterfaceState(("run", "mask"), 3, "nord", ())
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"panels": 3, "slots": "x"}', '{"panels": [1], "slots": 99}', "[" * 100_000],
+)
+def test_a_file_that_makes_no_sense_is_as_good_as_none(text: str) -> None:
+    file = saved_state.state_file()
+    assert file is not None
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    recalled = saved_state.load_state()
+    assert recalled.panels == saved_state.DEFAULT_PANELS
+    assert 0 <= recalled.slots <= 4
+    saved_state.save_state(slots=2)
+    assert saved_state.load_state().slots == 2
+
+
+def test_a_folder_that_cannot_be_written_is_not_worth_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    saved_state.save_state(slots=2)
+    assert saved_state.load_state() == saved_state.InterfaceState()
+
+
+def test_recent_traces_are_newest_first_and_once(tmp_path: Path) -> None:
+    names = [tmp_path / f"{n}.flextrace" for n in range(saved_state.N_RECENT + 3)]
+    for path in [*names, names[0]]:
+        saved_state.add_recent_trace(path)
+    recent = saved_state.load_state().recent
+    assert recent[:2] == (str(names[0]), str(names[-1]))
+    assert len(recent) == saved_state.N_RECENT
+
+
+def test_known_traces_exist_and_come_once(tmp_path: Path) -> None:
+    here, gone = tmp_path / "here.flextrace", tmp_path / "gone.flextrace"
+    here.touch()
+    saved_state.add_recent_trace(here)
+    saved_state.add_recent_trace(gone)
+    assert saved_state.known_traces(tmp_path) == [here]
