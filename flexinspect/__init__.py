@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0.dev0"
+from flexinspect.core import __version__
+
 __all__ = [
     "AsyncTrainingLogger",
     "DebugLevel",

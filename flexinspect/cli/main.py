@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from flexinspect import __version__
+from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TruncatedTraceError
 from flexinspect.core.signals import exit_code_of
 from flexinspect.core.text import escape_unprintable

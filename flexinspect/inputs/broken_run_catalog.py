@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from flexinspect import __version__
+from flexinspect.core import __version__
 from flexinspect.core.errors import UsageError
 
 

@@ -184,3 +184,18 @@ def require_training_facts(source: Source, place: TracePlace) -> Mapping[str, An
             "Record one with flexinspect.watch_training(model, optimizer).",
         )
     return about
+
+
+def format_placement(about: Mapping[str, Any]) -> str:
+    """Return on which devices the weights of a training run are, and what share on each."""
+    placement = about.get("placement")
+    named = placement if isinstance(placement, Mapping) else {}
+    sizes = {name: n for name, n in named.items() if is_count(n)}
+    whole = sum(sizes.values())
+    if len(sizes) < 2 or not whole:
+        return "".join(map(str, sizes))
+    return ", ".join(f"{name} ({n / whole:.0%})" for name, n in sizes.items())
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 0

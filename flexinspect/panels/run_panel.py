@@ -21,7 +21,15 @@ from flexinspect.core.text import escape_unprintable
 from flexinspect.drawing.text_lines import Span, clip_text, line
 from flexinspect.drawing.theme import Theme
 from flexinspect.inputs.model_sizes import human_bytes, human_count
-from flexinspect.panels.base import Help, Panel, Picture, Request, TracePlace
+from flexinspect.panels.base import (
+    Help,
+    Panel,
+    Picture,
+    Request,
+    TracePlace,
+    format_placement,
+    is_count,
+)
 from flexinspect.panels.source import Source
 from flexinspect.panels.token_window import is_answer_correct
 from flexinspect.records.prompt import Segment, SegmentKind
@@ -577,25 +585,14 @@ def run_stages(facts: RunFacts) -> list[Box]:
     ]
 
 
-def format_placement(about: Mapping[str, Any]) -> str:
-    """Return on which devices the weights of a training run are, and what share on each."""
-    placement = about.get("placement")
-    named = placement if isinstance(placement, Mapping) else {}
-    sizes = {name: n for name, n in named.items() if _is_count(n)}
-    whole = sum(sizes.values())
-    if len(sizes) < 2 or not whole:
-        return "".join(map(str, sizes))
-    return ", ".join(f"{name} ({n / whole:.0%})" for name, n in sizes.items())
-
-
 def _model_lines(facts: RunFacts, about: Mapping[str, Any]) -> list[str]:
     values, parameters = about.get("values"), about.get("parameters")
     named = about.get("groups")
     groups = f" in {len(named)} groups" if isinstance(named, list) else ""
     return [
         str(facts.fact("model", "class") or ""),
-        f"{human_count(values)} weights are trained" if _is_count(values) else "",
-        f"{parameters} parameters{groups}" if _is_count(parameters) else "",
+        f"{human_count(values)} weights are trained" if is_count(values) else "",
+        f"{parameters} parameters{groups}" if is_count(parameters) else "",
         f"on {format_placement(about)}" if format_placement(about) else "",
     ]
 
@@ -614,9 +611,5 @@ def _outcome_lines(facts: RunFacts) -> list[str]:
     reason = f", {branch.stop_reason}" if branch is not None and branch.stop_reason else ""
     return [
         f"{branch.state}{reason}" if branch is not None else "",
-        f"{wrong} wrong step{'' if wrong == 1 else 's'}" if _is_count(wrong) else "",
+        f"{wrong} wrong step{'' if wrong == 1 else 's'}" if is_count(wrong) else "",
     ]
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value >= 0

@@ -23,9 +23,9 @@ from flexinspect.panels.base import (
     Panel,
     Picture,
     Request,
+    format_placement,
     require_training_facts,
 )
-from flexinspect.panels.run_panel import format_placement
 from flexinspect.panels.source import Source
 from flexinspect.panels.timeline import (
     COLUMN_GAP,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree as Xml
 
-from flexinspect import __version__
 from flexinspect.analysis.reports.collect import PositionTexts, Report, describe_place, finding_page
+from flexinspect.core import __version__
 from flexinspect.core.text import escape_unprintable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.rules.engine import FindingKind

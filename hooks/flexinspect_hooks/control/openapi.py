@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
-from flexinspect import __version__
 from flexinspect.control.messages import ErrorResponse, field_types, to_json
+from flexinspect.core import __version__
 from flexinspect_hooks.control.handlers import ROUTES, Route
 
 _SCALAR_SCHEMAS: Mapping[Any, Mapping[str, Any]] = {

@@ -19,8 +19,8 @@ from pathlib import Path
 from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
-from flexinspect import __version__
 from flexinspect.control.discovery import ServeOptions
+from flexinspect.core import __version__
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import (
     DatasetError,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flexinspect import __version__
+from flexinspect.core import __version__
 from flexinspect.core.environment import git_state
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.records.finding import Finding

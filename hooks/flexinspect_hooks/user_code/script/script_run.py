@@ -20,8 +20,8 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
-from flexinspect import __version__
 from flexinspect.control.discovery import ServeOptions
+from flexinspect.core import __version__
 from flexinspect.core.errors import FlexInspectError, TraceWriteError, UsageError
 from flexinspect.records import protocol
 from flexinspect.records.job import ScriptJob
