@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from support.cases import SHARED
 
-
 RUNS_MODELS = re.compile(
     r"^\s*(?:import|from) (?:torch|transformers|subprocess|pty|flexinspect_hooks"
     r"|support\.(?:adapters|captures|cases|controlled|dap|debugged|differentiated|forks|journeys"
