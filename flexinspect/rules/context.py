@@ -78,6 +78,12 @@ class RuleContext:
 
     # -- masks -----------------------------------------------------------------------------------
 
+    @property
+    def declared_spec(self) -> MaskSpec | None:
+        """The mask that the user declared; None if there is none, or if it is only assumed."""
+        declared = self.declared_mask
+        return None if declared is None or declared.assumed else declared.spec
+
     def mask(self, fingerprint: str | None) -> MaskRecord | None:
         """Return the mask with a fingerprint, or None if it is not known."""
         if fingerprint is None:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
+from flexinspect.rules.masks.mask_views import broadcast_rows
 
 ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 """By dtype, the largest relative difference of a layer's statistics that rounding explains."""
@@ -118,14 +119,14 @@ def compare_steps(
     """
     lengths = _compare_lengths(a, b)
     same_lengths = not lengths
-    entered, left, moved = _compare_candidates(a.logits, b.logits)
+    entered, left, logit_change = _compare_candidates(a.logits, b.logits)
     margins = None
     if a.logits is not None and b.logits is not None:
         margins = (a.logits.margin, b.logits.margin)
     return StepDifference(
         step=a.step,
         tokens=_chosen_pair(a, b),
-        logits=moved,
+        logits=logit_change,
         margins=margins,
         entered=entered,
         left=left,
@@ -245,7 +246,7 @@ def _mask_difference(
         # Fingerprints depend on names and captured values too, so without cells nothing is known.
         return None
     n_rows = max(mask_a.q_len, mask_b.q_len)
-    cells_a, cells_b = (_broadcast_rows(cells, n_rows) for cells in (mask_a.cells, mask_b.cells))
+    cells_a, cells_b = (broadcast_rows(cells, n_rows) for cells in (mask_a.cells, mask_b.cells))
     if cells_a.shape[1:] != cells_b.shape[1:]:
         return MaskDifference(())
     differs = cells_a != cells_b
@@ -257,12 +258,6 @@ def _mask_difference(
     row, kv = (int(n) for n in np.argwhere(differs[head])[0])
     first = (step.kv_before + row, max(step.kv_after - mask_a.kv_len, 0) + kv)
     return MaskDifference((), int(per_head[head]), first)
-
-
-def _broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
-    if cells.shape[1] == 1 < n_rows:  # all rows share one
-        return np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
-    return cells
 
 
 def _drop_padding(

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_layers, format_ranges, plural
+from flexinspect.core.text import format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
@@ -27,6 +27,7 @@ from flexinspect.rules.masks.mask_findings import (
     WRONG_SIZE,
     format_mask_mod,
 )
+from flexinspect.rules.masks.mask_views import format_step_layers
 
 BlockStates = npt.NDArray[np.uint8]
 """Which cells of each block a mask_mod opens: 0 none, 1 some, 2 all."""
@@ -284,8 +285,7 @@ def _format_call_place(step: StepRecord, calls: Sequence[CallRecord], context: R
     if context.is_standalone:
         call = calls[0]
         return f"A standalone call of flex_attention ({call.q_len} rows, {call.kv_len} keys)"
-    layers = sorted({call.layer for call in calls})
-    text = format_layers(layers, len({call.layer for call in step.calls}))
+    text = format_step_layers({call.layer for call in calls}, step)
     return text[0].upper() + text[1:]
 
 

@@ -48,6 +48,7 @@ from flexinspect.rules.masks.mask_findings import (
     describe_where,
     padding_sentence,
 )
+from flexinspect.rules.masks.mask_views import broadcast_rows
 
 _CAUSAL_SPEC = MaskSpec("causal", (0,), (0,), (0,))
 _MAX_EARLIER_SPECS = 8
@@ -118,25 +119,21 @@ class MasksRule(Rule):
                 by_mask.setdefault((call.mask, call.window, call.kv_len), []).append(call)
         groups: list[LayerGroup] = []
         n_layers = len({call.layer for call in step.calls}) if by_mask else 0
+        is_declared = self.context.declared_spec is not None
         for calls in by_mask.values():
             mask = self.context.mask(calls[0].mask)
-            if mask is not None and (calls[0].causal is not False or self._is_declared):
+            if mask is not None and (calls[0].causal is not False or is_declared):
                 layers = tuple(sorted({call.layer for call in calls}))
                 add_group(groups, LayerGroup(mask, calls[0], layers, n_layers))
         return groups if len(groups) < 2 else add_usual_paths(groups)
 
-    @property
-    def _is_declared(self) -> bool:
-        declared = self.context.declared_mask
-        return declared is not None and not declared.assumed
-
     # -- one mask --------------------------------------------------------------------------------
 
     def _check_group(self, step: StepRecord, group: LayerGroup) -> list[MaskCase]:
-        declared = self.context.declared_mask
-        frame = call_frame(step, group.call)
-        if declared is not None and not declared.assumed and group.mask.cells is not None:
-            cases = self._check_declared(step, group, frame, declared.spec)
+        declared, frame = self.context.declared_mask, call_frame(step, group.call)
+        spec = self.context.declared_spec
+        if spec is not None and group.mask.cells is not None:
+            cases = self._check_declared(step, group, frame, spec)
         else:
             cases = self._check_causality(step, group, frame)
             only_notes = all(case.severity is Severity.NOTE for case in cases)
@@ -261,12 +258,10 @@ class MasksRule(Rule):
 
         Without a spec, a head differs if any of its rows sees the future.
         """
-        cells = mask.cells
-        if cells is None:
+        if mask.cells is None:
             return (), None
         n_rows = max(mask.q_len, 1)
-        if cells.shape[1] == 1 < n_rows:  # all rows share one
-            cells = np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
+        cells = broadcast_rows(mask.cells, n_rows)
         key = (mask.fingerprint, spec, frame.q_offset, frame.kv_offset, frame.n_keys, frame.window)
         is_cached = n_rows > 1 and frame.rows is None and self._unpadded is None
         if is_cached and key in self._matching:
@@ -626,8 +621,8 @@ def segment_parts(context: RuleContext) -> SegmentParts:
     """Return the segments of the context, of which paraphrases should be isolated."""
     segments = context.segments
     starts = np.array([segment.start for segment in segments] or [0])
-    apart = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
-    return SegmentParts(starts, np.array(apart))
+    is_isolated = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
+    return SegmentParts(starts, np.array(is_isolated))
 
 
 def paraphrase_flags(context: RuleContext) -> BoolArray:
@@ -661,7 +656,7 @@ def case_evidence(case: MaskCase) -> dict[str, Any]:
         "backend": call.backend,
         "meant": case.expected,
         "open": found.n_open,
-        "meant_open": found.n_meant,
+        "meant_open": found.n_expected,
         "leaked": found.leaked,
         "lost": found.lost,
         "future": found.future,

@@ -18,14 +18,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import Positions, format_layers, plural
+from flexinspect.core.text import Positions, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
-from flexinspect.rules.masks.mask_views import StepMaskView, is_sliding_window, step_mask_views
+from flexinspect.rules.masks.mask_views import (
+    StepMaskView,
+    format_step_layers,
+    is_sliding_window,
+    step_mask_views,
+)
 
 NO_OFFSET = "decode.no-offset"
 SELF_UNSEEN = "decode.self-unseen"
@@ -236,10 +241,8 @@ class DecodingRule(Rule):
 
     def _is_declared_closed(self, pos: int, key: int) -> bool:
         """Return whether the declared mask closes a cell."""
-        declared = self.context.declared_mask
-        if declared is None or declared.assumed:
-            return False
-        return not declared.spec.dense(1, pos + 1, q_offset=pos)[0, key]
+        spec = self.context.declared_spec
+        return spec is not None and not spec.dense(1, pos + 1, q_offset=pos)[0, key]
 
     def _no_offset_finding(self, newest: _FaultyRow) -> Finding:
         step, n_seen = newest.step, len(newest.keys)
@@ -334,9 +337,7 @@ class DecodingRule(Rule):
             f"{self._format_where(newest)}: {len(keys)} of {plural(view.newest_key + 1, 'key')}; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        declared = self.context.declared_mask
-        is_declared = declared is not None and not declared.assumed
-        severity = Severity.ERROR if is_declared else Severity.WARNING
+        severity = Severity.WARNING if self.context.declared_spec is None else Severity.ERROR
         return [self._finding(STALE_ROW, severity, newest, sentence)]
 
     def _finding(
@@ -373,8 +374,7 @@ class DecodingRule(Rule):
         )
 
     def _format_where(self, newest: _FaultyRow) -> str:
-        n_layers = len({call.layer for call in newest.step.calls})
-        where = f" in {format_layers(newest.layers, n_layers)}"
+        where = f" in {format_step_layers(newest.layers, newest.step)}"
         if not newest.heads:
             return where
         n_heads = len(newest.view.cells)
@@ -399,9 +399,9 @@ class DecodingRule(Rule):
 
     def _count_expected_keys(self, newest: _FaultyRow) -> int:
         """Return how many keys the row should see, by the declared mask or the last prompt row."""
-        declared, view = self.context.declared_mask, newest.view
-        if declared is not None and not declared.assumed:
-            row = declared.spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[0]
+        spec, view = self.context.declared_spec, newest.view
+        if spec is not None:
+            row = spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[0]
             return int(np.count_nonzero(row[view.first_key_pos :]))
         prompt = self._prompt_rows.get(newest.layers[0])
         if prompt is None:
@@ -506,7 +506,7 @@ def find_strict_rows(
         return None
     rows = max(strict, key=len)
     layers = tuple(sorted({layer for view in strict[rows] for layer in view.layers}))
-    where = format_layers(layers, len({call.layer for call in step.calls}))
+    where = format_step_layers(layers, step)
     view = strict[rows][0]
     is_whole = len(rows) + 1 >= view.cells.shape[1]
     first_sees_itself = bool(view.cells[:, 0, 0].any())

@@ -20,6 +20,7 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.masks.mask_views import broadcast_rows
 
 EMPTY_ROW = "mask.empty-row"
 
@@ -380,8 +381,7 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
         return _empty_blocks(mask)
     if mask.kind.startswith("none"):
         return ()
-    if cells.shape[1] == 1 < mask.q_len:  # all rows share one
-        cells = np.broadcast_to(cells, (len(cells), mask.q_len, cells.shape[2]))
+    cells = broadcast_rows(cells, mask.q_len)
     empty = _empty_by_head(cells, offset)
     if empty is None:
         return ()

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_layers, format_ranges, plural
+from flexinspect.core.text import format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
@@ -27,6 +27,7 @@ from flexinspect.records.step import CallRecord, EventRecord, MaskRecord, StepRe
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
 from flexinspect.rules.masks.mask_findings import format_mask_mod
+from flexinspect.rules.masks.mask_views import format_step_layers
 
 BY_HEAD = "mask.by-head"
 KEYS_TILED = "attention.keys-tiled"
@@ -93,7 +94,7 @@ class HeadsRule(Rule):
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], odd: Sequence[int]
     ) -> Finding:
         call, layers = calls[0], sorted({call.layer for call in calls})
-        where = "" if self.context.is_standalone else f" in {_format_step_layers(layers, step)}"
+        where = "" if self.context.is_standalone else f" in {format_step_layers(layers, step)}"
         rest = call.q_heads - len(odd)
         sentence = (
             f"The mask of {format_mask_mod(mask)} depends on the head{where}: "
@@ -121,7 +122,7 @@ class HeadsRule(Rule):
     def _tiled_finding(self, step: StepRecord, event: EventRecord) -> Finding:
         layers = [int(layer) for layer in event.data["layers"]]
         sentence = (
-            f"In {_format_step_layers(layers, step)} the keys of {event.data['q_heads']} query "
+            f"In {format_step_layers(layers, step)} the keys of {event.data['q_heads']} query "
             "heads were repeated as a whole (repeat), not head by head (repeat_interleave): query "
             "head 1 reads the keys of another group than its neighbour, query head 0."
         )
@@ -141,10 +142,6 @@ def find_odd_heads(cells: BoolArray) -> list[int]:
     packed = [bits.tobytes() for bits in np.packbits(cells.reshape(len(cells), -1), axis=1)]
     usual = max(dict.fromkeys(packed), key=packed.count)
     return [head for head, bits in enumerate(packed) if bits != usual]
-
-
-def _format_step_layers(layers: Sequence[int], step: StepRecord) -> str:
-    return format_layers(layers, len({call.layer for call in step.calls}))
 
 
 def _key_head(call: CallRecord, head: int) -> int:
@@ -281,7 +278,7 @@ class BatchRowsRule(Rule):
     def _format_where(self, step: StepRecord, calls: Sequence[CallRecord]) -> str:
         if self.context.is_standalone:
             return "In a standalone call "
-        return f"In {_format_step_layers(sorted({call.layer for call in calls}), step)} "
+        return f"In {format_step_layers({call.layer for call in calls}, step)} "
 
     def _finding(
         self,
@@ -425,7 +422,7 @@ class BatchPaddingRule(Rule):
             else " (counted by token ids, because the model received no attention mask)"
         )
         sentence = (
-            f"In {_format_step_layers(sorted(layers), step)} batch {_format_batch_rows(rows)} of "
+            f"In {format_step_layers(layers, step)} batch {_format_batch_rows(rows)} of "
             f"{len(pads)} {'sees' if len(rows) == 1 else 'see'} padding keys in step {step.step}: "
             f"batch row {first} begins with {plural(n_pads, 'padding token')}, which its newest "
             f"row sees{source}."

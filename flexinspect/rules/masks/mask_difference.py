@@ -53,7 +53,7 @@ class CellDifference:
     Attributes:
         future: number of leaked cells whose key comes after the row.
         n_open: number of open cells of the executed mask.
-        n_meant: number of cells that the spec opens.
+        n_expected: number of cells that the spec opens.
         n_closed: number of closed cells of the executed mask.
         first_across: the first leaked pair between two segments that should be isolated.
         nearest_lost: the smallest distance, row minus key, of a lost cell.
@@ -67,7 +67,7 @@ class CellDifference:
     leaked: int = 0
     future: int = 0
     n_open: int = 0
-    n_meant: int = 0
+    n_expected: int = 0
     n_closed: int = 0
     first_lost: tuple[int, int] | None = None
     first_leaked: tuple[int, int] | None = None
@@ -132,11 +132,11 @@ def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
     begin = max(first, 0 if frame.window is None else q_idx + 1 - frame.window)
     head = max(min(spec.prefix_stops[region], q_idx + 1), begin)
     low = min(max(spec.local_starts[region], head), q_idx + 1)
-    n_meant = head - begin + q_idx + 1 - low
-    if np.count_nonzero(row[: frame.n_keys]) != n_meant:
+    n_expected = head - begin + q_idx + 1 - low
+    if np.count_nonzero(row[: frame.n_keys]) != n_expected:
         return False
     inside = np.count_nonzero(row[begin - first : head - first])
-    return bool(inside + np.count_nonzero(row[low - first : q_idx + 1 - first]) == n_meant)
+    return bool(inside + np.count_nonzero(row[low - first : q_idx + 1 - first]) == n_expected)
 
 
 def count_wrong_cells(
@@ -185,7 +185,7 @@ class SegmentParts:
     """The first position of each segment, and whether it should be isolated from the others."""
 
     starts: IntArray
-    apart: BoolArray
+    is_isolated: BoolArray
 
     def find(self, positions: IntArray) -> IntArray:
         """Return the index of the segment of each position."""
@@ -202,15 +202,15 @@ def find_difference(
     out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
     for start, packed, counting in _iter_packed_rows(cells, frame):
-        ran, meant, counts = (
+        ran, expected, counts = (
             np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_)
             for bits in (packed, spec_rows(spec, frame, start, start + len(packed)), counting)
         )
         q_idx = np.arange(start, start + len(ran)) + frame.q_offset
         ran &= counts
-        leaked, lost = ran & ~meant, meant & ~ran & counts
+        leaked, lost = ran & ~expected, expected & ~ran & counts
         out.n_open += int(np.count_nonzero(ran))
-        out.n_meant += int(np.count_nonzero(meant & counts))
+        out.n_expected += int(np.count_nonzero(expected & counts))
         out.n_closed += int(np.count_nonzero(counts & ~ran))
         last = np.where(ran.any(axis=1), key_idx[-1] - ran[:, ::-1].argmax(axis=1), -1)
         out.last_keys += last.tolist()
@@ -237,7 +237,7 @@ def _add_leaked(
             where = (pair // width, pair % width)
             out.leaked_by_pair[where] = out.leaked_by_pair.get(where, 0) + n
     if out.first_across is None:
-        across = parts.apart[row_part] & parts.apart[key_part] & (row_part != key_part)
+        across = parts.is_isolated[row_part] & parts.is_isolated[key_part] & (row_part != key_part)
         if across.any():
             at = int(across.argmax())
             out.first_across = int(q_idx[rows[at]]), int(key_idx[keys[at]])

@@ -221,7 +221,7 @@ def _describe_not_applied(context: RuleContext, case: MaskCase) -> str:
         cells = found.n_open + found.n_closed
         return (
             f", with {found.n_open} of {cells} cells open where {case.expected} opens "
-            f"{found.n_meant}, so {_describe_future_rows(found)}"
+            f"{found.n_expected}, so {_describe_future_rows(found)}"
         )
     lost = f", and {found.lost} that it opens are closed" if found.lost else ""
     applied = f"applied in 0 of {plural(group.n_layers, 'layer')}" if is_all else "not applied"
@@ -245,7 +245,7 @@ def _describe_future(context: RuleContext, case: MaskCase) -> str:
     cells = found.n_open + found.n_closed
     return (
         f", with {found.n_open} of {cells} cells open where {case.expected} opens "
-        f"{found.n_meant}, so {rows}"
+        f"{found.n_expected}, so {rows}"
     )
 
 
@@ -290,8 +290,8 @@ def _describe_pattern(case: MaskCase) -> str:
         )
     if not case.difference.leaked and case.difference.lost and case.step.q_len == 1:
         n_open = case.difference.n_open
-        alone = ", as for row 0" if case.difference.last_keys == [0] else ""
-        return f" ({n_open} of {plural(n_open + case.difference.lost, 'key')} left{alone})"
+        row_0 = ", as for row 0" if case.difference.last_keys == [0] else ""
+        return f" ({n_open} of {plural(n_open + case.difference.lost, 'key')} left{row_0})"
     return ""
 
 

@@ -12,11 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from flexinspect.core.text import format_layers, plural
+from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.masks.mask_views import format_step_layers
 
 MASK_KV = "lengths.mask-kv"
 MASK_Q = "lengths.mask-q"
@@ -300,7 +301,7 @@ class LengthsRule(Rule):
     def _format_call_layers(self, step: StepRecord, calls: Sequence[CallRecord]) -> str:
         if self.context.is_standalone:
             return "the standalone call"
-        return format_layers(_layers_of_calls(calls), len({call.layer for call in step.calls}))
+        return format_step_layers(_layers_of_calls(calls), step)
 
     def _finding(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexinspect.core.text import Positions
+from flexinspect.core.text import Positions, format_layers
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -56,9 +56,7 @@ class StepMaskView:
 
         The step must compute the whole sequence.
         """
-        cells = self.cells
-        if cells.shape[1] == 1 < rows.stop:
-            cells = np.broadcast_to(cells, (len(cells), rows.stop, cells.shape[2]))
+        cells = broadcast_rows(self.cells, rows.stop)
         part = cells[:, rows.start : rows.stop, keys.start : keys.stop]
         return part[0] if len(part) == 1 else np.asarray(part.any(axis=0))
 
@@ -85,6 +83,18 @@ def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMa
             )
         )
     return views, bool(views) and len(views) == len(layers)
+
+
+def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
+    """Return cells, bool (heads, rows, keys), with a single row that all share broadcast."""
+    if cells.shape[1] == 1 < n_rows:
+        return np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
+    return cells
+
+
+def format_step_layers(layers: Iterable[int], step: StepRecord) -> str:
+    """Return `layer 3`, `layers 0-2` or `all 8 layers`, of the layers with calls in a step."""
+    return format_layers(sorted(set(layers)), len({call.layer for call in step.calls}))
 
 
 def is_suffix(positions: Positions, last: int) -> bool:

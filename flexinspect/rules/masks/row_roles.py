@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import Positions, format_layers, limit_positions, plural, printable
+from flexinspect.core.text import Positions, limit_positions, plural, printable
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
@@ -20,6 +20,7 @@ from flexinspect.rules.context import DeclaredMask, RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
 from flexinspect.rules.masks.mask_views import (
     StepMaskView,
+    format_step_layers,
     is_sliding_window,
     paraphrase_segments,
     segment_labels,
@@ -148,7 +149,6 @@ class RowRolesRule(Rule):
         declared: DeclaredMask,
     ) -> Finding:
         own, others = self._paraphrases[number], self._paraphrases[:number]
-        n_layers = len({call.layer for call in step.calls})
         one = len(rows) == 1
         last = "the last row" if one else f"the last {len(rows)} rows"
         seen = sum(len(other) for other in others)
@@ -158,7 +158,7 @@ class RowRolesRule(Rule):
         sentence = (
             f"{position[0].upper()}{position[1:]}, {last} of {printable(own.label)}, "
             f"{'is' if one else 'are'} masked as if generated in "
-            f"{format_layers(layers, n_layers)}: "
+            f"{format_step_layers(layers, step)}: "
             f"{'it sees' if one else 'they see'} {plural(seen, 'key')} of "
             f"{_join_labels(segment_labels(others))}, of which the other {n_isolated} {rest} none"
             f"{_format_assumption(declared)}."
@@ -244,12 +244,11 @@ class RowRolesRule(Rule):
         declared = self.context.declared_mask
         assert declared is not None
         layers = tuple(sorted(layer for view in views for layer in view.layers))
-        n_layers = len({call.layer for call in step.calls})
         keys, last = views[0].visible_positions(), views[0].newest_pos
         names = _join_labels(segment_labels(missed))
         cue = ", although the last row of the cue does" if self._cue else ""
         sentence = (
-            f"Generated rows do not see {names} in {format_layers(layers, n_layers)}: in step "
+            f"Generated rows do not see {names} in {format_step_layers(layers, step)}: in step "
             f"{step.step} {self.context.format_position(last)} sees {len(keys)} of "
             f"{plural(last + 1, 'key')}, {self._format_segments(keys)}{cue}"
             f"{_format_assumption(declared)}."

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from flexinspect.core.text import format_layers, plural
+from flexinspect.core.text import plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, StepRecord
 from flexinspect.rules.engine import FindingKind, Rule
 from flexinspect.rules.masks.declared_vs_executed import call_frame
+from flexinspect.rules.masks.mask_views import format_step_layers
 
 WINDOW_LOST = "mask.window-lost"
 
@@ -89,7 +90,7 @@ class SlidingWindowRule(Rule):
         self, step: StepRecord, window: int, calls: Sequence[CallRecord], rows: Sequence[int]
     ) -> Finding:
         layers = {call.layer for call in calls}
-        where = format_layers(sorted(layers), len({call.layer for call in step.calls}))
+        where = format_step_layers(layers, step)
         first = rows[0]
         sentence = (
             f"The sliding window of {where} holds {plural(window, 'key')}, but in step "

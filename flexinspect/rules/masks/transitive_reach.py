@@ -286,8 +286,8 @@ class TransitiveReachRule(Rule):
 
         Shared text counts only under a declared mask, which says who may see it.
         """
-        declared, kinds = self.context.declared_mask, [SegmentKind.PARAPHRASE]
-        if declared is not None and not declared.assumed:
+        kinds = [SegmentKind.PARAPHRASE]
+        if self.context.declared_spec is not None:
             kinds.append(SegmentKind.SHARED)
         return [
             segment
@@ -340,7 +340,7 @@ class TransitiveReachRule(Rule):
                     for leak in leaks
                 ],
                 "carriers": len(carriers),
-                "declared": declared is not None and not declared.assumed,
+                "declared": self.context.declared_spec is not None,
             },
             series=f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}",
         )

@@ -267,7 +267,7 @@ class UnreadKeysRule(Rule):
     def _check_unused_segments(self) -> list[Finding]:
         """Return findings for segments never seen, and for those that got no attention."""
         declared = self.context.declared_mask
-        if not self._n_readers or self._is_sliding or self._is_single_forward(declared):
+        if not self._n_readers or self._is_sliding or self._is_single_forward():
             return []
         findings = []
         unseen = [
@@ -298,10 +298,9 @@ class UnreadKeysRule(Rule):
         has_cue = any(s.kind is SegmentKind.CUE for s in self.context.segments)
         return has_cue and spec_sees_segment(declared.spec, self._length - 1, segment)
 
-    def _is_single_forward(self, declared: DeclaredMask | None) -> bool:
+    def _is_single_forward(self) -> bool:
         """Return whether this is a single forward, whose last segment may not be a cue."""
-        is_declared = declared is not None and not declared.assumed
-        return not is_declared and self._length <= self.context.n_prompt
+        return self.context.declared_spec is None and self._length <= self.context.n_prompt
 
     def _unseen_finding(self, segments: Sequence[Segment]) -> Finding:
         declared = self.context.declared_mask
