@@ -1,1 +1,1 @@
-"""What flexinspect says by itself: records in, findings out. One file per family, no I/O."""
+"""The rules that report findings: step records in, findings out. One package per family, no I/O."""

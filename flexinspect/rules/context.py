@@ -1,4 +1,4 @@
-"""What all rules know of the run they look at: the generation, its words, and the masks met."""
+"""The context that all rules of a run share: the generation, its tokens, and the executed masks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import GenerationRecord, MaskRecord, StepRecord, TokenRecord
 
 MASK_CACHE_BYTES = 128 << 20
-"""Bytes of cells that are remembered; the mask met longest ago is forgotten first."""
+"""Bytes of mask cells that are kept; the mask that was added first is dropped first."""
 
-_MAX_WORD_LENGTH = 24
+_MAX_TEXT_LENGTH = 24
+"""Characters of a token that a sentence quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredMask:
-    """The mask that is meant, as a rule; `assumed` when only segments were declared.
+    """The mask that the user declared, or the one assumed from declared segments.
 
-    Whoever names several paraphrases and no mask is taken to mean that they do not see each other;
-    a finding that stands on that says so, and is no error.
+    `assumed` means that several paraphrases but no mask were declared, so they are assumed to be
+    isolated from each other. A finding that rests on this says so, and is at most a warning.
     """
 
     spec: MaskSpec
@@ -35,9 +36,9 @@ class DeclaredMask:
 
 
 class RuleContext:
-    """One run as its steps come: segments, tokens and masks. Rules read it, the book fills it.
+    """Segments, tokens and masks of a run. The `RuleRunner` fills it, and rules read it.
 
-    `find_mask` looks up a mask that is no longer remembered (of a trace that is read again).
+    `find_mask` looks up a mask that is no longer in memory (when a trace is read back).
     """
 
     def __init__(self, find_mask: Callable[[str], MaskRecord | None] | None = None) -> None:
@@ -50,17 +51,17 @@ class RuleContext:
         self.declared_mask: DeclaredMask | None = None
         self.is_standalone = False
         self.shared_memory: dict[str, Any] = {}
-        """What rules of one name remember across the models of a run, by that name."""
+        """What rules share across the models of a run, by rule name."""
         self.has_custom_mask_mod = False
-        """Whether a function of the user's own is the declared mask: what it means is not known."""
+        """Whether the declared mask is a function of the user, whose intent is unknown."""
 
     def start_generation(
         self, generation: GenerationRecord, *, is_standalone: bool = False
     ) -> None:
-        """Take a generation's segments and prompt; masks stay known.
+        """Read a generation's segments and prompt; masks are kept.
 
-        `is_standalone` tells of a call of FlexAttention outside of any model: a generation of one step,
-        without tokens or segments, of which nothing says what is meant.
+        `is_standalone` marks a call of FlexAttention outside of any model: a generation of one
+        step, without tokens, segments or a declared mask.
         """
         self.generation, self.is_standalone = generation, is_standalone
         self._segments = generation.segments
@@ -69,7 +70,7 @@ class RuleContext:
         self.has_custom_mask_mod = self.declared_mask is None and _has_mask_declaration(generation)
 
     def add_step(self, step: StepRecord) -> None:
-        """Take the tokens that a step chose, and the masks that are new in it."""
+        """Add the tokens that a step chose, and its new masks."""
         for token in step.tokens:
             self._tokens[token.pos] = token
         for mask in step.masks:
@@ -77,8 +78,14 @@ class RuleContext:
 
     # -- masks -----------------------------------------------------------------------------------
 
+    @property
+    def declared_spec(self) -> MaskSpec | None:
+        """The mask that the user declared; None if there is none, or if it is only assumed."""
+        declared = self.declared_mask
+        return None if declared is None or declared.assumed else declared.spec
+
     def mask(self, fingerprint: str | None) -> MaskRecord | None:
-        """Return a mask met before, None for none and for one that is forgotten."""
+        """Return the mask with a fingerprint, or None if it is not known."""
         if fingerprint is None:
             return None
         known = self._masks.get(fingerprint)
@@ -96,24 +103,24 @@ class RuleContext:
         while self._mask_bytes > MASK_CACHE_BYTES and len(self._masks) > 1:
             self._mask_bytes -= _mask_nbytes(self._masks.popitem(last=False)[1])
 
-    # -- segments and words ----------------------------------------------------------------------
+    # -- segments and tokens ---------------------------------------------------------------------
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments; the last one is open."""
+        """The segments; the last one has no end."""
         return self._segments
 
     @property
     def n_prompt(self) -> int:
-        """Positions of the prompt: where the open last segment starts."""
+        """Number of prompt positions: where the last segment, which has no end, starts."""
         return self._segments[-1].start if self._segments else 0
 
     def token(self, pos: int) -> TokenRecord | None:
-        """Return the token at a position, None where it is not known."""
+        """Return the token at a position, or None if it is not known."""
         return self._tokens.get(pos)
 
     def segment_at(self, pos: int) -> Segment | None:
-        """Return the segment of a position."""
+        """Return the segment that holds a position, or None."""
         for index, segment in enumerate(self._segments):
             last = index == len(self._segments) - 1
             if segment.start <= pos and (last or pos < segment.stop):
@@ -121,12 +128,12 @@ class RuleContext:
         return None
 
     def format_position(self, pos: int) -> str:
-        """Return `position 14 "What"`, without the word where it is not known."""
+        """Return `position 14 "What"`, without the text where the token is not known."""
         token = self._tokens.get(pos)
-        word = printable((token.text or token.token) if token is not None else "")
-        if len(word) > _MAX_WORD_LENGTH:
-            word = word[: _MAX_WORD_LENGTH - 1] + "…"
-        return f'position {pos} "{word}"' if word else f"position {pos}"
+        text = printable((token.text or token.token) if token is not None else "")
+        if len(text) > _MAX_TEXT_LENGTH:
+            text = text[: _MAX_TEXT_LENGTH - 1] + "…"
+        return f'position {pos} "{text}"' if text else f"position {pos}"
 
     def format_rows(self, positions: Positions) -> str:
         """Return `12 rows of paraphrase 2 and separator 2`, positions ascending."""
@@ -136,7 +143,7 @@ class RuleContext:
         return plural(len(positions), "row") + (f" of {' and '.join(labels)}" if labels else "")
 
     def format_first_position(self, positions: Positions) -> str:
-        """Return `first: position 14 "What"`, or without "first" for a single one."""
+        """Return `first: position 14 "What"`, without "first" for a single position."""
         return ("first: " if len(positions) > 1 else "") + self.format_position(int(positions[0]))
 
     def _labels_at(self, positions: Positions) -> list[str]:
@@ -145,7 +152,7 @@ class RuleContext:
         out = []
         for index, segment in enumerate(self._segments):
             inside = positions >= segment.start
-            if index < last:  # the last one is open
+            if index < last:  # the last segment has no end
                 inside &= positions < segment.stop
             if inside.any():
                 out.append(printable(segment.label))
@@ -153,9 +160,9 @@ class RuleContext:
 
 
 def _find_declared_mask(generation: GenerationRecord) -> DeclaredMask | None:
-    rule = algebra.declared_spec(generation.declared)
-    if rule is not None:
-        return DeclaredMask(rule)
+    spec = algebra.declared_spec(generation.declared)
+    if spec is not None:
+        return DeclaredMask(spec)
     if _has_mask_declaration(generation):
         return None
     if _count_segments(generation.segments, SegmentKind.PARAPHRASE) < 2:

@@ -1,14 +1,18 @@
-"""The contract of a rule, and what runs rules over the steps of a trace as they come.
+"""The rule interface, the runner that applies rules to steps, and the catalog of rules.
+
+In reading order:
+
+- `FindingKind`: severity and explanation of one finding id.
+- `Rule`: the base class of all rules, built-in and third-party.
+- `RuleRunner`: runs the rules of one run on its steps, events and gradients.
+- `CAUSES` and `link_causes`: which findings of one step follow from which others.
+- `load_rules`: the catalog of all registered rules.
 
 A rule is a class that takes no arguments. The built-in rules are listed in
 `flexinspect.core.plugins`; others register in the entry-point group `flexinspect.rules`. One object
 checks one run: records in, findings out, no I/O. Ordinary rules run for every step in the writer
 thread, so a step without findings must cost microseconds. Rules with `offline_only` run over a
 finished trace (see `flexinspect.analysis.offline_rules`).
-
-A layer that fell back to another kernel has lost its mask, and a mask whose borders are off by one
-leaks: each is said by a rule of its own, and both are true. The consequence names its cause, and
-the cause is at least as bad as what follows from it.
 """
 
 from __future__ import annotations
@@ -28,12 +32,19 @@ from flexinspect.rules.context import RuleContext
 
 @dataclass(frozen=True, slots=True)
 class FindingKind:
-    """What an id stands for: its usual severity, its meaning in one line, and how to go on.
+    """Severity and explanation of one finding id.
 
-    `why` says why it matters, `confirm` how to see for oneself, `fix` what usually mends it: a
-    sentence or two each, for findings that bring none of their own. `query` is the SQL that finds
-    the evidence in the trace; {generation}, {branch}, {step} and {layer} stand for the finding's.
-    Of one that `grows`, the words and numbers of the last time count, not those of the first.
+    Attributes:
+        severity: the usual severity; a rule may override it for a single finding.
+        meaning: what the id stands for, in one line.
+        why: why it matters. Like `confirm` and `fix` one or two sentences, used for findings that
+            bring none of their own.
+        confirm: how to check the finding by hand.
+        fix: the usual remedy.
+        query: the SQL that selects the evidence from the trace; {generation}, {branch}, {step} and
+            {layer} are replaced by those of the finding.
+        keeps_latest: whether a repeated finding keeps the sentence and evidence of its last
+            occurrence instead of its first.
     """
 
     severity: Severity
@@ -46,46 +57,46 @@ class FindingKind:
 
 
 class Rule:
-    """Looks at the steps of one run, generation by generation, and says what is wrong.
+    """Base class of a rule: checks the steps of one run, generation by generation.
 
-    `scene` knows the generation, its words and the masks met so far, this step's included. What
-    `look` finds again and again it may return each time with the same `series`: the book keeps the
-    first and counts the rest.
+    `context` holds the generation, its tokens and the masks executed so far, including those of the
+    current step. A rule may return the same finding at every step with the same `series`: the
+    runner keeps the first and counts the others.
     """
 
     name: ClassVar[str]
     findings: ClassVar[Mapping[str, FindingKind]]
-    """Every id that this rule may return; others are refused."""
+    """Every id that this rule may return; the runner rejects others."""
     offline_only: ClassVar[bool] = False
-    """Whether it takes too long for a step of a running model."""
+    """Whether the rule is too slow to run beside the model."""
     handles_standalone_calls: ClassVar[bool] = False
-    """Whether it also looks at calls of FlexAttention outside of any model."""
+    """Whether the rule also checks standalone calls of FlexAttention (outside of any model)."""
     streams: ClassVar[tuple[str, ...]] = ()
-    """The streams of a step's `arrays` that it reads, "*" for all. A step that is read back from a
-    trace has no others, as they may be large; masks have their cells without being named."""
+    """The streams of a step's `arrays` that the rule reads, "*" for all. A step that is read back
+    from a trace has no others, because they may be large. Mask cells are always there."""
     context: RuleContext
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Forget the last generation; the steps of `scene.generation` come next."""
+        """Reset the state of the last generation; the steps of `context.generation` follow."""
         self.context = context
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is wrong in a step. Steps come in order, each once."""
+        """Return the findings of a step. Steps come in order, each once."""
         return ()
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        """Return what an event means that belongs to no recorded step, such as a failed call.
+        """Return the findings of an event that belongs to no recorded step, such as a failed call.
 
-        One that belongs to no generation may come before the first has begun.
+        An event that belongs to no generation may come before the first generation starts.
         """
         return ()
 
     def on_gradients(self, gradients: GradientRecord) -> Sequence[Finding]:
-        """Return what is wrong in the gradients of a token; they come after all steps."""
+        """Return the findings in the gradients of a token; they come after all steps."""
         return ()
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return what can be said only now that the generation is over."""
+        """Return the findings that need the whole generation."""
         return ()
 
     def finding(
@@ -101,8 +112,8 @@ class Rule:
         evidence: Mapping[str, Any] | None = None,
         series: str = "",
     ) -> Finding:
-        """Return a finding of a step, as bad as its kind unless `severity` says otherwise."""
-        which = tuple(sorted(set(layers)))
+        """Return a finding of a step, with the severity of its kind unless `severity` is given."""
+        sorted_layers = tuple(sorted(set(layers)))
         return Finding(
             id=finding_id,
             severity=severity or self.findings[finding_id].severity,
@@ -110,17 +121,20 @@ class Rule:
             generation=step.generation,
             branch=step.branch,
             step=step.step,
-            layer=which[0] if which else None,
+            layer=sorted_layers[0] if sorted_layers else None,
             head=head,
             positions=tuple(positions),
             evidence=dict(evidence or {}),
-            layers=which if len(which) > 1 else (),
+            layers=sorted_layers if len(sorted_layers) > 1 else (),
             series=series,
         )
 
 
 class RuleRunner:
-    """The rules of one run. A rule that raises is switched off, and an event says so."""
+    """Runs the rules of one run on its steps, events and gradients.
+
+    A rule that raises is disabled, and an event reports it.
+    """
 
     def __init__(
         self,
@@ -138,7 +152,7 @@ class RuleRunner:
         )
         self._is_standalone = is_standalone
         self._context = context or RuleContext()
-        for rule in self._rules:  # an event may come before the first generation
+        for rule in self._rules:  # an event may come before the first generation starts
             rule.context = self._context
         self._reported: set[tuple[int, int, str, str]] = set()
         kinds = [pair for rule in self._rules for pair in rule.findings.items()]
@@ -146,7 +160,7 @@ class RuleRunner:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the rules that look; those that failed are not among them."""
+        """The names of the enabled rules; those that failed are not among them."""
         return tuple(_rule_name(rule) for rule in self._rules)
 
     @property
@@ -155,146 +169,154 @@ class RuleRunner:
         return frozenset(stream for rule in self._rules for stream in rule.streams)
 
     def for_branch(self, branch: int) -> RuleRunner:
-        """Return a book for a branch, with new objects of the same rules: they have seen nothing.
+        """Return a runner for a branch, with new objects of the same rules that have no state.
 
-        One that cannot be made without arguments is left out.
+        A rule that cannot be created without arguments is left out.
         """
-        made = []
+        rules = []
         for rule in self._rules:
             with suppress(TypeError):
-                made.append(type(rule)())
-        return RuleRunner(made, is_standalone=self._is_standalone, branch=branch)
+                rules.append(type(rule)())
+        return RuleRunner(rules, is_standalone=self._is_standalone, branch=branch)
 
     def share_memory(self, memory: dict[str, Any]) -> None:
-        """Let the rules remember in `memory`, which books of other models of the run have, too."""
+        """Let the rules share `memory` with the runners of other models of the run."""
         self._context.shared_memory = memory
 
     def on_generation_start(self, generation: GenerationRecord) -> tuple[EventRecord, ...]:
-        """Begin a generation; returns the events of rules that failed at it."""
+        """Start a generation; returns an event for each rule that failed."""
         self._context.start_generation(generation, is_standalone=self._is_standalone)
-        if (
-            not self._is_standalone
-        ):  # a call outside of a model may go on with what is said of another
+        # Each standalone call is a generation of its own; a series may run over several of them.
+        if not self._is_standalone:
             self._reported.clear()
         where = f"the beginning of generation {generation.generation}"
 
-        def begin(rule: Rule) -> Sequence[Finding]:
+        def start(rule: Rule) -> Sequence[Finding]:
             rule.on_generation_start(self._context)
             return ()
 
-        return self._call_rules(begin, where, None)[1]
+        return self._call_rules(start, where, None)[1]
 
     def on_step(self, step: StepRecord) -> StepRecord:
         """Return the step with its findings, and with an event for each rule that failed."""
         self._context.add_step(step)
-        found, events = self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step)
-        if not found and not events:
+        findings, events = self._call_rules(
+            lambda rule: rule.on_step(step), f"step {step.step}", step
+        )
+        if not findings and not events:
             return step
-        news, repeats = self._split_repeats(link_causes(found) if len(found) > 1 else found)
+        new, repeats = self._split_repeats(link_causes(findings) if len(findings) > 1 else findings)
         return replace(
             step,
-            findings=(*step.findings, *news),
+            findings=(*step.findings, *new),
             repeats=repeats,
             events=(*step.events, *events),
         )
 
     def replay_parent_step(self, step: StepRecord) -> tuple[EventRecord, ...]:
-        """Show the rules a step of a parent, of which all was said there; returns who failed."""
+        """Run the rules on a step of the parent branch for their state alone.
+
+        Its findings were reported on the parent. Returns an event for each rule that failed.
+        """
         self._context.add_step(step)
         return self._call_rules(lambda rule: rule.on_step(step), f"step {step.step}", step)[1]
 
     def on_event(self, event: EventRecord) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
-        """Return what the rules make of an event outside of the steps, and who failed at it."""
-        found, events = self._call_rules(
+        """Return the findings of an event outside of the steps, and an event per failed rule."""
+        findings, failures = self._call_rules(
             lambda rule: rule.on_event(event), f"the event '{event.kind}'", None
         )
-        return self._split_repeats(found)[0], events
+        return self._split_repeats(findings)[0], failures
 
     def on_gradients(
         self, gradients: GradientRecord
     ) -> tuple[Sequence[Finding], tuple[Repeat, ...], tuple[EventRecord, ...]]:
-        """Return what the rules say of a token's gradients, old and new, and who failed at them."""
+        """Return new findings, repeats and failures of the rules for a token's gradients."""
         where = f"the gradients of step {gradients.step}"
-        found, events = self._call_rules(lambda rule: rule.on_gradients(gradients), where, None)
-        return *self._split_repeats(found), events
+        findings, failures = self._call_rules(
+            lambda rule: rule.on_gradients(gradients), where, None
+        )
+        return *self._split_repeats(findings), failures
 
     def on_generation_end(self) -> tuple[Sequence[Finding], tuple[EventRecord, ...]]:
-        """Return what the rules say of the generation as a whole, and who failed at it."""
-        found, events = self._call_rules(
+        """Return the findings of the whole generation, and an event per failed rule."""
+        findings, failures = self._call_rules(
             lambda rule: rule.on_generation_end(), "the end of a generation", None
         )
-        return self._split_repeats(found)[0], events
+        return self._split_repeats(findings)[0], failures
 
     def _call_rules(
         self, call: Callable[[Rule], Sequence[Finding]], where: str, step: StepRecord | None
     ) -> tuple[list[Finding], tuple[EventRecord, ...]]:
-        found: list[Finding] = []
-        events: list[EventRecord] = []
+        findings: list[Finding] = []
+        failures: list[EventRecord] = []
         for rule in tuple(self._rules):
             try:
                 new = call(rule)
                 if new:
                     checked = map(self._with_branch, _validate_findings(rule, new))
-                    found += [_fill_from_kind(rule, finding) for finding in checked]
+                    findings += [_fill_from_kind(rule, finding) for finding in checked]
             except Exception as error:
-                events.append(self._disable_rule(rule, error, where, step))
-        return found, tuple(events)
+                failures.append(self._disable_rule(rule, error, where, step))
+        return findings, tuple(failures)
 
     def _with_branch(self, finding: Finding) -> Finding:
-        """Return a finding with its branch: what is said of a generation is said of this one."""
+        """Return a finding with the branch of this runner unless it has one."""
         if finding.branch or not self._branch:
             return finding
         return replace(finding, branch=self._branch)
 
-    def _split_repeats(self, found: Sequence[Finding]) -> tuple[list[Finding], tuple[Repeat, ...]]:
-        """Split findings into new ones and those of a series that was told of before."""
-        news, repeats = [], []
-        for finding in found:
+    def _split_repeats(
+        self, findings: Sequence[Finding]
+    ) -> tuple[list[Finding], tuple[Repeat, ...]]:
+        """Split findings into new ones and repeats of a series that was reported before."""
+        new, repeats = [], []
+        for finding in findings:
             key = (finding.generation, finding.branch, finding.id, finding.series)
             if finding.series and key in self._reported:
                 repeats.append(self._make_repeat(finding))
                 continue
             self._reported.add(key)
-            news.append(finding)
-        return news, tuple({(r.id, r.series): r for r in repeats}.values())
+            new.append(finding)
+        return new, tuple({(r.id, r.series): r for r in repeats}.values())
 
     def _make_repeat(self, finding: Finding) -> Repeat:
-        here = self._context.generation.generation
-        within = None if finding.generation == here else finding.generation
+        current = self._context.generation.generation
+        generation = None if finding.generation == current else finding.generation
         if finding.id not in self._ids_keeping_latest:
-            return Repeat(finding.id, finding.series, within)
-        return Repeat(finding.id, finding.series, within, finding.sentence, finding.evidence)
+            return Repeat(finding.id, finding.series, generation)
+        return Repeat(finding.id, finding.series, generation, finding.sentence, finding.evidence)
 
     def _disable_rule(
         self, rule: Rule, error: Exception, where: str, step: StepRecord | None
     ) -> EventRecord:
         self._rules.remove(rule)
-        what = f"{type(error).__name__}: {error}"
-        text = f"The rule '{_rule_name(rule)}' failed at {where} and is off: {what}"
+        reason = f"{type(error).__name__}: {error}"
+        text = f"The rule '{_rule_name(rule)}' failed at {where} and is off: {reason}"
         generation = self._context.generation.generation
-        number = None if step is None else step.step
-        return EventRecord("rule-off", text, time.time(), generation, number)
+        step_number = None if step is None else step.step
+        return EventRecord("rule-off", text, time.time(), generation, step_number)
 
 
 def _rule_name(rule: Rule) -> str:
     return str(getattr(rule, "name", type(rule).__name__))
 
 
-def _validate_findings(rule: Rule, found: Sequence[Any]) -> list[Finding]:
-    """Return findings that the trace can hold. Raises `TypeError` for any other.
+def _validate_findings(rule: Rule, findings: Sequence[Any]) -> list[Finding]:
+    """Return findings that the trace can store. Raises `TypeError` for any other.
 
-    A wrong one would take its whole step down with it when the step is written.
+    An invalid finding would make writing its whole step fail.
     """
-    for finding in found:
+    for finding in findings:
         if not isinstance(finding, Finding) or not isinstance(finding.severity, Severity):
-            raise TypeError(f"{type(finding).__name__} is no Finding with a Severity")
+            raise TypeError(f"{type(finding).__name__} is not a Finding with a Severity")
         if finding.id not in rule.findings:
             raise TypeError(f"the rule does not declare the finding {finding.id}")
-    return list(found)
+    return list(findings)
 
 
 def _fill_from_kind(rule: Rule, finding: Finding) -> Finding:
-    """Return a finding with its kind's words where it brings none of its own."""
+    """Return a finding with the texts of its kind where it has none of its own."""
     kind = rule.findings[finding.id]
     return replace(
         finding,
@@ -306,7 +328,7 @@ def _fill_from_kind(rule: Rule, finding: Finding) -> Finding:
 
 
 def _format_query(query: str, finding: Finding) -> str:
-    """Return a kind's query for one finding. A place that it does not name becomes any."""
+    """Return a kind's query for one finding. A step or layer that it lacks matches any."""
     return query.format(
         generation=finding.generation,
         branch=finding.branch,
@@ -314,6 +336,8 @@ def _format_query(query: str, finding: Finding) -> str:
         layer="layer" if finding.layer is None else finding.layer,
     )
 
+
+# -- causes ----------------------------------------------------------------------------------------
 
 _PATH_FINDINGS = ("path.fallback", "path.unpatched-layer", "path.bypass")
 _BORDER_FINDINGS = ("segments.shifted", "segments.drift", "segments.merged")
@@ -325,34 +349,44 @@ CAUSES: Mapping[str, tuple[str, ...]] = {
     "mask.none": _PATH_FINDINGS,
     "mask.layers-differ": _PATH_FINDINGS,
 }
-"""By consequence, what may have caused it where both are about one layer of one step."""
+"""Finding id to the ids that may be its cause in the same step and layer.
+
+A layer that fell back to another kernel has lost its mask, and a mask whose borders are off by one
+leaks. Different rules report the two, and both findings are true.
+"""
 
 _SEVERITY_ORDER = list(Severity)
 
 
-def link_causes(found: Sequence[Finding]) -> list[Finding]:
-    """Return findings of one step, consequences as notes that name what caused them."""
-    out = list(found)
-    for index, one in enumerate(found):
-        at = _find_cause(one, found)
-        if at is None or one.severity is Severity.NOTE:
+def link_causes(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings of one step, with each consequence turned into a note.
+
+    The note names its cause, and the cause becomes at least as severe as its consequence was.
+    """
+    linked = list(findings)
+    for index, finding in enumerate(findings):
+        cause_index = _find_cause(finding, findings)
+        if cause_index is None or finding.severity is Severity.NOTE:
             continue
-        cause = out[at]
+        cause = linked[cause_index]
         if cause.severity is Severity.NOTE:
             continue
-        worse = min(cause.severity, one.severity, key=_SEVERITY_ORDER.index)
-        out[at] = replace(cause, severity=worse)
-        said = f"{one.sentence} This follows from {cause.id}."
-        evidence = {**one.evidence, "cause": cause.id}
-        out[index] = replace(one, severity=Severity.NOTE, sentence=said, evidence=evidence)
-    return out
+        worse = min(cause.severity, finding.severity, key=_SEVERITY_ORDER.index)
+        linked[cause_index] = replace(cause, severity=worse)
+        linked[index] = replace(
+            finding,
+            severity=Severity.NOTE,
+            sentence=f"{finding.sentence} This follows from {cause.id}.",
+            evidence={**finding.evidence, "cause": cause.id},
+        )
+    return linked
 
 
-def _find_cause(one: Finding, found: Sequence[Finding]) -> int | None:
-    """Return where the cause of a finding stands, None where there is none."""
-    causes = CAUSES.get(one.id, ())
-    for index, other in enumerate(found):
-        if other.id in causes and _finding_layers(one) & _finding_layers(other):
+def _find_cause(finding: Finding, findings: Sequence[Finding]) -> int | None:
+    """Return the index of the cause of a finding, or None."""
+    causes = CAUSES.get(finding.id, ())
+    for index, other in enumerate(findings):
+        if other.id in causes and _finding_layers(finding) & _finding_layers(other):
             return index
     return None
 
@@ -361,16 +395,19 @@ def _finding_layers(finding: Finding) -> set[int | None]:
     return set(finding.layers) or {finding.layer}
 
 
+# -- the catalog -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedRules:
-    """The registered rules, by name; `failed` says why some of them could not be made."""
+    """The registered rules; `failed` maps the names of rules that did not load to the reason."""
 
     rules: tuple[Rule, ...]
     failed: dict[str, str]
 
     @property
     def finding_kinds(self) -> dict[str, FindingKind]:
-        """What each id stands for, ids in order."""
+        """The kind of each finding id, sorted by id."""
         return finding_kinds_of(self.rules)
 
 
@@ -382,11 +419,11 @@ def load_rules() -> LoadedRules:
         try:
             rules.append(make())
         except Exception as error:
-            failed[name] = f"It could not be made: {type(error).__name__}: {error}"
+            failed[name] = f"It could not be created: {type(error).__name__}: {error}"
     return LoadedRules(tuple(rules), failed)
 
 
 def finding_kinds_of(rules: Iterable[Rule]) -> dict[str, FindingKind]:
-    """Return what the ids of some rules stand for, ids in order."""
-    found = {id_: kind for rule in rules for id_, kind in rule.findings.items()}
-    return dict(sorted(found.items()))
+    """Return the kind of each finding id of some rules, sorted by id."""
+    kinds = {id_: kind for rule in rules for id_, kind in rule.findings.items()}
+    return dict(sorted(kinds.items()))

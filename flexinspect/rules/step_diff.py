@@ -1,37 +1,38 @@
-"""One step of two runs compared: choice, logits, masks, paths, and each layer's statistics.
+"""Compare one step of two runs: chosen token, logits, masks, paths, and layer statistics.
 
-No I/O and no torch: step records in, differences out. What two steps were fed is the caller's
-matter; of steps that were fed other tokens only the choice says anything.
+No I/O and no torch: step records in, differences out. The caller must make sure that both steps
+received the same tokens; for steps with different inputs only the chosen token is meaningful.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.step import UNKNOWN, LayerStatRecord, LogitsRecord, MaskRecord, StepRecord
+from flexinspect.rules.masks.mask_views import broadcast_rows
 
 ROUNDING_LIMITS = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
-"""How far a layer's statistics may be off, relative, when only rounding differs."""
+"""By dtype, the largest relative difference of a layer's statistics that rounding explains."""
 JUMP_FACTOR = 4.0
-"""A layer that adds this many times what the others add on average stands out."""
+"""A layer stands out if it adds this many times what the others add on average."""
 
 FindMask = Callable[[str], MaskRecord | None]
 RealPositions = npt.NDArray[np.bool_] | None
-"""Which positions are no padding; None when all are real."""
+"""Which positions are not padding, bool (positions,); None without padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference:
-    """How far one layer's output is off between two runs, relative to its size.
+    """The relative difference of one layer's output between two runs.
 
     `added` is what this layer added to the difference of the layer before it. `exact` says whether
-    hidden states were compared (level extreme), not their statistics alone.
+    hidden states were compared (level extreme) or only their statistics.
     """
 
     layer: int
@@ -42,10 +43,10 @@ class LayerDifference:
 
 @dataclass(frozen=True, slots=True)
 class MaskDifference:
-    """Layers whose executed masks differ, real rows and keys alone.
+    """Layers whose executed masks differ, rows and keys of padding excluded.
 
-    `cells` counts them in the first layer and head that differ, and `first` is the position of row
-    and key of the first of them; both are None when the cells are not known.
+    `cells` counts the different cells of the first layer and head that differ, and `first` is the
+    (row, key) position of the first of them; both are None when the cells are not known.
     """
 
     layers: tuple[int, ...]
@@ -55,7 +56,7 @@ class MaskDifference:
 
 @dataclass(frozen=True, slots=True)
 class PathDifference:
-    """Layers that took another path or another dtype: `a` and `b` in words."""
+    """Layers with another path or dtype; `a` and `b` describe the two, as `sdpa, float32`."""
 
     layers: tuple[int, ...]
     a: str
@@ -64,13 +65,13 @@ class PathDifference:
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """What differs between one step of run A and the same step of run B.
+    """The differences between one step of run A and the same step of run B.
 
-    `tokens` are the ids chosen (the best ones where the choice was not seen), None without logits.
-    `logits` is the largest change of a candidate's logit that both runs recorded; `margins` are
-    best minus second. `entered` and `left` are candidates of one run alone. `lengths` is set when
-    the two steps did not compute rows over the same keys, `positions` when their position ids are
-    not the same; both in words.
+    `tokens` are the chosen ids (the best ones where the choice was not recorded), None without
+    logits. `logits` is the largest change of a candidate's logit that both runs recorded; `margins`
+    are best minus second. `entered` are candidates of B only, `left` those of A only. `lengths` is
+    a text that is set when the two steps had other numbers of rows or keys, `positions` one that is
+    set when their position ids differ.
     """
 
     step: int
@@ -87,21 +88,21 @@ class StepDifference:
 
     @property
     def is_diverged(self) -> bool:
-        """Whether the two runs go on with different tokens."""
+        """Whether the two runs continue with different tokens."""
         return self.tokens is not None and self.tokens[0] != self.tokens[1]
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing at all differs in what was recorded."""
-        off = any(one.difference for one in self.layers) or bool(self.logits)
-        fed = self.lengths or self.positions
-        structure = fed or self.masks or self.paths or self.entered or self.left
-        return not (self.is_diverged or structure or off)
+        """Whether nothing that was recorded differs."""
+        numbers = any(layer.difference for layer in self.layers) or bool(self.logits)
+        inputs = self.lengths or self.positions
+        structure = inputs or self.masks or self.paths or self.entered or self.left
+        return not (self.is_diverged or structure or numbers)
 
     @property
     def worst(self) -> LayerDifference | None:
-        """The layer that is off most."""
-        return max(self.layers, key=lambda one: one.difference, default=None)
+        """The layer with the largest difference."""
+        return max(self.layers, key=lambda layer: layer.difference, default=None)
 
 
 def compare_steps(
@@ -111,31 +112,34 @@ def compare_steps(
     *,
     real: RealPositions = None,
 ) -> StepDifference:
-    """Return what differs between two steps that were fed the same."""
+    """Return the differences between two steps that received the same tokens.
+
+    `find_masks` look up a mask of run A and of run B by its fingerprint. Masks and layers are
+    compared only where both steps computed the same rows over the same keys.
+    """
     lengths = _compare_lengths(a, b)
-    same = not lengths
-    tokens = _chosen_pair(a, b)
-    entered, left, moved = _compare_candidates(a.logits, b.logits)
+    same_lengths = not lengths
+    entered, left, logit_change = _compare_candidates(a.logits, b.logits)
     margins = None
     if a.logits is not None and b.logits is not None:
         margins = (a.logits.margin, b.logits.margin)
     return StepDifference(
         step=a.step,
-        tokens=tokens,
-        logits=moved,
+        tokens=_chosen_pair(a, b),
+        logits=logit_change,
         margins=margins,
         entered=entered,
         left=left,
         lengths=lengths,
         positions=_compare_positions(a, b),
-        masks=_compare_masks(a, b, find_masks, real) if same else (),
+        masks=_compare_masks(a, b, find_masks, real) if same_lengths else (),
         paths=_compare_paths(a, b),
-        layers=_compare_layers(a, b, real) if same else (),
+        layers=_compare_layers(a, b, real) if same_lengths else (),
     )
 
 
 def rounding_limit(a: StepRecord, b: StepRecord) -> float:
-    """Return how far rounding may put two steps apart, by the coarser of their dtypes."""
+    """Return the largest relative difference that rounding explains, for the coarser dtype."""
     dtypes = {call.dtype for step in (a, b) for call in step.calls}
     return max(
         (ROUNDING_LIMITS.get(name, 0.1) for name in dtypes), default=ROUNDING_LIMITS["float32"]
@@ -143,17 +147,16 @@ def rounding_limit(a: StepRecord, b: StepRecord) -> float:
 
 
 def find_jump(layers: Sequence[LayerDifference], limit: float) -> LayerDifference | None:
-    """Return the layer at which a difference jumps beyond what rounding explains, None for none.
+    """Return the layer at which the difference jumps beyond what rounding explains, or None.
 
-    A layer stands out when it adds `JUMP` times what the others add on average.
+    A layer stands out when it adds more than `JUMP_FACTOR` times what the others add on average.
     """
-    beyond = [one for one in layers if one.difference > limit]
-    if not beyond:
+    if not any(layer.difference > limit for layer in layers):
         return None
-    first = max(layers, key=lambda one: one.added)
-    others = [abs(one.added) for one in layers if one is not first]
+    jump = max(layers, key=lambda layer: layer.added)
+    others = [abs(layer.added) for layer in layers if layer is not jump]
     usual = sum(others) / len(others) if others else 0.0
-    return first if first.added > JUMP_FACTOR * usual and first.added > limit / 2 else None
+    return jump if jump.added > JUMP_FACTOR * usual and jump.added > limit / 2 else None
 
 
 # -- choice and logits -----------------------------------------------------------------------------
@@ -193,7 +196,7 @@ def _chosen_id(step: StepRecord) -> int | None:
 def _compare_candidates(
     a: LogitsRecord | None, b: LogitsRecord | None
 ) -> tuple[tuple[int, ...], tuple[int, ...], float | None]:
-    """Return the candidates of B alone, those of A alone, and the largest change of a logit."""
+    """Return the candidates of B only, those of A only, and the largest change of a logit."""
     if a is None or b is None:
         return (), (), None
     one, other = ({c.token_id: c.logit for c in logits.candidates} for logits in (a, b))
@@ -210,20 +213,20 @@ def _compare_candidates(
 def _compare_masks(
     a: StepRecord, b: StepRecord, find_masks: tuple[FindMask, FindMask], real: RealPositions
 ) -> tuple[MaskDifference, ...]:
-    """Return the layers whose executed masks differ, those with one difference together."""
+    """Return the layers whose executed masks differ, grouped by their pair of masks."""
     of_a, of_b = ({call.layer: call.mask for call in step.calls} for step in (a, b))
-    found: dict[tuple[str | None, str | None], MaskDifference | None] = {}
+    differences: dict[tuple[str | None, str | None], MaskDifference | None] = {}
     layers: dict[tuple[str | None, str | None], list[int]] = {}
     for layer in sorted(of_a.keys() & of_b.keys()):
         key = (of_a[layer], of_b[layer])
-        if key not in found:
-            found[key] = _mask_difference(key, find_masks, a, real)
-        if found[key] is not None:
+        if key not in differences:
+            differences[key] = _mask_difference(key, find_masks, a, real)
+        if differences[key] is not None:
             layers.setdefault(key, []).append(layer)
     return tuple(
-        MaskDifference(tuple(which), one.cells, one.first)
+        replace(difference, layers=tuple(which))
         for key, which in layers.items()
-        if (one := found[key]) is not None
+        if (difference := differences[key]) is not None
     )
 
 
@@ -233,37 +236,34 @@ def _mask_difference(
     step: StepRecord,
     real: RealPositions,
 ) -> MaskDifference | None:
-    if key[0] == key[1] or key[0] is None or key[1] is None:
-        return None if key[0] == key[1] else MaskDifference(())
-    one, other = find_masks[0](key[0]), find_masks[1](key[1])
-    if one is None or other is None or one.cells is None or other.cells is None:
-        # Fingerprints count names and captured values too, so without cells nothing is known.
+    """Return the difference of a pair of masks, without its layers, or None if they are equal."""
+    if key[0] == key[1]:
         return None
-    n_rows = max(one.q_len, other.q_len)
-    cells_a, cells_b = (_broadcast_rows(cells, n_rows) for cells in (one.cells, other.cells))
+    if key[0] is None or key[1] is None:
+        return MaskDifference(())
+    mask_a, mask_b = find_masks[0](key[0]), find_masks[1](key[1])
+    if mask_a is None or mask_b is None or mask_a.cells is None or mask_b.cells is None:
+        # Fingerprints depend on names and captured values too, so without cells nothing is known.
+        return None
+    n_rows = max(mask_a.q_len, mask_b.q_len)
+    cells_a, cells_b = (broadcast_rows(cells, n_rows) for cells in (mask_a.cells, mask_b.cells))
     if cells_a.shape[1:] != cells_b.shape[1:]:
         return MaskDifference(())
     differs = cells_a != cells_b
-    _drop_padding(differs, step, one, real)
+    _drop_padding(differs, step, mask_a, real)
     per_head = differs.reshape(len(differs), -1).sum(1)
     if not per_head.any():
         return None
     head = int(np.argmax(per_head > 0))
     row, kv = (int(n) for n in np.argwhere(differs[head])[0])
-    first = (step.kv_before + row, max(step.kv_after - one.kv_len, 0) + kv)
+    first = (step.kv_before + row, max(step.kv_after - mask_a.kv_len, 0) + kv)
     return MaskDifference((), int(per_head[head]), first)
-
-
-def _broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
-    if cells.shape[1] == 1 < n_rows:  # one row that is broadcast
-        return np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
-    return cells
 
 
 def _drop_padding(
     differs: BoolArray, step: StepRecord, mask: MaskRecord, real: RealPositions
 ) -> None:
-    """Take out rows and keys of padding: what they hold differs between kernels by right."""
+    """Clear rows and keys of padding, where kernels may differ."""
     if real is None:
         return
     kv_offset = max(step.kv_after - mask.kv_len, 0)
@@ -278,12 +278,12 @@ def _compare_paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
     of_a, of_b = (
         {call.layer: f"{call.path}, {call.dtype}" for call in step.calls} for step in (a, b)
     )
-    found: dict[tuple[str, str], list[int]] = {}
+    layers: dict[tuple[str, str], list[int]] = {}
     for layer in sorted(of_a.keys() | of_b.keys()):
-        pair = (of_a.get(layer, "no call"), of_b.get(layer, "no call"))
-        if pair[0] != pair[1]:
-            found.setdefault(pair, []).append(layer)
-    return tuple(PathDifference(tuple(which), *pair) for pair, which in found.items())
+        path_a, path_b = of_a.get(layer, "no call"), of_b.get(layer, "no call")
+        if path_a != path_b:
+            layers.setdefault((path_a, path_b), []).append(layer)
+    return tuple(PathDifference(tuple(which), a=a, b=b) for (a, b), which in layers.items())
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -292,27 +292,29 @@ def _compare_paths(a: StepRecord, b: StepRecord) -> tuple[PathDifference, ...]:
 def _compare_layers(
     a: StepRecord, b: StepRecord, real: RealPositions
 ) -> tuple[LayerDifference, ...]:
-    """Return how far each layer is off: of hidden states where both have them, else of statistics.
+    """Return the difference of each layer: of hidden states if both steps have them, else of stats.
 
-    Statistics are over all rows, so with padding among these they say nothing.
+    Statistics cover all rows, so they cannot be compared when some rows are padding.
     """
     states = _hidden_differences(a, b, real)
     if not states and real is None:
-        states = {layer: (off, False) for layer, off in _stat_differences(a, b).items()}
-    found, before = [], 0.0
-    for layer, (off, exact) in sorted(states.items()):
-        found.append(LayerDifference(layer, off, off - before, exact))
-        before = off
-    return tuple(found)
+        states = {layer: (change, False) for layer, change in _stat_differences(a, b).items()}
+    differences, previous = [], 0.0
+    for layer, (difference, exact) in sorted(states.items()):
+        differences.append(LayerDifference(layer, difference, difference - previous, exact))
+        previous = difference
+    return tuple(differences)
 
 
 def _hidden_differences(
     a: StepRecord, b: StepRecord, real: RealPositions
 ) -> Mapping[int, tuple[float, bool]]:
+    """Return by layer the relative difference of the hidden states, each marked as exact."""
     of_a, of_b = (
-        {one.layer: one for one in step.arrays if one.stream == "hidden"} for step in (a, b)
+        {record.layer: record for record in step.arrays if record.stream == "hidden"}
+        for step in (a, b)
     )
-    found = {}
+    differences = {}
     for layer in of_a.keys() & of_b.keys():
         one, other = (_to_float32(of[layer].array, of[layer].dtype) for of in (of_a, of_b))
         if layer is None or one.shape != other.shape:
@@ -321,8 +323,8 @@ def _hidden_differences(
             rows = np.isin(np.arange(len(one)) + a.kv_before, np.flatnonzero(~real), invert=True)
             one, other = one[rows], other[rows]
         size = float(np.linalg.norm(one))
-        found[layer] = (float(np.linalg.norm(one - other)) / (size or 1.0), True)
-    return found
+        differences[layer] = (float(np.linalg.norm(one - other)) / (size or 1.0), True)
+    return differences
 
 
 def _to_float32(array: npt.NDArray[np.generic], dtype: str | None) -> npt.NDArray[np.float32]:
@@ -339,16 +341,15 @@ def _stat_differences(a: StepRecord, b: StepRecord) -> Mapping[int, float]:
 
 
 def _relative_change(one: LayerStatRecord, other: LayerStatRecord) -> float:
-    """Return the largest relative change of a layer's norm, spread and extremes."""
-    size = max(abs(one.std), abs(other.std), 1e-12)
-    width = max(abs(one.max), abs(one.min), abs(other.max), abs(other.min), 1e-12)
+    """Return the largest relative change of a layer's norm, mean, std, min and max."""
+    std = max(abs(one.std), abs(other.std), 1e-12)
+    extreme = max(abs(one.max), abs(one.min), abs(other.max), abs(other.min), 1e-12)
     norm = max(abs(one.norm), abs(other.norm), 1e-12)
-    changes = (
+    change = max(
         abs(one.norm - other.norm) / norm,
-        abs(one.std - other.std) / size,
-        abs(one.mean - other.mean) / size,
-        abs(one.max - other.max) / width,
-        abs(one.min - other.min) / width,
+        abs(one.std - other.std) / std,
+        abs(one.mean - other.mean) / std,
+        abs(one.max - other.max) / extreme,
+        abs(one.min - other.min) / extreme,
     )
-    off = max(changes)
-    return off if math.isfinite(off) else math.inf
+    return change if math.isfinite(change) else math.inf

@@ -1,4 +1,4 @@
-"""Block tables that do not fit their rule, and masks of another batch or number of heads."""
+"""Block tables that do not match their mask_mod, and masks of another batch or head count."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = 300
 
 
 def attention_with(make: Any) -> Any:
-    """Return flex whose mask `make(layer, rows, keys)` builds; decode rows are causal."""
+    """Return an attention function whose block mask comes from `make(layer, rows, keys)`."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         rows, keys = q.shape[2], k.shape[2]
@@ -33,7 +33,7 @@ def attention_with(make: Any) -> Any:
     return attention
 
 
-def test_a_captured_tensor_that_changed_leaves_blocks_out(tmp_path: Path) -> None:
+def test_a_changed_captured_tensor_makes_the_tables_stale(tmp_path: Path) -> None:
     owner = torch.arange(512) // 100
 
     def rule(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -46,11 +46,13 @@ def test_a_captured_tensor_that_changed_leaves_blocks_out(tmp_path: Path) -> Non
         found = planted(tmp_path, model, lambda: model(fed(LONG)))
     finding = one(found, "mask.stale-tables")
     assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
-    assert "1 block of the rule missing, first: rows 256-299, keys 0-127" in finding.sentence
-    assert "uncompiled flex goes by the rule and is right" in finding.sentence
+    assert "1 open block missing, first: rows 256-299, keys 0-127" in finding.sentence
+    assert "uncompiled FlexAttention is correct, compiled it would follow the tables" in (
+        finding.sentence
+    )
 
 
-def test_a_rule_that_tells_heads_apart_with_tables_of_one(tmp_path: Path) -> None:
+def test_a_mask_mod_that_depends_on_the_head_with_tables_of_one_head(tmp_path: Path) -> None:
     def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) & ((h > 1) | (q - kv < 20))
 
@@ -60,20 +62,20 @@ def test_a_rule_that_tells_heads_apart_with_tables_of_one(tmp_path: Path) -> Non
     finding = one(found, "mask.ignores-head")
     assert (finding.severity, finding.head) == (Severity.WARNING, 2)
     assert finding.layers == (0, 1, 2)
-    assert "for heads 2-3 of 4 its tables have 1 block of the rule missing" in finding.sentence
+    assert "for heads 2-3 of 4 its tables have 1 open block missing" in finding.sentence
     assert "rows 256-299, keys 0-127" in finding.sentence
 
 
-def test_a_mask_for_the_key_heads_is_of_the_wrong_size(tmp_path: Path) -> None:
+def test_a_mask_for_the_kv_heads_has_the_wrong_size(tmp_path: Path) -> None:
     with own_attention(causal, heads=2) as name:
         model = model_on(name, "phi3")
         found = planted(tmp_path, model, lambda: model(fed()))
     finding = one(found, "mask.wrong-size")
-    assert "2 heads, and the queries have 4 (it was built for the key heads)" in finding.sentence
+    assert "2 heads, but the queries have 4 (it was built for the KV heads)" in finding.sentence
     assert finding.layers == (0, 1, 2)
 
 
-def test_a_mask_of_another_batch_is_of_the_wrong_size(tmp_path: Path) -> None:
+def test_a_mask_of_another_batch_has_the_wrong_size(tmp_path: Path) -> None:
     def make(layer: int, rows: int, keys: int) -> Any:
         return create_block_mask(lambda b, h, q, kv: kv <= q, 3, None, rows, keys, "cpu")
 
@@ -81,10 +83,10 @@ def test_a_mask_of_another_batch_is_of_the_wrong_size(tmp_path: Path) -> None:
         model = model_on(name)
         found = planted(tmp_path, model, lambda: model(torch.cat((fed(), fed(seed=4)))))
     finding = one(found, "mask.wrong-size")
-    assert "batch 3, and the queries have 2" in finding.sentence
+    assert "batch 3, but the queries have 2" in finding.sentence
 
 
-def test_masks_for_one_or_for_every_head_and_sequence_are_silent(tmp_path: Path) -> None:
+def test_masks_for_one_or_all_heads_have_no_finding(tmp_path: Path) -> None:
     fed_twice = torch.cat((fed(140), fed(140, seed=4)))
     for heads in (None, 1, 4):
         with own_attention(causal, heads=heads) as name:
@@ -94,7 +96,7 @@ def test_masks_for_one_or_for_every_head_and_sequence_are_silent(tmp_path: Path)
 
 
 def record(rule: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any) -> MaskRecord:
-    """Return a mask of n rows with a rule's cells, and the tables of a rule (or `of` another)."""
+    """Return a mask of n rows with the cells of a spec, and its tables (or those of spec `of`)."""
     cells = rule.dense(n)[None]
     tables = algebra.block_tables(of or rule, n, n)
     facts = {"cells": cells, "partial": tables.partial[None], "full": tables.full[None], **changes}
@@ -104,25 +106,25 @@ def record(rule: MaskSpec, n: int, *, of: MaskSpec | None = None, **changes: Any
 ISOLATION = MaskSpec("two", (0, 200), (0, 0), (0, 200))
 
 
-def test_tables_of_their_own_rule_agree_at_any_length() -> None:
+def test_tables_match_their_own_spec_at_any_length() -> None:
     for n in (1, 5, 127, 128, 129, 256, 300, 512):
         assert find_stale_blocks(record(algebra.causal(), n)) is None
         assert find_stale_blocks(record(ISOLATION, n)) is None
 
 
-def test_tables_that_visit_more_than_they_need_are_no_matter() -> None:
+def test_tables_with_superfluous_partial_blocks_are_not_stale() -> None:
     wide = np.ones((1, 3, 3), np.bool_)
     assert find_stale_blocks(record(ISOLATION, 300, partial=wide, full=None)) is None
 
 
-def test_full_blocks_that_the_rule_closes_are_said() -> None:
+def test_full_blocks_that_the_spec_closes_are_found() -> None:
     stale = find_stale_blocks(record(ISOLATION, 384, of=algebra.causal()))
     assert stale is not None
     assert not stale.missing.any()
     assert np.argwhere(stale.extra).tolist() == [[0, 1, 0], [0, 2, 0], [0, 2, 1]]
 
 
-def test_of_a_compiled_call_what_counts_is_its_rule_by_blocks() -> None:
+def test_a_compiled_call_is_compared_by_the_block_states_of_its_mask_mod() -> None:
     ruled = np.array([[[1, 0, 0], [2, 1, 0], [2, 2, 1]]], np.uint8)
     tables = algebra.block_tables(ISOLATION, 384, 384)
     cells = algebra.executed_mask(algebra.causal().dense(384), tables, (128, 128), compiled=True)[

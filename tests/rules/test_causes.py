@@ -1,4 +1,4 @@
-"""What follows from another finding is a note that names it; what does not stays as it is."""
+"""A consequence of another finding becomes a note that names it; other findings do not change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def finding(finding_id: str, severity: Severity, *layers: int) -> Finding:
     return Finding(finding_id, severity, "So it is.", step=0, layer=layers[0], layers=several)
 
 
-def test_a_mask_that_a_fallback_lost_is_a_note_that_says_so() -> None:
+def test_a_mask_lost_by_a_fallback_is_a_note_that_says_so() -> None:
     mask, path = link_causes(
         [finding("mask.not-applied", ERROR, 1), finding("path.fallback", WARNING, 1)]
     )
@@ -22,7 +22,7 @@ def test_a_mask_that_a_fallback_lost_is_a_note_that_says_so() -> None:
     assert path.severity is ERROR
 
 
-def test_a_leak_beside_shifted_borders_is_their_consequence() -> None:
+def test_a_leak_of_a_layer_with_shifted_borders_is_their_consequence() -> None:
     shifted, leak = link_causes(
         [finding("segments.shifted", WARNING, 0, 1), finding("mask.leak", WARNING, 0, 1)]
     )
@@ -34,6 +34,6 @@ def test_a_mask_of_another_layer_has_another_cause() -> None:
     assert link_causes(both) == both
 
 
-def test_what_no_rule_takes_for_bad_causes_nothing() -> None:
+def test_a_note_is_not_a_cause() -> None:
     both = [finding("mask.not-applied", ERROR, 1), finding("path.bypass", NOTE, 1)]
     assert link_causes(both) == both

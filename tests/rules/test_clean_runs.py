@@ -1,6 +1,6 @@
-"""Runs in which nothing is wrong: no rule raises its voice, whatever the mask, dtype or family.
+"""Correct runs have no warning and no error, whatever the mask, dtype or model family.
 
-All registered rules look, live and afterwards; a note may be made, a warning may not.
+All registered rules run, live and offline; notes are allowed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def demo() -> Any:
 
 
 def run(loaded: Any, out: Path, **options: Any) -> list[Finding]:
-    """Run two samples as the capture process does, and return what all rules say of them."""
+    """Run two samples as the capture process does, and return the findings of all rules."""
     job = Job(out=str(out), max_samples=2, max_new_tokens=12, **options)
     ensemble = EnsembleRunner(loaded, job, compiled=False)
     with TraceWriter.create(out, {}) as writer:
@@ -66,7 +66,7 @@ def test_the_demo_model_with_another_option(
 
 
 def isolated(n: int, spans: list[tuple[int, int]]) -> torch.Tensor:
-    """Return a mask to be added, (1, 1, n, n): spans do not see each other, the rest sees all."""
+    """Return an additive mask, (1, 1, n, n): spans do not see each other, other rows see all."""
     row, key = torch.arange(n)[:, None], torch.arange(n)[None]
     seen = key <= row
     for start, stop in spans:

@@ -1,4 +1,4 @@
-"""Decode rows that take themselves for another row are named, with step, layers and counts."""
+"""Decode rows with the mask of another row are found, with step, layers and counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fed(n: int = PROMPT, seed: int = 3) -> Tensor:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Any]:
-    """Watch a run of a model and return the findings."""
+    """Capture a run of a model and return the findings."""
     return lambda model, act, **watch: planted(tmp_path, model, act, **watch)
 
 
@@ -37,12 +37,12 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 
 def test_the_case_of_a_decode_row_without_an_offset_is_found_in_both_halves() -> None:
     found = found_in_case("k01_decode_without_offset")
-    loose, model = of(found, "decode.no-offset")
-    assert (loose.generation, loose.severity, loose.positions) == (0, Severity.WARNING, (8,))
-    assert loose.sentence == (
-        "The one row of this call sees 1 of 9 keys, the first one: a mask over keys of a cache "
-        "counts its rows from 0, while 8 keys come before them (with that offset the last row sees "
-        "9)."
+    standalone, model = of(found, "decode.no-offset")
+    assert (standalone.generation, standalone.severity) == (0, Severity.WARNING)
+    assert standalone.positions == (8,)
+    assert standalone.sentence == (
+        "The only row of this call sees 1 of 9 keys, the first one: the mask counts its rows from "
+        "0, but 8 keys come before them (with that offset the last row would see 9)."
     )
     assert (model.severity, model.step, model.layers) == (Severity.ERROR, 1, (0, 1))
     assert (model.times, model.last_step) == (3, 3)
@@ -66,7 +66,7 @@ def test_a_mask_without_offset_in_all_layers(run: Callable[..., Any], flex: bool
     assert (finding.evidence["seen"], finding.evidence["expected"]) == (1, PROMPT + 1)
 
 
-def test_sdpa_told_to_be_causal_for_one_row_in_one_layer(run: Callable[..., Any]) -> None:
+def test_sdpa_with_is_causal_for_one_row_in_one_layer(run: Callable[..., Any]) -> None:
     model = make_model("gpt_neox")
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -120,7 +120,7 @@ def test_an_offset_that_is_lost_in_the_middle_of_a_generation(run: Callable[...,
     assert "(in step 2 it was 11 of 11)" in finding.sentence
 
 
-# -- a row behind its place ------------------------------------------------------------------------
+# -- a row with the mask of an earlier row ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
@@ -137,7 +137,7 @@ def test_an_offset_that_is_one_too_small(run: Callable[..., Any], family: str) -
     assert not of(found, "decode.stale-row")
 
 
-def test_a_row_that_misses_itself_once_is_told_of_when_the_generation_ends(
+def test_a_row_that_does_not_see_itself_once_is_reported_at_the_end(
     run: Callable[..., Any],
 ) -> None:
     model = make_model("qwen2")
@@ -146,16 +146,16 @@ def test_a_row_that_misses_itself_once_is_told_of_when_the_generation_ends(
     assert (finding.step, finding.evidence["seen"], finding.times) == (4, PROMPT + 3, 1)
 
 
-def test_a_length_captured_once_makes_rows_stale(run: Callable[..., Any]) -> None:
+def test_a_mask_mod_with_a_captured_length_makes_rows_stale(run: Callable[..., Any]) -> None:
     model = make_model("llama")
     attend_by(model, lambda layer, rows, keys: (keys <= rows) & (keys < PROMPT + 1), flex=True)
     found = run(model, lambda: with_cache(model, fed()))
     finding = one(found, "decode.stale-row")
     assert (finding.step, finding.layers, finding.severity) == (2, (0, 1, 2), Severity.ERROR)
     assert finding.sentence.startswith(
-        "From step 2 on the newest row sees the keys up to position 9"
+        "From step 2 on, the newest row sees only keys up to position 9"
     )
-    assert "in step 3 it sees 10 of 12 keys, and not itself; 12 expected." in finding.sentence
+    assert "in step 3 it sees 10 of 12 keys, but not itself; 12 expected." in finding.sentence
     assert not of(found, "decode.self-unseen")
 
 
@@ -182,12 +182,12 @@ def test_rows_that_see_the_prompt_and_themselves_but_nothing_generated(
     finding = one(run(model, lambda: with_cache(model, fed())), "decode.stale-row")
     assert (finding.step, finding.severity, finding.times) == (2, Severity.WARNING, 3)
     assert (
-        "sees the prompt and itself, and none of 1 token generated before it in all 3 layers: "
+        "sees the prompt and itself, but not the 1 token generated before it in all 3 layers: "
         "10 of 11 keys; 11 expected."
     ) in finding.sentence
 
 
-def test_a_history_that_nobody_watched_leaves_only_what_is_certain(run: Callable[..., Any]) -> None:
+def test_without_a_captured_prompt_a_missing_offset_is_a_warning(run: Callable[..., Any]) -> None:
     model = make_model("llama")
     cache = model(fed()).past_key_values
     attend_by(model, causal, first_row=lambda q, kv: 0)
@@ -195,13 +195,13 @@ def test_a_history_that_nobody_watched_leaves_only_what_is_certain(run: Callable
     assert finding.severity is Severity.WARNING
 
 
-# -- healthy ---------------------------------------------------------------------------------------
+# -- correct runs ----------------------------------------------------------------------------------
 
 
 def generate(model: Any, prompt: Tensor, **options: Any) -> None:
     mask = options.pop("attention_mask", torch.ones_like(prompt))
-    given = {"max_new_tokens": 12, "do_sample": False, **options}
-    model.generate(prompt, attention_mask=mask, **given)
+    options = {"max_new_tokens": 12, "do_sample": False, **options}
+    model.generate(prompt, attention_mask=mask, **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -222,7 +222,7 @@ def test_no_family_makes_a_finding(run: Callable[..., Any], family: str) -> None
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_no_way_to_generate_makes_a_finding(
+def test_no_generation_option_makes_a_finding(
     run: Callable[..., Any], family: str, options: dict[str, Any]
 ) -> None:
     model = make_model(family)
@@ -237,7 +237,7 @@ def test_left_padding_makes_no_finding(run: Callable[..., Any]) -> None:
     assert serious(found) == []
 
 
-def test_a_mask_in_which_no_row_but_the_first_sees_itself_may_be_meant(
+def test_a_mask_in_which_only_the_first_row_sees_itself_is_a_note(
     run: Callable[..., Any],
 ) -> None:
     model = make_model("llama")
@@ -246,7 +246,9 @@ def test_a_mask_in_which_no_row_but_the_first_sees_itself_may_be_meant(
     assert [(f.id, f.severity) for f in found] == [("decode.self-unseen", Severity.NOTE)]
 
 
-def test_a_layer_that_always_sees_the_first_key_alone_is_a_design(run: Callable[..., Any]) -> None:
+def test_a_layer_that_always_sees_only_the_first_key_makes_no_finding(
+    run: Callable[..., Any],
+) -> None:
     model = make_model("llama")
     attend_by(model, lambda layer, rows, keys: (keys <= rows) & ((layer != 1) | (keys == 0)))
     assert not [f for f in run(model, lambda: with_cache(model, fed())) if f.id in MINE]
@@ -270,7 +272,7 @@ def test_masks_that_are_sparse_by_design_make_no_finding(
     assert not [f for f in run(model, lambda: with_cache(model, fed(), 7)) if f.id in MINE]
 
 
-def test_a_cache_that_is_cut_back_and_gone_on_with_makes_no_finding(
+def test_a_cropped_cache_makes_no_finding(
     run: Callable[..., Any],
 ) -> None:
     model = make_model("llama")
@@ -285,12 +287,12 @@ def test_a_cache_that_is_cut_back_and_gone_on_with_makes_no_finding(
     assert serious(run(model, rewind)) == []
 
 
-def test_the_level_that_records_no_cells_says_nothing(run: Callable[..., Any]) -> None:
+def test_level_basic_makes_no_finding(run: Callable[..., Any]) -> None:
     model = make_model("llama")
     attend_by(model, causal, first_row=lambda q, kv: 0)
     found = run(model, lambda: with_cache(model, fed()), level="basic")
     assert not [finding for finding in found if finding.id in MINE]
 
 
-def test_the_healthy_decode_case_makes_no_finding() -> None:
+def test_the_correct_decode_case_makes_no_finding() -> None:
     assert serious(found_in_case("c3_open_decode_row")) == []

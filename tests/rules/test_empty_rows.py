@@ -1,4 +1,4 @@
-"""Rows that see nothing: who reads them, in models and in calls outside of them."""
+"""Rows that see no key, and the rows that read them, in models and in standalone calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_case_of_separators_without_a_segment_names_rows_and_first_reader() 
     assert finding.fix
 
 
-def test_padding_that_nobody_reads_is_a_note_on_every_backend() -> None:
+def test_padding_that_no_row_reads_is_a_note_on_every_backend() -> None:
     found = found_in_case("s04_left_padding")
     assert [(f.id, f.severity, f.positions) for f in found if f.id == EMPTY] == [
         (EMPTY, Severity.NOTE, (0, 1, 2))
@@ -77,16 +77,16 @@ def test_decode_rows_that_see_nothing_from_a_step_on(run: Callable[..., Any]) ->
     found = run(lambda at, rows, keys: causal(at, rows, keys) & (rows < PROMPT + 1), flex=True)
     finding = one(found, EMPTY)
     assert (finding.step, finding.severity) == (2, Severity.ERROR)
-    assert "it is the newest row, which chooses the next token" in finding.sentence
+    assert "it is the newest row, which predicts the next token" in finding.sentence
 
 
 def test_a_mask_without_empty_rows_makes_no_finding(run: Callable[..., Any]) -> None:
     assert of(run(isolated([(1, 5), (6, 10)], 11)), EMPTY) == []
 
 
-# -- calls outside of a model ----------------------------------------------------------------------
+# -- standalone calls ------------------------------------------------------------------------------
 
-LOOSE = """
+STANDALONE = """
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 torch.manual_seed(0)
@@ -100,9 +100,9 @@ call(lambda b, h, q, k: k <= q + 3, 3, 6)
 """
 
 
-def test_loose_calls_tell_rows_that_are_read_from_padding(tmp_path: Path) -> None:
+def test_standalone_calls_distinguish_rows_that_are_read_from_padding(tmp_path: Path) -> None:
     script = tmp_path / "trial.py"
-    script.write_text(LOOSE)
+    script.write_text(STANDALONE)
     out = tmp_path / "script.flextrace"
     assert capture(script, out).code == 0
     read, padding, nothing = of(found_in_trace(out), EMPTY)

@@ -1,4 +1,4 @@
-"""Which head and which batch row a mask is for: what own code gets wrong, and what is right."""
+"""Masks that depend on the head or the batch row: faults are found, correct masks are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flexinspect.rules.masks.heads_and_batches import find_odd_heads
 
 Rule = Callable[[Any, Any, Any, Any], Any]
 DOCUMENTS = torch.tensor([[0] * 12, [0] * 4 + [1] * 8, [0] * 8 + [1] * 4])
-"""Of each of three sequences, where its documents lie."""
+"""The document of each token, of three sequences."""
 
 
 def prompts(n: int = 3) -> Tensor:
@@ -29,7 +29,7 @@ def prompts(n: int = 3) -> Tensor:
 
 
 def kernel(rule: Rule, batch: int | None) -> Callable[..., Any]:
-    """Return an attention function that builds its block mask for so many sequences."""
+    """Return an attention function that builds its block mask with this B."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         made = create_block_mask(rule, batch, None, q.shape[2], k.shape[2], "cpu")
@@ -47,7 +47,7 @@ def future_in_the_second(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (kv_idx <= q_idx) | (b == 1)
 
 
-def test_a_mask_for_one_sequence_whose_rule_reads_the_batch(tmp_path: Path) -> None:
+def test_a_mask_for_one_sequence_whose_mask_mod_depends_on_the_batch(tmp_path: Path) -> None:
     with registered(kernel(by_document, None)) as name:
         model = model_on(name)
         finding = one(planted(tmp_path, model, lambda: model(prompts())), "mask.ignores-batch")
@@ -55,13 +55,13 @@ def test_a_mask_for_one_sequence_whose_rule_reads_the_batch(tmp_path: Path) -> N
     assert finding.evidence["differ"] == [1, 2]
     assert finding.evidence["first"] == [1, 4, 0]
     assert finding.positions == (4,)
-    assert "batch rows 1-2 are not as row 0, first at row 4, key 0 of batch row 1" in (
+    assert "batch rows 1-2 of 3 differ from row 0, first at row 4, key 0 of batch row 1" in (
         finding.sentence
     )
 
 
 @pytest.mark.parametrize(("rule", "batch"), [(by_document, 3), (None, None)])
-def test_a_mask_that_is_made_for_its_batch_is_left_alone(
+def test_a_mask_built_for_its_batch_makes_no_finding(
     tmp_path: Path, rule: Rule | None, batch: int | None
 ) -> None:
     plain: Rule = rule or (lambda b, h, q_idx, kv_idx: kv_idx <= q_idx)
@@ -80,7 +80,7 @@ def test_a_sequence_beyond_the_first_that_sees_the_future(tmp_path: Path) -> Non
     assert "batch row 1 of 3 sees the future (66 pairs" in finding.sentence
 
 
-def test_a_dense_mask_of_which_one_sequence_sees_the_future(tmp_path: Path) -> None:
+def test_a_dense_mask_in_which_one_sequence_sees_the_future(tmp_path: Path) -> None:
     model = model_on("sdpa")
     mask = torch.ones(3, 1, 12, 12, dtype=torch.bool).tril()
     mask[2] = True
@@ -89,7 +89,7 @@ def test_a_dense_mask_of_which_one_sequence_sees_the_future(tmp_path: Path) -> N
     assert of(found, "mask.future") == []
 
 
-def test_a_padded_batch_is_left_alone(tmp_path: Path) -> None:
+def test_a_padded_batch_makes_no_finding(tmp_path: Path) -> None:
     model, fed = model_on("sdpa"), prompts()
     fed[1, :3] = 0
     padding = (fed != 0).long()
@@ -101,7 +101,7 @@ def test_a_padded_batch_is_left_alone(tmp_path: Path) -> None:
     assert [f.id for f in found if "batch" in f.id] == []
 
 
-def test_keys_repeated_as_a_whole_are_an_error_and_head_by_head_are_not(tmp_path: Path) -> None:
+def test_keys_repeated_as_a_whole_are_an_error_but_head_by_head_are_not(tmp_path: Path) -> None:
     found = {}
     for way in ("repeat", "repeat_interleave"):
 
@@ -130,7 +130,7 @@ def test_keys_repeated_as_a_whole_are_an_error_and_head_by_head_are_not(tmp_path
     assert of(found["repeat_interleave"], "attention.keys-tiled") == []
 
 
-def test_the_head_with_a_mask_of_its_own_is_named_with_its_key_head(tmp_path: Path) -> None:
+def test_a_head_with_a_mask_of_its_own_is_named_with_its_kv_head(tmp_path: Path) -> None:
     def first_key_alone(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) & ((h != 2) | (kv == 0))
 
@@ -147,7 +147,7 @@ def test_a_mask_that_all_heads_share_has_no_odd_head(tmp_path: Path) -> None:
         assert of(planted(tmp_path, model, lambda: model(prompts(1))), "mask.by-head") == []
 
 
-def test_the_odd_heads_are_those_unlike_most() -> None:
+def test_odd_heads_are_those_that_differ_from_most() -> None:
     cells = np.ones((4, 3, 3), np.bool_)
     assert find_odd_heads(cells) == []
     cells[1, 2, 2] = False

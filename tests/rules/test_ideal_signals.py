@@ -103,7 +103,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     ),
     "w04_missing_eos": (
         Signal(
-            *("mask.merged", "warning", ("1 block-diagonal piece, where there are 3 segments",)),
+            *("mask.merged", "warning", ("1 block-diagonal piece, but there are 3 segments",)),
             layers=(0, 1),
             positions=(4, 5, 6, 7, 8, 9, 10),
         ),
@@ -162,7 +162,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "s01_leak_through_separators": (
         Signal(
             *("reach.leak", "warning"),
-            ("Paraphrase 2 reaches paraphrase 1 from layer 1 on, through rows 7", "separator 1"),
+            ("Paraphrase 2 depends on paraphrase 1 from layer 1 on, through rows 7", "separator 1"),
             layers=(1,),
             positions=(7, 8),
         ),
@@ -228,14 +228,14 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "b02_stale_tables": (
         Signal(
             *("mask.stale-tables", "error"),
-            ("2 blocks of the rule missing, first: rows 128-255, keys 0-127",),
+            ("2 open blocks missing, first: rows 128-255, keys 0-127",),
             positions=(128,),
         ),
     ),
     "b06_blocks_for_tokens": (
         Signal(
             *("mask.block-view", "note"),
-            ("40 x 40 cells, 820 of them open, lies in one block of 128 x 128",),
+            ("40 x 40 cells, 820 of them open, fits into one block of 128 x 128",),
         ),
     ),
     "p02_graph_every_step": (

@@ -1,4 +1,4 @@
-"""Masks and keys of other lengths than their call are found, and those that fit are left alone."""
+"""Masks and keys of other lengths than their call are found; matching ones make no finding."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Any:
 # -- a mask of another length ----------------------------------------------------------------------
 
 
-def test_a_mask_made_before_the_cache_grew_is_told_though_its_exception_is_swallowed(
+def test_a_mask_built_before_the_cache_grew_is_found_despite_a_suppressed_exception(
     tmp_path: Path, own: Any
 ) -> None:
     """Only layer 1, and only in decode steps."""
@@ -101,7 +101,7 @@ def test_a_mask_made_before_the_cache_grew_is_told_though_its_exception_is_swall
     )
 
 
-def test_a_mask_of_the_prompt_kept_for_decode_steps_is_told_with_both_lengths(
+def test_a_prompt_mask_reused_for_decode_steps_is_found_with_both_lengths(
     tmp_path: Path, own: Any
 ) -> None:
     kept: list[Any] = []
@@ -123,7 +123,7 @@ def _quiet(run: Callable[[], None]) -> None:
         run()
 
 
-def test_a_mask_of_another_number_of_rows_alone_is_told_as_such(tmp_path: Path, own: Any) -> None:
+def test_a_mask_of_another_number_of_rows_is_found(tmp_path: Path, own: Any) -> None:
     model = own(lambda layer, rows, keys: causal(rows + 1, keys))
     found = planted(tmp_path, model, lambda: _quiet(lambda: decode(model, prompt())))
     finding = one(found, "lengths.mask-q")
@@ -132,7 +132,7 @@ def test_a_mask_of_another_number_of_rows_alone_is_told_as_such(tmp_path: Path, 
     )
 
 
-def test_a_dense_mask_that_sdpa_refuses_is_told(tmp_path: Path, own: Any) -> None:
+def test_a_dense_mask_that_sdpa_rejects_is_found(tmp_path: Path, own: Any) -> None:
     def late(layer: int, rows: int, keys: int) -> Tensor:
         return torch.ones(1, 1, rows, 12 if layer == 2 and keys == 11 else keys, dtype=torch.bool)
 
@@ -146,7 +146,7 @@ def test_a_dense_mask_that_sdpa_refuses_is_told(tmp_path: Path, own: Any) -> Non
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_a_mask_that_eager_attention_refuses_is_told(tmp_path: Path, level: str) -> None:
+def test_a_mask_that_eager_attention_rejects_is_found(tmp_path: Path, level: str) -> None:
     model = make_model("gpt_neox")
     model.set_attn_implementation("eager")
 
@@ -163,10 +163,10 @@ def test_a_mask_that_eager_attention_refuses_is_told(tmp_path: Path, level: str)
     )
 
 
-def test_a_square_mask_that_flex_reads_at_row_0_is_told(
+def test_a_square_mask_that_flex_attention_reads_at_row_0_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody refuses it: transformers' flex takes what it needs from the upper left corner."""
+    """It is not rejected: transformers' flex attention reads the upper left corner."""
     plain = lambda *args, training=False, **kwargs: flex_attention(*args, **kwargs)  # noqa: E731
     monkeypatch.setattr(theirs, "compile_friendly_flex_attention", plain)
     model = make_model("llama")
@@ -182,7 +182,7 @@ def test_a_square_mask_that_flex_reads_at_row_0_is_told(
     finding = one(planted(tmp_path, model, run), "lengths.mask-q")
     assert (finding.severity, finding.step, finding.layers) == (Severity.ERROR, 1, (0, 1, 2))
     assert finding.sentence.startswith(
-        "All 3 layers got a dense mask of 12 rows in step 1, which has 1 row (position 9"
+        "All 3 layers received a dense mask of 12 rows in step 1, which has 1 row (position 9"
     )
 
 
@@ -190,21 +190,21 @@ def test_a_square_mask_that_flex_reads_at_row_0_is_told(
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "said"),
+    ("batch", "heads", "text"),
     [
-        (None, 2, "2 heads (its key heads) and the call has 4"),
-        (2, None, "batch 2 and the call has 3"),
-        (2, 3, "batch 2 and the call has 3, and for 3 heads and the call has 4"),
+        (None, 2, "2 heads (its KV heads), but the call has 4"),
+        (2, None, "batch 2, but the call has 3"),
+        (2, 3, "batch 2, but the call has 3, and for 3 heads, but the call has 4"),
     ],
 )
-def test_a_mask_of_another_batch_or_head_count_is_told(
-    tmp_path: Path, own: Any, batch: int | None, heads: int | None, said: str
+def test_a_mask_of_another_batch_or_head_count_is_found(
+    tmp_path: Path, own: Any, batch: int | None, heads: int | None, text: str
 ) -> None:
     model = own(lambda layer, rows, keys: causal(rows, keys, batch, heads))
     fed = prompt().repeat(3, 1)
     finding = one(planted(tmp_path, model, lambda: decode(model, fed)), "lengths.batch-heads")
     assert (finding.severity, finding.step, finding.layers) == (Severity.WARNING, 0, (0, 1, 2))
-    assert said in finding.sentence
+    assert text in finding.sentence
 
 
 def test_one_layer_with_a_mask_of_another_batch_is_named(tmp_path: Path, own: Any) -> None:
@@ -219,7 +219,7 @@ def test_one_layer_with_a_mask_of_another_batch_is_named(tmp_path: Path, own: An
 
 
 def cropping(module_layer: int, cut: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Return SDPA that gives one layer a part of its keys in decode steps."""
+    """Return an SDPA function that passes only some keys to one layer in decode steps."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         if module.layer_idx == module_layer and q.shape[2] == 1:
@@ -234,16 +234,16 @@ def cropping(module_layer: int, cut: Callable[[Tensor], Tensor]) -> Callable[...
 
 
 @pytest.mark.parametrize(
-    ("layer", "cut", "step", "said"),
+    ("layer", "cut", "step", "text"),
     [
         (1, lambda t: t[:, :, -5:], 1, "gets 5 keys in step 1, the others get 10, and the cache "),
-        (2, lambda t: t[:, :, :-1], 2, "as the step before lacked 1 as well"),
-        (0, lambda t: t[:, :, 2:], 1, "as the prompt's last row looked 8 keys back"),
+        (2, lambda t: t[:, :, :-1], 2, "because the previous step lacked 1 as well"),
+        (0, lambda t: t[:, :, 2:], 1, "because the last row of the prompt saw 8 keys back"),
     ],
     ids=["window", "without the newest", "without the first"],
 )
-def test_a_layer_that_is_given_fewer_keys_than_the_others_is_named(
-    tmp_path: Path, layer: int, cut: Any, step: int, said: str
+def test_a_layer_that_receives_fewer_keys_than_the_others_is_named(
+    tmp_path: Path, layer: int, cut: Any, step: int, text: str
 ) -> None:
     AttentionInterface.register("cropping", cropping(layer, cut))
     try:
@@ -254,29 +254,29 @@ def test_a_layer_that_is_given_fewer_keys_than_the_others_is_named(
         AttentionInterface._global_mapping.pop("cropping")
     finding = one(found, "lengths.layer-keys")
     assert (finding.severity, finding.layer, finding.step) == (Severity.ERROR, layer, step)
-    assert said in finding.sentence
+    assert text in finding.sentence
 
 
-# -- healthy ---------------------------------------------------------------------------------------
+# -- correct runs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_generation_of_all_families_is_left_alone(tmp_path: Path, family: str, level: str) -> None:
-    """Windows of 9 keys over a prompt of 14 among them, in some layers or in all."""
+def test_generation_makes_no_finding_in_any_family(tmp_path: Path, family: str, level: str) -> None:
+    """Some families have windows of 9 keys, shorter than the prompt, in some or all layers."""
     model = make_model(family)
     run = lambda: model.generate(prompt(14), max_new_tokens=5, do_sample=False)  # noqa: E731
     assert serious(planted(tmp_path, model, run, level=level)) == []
 
 
-def test_static_caches_with_windows_are_left_alone(tmp_path: Path) -> None:
+def test_static_caches_with_windows_make_no_finding(tmp_path: Path) -> None:
     model = make_model("gemma2")
     options = {"cache_implementation": "static", "disable_compile": True, "max_new_tokens": 5}
     run = lambda: model.generate(prompt(14), do_sample=False, **options)  # noqa: E731
     assert serious(planted(tmp_path, model, run)) == []
 
 
-def test_a_mask_of_one_batch_and_head_serves_all(tmp_path: Path, own: Any) -> None:
+def test_a_mask_of_one_batch_and_head_fits_all(tmp_path: Path, own: Any) -> None:
     model = own(lambda layer, rows, keys: causal(rows, keys))
     found = planted(tmp_path, model, lambda: decode(model, prompt().repeat(3, 1)))
     assert about_lengths(found) == []
@@ -288,9 +288,7 @@ def test_a_mask_for_each_batch_and_head_fits(tmp_path: Path, own: Any) -> None:
     assert about_lengths(found) == []
 
 
-def test_a_kernel_that_fails_for_another_reason_is_none_of_lengths(
-    tmp_path: Path, own: Any
-) -> None:
+def test_a_kernel_that_fails_for_another_reason_makes_no_finding(tmp_path: Path, own: Any) -> None:
     def broken(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         raise MemoryError("no more")
 
@@ -309,7 +307,7 @@ def _failing(model: Any) -> None:
         model(prompt())
 
 
-def test_a_larger_dense_mask_is_right_for_a_prompt(
+def test_a_larger_dense_mask_is_correct_for_a_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = lambda *args, training=False, **kwargs: flex_attention(*args, **kwargs)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Masks that ran against masks that were meant: planted faults are named, healthy runs are not."""
+"""Executed masks against declared masks: planted faults are found, correct runs have no finding."""
 
 from __future__ import annotations
 
@@ -33,16 +33,11 @@ ISOLATED: dict[str, Any] = {"segments": SEGMENTS, "mask": "segment-isolation"}
 
 
 def run_own(tmp_path: Path, rule: Any, *, family: str = "llama", n: int = 4, **watch: Any) -> Any:
-    """Generate with a rule of one's own under watch, and return what was found."""
+    """Generate with a custom mask_mod under capture, and return the findings."""
     attention = {name: watch.pop(name) for name in ("heads", "failing") if name in watch}
-    prompt = watch.pop("prompt", None)
     with own_attention(rule, **attention) as name:
         model = model_on(name, family)
-        return planted(tmp_path, model, lambda: generated(model, _or_fed(prompt), n), **watch)
-
-
-def _or_fed(prompt: Tensor | None) -> Tensor:
-    return fed() if prompt is None else prompt
+        return planted(tmp_path, model, lambda: generated(model, fed(), n), **watch)
 
 
 def of_masks(found: list[Finding]) -> list[Finding]:
@@ -52,29 +47,31 @@ def of_masks(found: list[Finding]) -> list[Finding]:
 # -- faults ---------------------------------------------------------------------------------------
 
 
-def test_a_rule_that_is_only_causal_is_one_piece_where_three_were_declared(tmp_path: Path) -> None:
+def test_a_causal_mask_instead_of_three_isolated_segments_is_one_piece(tmp_path: Path) -> None:
     finding = one(run_own(tmp_path, causal, **ISOLATED), "mask.merged")
     assert finding.severity is Severity.ERROR
     assert (finding.step, finding.layers) == (0, (0, 1, 2))
-    assert "1 block-diagonal piece, where the declared mask (segment-isolation)" in finding.sentence
-    assert "keeps apart 3 segments" in finding.sentence
+    assert (
+        "1 block-diagonal piece, but the declared mask (segment-isolation) keeps 3 segments apart"
+    ) in finding.sentence
     assert "position 7" in finding.sentence
     assert finding.evidence["leaked"] == 5 * 7 + 8 * 12 + 6
 
 
-def test_one_layer_without_the_structure_is_one_finding_that_names_it(tmp_path: Path) -> None:
+def test_one_layer_without_the_declared_mask_is_named(tmp_path: Path) -> None:
     found = run_own(tmp_path, only_in(2, causal, isolated()), **ISOLATED)
     (finding,) = of_masks(found)
     assert (finding.severity, finding.layer, finding.step) == (Severity.ERROR, 2, 0)
     assert finding.sentence.startswith("Layer 2 ran")
 
 
-def test_a_layer_that_fell_back_is_told_of_with_what_it_made_up_for(tmp_path: Path) -> None:
+def test_a_layer_that_fell_back_is_named_with_the_suppressed_exception(tmp_path: Path) -> None:
     found = run_own(tmp_path, isolated(), failing=(1,), **ISOLATED)
     (finding,) = of_masks(found)
     assert (finding.id, finding.layer) == ("mask.not-applied", 1)
-    words = "causal SDPA without a mask after RuntimeError: no kernel for this layer was swallowed"
-    assert words in finding.sentence
+    assert (
+        "causal SDPA without a mask after RuntimeError: no kernel for this layer was suppressed"
+    ) in finding.sentence
 
 
 def test_a_head_that_sees_another_segment_is_named(tmp_path: Path) -> None:
@@ -93,7 +90,7 @@ def test_a_head_that_sees_another_segment_is_named(tmp_path: Path) -> None:
 
 
 def test_generated_rows_that_see_too_much_are_counted_over_the_steps(tmp_path: Path) -> None:
-    rule = isolated(reader=22)  # the cue keeps to itself, what is generated sees everything
+    rule = isolated(reader=22)  # the cue sees only itself, and generated rows see everything
     declared = MaskSpec("own", (0, 1, 7, 12, 20), (0, 0, 0, 0, 0), (0, 1, 7, 12, 20))
     found = run_own(tmp_path, rule, n=6, segments=SEGMENTS, mask=declared)
     (finding,) = of_masks(found)
@@ -102,7 +99,7 @@ def test_generated_rows_that_see_too_much_are_counted_over_the_steps(tmp_path: P
     assert finding.positions == (22,)
 
 
-def test_rows_that_see_one_key_ahead_are_broken_causality_without_a_declaration(
+def test_rows_that_see_one_key_ahead_see_the_future_without_a_declared_mask(
     tmp_path: Path,
 ) -> None:
     def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
@@ -114,7 +111,7 @@ def test_rows_that_see_one_key_ahead_are_broken_causality_without_a_declaration(
     assert finding.layers == (0, 1, 2)
 
 
-def test_a_forgotten_causality_is_the_future_and_no_leak(tmp_path: Path) -> None:
+def test_a_mask_that_is_not_causal_is_reported_as_future_and_not_as_leak(tmp_path: Path) -> None:
     owner = torch.zeros(512, dtype=torch.long)
     for number, (start, stop, _) in enumerate(SEGMENTS):
         owner[start:stop] = number + 1
@@ -127,7 +124,7 @@ def test_a_forgotten_causality_is_the_future_and_no_leak(tmp_path: Path) -> None
     assert finding.evidence["future"] == finding.evidence["leaked"] == 15 + 10 + 28 + 1
 
 
-def test_keys_cut_off_by_a_window_that_the_layer_does_not_have_are_lost(tmp_path: Path) -> None:
+def test_keys_outside_of_a_window_that_the_layer_does_not_declare_are_lost(tmp_path: Path) -> None:
     usual = isolated()
 
     def near(layer: int, h: Any, q: Any, kv: Any) -> Any:
@@ -138,7 +135,7 @@ def test_keys_cut_off_by_a_window_that_the_layer_does_not_have_are_lost(tmp_path
     assert "cut to the newest 4 keys" in finding.sentence
 
 
-def test_the_mask_of_the_prompt_before_is_recognised(tmp_path: Path) -> None:
+def test_the_mask_of_the_previous_prompt_is_recognised(tmp_path: Path) -> None:
     stale = isolated()
     second = [(1, 4, "a"), (4, 15, "b"), (15, 20, "c"), (20, 22, "cue")]
     rule = MaskSpec("second", (0, 1, 4, 15, 20), (0, 0, 0, 0, 0), (0, 1, 4, 15, 0))
@@ -155,14 +152,14 @@ def test_the_mask_of_the_prompt_before_is_recognised(tmp_path: Path) -> None:
     assert finding.evidence["lost"] > 0
 
 
-def test_a_mask_whose_spans_are_off_by_two_is_one_finding_that_says_so(tmp_path: Path) -> None:
+def test_a_mask_shifted_by_two_is_one_finding_that_says_so(tmp_path: Path) -> None:
     moved = isolated(((0, 3), (3, 9), (9, 14), (14, 22)), reader=22)
     (finding,) = of_masks(run_own(tmp_path, moved, n=1, **ISOLATED))
     assert finding.id == "mask.leak"
-    assert "the executed mask is the declared one moved by +2" in finding.sentence
+    assert "the executed mask is the declared one shifted by +2" in finding.sentence
 
 
-def test_padding_that_a_mask_of_ones_own_ignores_is_seen(tmp_path: Path) -> None:
+def test_a_custom_mask_that_ignores_padding_is_found(tmp_path: Path) -> None:
     prompt = torch.tensor([[0] * 3 + list(ids(6, 1)), list(ids(9, 2))])
     mask = (prompt != 0).long()
     with own_attention(causal) as name:
@@ -170,11 +167,11 @@ def test_padding_that_a_mask_of_ones_own_ignores_is_seen(tmp_path: Path) -> None
         found = planted(tmp_path, model, lambda: generated(model, prompt, attention_mask=mask))
     finding = one(found, "mask.padding")
     assert finding.severity is Severity.ERROR
-    assert "6 rows see keys of padding (18 pairs)" in finding.sentence
+    assert "6 rows see padding keys (18 pairs)" in finding.sentence
     assert "position 3" in finding.sentence
 
 
-def test_sdpa_called_without_mask_and_without_causality_is_no_mask(tmp_path: Path) -> None:
+def test_sdpa_without_a_mask_and_without_is_causal_has_no_mask(tmp_path: Path) -> None:
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         groups = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
@@ -191,7 +188,7 @@ def test_sdpa_called_without_mask_and_without_causality_is_no_mask(tmp_path: Pat
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_flex_without_a_mask_is_told_of_at_every_level(tmp_path: Path, level: str) -> None:
+def test_flex_attention_without_a_mask_is_found_at_every_level(tmp_path: Path, level: str) -> None:
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         out = flex_attention(q, k, v, block_mask=mask, scale=kw["scaling"], enable_gqa=True)
         return out.transpose(1, 2).contiguous(), None
@@ -203,7 +200,7 @@ def test_flex_without_a_mask_is_told_of_at_every_level(tmp_path: Path, level: st
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_neox"])
-def test_bools_that_are_added_close_nothing(tmp_path: Path, family: str) -> None:
+def test_a_bool_mask_that_is_added_closes_nothing(tmp_path: Path, family: str) -> None:
     model = make_model(family, attn_implementation="eager")
     model.set_attn_implementation("eager")
     allowed = torch.ones(PROMPT, PROMPT).tril().bool()[None, None]
@@ -214,7 +211,7 @@ def test_bools_that_are_added_close_nothing(tmp_path: Path, family: str) -> None
     assert {f.id for f in of_masks(found)} == {"mask.bool-added"}
 
 
-def test_an_odd_layer_is_named_though_nothing_was_declared(tmp_path: Path) -> None:
+def test_a_layer_with_another_mask_is_named_without_a_declared_mask(tmp_path: Path) -> None:
     found = run_own(tmp_path, only_in(1, isolated(), causal))
     finding = one(found, "mask.layers-differ")
     assert (finding.severity, finding.layer) == (Severity.WARNING, 1)
@@ -222,7 +219,7 @@ def test_an_odd_layer_is_named_though_nothing_was_declared(tmp_path: Path) -> No
     assert "layers 0, 2 ran" in finding.sentence
 
 
-def test_a_plain_model_does_not_keep_declared_segments_apart(tmp_path: Path) -> None:
+def test_a_plain_model_does_not_isolate_declared_segments(tmp_path: Path) -> None:
     model = make_model("gpt_neox")
     found = planted(tmp_path, model, lambda: generated(model, fed()), **ISOLATED)
     (finding,) = of_masks(found)
@@ -231,15 +228,15 @@ def test_a_plain_model_does_not_keep_declared_segments_apart(tmp_path: Path) -> 
     assert "48 of them let third see first" in finding.sentence
 
 
-def test_segments_alone_make_it_a_warning_that_says_so(tmp_path: Path) -> None:
+def test_declared_segments_without_a_mask_give_a_warning_that_says_so(tmp_path: Path) -> None:
     model = make_model("llama")
     found = planted(tmp_path, model, lambda: generated(model, fed()), segments=SEGMENTS)
     (finding,) = of_masks(found)
     assert (finding.id, finding.severity) == ("mask.not-applied", Severity.WARNING)
-    assert "no mask was declared; 3 segments are taken to be kept apart" in finding.sentence
+    assert "no mask was declared; 3 segments are assumed to be isolated" in finding.sentence
 
 
-def test_layers_of_two_kinds_with_one_trouble_are_one_finding(tmp_path: Path) -> None:
+def test_layers_of_two_kinds_with_the_same_fault_are_one_finding(tmp_path: Path) -> None:
     model = make_model("gemma2", sliding_window=9)
     found = planted(tmp_path, model, lambda: generated(model, fed()), **ISOLATED)
     (finding,) = of_masks(found)
@@ -250,19 +247,19 @@ def test_layers_of_two_kinds_with_one_trouble_are_one_finding(tmp_path: Path) ->
 # -- healthy runs ---------------------------------------------------------------------------------
 
 
-def test_a_mask_that_is_as_declared_is_silent_at_every_level(tmp_path: Path) -> None:
+def test_a_mask_as_declared_has_no_finding_at_any_level(tmp_path: Path) -> None:
     for level in ("basic", "advanced", "extreme"):
         found = run_own(tmp_path, isolated(), name=level, level=level, **ISOLATED)
         assert of_masks(found) == []
 
 
-def test_a_mask_that_ran_is_silent_when_only_segments_were_named(tmp_path: Path) -> None:
+def test_isolated_segments_have_no_finding_without_a_declared_mask(tmp_path: Path) -> None:
     assert of_masks(run_own(tmp_path, isolated(), segments=SEGMENTS)) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("declared", [{}, {"mask": "causal", "segments": SEGMENTS}])
-def test_plain_generation_of_every_family_is_silent(
+def test_plain_generation_has_no_finding_in_any_family(
     tmp_path: Path, family: str, declared: dict[str, Any]
 ) -> None:
     model = make_model(family)
@@ -273,7 +270,7 @@ def test_plain_generation_of_every_family_is_silent(
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_left_padded_batch_is_silent(tmp_path: Path, family: str, backend: str) -> None:
+def test_a_left_padded_batch_has_no_finding(tmp_path: Path, family: str, backend: str) -> None:
     model = make_model(family)
     model.set_attn_implementation("eager" if family == "gemma2" else backend)
     prompt = torch.tensor([[0] * 6 + list(ids(9, 1)), list(ids(15, 2))])
@@ -290,7 +287,7 @@ def test_a_left_padded_batch_is_silent(tmp_path: Path, family: str, backend: str
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_a_static_cache_is_silent(tmp_path: Path, family: str) -> None:
+def test_a_static_cache_has_no_finding(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     found = planted(
         tmp_path,
@@ -301,7 +298,7 @@ def test_a_static_cache_is_silent(tmp_path: Path, family: str) -> None:
     assert of_masks(found) == []
 
 
-def test_beams_and_an_assistant_are_silent(tmp_path: Path) -> None:
+def test_beam_search_and_assisted_generation_have_no_finding(tmp_path: Path) -> None:
     model, small = make_model("llama"), make_model("llama", num_hidden_layers=1)
     for name, options in (("beams", {"num_beams": 3}), ("helped", {"assistant_model": small})):
         found = planted(
@@ -314,7 +311,7 @@ def test_beams_and_an_assistant_are_silent(tmp_path: Path) -> None:
         assert of_masks(found) == []
 
 
-def test_a_loop_without_a_cache_is_silent(tmp_path: Path) -> None:
+def test_a_loop_without_a_cache_has_no_finding(tmp_path: Path) -> None:
     with own_attention(isolated()) as name:
         model = model_on(name)
 
@@ -327,7 +324,7 @@ def test_a_loop_without_a_cache_is_silent(tmp_path: Path) -> None:
         assert of_masks(planted(tmp_path, model, run, **ISOLATED)) == []
 
 
-def test_an_encoder_that_sees_both_ways_is_silent(tmp_path: Path) -> None:
+def test_a_bidirectional_encoder_has_no_finding(tmp_path: Path) -> None:
     from transformers import BertConfig, BertForMaskedLM
 
     torch.manual_seed(0)
@@ -340,7 +337,7 @@ def test_an_encoder_that_sees_both_ways_is_silent(tmp_path: Path) -> None:
         assert of_masks(found) == []
 
 
-def test_a_prefix_that_sees_itself_both_ways_is_a_note(tmp_path: Path) -> None:
+def test_a_bidirectional_prefix_is_a_note(tmp_path: Path) -> None:
     def rule(layer: int, h: Any, q: Any, kv: Any) -> Any:
         return (kv <= q) | ((kv < 9) & (q < 9))
 
@@ -349,12 +346,12 @@ def test_a_prefix_that_sees_itself_both_ways_is_a_note(tmp_path: Path) -> None:
     assert serious(found) == []
 
 
-def test_layers_with_windows_of_their_own_are_silent(tmp_path: Path) -> None:
+def test_layers_with_sliding_windows_have_no_finding(tmp_path: Path) -> None:
     model = make_model("gemma2", sliding_window=5)
     assert of_masks(planted(tmp_path, model, lambda: generated(model, fed(30), 6))) == []
 
 
-def test_in_bfloat16_nothing_changes(tmp_path: Path) -> None:
+def test_bfloat16_has_no_finding(tmp_path: Path) -> None:
     for family in ("llama", "qwen2"):
         model = make_model(family).to(torch.bfloat16)
         found = planted(tmp_path, model, lambda m=model: generated(m, fed()), name=family)

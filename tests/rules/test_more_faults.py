@@ -44,7 +44,7 @@ def test_a_batch_whose_mask_was_forgotten_is_told_by_its_ids(plant: Planted) -> 
     finding = one(plant(model, lambda: model(batch)), "mask.batch-padding")
     assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
     assert finding.evidence == {"rows": [1, 2], "pads": [3, 5]}
-    assert "batch row 1 begins with 3 tokens of padding" in finding.sentence
+    assert "batch row 1 begins with 3 padding tokens" in finding.sentence
 
 
 def test_a_rule_that_reads_the_padding_of_the_first_sequence_for_all(plant: Planted) -> None:
@@ -132,7 +132,7 @@ def test_layers_that_lose_their_window(plant: Planted) -> None:
         assert serious(plant(model, lambda: model(fed(9)), name="short")) == []
     assert (finding.severity, finding.layers) == (Severity.WARNING, (0, 1, 2))
     assert finding.positions == (9, 10, 11)
-    assert "holds 9 keys, and in step 0 3 rows see keys beyond it" in finding.sentence
+    assert "holds 9 keys, but in step 0 3 rows see keys beyond it" in finding.sentence
 
 
 @pytest.mark.parametrize(("before", "scale", "is_kept"), [(1, 1, True), (1, None, False)])

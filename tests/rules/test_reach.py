@@ -1,4 +1,4 @@
-"""Segments that no cell joins reach each other over the layers, through rows that are named."""
+"""Isolated segments that reach each other over several layers are found, with the rows between."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def fed() -> Tensor:
 def shared(
     *rows: int, sees: Any = range(99), seen: Any = range(99), heads: tuple[int, int] | None = None
 ) -> Any:
-    """Return the mask in which rows see all before them, and are seen by all after them.
+    """Return a mask whose `rows` see all rows before them and are seen by all rows after them.
 
-    The first holds in the layers `sees`, the second in the layers `seen`; each in a head alone
-    where `heads` names them.
+    They see in the layers `sees` and are seen in the layers `seen`. `heads` limits each of the two
+    to one head.
     """
 
     def cells(layer: int, row: Tensor, key: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ def run(tmp_path: Path) -> Callable[..., list[Finding]]:
         model = make_model(family, num_hidden_layers=watch.pop("layers", 3))
         attend_by(model, cells)
         act = loop or (lambda model, prompt: model(prompt))
-        given = {"segments": LAST, **watch}
-        return planted(tmp_path, model, lambda: act(model, fed()), **given)
+        options = {"segments": LAST, **watch}
+        return planted(tmp_path, model, lambda: act(model, fed()), **options)
 
     return go
 
 
 def moves(cells: Any, source: int, target: int, layers: int = 3) -> bool:
-    """Say whether a segment's last hidden states move with another one's text."""
+    """Return whether the last hidden states of a segment change with the text of another."""
     model, prompt = make_model("llama", num_hidden_layers=layers), fed()
     attend_by(model, cells)
     other = prompt.clone()
@@ -84,15 +84,15 @@ def moves(cells: Any, source: int, target: int, layers: int = 3) -> bool:
 # -- leaks -----------------------------------------------------------------------------------------
 
 
-def test_the_case_of_separators_that_all_share_names_them() -> None:
+def test_the_case_of_shared_separators_names_them() -> None:
     found = found_in_case("s01_leak_through_separators", segments((1, 7), (9, 16)))
     leaks = of(found, "reach.leak")
     assert [leak.generation for leak in leaks] == [0, 1]  # not with the separators cut
     assert (leaks[0].severity, leaks[0].step, leaks[0].layer) == (Severity.WARNING, 0, 1)
     assert leaks[0].positions == (7, 8)
-    assert leaks[0].sentence.startswith("Paraphrase 2 reaches paraphrase 1 from layer 1 on, ")
+    assert leaks[0].sentence.startswith("Paraphrase 2 depends on paraphrase 1 from layer 1 on, ")
     assert 'through rows 7 "' in leaks[0].sentence
-    assert "(separator 1), though none of its 7 rows sees it directly" in leaks[0].sentence
+    assert "(separator 1), although none of its 7 rows sees it directly" in leaks[0].sentence
     assert not [f for f in serious(found) if f.generation >= 2]
 
 
@@ -101,10 +101,10 @@ def test_the_same_case_under_a_declared_mask_is_an_error() -> None:
     found = found_in_case("s01_leak_through_separators", declared)
     leak = of(found, "reach.leak")[0]
     assert leak.severity is Severity.ERROR
-    assert leak.sentence.endswith("; the declared mask keeps the two apart over all layers.")
+    assert leak.sentence.endswith("; the declared mask isolates the two over all layers.")
 
 
-def test_the_wrapper_people_write_leaks_through_its_separator_once() -> None:
+def test_the_wrapper_case_leaks_through_its_separator() -> None:
     found = found_in_case("origin_wrapper", segments((1, 7), (8, 13)))
     leak = one(found, "reach.leak")
     assert (leak.generation, leak.positions, leak.times, leak.layer) == (0, (7,), 4, 1)
@@ -120,10 +120,10 @@ def test_three_segments_are_one_finding_that_counts_the_pairs(
         ["paraphrase 3", "paraphrase 1", 1],
         ["paraphrase 3", "paraphrase 2", 1],
     ]
-    assert "; so do 2 other pairs of segments; " in finding.sentence
+    assert "; the same holds for 2 other pairs of segments; " in finding.sentence
 
 
-def test_layers_with_masks_of_their_own_say_from_which_layer_on(
+def test_with_a_mask_per_layer_the_first_layer_of_the_leak_is_named(
     run: Callable[..., list[Finding]],
 ) -> None:
     finding = one(run(shared(6, sees=[1], seen=[3]), layers=5), "reach.leak")
@@ -138,7 +138,7 @@ def test_a_leak_needs_no_head_that_does_both(run: Callable[..., list[Finding]]) 
     assert (finding.layer, finding.positions) == (1, (6,))
 
 
-def test_a_first_row_that_sees_all_of_the_prompt_carries_it_to_everybody(
+def test_a_first_row_that_sees_the_whole_prompt_passes_it_to_all_rows(
     run: Callable[..., list[Finding]],
 ) -> None:
     """A BOS that is not causal: later paraphrases leak into the earlier ones as well."""
@@ -148,10 +148,10 @@ def test_a_first_row_that_sees_all_of_the_prompt_carries_it_to_everybody(
 
     finding = one(run(cells, "qwen2"), "reach.leak")
     assert (len(finding.evidence["pairs"]), finding.positions) == (6, (0,))
-    assert "Paraphrase 2 reaches paraphrase 1 from layer 1 on, through row 0" in finding.sentence
+    assert "Paraphrase 2 depends on paraphrase 1 from layer 1 on, through row 0" in finding.sentence
 
 
-def test_a_chain_of_rows_takes_a_layer_more(run: Callable[..., list[Finding]]) -> None:
+def test_a_chain_of_rows_needs_one_more_layer(run: Callable[..., list[Finding]]) -> None:
     def cells(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
         chain = ((rows == 6) & inside(keys, (1, 6))) | ((rows == 12) & (keys == 6))
         own = APART(layer, rows, keys) & ~((rows == 12) & inside(keys, (1, 6)))
@@ -165,7 +165,7 @@ def test_a_chain_of_rows_takes_a_layer_more(run: Callable[..., list[Finding]]) -
     assert short.evidence["pairs"] == [near]  # two layers are too few for the chain
 
 
-def test_a_whole_sequence_again_at_each_step_is_one_finding(
+def test_a_loop_without_a_cache_is_one_finding(
     run: Callable[..., list[Finding]],
 ) -> None:
     finding = one(run(shared(6), loop=without_cache), "reach.leak")
@@ -183,7 +183,7 @@ def test_a_leak_that_begins_at_a_later_step_is_found_there(
 
 
 @pytest.mark.parametrize("rows", [(6,), (6, 12), (0,)])
-def test_cutting_the_rows_that_are_named_ends_the_leak(
+def test_closing_the_named_rows_ends_the_leak(
     run: Callable[..., list[Finding]], rows: tuple[int, ...]
 ) -> None:
     def whole(layer: int, row: Tensor, key: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def test_cutting_the_rows_that_are_named_ends_the_leak(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_said_to_reach_is_what_moves_and_what_is_not_does_not(
+def test_the_reported_pairs_are_those_whose_hidden_states_change(
     run: Callable[..., list[Finding]], seed: int
 ) -> None:
     """Random cells between separators and segments, in three layers each with its own."""
@@ -215,23 +215,23 @@ def test_what_is_said_to_reach_is_what_moves_and_what_is_not_does_not(
         return APART(layer, rows, keys) | extra[layer][rows, keys]
 
     found = of(run(cells, level="advanced"), "reach.leak")
-    said = {tuple(pair[:2]) for leak in found for pair in leak.evidence["pairs"]}
+    reported = {tuple(pair[:2]) for leak in found for pair in leak.evidence["pairs"]}
     for target in (1, 2):
         for source in range(target):
             pair = (f"paraphrase {target + 1}", f"paraphrase {source + 1}")
-            assert (pair in said) == moves(cells, source, target), pair
+            assert (pair in reported) == moves(cells, source, target), pair
 
 
-# -- a design of one's own -------------------------------------------------------------------------
+# -- leaks of the declared mask --------------------------------------------------------------------
 
 
 def rule_with_open_separators() -> MaskSpec:
-    """Return isolation in which separator 1, row 6, sees all and is seen by paraphrase 2."""
+    """Return an isolating spec whose separator 1, row 6, sees all and is seen by paraphrase 2."""
     starts, head, low = (0, 1, 6, 7, 13, 19), (0, 1, 0, 1, 1, 0), (0, 1, 0, 6, 13, 0)
     return MaskSpec("own", starts, head, low)
 
 
-def test_a_declared_mask_that_leaks_by_itself_is_a_warning_of_its_own(
+def test_a_declared_mask_that_leaks_by_design_is_a_warning(
     run: Callable[..., list[Finding]],
 ) -> None:
     rule = rule_with_open_separators()
@@ -239,8 +239,8 @@ def test_a_declared_mask_that_leaks_by_itself_is_a_warning_of_its_own(
     found = run(lambda layer, rows, keys: whole[rows, keys], mask=rule)
     finding = one(found, "reach.by-design")
     assert (finding.severity, finding.positions, finding.layer) == (Severity.WARNING, (6,), 1)
-    assert finding.sentence.startswith("Paraphrase 2 reaches paraphrase 1 from layer 1 on")
-    assert finding.sentence.endswith("; the declared mask itself has it so.")
+    assert finding.sentence.startswith("Paraphrase 2 depends on paraphrase 1 from layer 1 on")
+    assert finding.sentence.endswith("; the declared mask itself allows this.")
     assert of(found, "reach.leak") == []
 
 
@@ -260,7 +260,7 @@ def test_more_than_the_declared_mask_allows_is_a_leak(run: Callable[..., list[Fi
     }
 
 
-def test_what_a_rule_joins_is_what_its_cells_join() -> None:
+def test_the_reach_of_a_spec_is_that_of_its_cells() -> None:
     rules = [causal_rule(), rule_with_open_separators()]
     kind = SegmentKind.PARAPHRASE
     spans = [Segment(*span, f"p{n}", kind, n) for n, span in enumerate(SPANS)]
@@ -275,7 +275,7 @@ def test_what_a_rule_joins_is_what_its_cells_join() -> None:
                 assert over_layers[t, s] == many[block].any()
 
 
-# -- healthy ---------------------------------------------------------------------------------------
+# -- correct runs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loop", [None, with_cache, without_cache])
@@ -284,7 +284,7 @@ def test_what_a_rule_joins_is_what_its_cells_join() -> None:
     [APART, isolated(SPANS, CUE, bos=False), causal],
     ids=["apart", "apart, and BOS apart", "causal"],
 )
-def test_masks_that_keep_apart_or_join_openly_make_no_finding(
+def test_isolating_and_causal_masks_make_no_finding(
     run: Callable[..., list[Finding]], cells: Any, loop: Any
 ) -> None:
     assert not [f for f in run(cells, loop=loop) if f.id in MINE]
@@ -302,16 +302,14 @@ def test_no_preset_makes_a_finding(name: str, separators: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
-def test_windows_make_no_finding_though_they_pass_everything_on(
-    tmp_path: Path, family: str
-) -> None:
-    """A window closes what is far, and hands it on from neighbour to neighbour: no isolation."""
+def test_sliding_windows_make_no_finding(tmp_path: Path, family: str) -> None:
+    """A window closes distant keys, but passes them on from row to row by design."""
     model = make_model(family)
     found = planted(tmp_path, model, lambda: with_cache(model, fed()), segments=LAST)
     assert not [f for f in found if f.id in MINE]
 
 
-def test_shared_rows_that_see_nothing_of_the_segments_carry_nothing(
+def test_shared_rows_that_do_not_see_the_segments_make_no_finding(
     run: Callable[..., list[Finding]],
 ) -> None:
     def cells(layer: int, rows: Tensor, keys: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompt rows masked as generated ones, and generated rows that do not see what they fuse."""
+"""Prompt rows masked as generated rows, and generated rows that do not see the segments."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def run(tmp_path: Path) -> Callable[..., Any]:
     def go(cells: Any, family: str = "llama", loop: Any = with_cache, **watch: Any) -> Any:
         model = make_model(family)
         attend_by(model, cells)
-        given = {"segments": LAST, **watch}
-        return planted(tmp_path, model, lambda: loop(model, fed()), **given)
+        options = {"segments": LAST, **watch}
+        return planted(tmp_path, model, lambda: loop(model, fed()), **options)
 
     return go
 
 
 def but(cells: Any, change: Callable[[Tensor, int, Tensor, Tensor], Tensor]) -> Any:
-    """Return a mask with a change made to it."""
+    """Return a mask with a change applied to its cells."""
     return lambda layer, rows, keys: change(cells(layer, rows, keys), layer, rows, keys)
 
 
@@ -100,7 +100,7 @@ def test_rows_of_two_segments_are_two_findings(run: Callable[..., Any]) -> None:
     assert [finding.positions for finding in found] == [(11,), (17,)]
 
 
-def test_a_prompt_row_is_told_of_once_without_a_cache(run: Callable[..., Any]) -> None:
+def test_a_prompt_row_is_one_finding_without_a_cache(run: Callable[..., Any]) -> None:
     cells = but(APART, lambda out, layer, rows, keys: out | (rows == 17) & (keys <= rows))
     finding = one(run(cells, loop=without_cache), PROMPT_ROW)
     assert (finding.step, finding.times, finding.last_step) == (0, 4, 3)
@@ -119,7 +119,7 @@ def hidden(*spans: tuple[int, int], start: int = PROMPT, layers: Any = range(3))
     )
 
 
-def test_generated_rows_that_see_the_last_segment_alone(run: Callable[..., Any]) -> None:
+def test_generated_rows_that_see_only_the_last_segment(run: Callable[..., Any]) -> None:
     finding = one(run(hidden((0, 13))), ISOLATED)
     assert (finding.step, finding.layers, finding.times) == (1, (0, 1, 2), 4)
     assert finding.severity is Severity.WARNING
@@ -130,10 +130,10 @@ def test_generated_rows_that_see_the_last_segment_alone(run: Callable[..., Any])
         "position 21"
     )
     assert "sees 9 of 22 keys" in finding.sentence
-    assert "though the last row of the cue does" in finding.sentence
+    assert "although the last row of the cue does" in finding.sentence
 
 
-def test_generated_rows_that_see_themselves_alone_under_a_declared_mask(
+def test_generated_rows_that_see_only_themselves_under_a_declared_mask(
     run: Callable[..., Any],
 ) -> None:
     found = run(hidden((0, PROMPT)), "qwen3", mask="segment-isolation")
@@ -150,12 +150,12 @@ def test_one_segment_lost_in_one_layer_from_a_later_step_on(run: Callable[..., A
     assert finding.evidence["missed"] == ["paraphrase 2"]
 
 
-def test_without_a_cache_generated_rows_are_looked_at_as_well(run: Callable[..., Any]) -> None:
+def test_generated_rows_are_checked_without_a_cache(run: Callable[..., Any]) -> None:
     finding = one(run(hidden((1, 6)), loop=without_cache), ISOLATED)
     assert (finding.step, finding.times) == (1, 3)
 
 
-def test_a_prompt_that_ends_with_its_last_document_may_go_on_with_it(
+def test_a_packed_prompt_that_continues_its_last_document_is_a_note(
     tmp_path: Path,
 ) -> None:
     model = make_model("llama")
@@ -166,12 +166,12 @@ def test_a_prompt_that_ends_with_its_last_document_may_go_on_with_it(
     assert not [f for f in serious(found) if f.id in (PROMPT_ROW, "segments.unused")]
 
 
-# -- healthy ---------------------------------------------------------------------------------------
+# -- correct runs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loop", [with_cache, without_cache])
 @pytest.mark.parametrize("cells", [causal, APART], ids=["causal", "apart"])
-def test_segments_apart_and_then_fused_make_no_finding(
+def test_isolated_segments_that_generated_rows_see_make_no_finding(
     run: Callable[..., Any], cells: Any, loop: Any
 ) -> None:
     found = run(cells, loop=loop)
@@ -200,7 +200,7 @@ def test_a_declared_preset_that_ran_makes_no_finding(
 
 
 def preset_rule(name: str) -> Any:
-    """Return the rule that watching makes of a preset for these segments."""
+    """Return the spec that capture builds from a preset for these segments."""
     from flexinspect.masks.algebra import preset
     from flexinspect_hooks.user_code.declared_prompt import (
         PromptInput,
@@ -214,9 +214,9 @@ def preset_rule(name: str) -> Any:
     return preset(name, found)
 
 
-def test_rows_that_sum_up_their_segment_are_not_taken_for_generated_ones(
+def test_a_last_row_that_sees_one_key_of_another_segment_makes_no_finding(
     run: Callable[..., Any],
 ) -> None:
-    """The last row of a segment sees one key of another one: no row of a reader."""
+    """A row masked as generated would see all keys of the segments before it."""
     cells = but(APART, lambda out, layer, rows, keys: out | (rows == 17) & (keys == 5))
     assert not of(run(cells), PROMPT_ROW)

@@ -1,4 +1,4 @@
-"""Rules say what is wrong once, where it comes from, and nothing of a healthy step."""
+"""The rule runner and its contract, `NumbersRule`, and `EmptyRowsRule`."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def stat(layer: int, n_nan: int = 0, n_inf: int = 0) -> LayerStatRecord:
     return LayerStatRecord(layer, f"model.layers.{layer}", n_nan, n_inf, -1.0, 1.0, 0.0, 1.0, 3.0)
 
 
-def stats(**sick: tuple[int, int]) -> tuple[LayerStatRecord, ...]:
-    """Return statistics of every layer; `l2=(n_nan, n_inf)` makes layer 2 a sick one."""
-    return tuple(stat(layer, *sick.get(f"l{layer}", (0, 0))) for layer in range(LAYERS))
+def stats(**non_finite: tuple[int, int]) -> tuple[LayerStatRecord, ...]:
+    """Return statistics of every layer; `l2=(n_nan, n_inf)` puts NaN and Inf into layer 2."""
+    return tuple(stat(layer, *non_finite.get(f"l{layer}", (0, 0))) for layer in range(LAYERS))
 
 
 def logits(n_nan: int = 0, n_inf: int = 0, best: float = 3.0) -> LogitsRecord:
@@ -117,13 +117,13 @@ def step(
     return replace(made, **changes)
 
 
-def look(rule: Rule, *steps: StepRecord, about: GenerationRecord | None = None) -> list[Finding]:
-    scene = RuleContext()
-    scene.start_generation(about or generation())
-    rule.on_generation_start(scene)
+def run_rule(rule: Rule, *steps: StepRecord, of: GenerationRecord | None = None) -> list[Finding]:
+    context = RuleContext()
+    context.start_generation(of or generation())
+    rule.on_generation_start(context)
     found = []
     for record in steps:
-        scene.add_step(record)
+        context.add_step(record)
         found += rule.on_step(record)
     return found
 
@@ -139,24 +139,28 @@ def without(*closed: int, n: int = N) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("rule", [nan_and_inf.NumbersRule, empty_rows.EmptyRowsRule])
-def test_a_healthy_generation_has_no_findings(rule: type[Rule]) -> None:
-    assert look(rule(), *(step(number) for number in range(5))) == []
+def test_a_correct_generation_has_no_findings(rule: type[Rule]) -> None:
+    assert run_rule(rule(), *(step(number) for number in range(5))) == []
 
 
-def test_a_clean_step_comes_back_as_it_is() -> None:
-    book, record = RuleRunner([nan_and_inf.NumbersRule(), empty_rows.EmptyRowsRule()]), step(0)
-    assert book.on_generation_start(generation()) == ()
-    assert book.on_step(record) is record
+def test_a_step_without_findings_is_returned_unchanged() -> None:
+    runner, record = RuleRunner([nan_and_inf.NumbersRule(), empty_rows.EmptyRowsRule()]), step(0)
+    assert runner.on_generation_start(generation()) == ()
+    assert runner.on_step(record) is record
 
 
-def test_rules_look_at_a_step_without_any_optional_record() -> None:
+def test_rules_accept_a_step_without_optional_records() -> None:
     bare = step(1, logits=None, calls=(), masks=())
     bare = replace(bare, layer_stats=())
-    assert look(nan_and_inf.NumbersRule(), bare) == look(empty_rows.EmptyRowsRule(), bare) == []
+    assert (
+        run_rule(nan_and_inf.NumbersRule(), bare)
+        == run_rule(empty_rows.EmptyRowsRule(), bare)
+        == []
+    )
 
 
 class Faulty(Rule):
-    """A rule that raises in one place, or returns what is no finding of its own."""
+    """A rule that raises in one method, or returns something that is not one of its findings."""
 
     name: ClassVar[str] = "faulty"
     findings: ClassVar[Mapping[str, FindingKind]] = {
@@ -166,47 +170,48 @@ class Faulty(Rule):
     def __init__(self, where: str) -> None:
         self.where, self.n_calls = where, 0
 
-    def on_generation_start(self, scene: RuleContext) -> None:
+    def on_generation_start(self, context: RuleContext) -> None:
         self.n_calls += 1
-        if self.where == "begin":
-            raise ZeroDivisionError("in begin")
+        if self.where == "on_generation_start":
+            raise ZeroDivisionError("in on_generation_start")
 
     def on_step(self, step: StepRecord) -> Sequence[Any]:
         self.n_calls += 1
-        if self.where == "look":
-            raise ZeroDivisionError("in look")
+        if self.where == "on_step":
+            raise ZeroDivisionError("in on_step")
         wrong = {"id": [Finding("other.id", Severity.NOTE, "s")], "text": ["in words"]}
         return wrong.get(self.where, [Finding("faulty.known", Severity.NOTE, "s")])
 
 
 @pytest.mark.parametrize(
-    ("where", "said"), [("look", "in look"), ("id", "other.id"), ("text", "str is no Finding")]
+    ("where", "reason"),
+    [("on_step", "in on_step"), ("id", "other.id"), ("text", "str is not a Finding")],
 )
-def test_a_rule_that_fails_is_switched_off_and_the_others_go_on(where: str, said: str) -> None:
+def test_a_rule_that_fails_is_disabled_and_the_others_continue(where: str, reason: str) -> None:
     faulty = Faulty(where)
-    book = RuleRunner([faulty, empty_rows.EmptyRowsRule()])
-    assert book.on_generation_start(generation()) == ()
-    first, second = book.on_step(step(0, cells=without(5))), book.on_step(step(1))
+    runner = RuleRunner([faulty, empty_rows.EmptyRowsRule()])
+    assert runner.on_generation_start(generation()) == ()
+    first, second = runner.on_step(step(0, cells=without(5))), runner.on_step(step(1))
     assert [f.id for f in first.findings] == ["mask.empty-row"]
     assert [e.kind for e in first.events] == ["rule-off"]
     assert first.events[0].text.startswith("The rule 'faulty' failed at step 0 and is off: ")
-    assert said in first.events[0].text
+    assert reason in first.events[0].text
     assert (second.events, faulty.n_calls) == ((), 2)
 
 
-def test_a_rule_that_fails_at_a_beginning_is_said_there() -> None:
-    book = RuleRunner([Faulty("begin")])
-    (event,) = book.on_generation_start(generation(3))
+def test_a_rule_that_fails_at_the_start_of_a_generation_is_reported_there() -> None:
+    runner = RuleRunner([Faulty("on_generation_start")])
+    (event,) = runner.on_generation_start(generation(3))
     assert (event.kind, event.generation, event.step) == ("rule-off", 3, None)
     assert "the beginning of generation 3" in event.text
-    assert book.on_step(step(0)).findings == ()
+    assert runner.on_step(step(0)).findings == ()
 
 
-def test_a_rules_own_findings_stand_beside_those_the_step_had() -> None:
-    book = RuleRunner([Faulty("nowhere")])
-    before = Finding("hook.said", Severity.NOTE, "s")
-    assert [f.id for f in book.on_step(step(0, findings=(before,))).findings] == [
-        "hook.said",
+def test_new_findings_are_added_to_those_of_the_step() -> None:
+    runner = RuleRunner([Faulty("nowhere")])
+    before = Finding("hook.finding", Severity.NOTE, "s")
+    assert [f.id for f in runner.on_step(step(0, findings=(before,))).findings] == [
+        "hook.finding",
         "faulty.known",
     ]
 
@@ -217,26 +222,26 @@ def test_every_finding_is_declared_with_a_meaning() -> None:
     assert all(kind.meaning for kind in declared.values())
 
 
-def test_words_of_a_sentence_are_printable_and_on_one_line() -> None:
+def test_positions_and_rows_in_sentences_are_printable() -> None:
     assert printable("a\nb\x1b[31m") == "a↵b<U+001B>[31m"
-    scene = RuleContext()
-    scene.start_generation(generation())
-    assert scene.format_position(8) == 'position 8 "↵"'
-    assert scene.format_position(99) == "position 99"
-    assert scene.format_rows(np.array([5, 6])) == "2 rows of paraphrase 1"
-    assert scene.format_rows(np.array([5, 9])) == "2 rows of paraphrase 1 and paraphrase 2"
-    assert scene.format_rows(np.array([5, 8, 9])) == "3 rows of paraphrase 1 and 2 other segments"
-    assert scene.format_rows(np.array([10_000])) == "1 row of generated"
+    context = RuleContext()
+    context.start_generation(generation())
+    assert context.format_position(8) == 'position 8 "↵"'
+    assert context.format_position(99) == "position 99"
+    assert context.format_rows(np.array([5, 6])) == "2 rows of paraphrase 1"
+    assert context.format_rows(np.array([5, 9])) == "2 rows of paraphrase 1 and paraphrase 2"
+    assert context.format_rows(np.array([5, 8, 9])) == "3 rows of paraphrase 1 and 2 other segments"
+    assert context.format_rows(np.array([10_000])) == "1 row of generated"
 
 
 # -- NaN and Inf -----------------------------------------------------------------------------------
 
 
-def test_the_first_sick_layer_is_named_once_and_the_later_ones_carry() -> None:
-    sick = stats(l2=(3, 0), l3=(48, 0))
-    found = look(
+def test_the_first_layer_with_nan_is_named_once_with_the_later_ones() -> None:
+    broken = stats(l2=(3, 0), l3=(48, 0))
+    found = run_rule(
         nan_and_inf.NumbersRule(),
-        *(step(n, layer_stats=sick, logits=logits(n_nan=9)) for n in range(1, 50)),
+        *(step(n, layer_stats=broken, logits=logits(n_nan=9)) for n in range(1, 50)),
     )
     (finding,) = found
     assert (finding.id, finding.severity) == ("numbers.nan", Severity.ERROR)
@@ -248,8 +253,8 @@ def test_the_first_sick_layer_is_named_once_and_the_later_ones_carry() -> None:
     assert finding.evidence["carriers"] == [3]
 
 
-def test_the_word_of_a_decode_row_is_the_token_of_the_step_before() -> None:
-    found = look(nan_and_inf.NumbersRule(), step(0), step(1, layer_stats=stats(l3=(0, 2))))
+def test_the_token_of_a_decode_row_is_that_of_the_previous_step() -> None:
+    found = run_rule(nan_and_inf.NumbersRule(), step(0), step(1, layer_stats=stats(l3=(0, 2))))
     assert found[0].sentence == (
         f"Inf first appears in the output of layer 3 (model.layers.3), in step 1 at position {N} "
         '"w0": 2 values; nothing recorded after it in this step shows it.'
@@ -257,8 +262,8 @@ def test_the_word_of_a_decode_row_is_the_token_of_the_step_before() -> None:
     assert found[0].id == "numbers.inf"
 
 
-def test_later_steps_that_a_cache_makes_sick_further_down_are_no_news() -> None:
-    found = look(
+def test_nan_that_the_cache_passes_to_later_layers_is_not_reported_again() -> None:
+    found = run_rule(
         nan_and_inf.NumbersRule(),
         step(1, layer_stats=stats(l1=(1, 0), l2=(1, 0), l3=(1, 0))),
         step(2, layer_stats=stats(l2=(1, 0), l3=(1, 0))),
@@ -267,8 +272,8 @@ def test_later_steps_that_a_cache_makes_sick_further_down_are_no_news() -> None:
     assert [(f.step, f.layer) for f in found] == [(1, 1)]
 
 
-def test_an_earlier_layer_that_turns_sick_later_is_news() -> None:
-    found = look(
+def test_nan_in_an_earlier_layer_at_a_later_step_is_reported() -> None:
+    found = run_rule(
         nan_and_inf.NumbersRule(),
         step(1, layer_stats=stats(l2=(1, 1))),
         step(2, layer_stats=stats(l0=(0, 1), l1=(1, 0))),
@@ -282,34 +287,34 @@ def test_an_earlier_layer_that_turns_sick_later_is_news() -> None:
     assert "the embeddings that feed layer 0 are not recorded" in found[1].sentence
 
 
-def test_a_new_generation_is_told_of_again() -> None:
+def test_the_same_fault_is_reported_again_in_a_new_generation() -> None:
     rule = nan_and_inf.NumbersRule()
-    sick = step(0, layer_stats=stats(l1=(1, 0)))
-    assert len(look(rule, sick)) == len(look(rule, sick)) == 1
+    broken = step(0, layer_stats=stats(l1=(1, 0)))
+    assert len(run_rule(rule, broken)) == len(run_rule(rule, broken)) == 1
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_the_rows_of_a_prompt_are_named_where_the_output_is_stored(dtype: str | None) -> None:
+def test_prompt_rows_are_named_if_the_hidden_states_are_stored(dtype: str | None) -> None:
     hidden = np.ones((N, 6), np.float32)
     hidden[5, 2], hidden[6, 0] = np.nan, np.inf
     if dtype:
         hidden = (hidden.view(np.uint32) >> 16).astype(np.uint16)
     array = ArrayRecord("hidden", hidden, 1, dtype)
-    (finding,) = look(
+    (finding,) = run_rule(
         nan_and_inf.NumbersRule(), step(0, layer_stats=stats(l1=(1, 1)), arrays=(array,))
     )
     assert finding.positions == (5, 6)
     assert 'in step 0 in 2 rows of paraphrase 1 (first: position 5 " is"): ' in finding.sentence
 
 
-def test_the_rows_of_a_prompt_are_not_guessed_where_it_is_not() -> None:
-    (finding,) = look(nan_and_inf.NumbersRule(), step(0, layer_stats=stats(l1=(1, 0))))
+def test_prompt_rows_are_not_named_without_stored_hidden_states() -> None:
+    (finding,) = run_rule(nan_and_inf.NumbersRule(), step(0, layer_stats=stats(l1=(1, 0))))
     assert finding.positions == ()
     assert f"in step 0 (somewhere in its {N} rows)" in finding.sentence
 
 
-def test_nan_in_the_logits_alone_comes_from_what_follows_the_layers() -> None:
-    (finding,) = look(
+def test_nan_only_in_the_logits_comes_from_the_modules_after_the_layers() -> None:
+    (finding,) = run_rule(
         nan_and_inf.NumbersRule(), *(step(n, logits=logits(n_nan=2)) for n in range(3))
     )
     assert (finding.id, finding.layer, finding.positions) == ("numbers.nan", None, (N - 1,))
@@ -322,39 +327,42 @@ def test_nan_in_the_logits_alone_comes_from_what_follows_the_layers() -> None:
 
 def test_nan_in_the_logits_at_a_level_without_layers_names_no_source() -> None:
     record = replace(step(0, logits=logits(n_nan=2)), layer_stats=())
-    (finding,) = look(nan_and_inf.NumbersRule(), record)
+    (finding,) = run_rule(nan_and_inf.NumbersRule(), record)
     assert "no layer is recorded as its source" in finding.sentence
 
 
 def test_inf_among_the_best_logits_is_an_error() -> None:
-    (finding,) = look(nan_and_inf.NumbersRule(), step(1, logits=logits(n_inf=1, best=np.inf)))
+    (finding,) = run_rule(nan_and_inf.NumbersRule(), step(1, logits=logits(n_inf=1, best=np.inf)))
     assert (finding.id, finding.severity) == ("numbers.inf", Severity.ERROR)
 
 
-def test_tokens_that_the_model_closes_in_every_step_are_its_own_design() -> None:
+def test_logits_that_are_inf_in_every_step_make_no_finding() -> None:
     assert (
-        look(nan_and_inf.NumbersRule(), *(step(n, logits=logits(n_inf=128)) for n in range(9)))
+        run_rule(nan_and_inf.NumbersRule(), *(step(n, logits=logits(n_inf=128)) for n in range(9)))
         == []
     )
 
 
-def test_tokens_that_are_closed_only_later_are_a_warning_once() -> None:
+def test_logits_that_become_inf_later_are_one_warning() -> None:
     steps = (step(n, logits=logits(n_inf=0 if n < 2 else n)) for n in range(9))
-    (finding,) = look(nan_and_inf.NumbersRule(), *steps)
+    (finding,) = run_rule(nan_and_inf.NumbersRule(), *steps)
     assert (finding.id, finding.severity, finding.step) == ("numbers.inf", Severity.WARNING, 2)
     assert "2 logits of step 2 are -Inf before any processor" in finding.sentence
 
 
-def test_nan_is_told_of_after_closed_tokens_were() -> None:
+def test_nan_is_reported_after_inf_logits_were() -> None:
     steps = [step(0), step(1, logits=logits(n_inf=3)), step(2, logits=logits(n_nan=1, n_inf=3))]
-    assert [f.id for f in look(nan_and_inf.NumbersRule(), *steps)] == ["numbers.inf", "numbers.nan"]
+    assert [f.id for f in run_rule(nan_and_inf.NumbersRule(), *steps)] == [
+        "numbers.inf",
+        "numbers.nan",
+    ]
 
 
-# -- rows that see nothing -------------------------------------------------------------------------
+# -- rows that see no key --------------------------------------------------------------------------
 
 
-def test_empty_rows_that_others_read_are_a_warning_with_words_and_segments() -> None:
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, cells=without(5, 6, 9)))
+def test_empty_rows_that_others_read_are_a_warning_with_tokens_and_segments() -> None:
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=without(5, 6, 9)))
     assert (finding.id, finding.severity) == ("mask.empty-row", Severity.WARNING)
     assert (finding.step, finding.layer, finding.head) == (0, None, None)
     assert finding.positions == (5, 6, 9)
@@ -368,20 +376,20 @@ def test_empty_rows_that_others_read_are_a_warning_with_words_and_segments() -> 
     assert (evidence["readers"], evidence["layers"]) == (6, [0, 1, 2, 3])
 
 
-def test_an_empty_row_that_nobody_reads_is_a_note() -> None:
+def test_an_empty_row_that_no_row_reads_is_a_note() -> None:
     cells = without(5)
     cells[:, :, 5] = False
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, cells=cells))
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=cells))
     assert finding.severity is Severity.NOTE
     assert finding.sentence.endswith("and no other row of this step reads it.")
 
 
-def test_an_empty_row_that_generated_text_reads_turns_into_a_warning() -> None:
+def test_an_empty_row_that_generated_rows_read_becomes_a_warning() -> None:
     cells = without(5, 6)
     cells[:, :, 5:7] = False
     blind = np.ones((1, 1, N + 1), np.bool_)
     blind[..., 6] = False
-    found = look(
+    found = run_rule(
         empty_rows.EmptyRowsRule(), step(0, cells=cells), step(1, cells=blind), step(2), step(3)
     )
     assert [(f.severity.value, f.step, f.positions) for f in found] == [
@@ -394,40 +402,40 @@ def test_an_empty_row_that_generated_text_reads_turns_into_a_warning() -> None:
     )
 
 
-def test_an_empty_newest_row_is_an_error_though_nobody_reads_it() -> None:
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, cells=without(N - 1)))
+def test_an_empty_newest_row_is_an_error_although_no_row_reads_it() -> None:
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=without(N - 1)))
     assert finding.severity is Severity.ERROR
     assert finding.sentence == (
         '1 row of cue sees no key at all (position 13 "A"); FlexAttention gives it zeros (a dense '
-        "softmax would give NaN), and it is the newest row, which chooses the next token."
+        "softmax would give NaN), and it is the newest row, which predicts the next token."
     )
 
 
-def test_empty_decode_rows_are_told_of_once() -> None:
+def test_empty_decode_rows_are_reported_once() -> None:
     def nothing(n: int) -> np.ndarray[Any, Any]:
         return np.zeros((1, 1, N + n), np.bool_)
 
-    found = look(
+    found = run_rule(
         empty_rows.EmptyRowsRule(), step(0), *(step(n, cells=nothing(n)) for n in range(1, 99))
     )
     assert [(f.step, f.positions) for f in found] == [(1, (N,))]
     assert "1 row of generated sees no key" in found[0].sentence
 
 
-def test_a_mask_that_grows_without_a_cache_is_told_of_once() -> None:
+def test_the_masks_of_a_loop_without_a_cache_are_reported_once() -> None:
     def whole(n: int) -> StepRecord:
         cells = without(5, *range(N, N + n), n=N + n)
         shape = {"q_len": N + n, "q_offset": 0}
         return replace(step(n, cells=cells, mask=shape), q_len=N + n, kv_before=0, phase="prefill")
 
-    found = look(empty_rows.EmptyRowsRule(), *(whole(n) for n in range(6)))
+    found = run_rule(empty_rows.EmptyRowsRule(), *(whole(n) for n in range(6)))
     assert [(f.step, f.positions) for f in found] == [(0, (5,)), (1, (N,))]
 
 
-def test_a_mask_known_from_another_generation_is_told_of_in_this_one() -> None:
+def test_a_mask_of_an_earlier_generation_is_reported_in_this_one() -> None:
     rule, record = empty_rows.EmptyRowsRule(), step(0, cells=without(5))
-    assert len(look(rule, record)) == 1
-    (again,) = look(rule, replace(record, masks=(), generation=1), about=generation(1))
+    assert len(run_rule(rule, record)) == 1
+    (again,) = run_rule(rule, replace(record, masks=(), generation=1), of=generation(1))
     assert (again.generation, again.positions) == (1, (5,))
 
 
@@ -441,46 +449,46 @@ def test_rows_that_the_declared_mask_leaves_empty_are_a_note_and_others_are_not(
     }
     cells = rule.dense(N)[None].copy()
     cells[:, 5] = False
-    other, meant = look(
-        empty_rows.EmptyRowsRule(), step(0, cells=cells), about=generation(declared=declared)
+    other, meant = run_rule(
+        empty_rows.EmptyRowsRule(), step(0, cells=cells), of=generation(declared=declared)
     )
     assert (other.severity, other.positions) == (Severity.WARNING, (5,))
     assert (meant.severity, meant.positions) == (Severity.NOTE, (8, 12))
     assert meant.sentence == (
         '2 rows of separator 1 and separator 2 see no key at all (first: position 8 "↵"), as '
-        "--separators isolated asks; FlexAttention gives them zeros (a dense softmax would give "
-        "NaN), and 1 other row (position 13) reads them."
+        "--separators isolated requires; FlexAttention gives them zeros (a dense softmax would "
+        "give NaN), and 1 other row (position 13) reads them."
     )
 
 
-def test_a_row_that_should_have_seen_the_first_key_is_not_meant_to_be_empty() -> None:
+def test_a_row_that_should_see_the_first_key_is_not_declared_empty() -> None:
     declared = {"starts": (0, 5), "head": (0, 1), "low": (0, algebra.UNREACHABLE)}
     cells = algebra.MaskSpec("m", *declared.values()).dense(N)[None].copy()
     cells[:, 5] = False
-    (finding,) = look(
-        empty_rows.EmptyRowsRule(), step(0, cells=cells), about=generation(declared=declared)
+    (finding,) = run_rule(
+        empty_rows.EmptyRowsRule(), step(0, cells=cells), of=generation(declared=declared)
     )
     assert (finding.positions, finding.evidence["meant"]) == ((5,), False)
 
 
-def test_rows_that_are_meant_to_be_empty_are_no_error_when_generated_text_reads_them() -> None:
+def test_declared_empty_rows_stay_a_note_when_generated_rows_read_them() -> None:
     declared = {"starts": (0, 5, 6), "head": (0, 0, 0), "low": (0, algebra.UNREACHABLE, 6)}
     cells = algebra.MaskSpec("m", *declared.values()).dense(N)[None]
-    found = look(
+    found = run_rule(
         empty_rows.EmptyRowsRule(),
         step(0, cells=cells),
         step(1),
-        about=generation(declared=declared),
+        of=generation(declared=declared),
     )
     assert [(f.severity, f.positions) for f in found] == [(Severity.NOTE, (5,))]
-    assert ", as the declared mask asks; " in found[0].sentence
+    assert ", as the declared mask requires; " in found[0].sentence
 
 
-def test_a_meant_empty_row_that_chooses_the_next_token_is_a_warning() -> None:
+def test_a_declared_empty_row_that_is_the_newest_is_a_warning() -> None:
     declared = {"starts": (0, N - 1), "head": (0, 0), "low": (0, algebra.UNREACHABLE)}
     cells = algebra.MaskSpec("m", *declared.values()).dense(N)[None]
-    (finding,) = look(
-        empty_rows.EmptyRowsRule(), step(0, cells=cells), about=generation(declared=declared)
+    (finding,) = run_rule(
+        empty_rows.EmptyRowsRule(), step(0, cells=cells), of=generation(declared=declared)
     )
     assert (finding.severity, finding.evidence["newest"]) == (Severity.WARNING, True)
 
@@ -488,132 +496,137 @@ def test_a_meant_empty_row_that_chooses_the_next_token_is_a_warning() -> None:
 def test_the_presets_leave_no_row_empty() -> None:
     for name in algebra.PRESETS:
         cells = algebra.preset(name, PROMPT.segments).dense(N)[None]
-        assert look(empty_rows.EmptyRowsRule(), step(0, cells=cells)) == []
+        assert run_rule(empty_rows.EmptyRowsRule(), step(0, cells=cells)) == []
 
 
 def test_a_row_that_is_empty_in_one_head_only_names_the_head() -> None:
     cells = np.tril(np.ones((4, N, N), np.bool_))
     cells[2, 5] = False
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, cells=cells))
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=cells))
     assert (finding.severity, finding.head) == (Severity.WARNING, 2)
     assert "1 row of paraphrase 1 sees no key in head 2 (position 5" in finding.sentence
     cells[1, 6] = False
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, cells=cells))
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=cells))
     assert "2 rows of paraphrase 1 see no key in up to 2 of 4 heads (first" in finding.sentence
     assert finding.evidence["heads"] == [1, 2]
 
 
-def test_a_row_that_only_reads_itself_in_another_head_is_read_by_nobody_else() -> None:
+def test_a_row_that_reads_itself_in_another_head_is_not_its_own_reader() -> None:
     cells = np.tril(np.ones((2, N, N), np.bool_))
     cells[0, 5] = False
     cells[:, :, 5] = False
     cells[1, 5, 5] = True
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, cells=cells))
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=cells))
     assert finding.evidence["readers"] == 0
 
 
-def test_layers_are_named_when_not_all_got_the_mask() -> None:
-    (one,) = look(empty_rows.EmptyRowsRule(), step(0, cells=without(5), layers=[2]))
+def test_layers_are_named_if_not_all_have_the_mask() -> None:
+    (one,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=without(5), layers=[2]))
     assert (one.layer, "see no key" in one.sentence) == (2, False)
     assert "sees no key at all in layer 2 (position 5" in one.sentence
-    (two,) = look(empty_rows.EmptyRowsRule(), step(0, cells=without(5), layers=[0, 2]))
+    (two,) = run_rule(empty_rows.EmptyRowsRule(), step(0, cells=without(5), layers=[0, 2]))
     assert "sees no key at all in 2 of 4 layers (" in two.sentence
 
 
 @pytest.mark.parametrize(
-    ("path", "kind", "said"),
+    ("path", "kind", "text"),
     [
         ("sdpa", "bool", "SDPA gives it zeros"),
-        ("sdpa", "float", "it gets zeros, as closed means -Inf"),
-        ("eager", "float", "it gets NaN, as closed means -Inf"),
+        ("sdpa", "float", "it gets zeros, because closed cells are -Inf"),
+        ("eager", "float", "it gets NaN, because closed cells are -Inf"),
         ("flex compiled", "block", "FlexAttention gives it zeros"),
-        ("other", "bool", "what b gives it is not known"),
+        ("other", "bool", "the output of b for it is unknown"),
     ],
 )
-def test_what_an_empty_row_gets_depends_on_the_path(path: str, kind: str, said: str) -> None:
+def test_the_output_of_an_empty_row_depends_on_the_path(path: str, kind: str, text: str) -> None:
     record = step(0, cells=without(5), path=path, mask={"kind": kind})
-    assert said in look(empty_rows.EmptyRowsRule(), record)[0].sentence
+    assert text in run_rule(empty_rows.EmptyRowsRule(), record)[0].sentence
 
 
 def averaged(*rows_: int, n: int = N) -> dict[str, Any]:
-    """Return what a float mask has whose rows are closed by the lowest float throughout."""
-    told = np.zeros((1, n), np.bool_)
-    told[:, rows_] = True
-    return {"kind": "float", "averaged": told, "cells": without(*rows_) | told[..., None]}
+    """Return the fields of a float mask whose rows are closed by the lowest float throughout."""
+    flags = np.zeros((1, n), np.bool_)
+    flags[:, rows_] = True
+    return {"kind": "float", "averaged": flags, "cells": without(*rows_) | flags[..., None]}
 
 
 @pytest.mark.parametrize("path", ["eager", "sdpa", "flex uncompiled"])
-def test_a_row_that_is_averaged_is_empty_and_says_what_it_gets(path: str) -> None:
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, path=path, mask=averaged(5, 6)))
-    (closed,) = look(empty_rows.EmptyRowsRule(), step(0, path=path, cells=without(5, 6)))
+def test_an_averaged_row_is_empty_and_its_output_is_named(path: str) -> None:
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, path=path, mask=averaged(5, 6)))
+    (closed,) = run_rule(empty_rows.EmptyRowsRule(), step(0, path=path, cells=without(5, 6)))
     assert (finding.severity, finding.positions) == (closed.severity, (5, 6))
     readers = [found.evidence["readers"] for found in (finding, closed)]
     assert readers[0] == readers[1] > 0
-    assert "they get the mean of all values, as closed means the lowest float" in finding.sentence
+    assert (
+        "they get the mean of all values, because closed cells are the lowest float"
+        in finding.sentence
+    )
 
 
-def test_a_row_that_is_averaged_reads_nobody() -> None:
-    tell = averaged(0, 1, 2)
-    tell["cells"][:, 3:, :3] = False  # left padding that no other row sees
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, path="eager", mask=tell))
+def test_an_averaged_row_is_not_a_reader() -> None:
+    mask = averaged(0, 1, 2)
+    mask["cells"][:, 3:, :3] = False  # left padding that no other row sees
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, path="eager", mask=mask))
     assert (finding.severity, finding.evidence["read"]) == (Severity.NOTE, 0)
 
 
-def test_rows_closed_in_two_ways_say_both() -> None:
-    tell = averaged(5)
-    tell["cells"][:, 6] = False
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, path="eager", mask=tell))
+def test_averaged_rows_and_closed_rows_are_named_together() -> None:
+    mask = averaged(5)
+    mask["cells"][:, 6] = False
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, path="eager", mask=mask))
     assert finding.positions == (5, 6)
-    assert "where closed means the lowest float, NaN if -Inf" in finding.sentence
+    assert (
+        "where closed cells are the lowest float, and NaN where they are -Inf" in finding.sentence
+    )
 
 
 def test_rows_of_a_mask_are_positions_of_the_sequence() -> None:
     cells = np.zeros((1, 1, 9), np.bool_)
     window = {"kv_len": 9, "kv_offset": N + 3 - 9}
-    found = look(empty_rows.EmptyRowsRule(), step(0), step(3, cells=cells, mask=window))
+    found = run_rule(empty_rows.EmptyRowsRule(), step(0), step(3, cells=cells, mask=window))
     assert found[0].positions == (N + 2,)
 
 
-def test_one_row_for_all_is_spread_over_the_rows() -> None:
+def test_a_mask_of_one_row_is_broadcast() -> None:
     cells = np.zeros((1, 1, N), np.bool_)
-    (finding,) = look(
+    (finding,) = run_rule(
         empty_rows.EmptyRowsRule(), step(0, cells=cells, mask={"kind": "bool"}, path="sdpa")
     )
     assert finding.positions == tuple(range(N))
 
 
-def test_without_cells_only_unvisited_blocks_of_a_compiled_call_are_told_of() -> None:
+def test_without_cells_only_unvisited_blocks_of_a_compiled_call_are_found() -> None:
     tables = {"cells": None, "partial": np.array([[[True], [False]]]), "block_q": 8}
-    assert look(empty_rows.EmptyRowsRule(), step(0, mask=tables)) == []
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, mask={**tables, "compiled": True}))
+    assert run_rule(empty_rows.EmptyRowsRule(), step(0, mask=tables)) == []
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, mask={**tables, "compiled": True}))
     assert finding.positions == tuple(range(8, N))
     assert finding.severity is Severity.ERROR
     assert finding.sentence.endswith("whether other rows read them was not recorded.")
     tables["partial"] = np.array([[[False], [True]]])
-    (finding,) = look(empty_rows.EmptyRowsRule(), step(0, mask={**tables, "compiled": True}))
+    (finding,) = run_rule(empty_rows.EmptyRowsRule(), step(0, mask={**tables, "compiled": True}))
     assert (finding.severity, finding.positions) == (Severity.WARNING, tuple(range(8)))
 
 
-def test_a_long_list_of_positions_is_cut_and_counted() -> None:
+def test_a_long_list_of_positions_is_truncated() -> None:
     segments = (Segment(0, 200, "text", PROMPT.segments[0].kind, 0),)
     cells = without(*range(1, 150), n=200)
     record = replace(step(0, cells=cells, mask={"q_len": 200}), q_len=200, kv_after=200)
-    (finding,) = look(
-        empty_rows.EmptyRowsRule(), record, about=generation(segments=segments, tokens=())
+    (finding,) = run_rule(
+        empty_rows.EmptyRowsRule(), record, of=generation(segments=segments, tokens=())
     )
     assert finding.positions == tuple(range(1, 33))
     assert finding.evidence["empty"] == 149
     assert finding.sentence.startswith("149 rows of text see no key")
 
 
-def test_masks_are_remembered_without_their_cells() -> None:
+def test_masks_are_kept_without_their_cells() -> None:
     (part,) = empty_rows.find_empty_rows(step(0, cells=without(5)).masks[0])
     assert (part.mask.cells, part.mask.partial, part.mask.full) == (None, None, None)
     assert part.rows.tolist() == [5]
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_empty_rows_and_readers_are_those_of_a_slow_count(seed: int) -> None:
+def test_empty_rows_and_readers_match_a_slow_count(seed: int) -> None:
     random = np.random.default_rng(seed)
     heads, n_rows, n_keys = random.integers(1, 4), random.integers(1, 600), random.integers(1, 40)
     offset = int(random.integers(-5, 40))
@@ -634,15 +647,15 @@ def test_empty_rows_and_readers_are_those_of_a_slow_count(seed: int) -> None:
             assert readers == slow
 
 
-# -- series, completion, and what comes outside of the steps ---------------------------------------
+# -- series, texts of the kind, events, and the context --------------------------------------------
 
 
-class Told(Rule):
-    """Finds the same in every step, and something in an event and at the end."""
+class Repeating(Rule):
+    """Returns the same finding in every step, and one for an event and at the end."""
 
-    name: ClassVar[str] = "told"
+    name: ClassVar[str] = "repeating"
     findings: ClassVar[Mapping[str, FindingKind]] = {
-        "told.again": FindingKind(
+        "repeating.again": FindingKind(
             Severity.WARNING,
             "the same again",
             why="It matters.",
@@ -652,72 +665,74 @@ class Told(Rule):
     handles_standalone_calls: ClassVar[bool] = True
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        return [Finding("told.again", Severity.WARNING, "s", step=step.step, series="one")]
+        return [Finding("repeating.again", Severity.WARNING, "s", step=step.step, series="one")]
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        return [Finding("told.again", Severity.WARNING, event.text, layer=2, why="Own words.")]
+        return [Finding("repeating.again", Severity.WARNING, event.text, layer=2, why="Own text.")]
 
     def on_generation_end(self) -> Sequence[Finding]:
-        return [Finding("told.again", Severity.NOTE, self.context.generation.sample_id)]
+        return [Finding("repeating.again", Severity.NOTE, self.context.generation.sample_id)]
 
 
 def test_a_series_is_one_finding_and_later_ones_are_counted() -> None:
-    book = RuleRunner([Told()])
-    book.on_generation_start(generation())
-    first, second = book.on_step(step(0)), book.on_step(step(1))
-    assert [(f.id, f.step) for f in first.findings] == [("told.again", 0)]
+    runner = RuleRunner([Repeating()])
+    runner.on_generation_start(generation())
+    first, second = runner.on_step(step(0)), runner.on_step(step(1))
+    assert [(f.id, f.step) for f in first.findings] == [("repeating.again", 0)]
     assert (first.repeats, second.findings) == ((), ())
-    assert second.repeats == (Repeat("told.again", "one"),)
-    book.on_generation_start(generation(1))
-    assert len(book.on_step(step(0)).findings) == 1
+    assert second.repeats == (Repeat("repeating.again", "one"),)
+    runner.on_generation_start(generation(1))
+    assert len(runner.on_step(step(0)).findings) == 1
 
 
-def test_a_finding_takes_the_words_of_its_kind_and_a_query_of_its_place() -> None:
-    book = RuleRunner([Told()])
-    book.on_generation_start(generation())
-    (first,) = book.on_step(step(0)).findings
+def test_a_finding_takes_the_texts_and_the_query_of_its_kind() -> None:
+    runner = RuleRunner([Repeating()])
+    runner.on_generation_start(generation())
+    (first,) = runner.on_step(step(0)).findings
     assert first.why == "It matters."
     assert first.query == "SELECT * FROM calls WHERE generation = 0 AND layer = layer"
-    ((heard,), failed) = book.on_event(EventRecord("kernel-failed", "It raised.", 0.0, 0))
-    assert (heard.sentence, heard.why, failed) == ("It raised.", "Own words.", ())
-    assert heard.query.endswith("layer = 2")
-    ((said,), failed) = book.on_generation_end()
-    assert (said.sentence, failed) == ("s", ())
+    ((finding,), failures) = runner.on_event(EventRecord("kernel-failed", "It raised.", 0.0, 0))
+    assert (finding.sentence, finding.why, failures) == ("It raised.", "Own text.", ())
+    assert finding.query.endswith("layer = 2")
+    ((finding,), failures) = runner.on_generation_end()
+    assert (finding.sentence, failures) == ("s", ())
 
 
-def test_calls_outside_of_a_model_are_for_rules_that_say_so() -> None:
-    class OfModels(Told):
-        loose = False
+def test_standalone_calls_are_checked_only_by_rules_that_handle_them() -> None:
+    class ModelOnly(Repeating):
+        name: ClassVar[str] = "model-only"
+        handles_standalone_calls: ClassVar[bool] = False
 
-    book = RuleRunner([OfModels(), Told()], is_standalone=True)
-    book.on_generation_start(generation())
-    assert [f.id for f in book.on_step(step(0)).findings] == ["told.again"]
+    runner = RuleRunner([ModelOnly(), Repeating()], is_standalone=True)
+    runner.on_generation_start(generation())
+    assert runner.names == ("repeating",)
+    assert [f.id for f in runner.on_step(step(0)).findings] == ["repeating.again"]
 
 
-def test_a_scene_finds_forgotten_masks_again_if_it_can() -> None:
+def test_a_context_looks_up_masks_that_it_no_longer_has() -> None:
     mask = step(0).masks[0]
     assert RuleContext().mask(mask.fingerprint) is None
-    scene = RuleContext({mask.fingerprint: mask}.get)
-    assert scene.mask(mask.fingerprint) is mask
-    assert scene.mask(None) is scene.mask("other") is None
+    context = RuleContext({mask.fingerprint: mask}.get)
+    assert context.mask(mask.fingerprint) is mask
+    assert context.mask(None) is context.mask("other") is None
 
 
-def test_what_is_meant_is_the_declared_rule_or_what_segments_suggest() -> None:
-    scene = RuleContext()
-    scene.start_generation(generation())
-    assert scene.declared_mask is not None
-    assert (scene.declared_mask.spec.name, scene.declared_mask.assumed) == (
+def test_the_declared_mask_is_the_declared_spec_or_assumed_from_segments() -> None:
+    context = RuleContext()
+    context.start_generation(generation())
+    assert context.declared_mask is not None
+    assert (context.declared_mask.spec.name, context.declared_mask.assumed) == (
         "segment-isolation",
         True,
     )
     rule = algebra.causal()
-    said = {
+    declared = {
         "preset": "causal",
         "starts": rule.starts,
         "head": rule.prefix_stops,
         "low": rule.local_starts,
     }
-    scene.start_generation(generation(declared=said))
-    assert scene.declared_mask == DeclaredMask(rule)
-    scene.start_generation(generation(declared={"rule": "package:function"}))
-    assert scene.declared_mask is None
+    context.start_generation(generation(declared=declared))
+    assert context.declared_mask == DeclaredMask(rule)
+    context.start_generation(generation(declared={"rule": "package:function"}))
+    assert context.declared_mask is None

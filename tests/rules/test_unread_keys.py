@@ -1,4 +1,4 @@
-"""Keys and segments that nobody reads are named when the generation is over."""
+"""Keys and segments that no row reads are reported when the generation is over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(tmp_path: Path) -> Callable[..., Any]:
 
 
 def without(*spans: tuple[int, int], cells: Any = APART, **only: Any) -> Any:
-    """Return a mask whose keys in the spans are seen by their own rows alone."""
+    """Return a mask whose keys in the spans are seen only by their own rows."""
 
     def change(layer: int, rows: Tensor, keys: Tensor) -> Tensor:
         closed = inside(keys, *spans) & (keys != rows)
@@ -52,7 +52,7 @@ def without(*spans: tuple[int, int], cells: Any = APART, **only: Any) -> Any:
     return change
 
 
-# -- keys that nobody reads ------------------------------------------------------------------------
+# -- keys that no row reads ------------------------------------------------------------------------
 
 
 def test_a_span_that_stops_one_token_early_leaves_its_last_key_unread(
@@ -63,8 +63,7 @@ def test_a_span_that_stops_one_token_early_leaves_its_last_key_unread(
     assert (finding.step, finding.layer) == (None, None)
     assert finding.sentence.startswith("1 key of paraphrase 2 (position 11")
     assert finding.sentence.endswith(
-        "is read by no row but its own, in any of the 3 layers and in any step: nothing that "
-        "comes after depends on it."
+        "is read by no other row, in any of the 3 layers or any step: no later token depends on it."
     )
 
 
@@ -79,7 +78,7 @@ def test_cells_that_a_declared_mask_lost_are_a_note_here(run: Callable[..., Any]
     assert finding.severity is Severity.NOTE
 
 
-def test_a_key_that_nobody_reads_in_a_prompt_of_which_nothing_was_said(
+def test_an_unread_key_in_a_prompt_without_declarations_is_a_note(
     run: Callable[..., Any],
 ) -> None:
     found = run(without((4, 5), cells=causal), "gpt_neox", segments=None, loop=without_cache)
@@ -97,7 +96,7 @@ def test_a_key_that_is_read_in_one_layer_or_step_is_read(run: Callable[..., Any]
     assert of(run(late, name="late"), ORPHAN) == []
 
 
-# -- segments that nobody uses ---------------------------------------------------------------------
+# -- segments that no row uses ---------------------------------------------------------------------
 
 
 def test_a_segment_that_no_reader_sees_is_named(run: Callable[..., Any]) -> None:
@@ -146,14 +145,14 @@ def test_a_segment_that_is_open_but_gets_no_attention_is_a_note(tmp_path: Path) 
 
     finding = one(planted(tmp_path, model, loop, segments=LAST), UNUSED)
     assert finding.severity is Severity.NOTE
-    assert finding.sentence.startswith("Paraphrase 2 may be seen by generated rows, but gets at")
+    assert finding.sentence.startswith("Paraphrase 2 is visible to generated rows, but gets at")
 
 
 def grid(n: int) -> tuple[Tensor, Tensor]:
     return torch.arange(n)[:, None], torch.arange(n)[None]
 
 
-# -- healthy ---------------------------------------------------------------------------------------
+# -- correct runs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -174,9 +173,7 @@ def test_no_family_makes_a_finding(tmp_path: Path, family: str) -> None:
     ],
     ids=["apart", "bos apart", "window", "sink and window"],
 )
-def test_masks_that_are_meant_make_no_finding(
-    run: Callable[..., Any], cells: Any, loop: Any
-) -> None:
+def test_intended_masks_make_no_finding(run: Callable[..., Any], cells: Any, loop: Any) -> None:
     found = run(cells, loop=loop, segments=LAST if cells is APART else None)
     assert not [f for f in serious(found) if f.id in (ORPHAN, UNUSED)]
 
@@ -191,7 +188,7 @@ def test_a_document_mask_that_was_declared_leaves_the_first_documents_unused(
     assert not [f for f in found if f.id in (ORPHAN, UNUSED)]
 
 
-def test_padding_is_not_missed(tmp_path: Path) -> None:
+def test_padding_makes_no_finding(tmp_path: Path) -> None:
     model, prompt = make_model("llama"), fed()
     prompt[0, :4] = 0
     mask = (prompt != 0).long()
@@ -203,7 +200,7 @@ def test_padding_is_not_missed(tmp_path: Path) -> None:
     assert not [f for f in found if f.id in (ORPHAN, UNUSED)]
 
 
-def test_keys_that_the_caller_closes_in_the_middle_are_meant(tmp_path: Path) -> None:
+def test_keys_that_the_caller_closes_in_the_middle_make_no_finding(tmp_path: Path) -> None:
     model, mask = make_model("llama"), torch.ones(1, PROMPT, dtype=torch.long)
     mask[0, 5:8] = 0
     found = planted(
@@ -222,13 +219,11 @@ def test_keys_that_the_caller_closes_in_the_middle_are_meant(tmp_path: Path) -> 
         ("s01_leak_through_separators", [(1, 7), (9, 16)]),
     ],
 )
-def test_prompts_that_nobody_goes_on_with_have_no_unused_segments(
-    name: str, spans: list[tuple[int, int]]
-) -> None:
+def test_a_single_forward_has_no_unused_segments(name: str, spans: list[tuple[int, int]]) -> None:
     found = found_in_case(name, segments(*spans))
     assert not [f for f in serious(found) if f.id in (ORPHAN, UNUSED)]
 
 
-def test_the_level_that_records_no_cells_says_nothing(run: Callable[..., Any]) -> None:
+def test_level_basic_makes_no_finding(run: Callable[..., Any]) -> None:
     found = run(without((7, 12), start=CUE), level="basic")
     assert not [f for f in found if f.id in (ORPHAN, UNUSED)]

@@ -1,7 +1,7 @@
-"""Block tables that do not fit the rule, and masks that were made for other sizes.
+"""The rule for block masks whose block tables do not match their mask_mod, or of a wrong size.
 
-Uncompiled FlexAttention ignores the tables, compiled goes by them: what is wrong here is invisible
-while one debugs. A mask is looked at when it is new to the trace.
+Uncompiled FlexAttention ignores the block tables, compiled FlexAttention follows them. Such a fault
+is therefore invisible in an uncompiled debug run. A mask is checked when it is new to the trace.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_layers, format_ranges, plural, printable
+from flexinspect.core.text import format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
@@ -25,18 +25,20 @@ from flexinspect.rules.masks.mask_findings import (
     STALE_TABLES,
     TABLE_KINDS,
     WRONG_SIZE,
+    format_mask_mod,
 )
+from flexinspect.rules.masks.mask_views import format_step_layers
 
 BlockStates = npt.NDArray[np.uint8]
-"""What a rule opens of each block: 0 nothing, 1 some, 2 all of its cells."""
+"""Which cells of each block a mask_mod opens: 0 none, 1 some, 2 all."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaleBlocks:
-    """Blocks, bool (heads, row blocks, key blocks), in which tables and rule disagree.
+    """Blocks in which the tables and the mask_mod disagree, bool (heads, row blocks, key blocks).
 
-    The rule opens cells of `missing` blocks, which are in no table, and closes some of `extra`
-    ones, which are in the table of full blocks.
+    The mask_mod opens cells of `missing` blocks, which are in no table. It closes cells of `extra`
+    blocks, which are in the table of full blocks.
     """
 
     missing: BoolArray
@@ -45,12 +47,12 @@ class StaleBlocks:
     @property
     def heads(self) -> list[int]:
         """The heads that have such blocks."""
-        found: list[int] = np.flatnonzero((self.missing | self.extra).any(axis=(1, 2))).tolist()
-        return found
+        heads: list[int] = np.flatnonzero((self.missing | self.extra).any(axis=(1, 2))).tolist()
+        return heads
 
 
 class BlockTablesRule(Rule):
-    """Compares a block mask's tables with its rule, and its batch and heads with the call's."""
+    """Compares block tables with the mask_mod, and the batch and heads of a mask with the call."""
 
     name: ClassVar[str] = "tables"
     findings: ClassVar[Mapping[str, FindingKind]] = TABLE_KINDS
@@ -61,19 +63,16 @@ class BlockTablesRule(Rule):
         """By fingerprint and for the whole run, as a mask is in one step's record only."""
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing told; masks stay known."""
+        """Note whether the calls are standalone; masks stay known."""
         super().on_generation_start(context)
         self._is_standalone = context.is_standalone
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return which masks of a step have tables or sizes that do not fit."""
+        """Return findings for masks of a step whose tables or sizes do not match."""
         for mask in step.masks:
-            # Of a decode row nobody goes by the tables but a compiled kernel.
-            stale = (
-                find_stale_blocks(mask)
-                if mask.compiled or mask.q_len > 1 or self._is_standalone
-                else None
-            )
+            if not (mask.compiled or mask.q_len > 1 or self._is_standalone):
+                continue  # the tables of a single decode row matter to a compiled kernel only
+            stale = find_stale_blocks(mask)
             if stale is not None:
                 self._stale_blocks[mask.fingerprint] = stale
         by_mask: dict[str | None, list[CallRecord]] = {}
@@ -83,7 +82,7 @@ class BlockTablesRule(Rule):
         for fingerprint, calls in by_mask.items():
             known = self.context.mask(fingerprint)
             if known is not None and known.kind == "block":
-                # Layers that build a mask each have one of their own, with the same trouble.
+                # Layers that each build their own mask share one finding.
                 stale = self._stale_blocks.get(known.fingerprint)
                 key = (known.rule, known.batch, known.heads, stale and stale.missing.tobytes())
                 alike.setdefault(key, (known, []))[1].extend(calls)
@@ -92,13 +91,13 @@ class BlockTablesRule(Rule):
     def _check_mask(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
     ) -> list[Finding]:
-        found = [*self._check_sizes(step, mask, calls)]
+        findings = self._check_sizes(step, mask, calls)
         stale = self._stale_blocks.get(mask.fingerprint)
         if stale is not None:
-            found.append(self._stale_finding(step, mask, calls, stale))
+            findings.append(self._stale_finding(step, mask, calls, stale))
         elif self.context.is_standalone and _is_one_block(mask):
-            found.append(_one_block_finding(step, mask, calls))
-        return found
+            findings.append(_one_block_finding(step, mask))
+        return findings
 
     # -- tables ----------------------------------------------------------------------------------
 
@@ -111,20 +110,24 @@ class BlockTablesRule(Rule):
         head, row, key = (int(n) for n in np.argwhere(stale.missing | stale.extra)[0])
         n_missing, n_extra = (int(grid.any(axis=0).sum()) for grid in (stale.missing, stale.extra))
         rows, keys = _format_block_span(step, mask, row, key)
-        words = [] if not n_missing else [f"{plural(n_missing, 'block')} of the rule missing"]
-        words += [] if not n_extra else [f"{plural(n_extra, 'full block')} that the rule closes"]
+        parts = []
+        if n_missing:
+            parts.append(f"{plural(n_missing, 'open block')} missing")
+        if n_extra:
+            parts.append(f"{plural(n_extra, 'full block')} that the mask_mod closes")
+        wrong_blocks = " and ".join(parts)
         cause = (
-            f"was built for one head (H=None), but its rule tells heads apart: for "
-            f"{_format_head_list(stale.heads)} of {n_heads} its tables have {' and '.join(words)}"
+            f"was built for one head (H=None), but its mask_mod depends on the head: for "
+            f"{_format_head_list(stale.heads)} of {n_heads} its tables have {wrong_blocks}"
             if by_head
-            else f"has tables that are not its rule's: {' and '.join(words)}"
+            else f"has block tables that do not match its mask_mod: {wrong_blocks}"
         )
         return Finding(
             id=finding_id,
             severity=Severity.ERROR if mask.compiled else Severity.WARNING,
             sentence=(
                 f"{_format_call_place(step, calls, self.context)}: the block mask of "
-                f"{printable(mask.rule or 'an unnamed rule')} {cause}, first: rows {rows}, keys "
+                f"{format_mask_mod(mask)} {cause}, first: rows {rows}, keys "
                 f"{keys}; {_format_table_effect(mask)}."
             ),
             generation=step.generation,
@@ -152,24 +155,23 @@ class BlockTablesRule(Rule):
     def _check_sizes(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]
     ) -> list[Finding]:
-        """Return whether a mask was made for another batch or another number of heads."""
+        """Return a finding if a mask was built for another batch or another number of heads."""
         call = calls[0]
         wrong = []
         if mask.batch not in (1, call.batch):
-            wrong.append(f"batch {mask.batch}, and the queries have {call.batch}")
+            wrong.append(f"batch {mask.batch}, but the queries have {call.batch}")
         if mask.heads not in (1, call.q_heads):
             grouped = call.q_heads != call.kv_heads == mask.heads
-            note = " (it was built for the key heads)" if grouped else ""
-            wrong.append(f"{mask.heads} heads, and the queries have {call.q_heads}{note}")
+            note = " (it was built for the KV heads)" if grouped else ""
+            wrong.append(f"{mask.heads} heads, but the queries have {call.q_heads}{note}")
         if not wrong:
             return []
-        outcome = "compiled, it reads tables that are not there, which may end the process"
+        outcome = "compiled FlexAttention reads past the end of the block tables and may crash"
         if not mask.compiled:
-            outcome = f"uncompiled flex does not notice; {outcome}"
+            outcome = f"uncompiled FlexAttention does not notice, {outcome}"
         sentence = (
             f"{_format_call_place(step, calls, self.context)}: the block mask of "
-            f"{printable(mask.rule or 'an unnamed rule')} was made for "
-            f"{' and for '.join(wrong)}; {outcome}."
+            f"{format_mask_mod(mask)} was built for {' and for '.join(wrong)}; {outcome}."
         )
         evidence = {
             "mask": mask.fingerprint,
@@ -179,18 +181,22 @@ class BlockTablesRule(Rule):
             "q_heads": call.q_heads,
             "kv_heads": call.kv_heads,
         }
-        severity = Severity.ERROR if mask.compiled else Severity.WARNING
-        which = () if self.context.is_standalone else {one.layer for one in calls}
-        about: dict[str, Any] = {"severity": severity, "layers": which, "evidence": evidence}
-        return [
-            self.finding(step, WRONG_SIZE, sentence, series=_table_series(mask, calls), **about)
-        ]
+        finding = self.finding(
+            step,
+            WRONG_SIZE,
+            sentence,
+            severity=Severity.ERROR if mask.compiled else Severity.WARNING,
+            layers=() if self.context.is_standalone else {call.layer for call in calls},
+            evidence=evidence,
+            series=_table_series(mask, calls),
+        )
+        return [finding]
 
 
 def find_stale_blocks(mask: MaskRecord) -> StaleBlocks | None:
-    """Return the blocks in which a mask's tables and rule disagree, None where they agree.
+    """Return the blocks in which a mask's tables and mask_mod disagree, None if they agree.
 
-    Blocks that the tables visit for nothing are no matter: the rule closes their cells.
+    Partial blocks without any open cell do not matter: the mask_mod closes their cells.
     """
     tables = _visited_blocks(mask)
     if tables is None:
@@ -215,7 +221,7 @@ def _visited_blocks(mask: MaskRecord) -> tuple[BoolArray, BoolArray | None] | No
 
 
 def _block_states(mask: MaskRecord) -> BlockStates | None:
-    """Return what the cells of an uncompiled call, which are its rule's, open of each block."""
+    """Return the block states of an uncompiled call, whose cells are those of its mask_mod."""
     cells, size_q, size_kv = mask.cells, mask.block_q, mask.block_kv
     if cells is None or size_q is None or size_kv is None:
         return None
@@ -232,7 +238,7 @@ def _block_states(mask: MaskRecord) -> BlockStates | None:
 
 
 def _block_row_states(cells: BoolArray, edges: npt.NDArray[Any], *, whole: bool) -> BlockStates:
-    """Return (heads, key blocks) of a row of blocks, `whole` unless it sticks out of the mask."""
+    """Return the states (heads, key blocks) of a row of blocks; `whole` unless the mask cuts it."""
     opens = np.logical_or.reduceat(cells.any(axis=1), edges, axis=1).astype(np.uint8)
     if whole:
         opens += np.logical_and.reduceat(cells.all(axis=1), edges, axis=1)
@@ -241,8 +247,8 @@ def _block_row_states(cells: BoolArray, edges: npt.NDArray[Any], *, whole: bool)
 
 def _format_table_effect(mask: MaskRecord) -> str:
     if mask.compiled:
-        return "compiled flex went by the tables, so that what ran is not the rule"
-    return "uncompiled flex goes by the rule and is right, compiled it would go by the tables"
+        return "compiled FlexAttention followed the tables, so the executed mask is wrong"
+    return "uncompiled FlexAttention is correct, compiled it would follow the tables"
 
 
 def _format_block_span(step: StepRecord, mask: MaskRecord, row: int, key: int) -> tuple[str, str]:
@@ -267,8 +273,8 @@ def _count_visited_blocks(mask: MaskRecord) -> int:
 
 
 def _layers_of_several(calls: Sequence[CallRecord]) -> tuple[int, ...]:
-    found = tuple(sorted({call.layer for call in calls}))
-    return found if len(found) > 1 else ()
+    layers = tuple(sorted({call.layer for call in calls}))
+    return layers if len(layers) > 1 else ()
 
 
 def _table_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
@@ -278,21 +284,20 @@ def _table_series(mask: MaskRecord, calls: Sequence[CallRecord]) -> str:
 def _format_call_place(step: StepRecord, calls: Sequence[CallRecord], context: RuleContext) -> str:
     if context.is_standalone:
         call = calls[0]
-        return f"A call of flex_attention ({call.q_len} rows, {call.kv_len} keys)"
-    which = sorted({call.layer for call in calls})
-    words = format_layers(which, len({call.layer for call in step.calls}))
-    return words[0].upper() + words[1:]
+        return f"A standalone call of flex_attention ({call.q_len} rows, {call.kv_len} keys)"
+    text = format_step_layers({call.layer for call in calls}, step)
+    return text[0].upper() + text[1:]
 
 
 def _is_one_block(mask: MaskRecord) -> bool:
-    """Say whether the tables show one block where the cells show more."""
+    """Return whether the tables are a single block, although only some of its cells are open."""
     tables = _visited_blocks(mask)
     if tables is None or mask.cells is None or tables[0].shape != (1, 1, 1):
         return False
     return mask.q_len > 1 and bool(mask.cells.any()) and not mask.cells.all()
 
 
-def _one_block_finding(step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord]) -> Finding:
+def _one_block_finding(step: StepRecord, mask: MaskRecord) -> Finding:
     cells = mask.cells
     assert cells is not None
     size, n_open = f"{mask.q_len} x {mask.kv_len}", int(np.count_nonzero(cells[0]))
@@ -300,9 +305,9 @@ def _one_block_finding(step: StepRecord, mask: MaskRecord, calls: Sequence[CallR
         id=BLOCK_VIEW,
         severity=Severity.NOTE,
         sentence=(
-            f"A mask of {size} cells, {n_open} of them open, lies in one block of {mask.block_q} x "
-            f"{mask.block_kv}: `to_dense()` shows it as a single open cell, and up to torch "
-            "2.13 `sparsity()` is negative."
+            f"A mask of {size} cells, {n_open} of them open, fits into one block of "
+            f"{mask.block_q} x {mask.block_kv}: `to_dense()` shows a single open cell, and up to "
+            "torch 2.13 `sparsity()` is negative."
         ),
         generation=step.generation,
         branch=step.branch,

@@ -1,9 +1,11 @@
-"""The mask that ran against the one that was meant: per layer, head and step.
+"""The rule that compares executed masks with the declared mask, per layer, head and step.
 
-What is judged is `MaskRecord.cells`, what the kernel honoured; what was received says why it is so.
-Where no mask was declared, segments that were named stand for one (their leaks are warnings), and
-a layer that calls itself causal for causality. Layers that ran the same mask share a finding, and
-what comes back at later steps is counted, not told again.
+It compares `MaskRecord.cells`, the cells that the kernel applied; the mask that the layer received
+only explains the result. If no mask was declared, declared segments are assumed to be isolated
+(their leaks are warnings), and layers that are causal are checked for causality. Layers that
+executed the same mask share a finding, and repetitions at later steps are counted.
+
+`position_ids` and `sliding_windows` use `count_pads_by_id` and `call_frame` of this module.
 """
 
 from __future__ import annotations
@@ -46,16 +48,19 @@ from flexinspect.rules.masks.mask_findings import (
     describe_where,
     padding_sentence,
 )
+from flexinspect.rules.masks.mask_views import broadcast_rows
 
 _CAUSAL_SPEC = MaskSpec("causal", (0,), (0,), (0,))
 _MAX_EARLIER_SPECS = 8
 _MAX_MATCHING = 1024
+_MAX_ASSUMED_CELLS = 1 << 22
+"""Cells up to which a mask without recorded cells is made up and checked."""
 
 
 class MasksRule(Rule):
-    """Compares the cells that ran with what was meant; without cells (level basic) it is silent.
+    """Compares the executed cells with the declared mask.
 
-    That a causal layer got no mask at all is seen at every level.
+    It needs cells, so at level basic it reports only causal layers without any mask.
     """
 
     name: ClassVar[str] = "masks"
@@ -68,103 +73,96 @@ class MasksRule(Rule):
         self._current_spec: tuple[int, MaskSpec] | None = None
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing told; remember what the generation before meant."""
+        """Reset what was reported, and keep the declared mask of the previous generation."""
         super().on_generation_start(context)
-        before, intent = self._current_spec, context.declared_mask
-        if before is not None and all(before[1] != rule for _, rule in self._earlier_specs):
-            self._earlier_specs.append(before)
+        previous, declared = self._current_spec, context.declared_mask
+        if previous is not None and all(previous[1] != spec for _, spec in self._earlier_specs):
+            self._earlier_specs.append(previous)
         self._current_spec = (
-            None if intent is None else (context.generation.generation, intent.spec)
+            None if declared is None else (context.generation.generation, declared.spec)
         )
         self._parts = segment_parts(context)
         self._unpadded, self._non_bos = unpadded_flags(context), non_bos_flags(context)
         self._paraphrase_flags = (
-            paraphrase_flags(context) if intent is not None and intent.assumed else None
+            paraphrase_flags(context) if declared is not None and declared.assumed else None
         )
         self._reported: dict[tuple[object, ...], str] = {}
         if len(self._matching) > _MAX_MATCHING:
             self._matching.clear()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return how the masks of a step differ from what was meant, each difference once."""
+        """Return a finding for each way in which the masks of a step differ from the expected."""
         if step.kv_before == 0:
             self._read_padding(step)
         groups = self._group_calls(step)
         cases = [case for group in groups for case in self._check_group(step, group)]
-        found = [
-            self._report_case(case) for case in (merge_cases(cases) if len(cases) > 1 else cases)
-        ]
-        if len(groups) > 1 and not found:
-            found += find_differing_layers(self.context, step, groups, self._unpadded)
-        return found
+        findings = [self._report_case(case) for case in merge_cases(cases)]
+        if len(groups) > 1 and not findings:
+            findings += find_differing_layers(self.context, step, groups, self._unpadded)
+        return findings
 
     def _read_padding(self, step: StepRecord) -> None:
-        for wide in step.arrays:
-            if wide.stream == "inputs.mask" and len(wide.array):
-                real = np.asarray(wide.array[0], np.bool_)
+        for record in step.arrays:
+            if record.stream == "inputs.mask" and len(record.array):
+                real = np.asarray(record.array[0], np.bool_)
                 self._unpadded = None if real.all() else real
 
     def _group_calls(self, step: StepRecord) -> list[LayerGroup]:
-        """Return the masks of a step with their layers, those that ran in no known mask left out.
+        """Return the known masks of a step with their layers.
 
-        A layer that is not causal, or attends to other rows (cross attention), is judged only
-        against a declared mask over this sequence.
+        A layer that is not causal is compared only with a declared mask; calls that attend from
+        other rows (cross attention) are left out.
         """
         by_mask: dict[tuple[object, ...], list[CallRecord]] = {}
         for call in step.calls:
             if call.q_len == step.q_len:
                 by_mask.setdefault((call.mask, call.window, call.kv_len), []).append(call)
-        found: list[LayerGroup] = []
+        groups: list[LayerGroup] = []
         n_layers = len({call.layer for call in step.calls}) if by_mask else 0
+        is_declared = self.context.declared_spec is not None
         for calls in by_mask.values():
             mask = self.context.mask(calls[0].mask)
-            if mask is not None and (calls[0].causal is not False or self._is_declared):
-                which = tuple(sorted({call.layer for call in calls}))
-                add_group(found, LayerGroup(mask, calls[0], which, n_layers))
-        return found if len(found) < 2 else add_usual_paths(found)
-
-    @property
-    def _is_declared(self) -> bool:
-        intent = self.context.declared_mask
-        return intent is not None and not intent.assumed
+            if mask is not None and (calls[0].causal is not False or is_declared):
+                layers = tuple(sorted({call.layer for call in calls}))
+                add_group(groups, LayerGroup(mask, calls[0], layers, n_layers))
+        return groups if len(groups) < 2 else add_usual_paths(groups)
 
     # -- one mask --------------------------------------------------------------------------------
 
     def _check_group(self, step: StepRecord, group: LayerGroup) -> list[MaskCase]:
-        intent = self.context.declared_mask
-        frame = call_frame(step, group.call)
-        if self._is_declared and group.mask.cells is not None:
-            assert intent is not None
-            found = self._check_declared(step, group, frame, intent.spec, "the declared mask")
+        declared, frame = self.context.declared_mask, call_frame(step, group.call)
+        spec = self.context.declared_spec
+        if spec is not None and group.mask.cells is not None:
+            cases = self._check_declared(step, group, frame, spec)
         else:
-            found = self._check_causality(step, group, frame)
-            is_mild = all(case.severity is Severity.NOTE for case in found)
-            if is_mild and self._paraphrase_flags is not None and intent is not None:
-                found = self._check_assumed(step, group, frame, intent.spec) or found
-        if not found and self._unpadded is not None and group.mask.cells is not None:
-            found = self._check_padding(step, group, frame)
-        return found
+            cases = self._check_causality(step, group, frame)
+            only_notes = all(case.severity is Severity.NOTE for case in cases)
+            if only_notes and self._paraphrase_flags is not None and declared is not None:
+                cases = self._check_assumed(step, group, frame, declared.spec) or cases
+        if not cases and self._unpadded is not None and group.mask.cells is not None:
+            cases = self._check_padding(step, group, frame)
+        return cases
 
     def _check_declared(
-        self, step: StepRecord, group: LayerGroup, frame: CellFrame, spec: MaskSpec, name: str
+        self, step: StepRecord, group: LayerGroup, frame: CellFrame, spec: MaskSpec
     ) -> list[MaskCase]:
-        """Return how the cells differ from the declared rule."""
+        """Return how the cells differ from the declared mask."""
         heads, first = self._find_differing_heads(group.mask, spec, frame)
         if first is None:
             return []
-        cells, own = first
-        whole = replace(own, window=None)
-        if frame.window and not mask_difference.count_wrong_cells(cells, spec, whole, limit=1):
-            return []  # as declared: that the layer's own window did not apply is its own matter
+        cells, head_frame = first
+        unwindowed = replace(head_frame, window=None)
+        if frame.window and not mask_difference.count_wrong_cells(cells, spec, unwindowed, limit=1):
+            return []  # as declared; `mask.window-lost` reports that the layer's window is missing
         if self._differs_only_in_bos(group.mask, spec, frame):
             return []
-        case = self._make_case(step, group, (cells, own), spec, heads)
-        return [replace(case, expected=f"{name} ({spec.name})")]
+        case = self._make_case(step, group, first, spec, heads)
+        return [replace(case, expected=f"the declared mask ({spec.name})")]
 
     def _differs_only_in_bos(self, mask: MaskRecord, spec: MaskSpec, frame: CellFrame) -> bool:
-        """Say whether the cells differ from a rule only in who sees the BOS.
+        """Return whether the cells differ from a spec only in which rows see the BOS.
 
-        Conventions differ, and nothing can leak through it: it sees nothing but itself.
+        Conventions differ, and nothing can leak through the BOS, which sees only itself.
         """
         if self._non_bos is None or spec.name == "causal":
             return False
@@ -180,12 +178,12 @@ class MasksRule(Rule):
     def _check_assumed(
         self, step: StepRecord, group: LayerGroup, frame: CellFrame, spec: MaskSpec
     ) -> list[MaskCase]:
-        """Return where paraphrases see each other: of others nothing is meant."""
-        apart, cells = self._paraphrase_flags, group.mask.cells
-        if apart is None or cells is None or frame.q_offset >= len(apart):
-            return []  # of generated rows nothing is meant
-        rows = slice_flags(apart, frame.q_offset, step.q_len, fill=False)
-        keys = slice_flags(apart, frame.kv_offset, frame.n_keys, fill=False)
+        """Return where paraphrases see each other; nothing is assumed about other rows."""
+        flags, cells = self._paraphrase_flags, group.mask.cells
+        if flags is None or cells is None or frame.q_offset >= len(flags):
+            return []  # nothing is assumed about generated rows
+        rows = slice_flags(flags, frame.q_offset, step.q_len, fill=False)
+        keys = slice_flags(flags, frame.kv_offset, frame.n_keys, fill=False)
         heads, first = self._find_differing_heads(
             group.mask, spec, replace(frame, rows=rows, keys=keys)
         )
@@ -198,17 +196,17 @@ class MasksRule(Rule):
         if not across:
             return []
         case.difference.leaked_by_pair, case.difference.lost = across, 0
-        return [replace(case, assumed=True, expected="what was named")]
+        return [replace(case, assumed=True, expected="the isolation of the declared segments")]
 
     def _check_causality(
         self, step: StepRecord, group: LayerGroup, frame: CellFrame
     ) -> list[MaskCase]:
-        """Return where causality is broken in a layer that calls itself causal."""
+        """Return where a causal layer sees the future."""
         mask, call = group.mask, group.call
         if step.q_len == 1 or not call.causal or mask.kind == "none, causal":
             return []
         if self.context.has_custom_mask_mod and mask.kind != NO_MASK:
-            return []  # a function of the user's own, which may well look ahead
+            return []  # a mask function of the user may see the future on purpose
         if mask.cells is None:
             return self._check_without_cells(step, group)
         heads, first = self._find_differing_heads(mask, None, frame)
@@ -217,16 +215,15 @@ class MasksRule(Rule):
         case = self._make_case(step, group, first, _CAUSAL_SPEC, heads)
         case.difference.lost = 0
         case = replace(case, expected="a causal mask", pieces=0, segments=0)
-        is_sure = mask.kind == NO_MASK or group.adds_bools
-        blockwise = not is_sure and mask_difference.is_blockwise(case.difference, *first)
-        if not blockwise:
+        is_certain = mask.kind == NO_MASK or group.adds_bools
+        if is_certain or not mask_difference.is_blockwise(case.difference, *first):
             return [case]
         severity = Severity.WARNING if case.pattern == OPEN else Severity.NOTE
         return [replace(case, pattern=OTHER, severity=severity)]
 
     def _check_without_cells(self, step: StepRecord, group: LayerGroup) -> list[MaskCase]:
-        """Return what is known without cells: with no mask every cell is open."""
-        if group.mask.kind != NO_MASK or step.q_len * step.kv_after > 1 << 22:
+        """Return the same without recorded cells: if there is no mask, every cell is open."""
+        if group.mask.kind != NO_MASK or step.q_len * step.kv_after > _MAX_ASSUMED_CELLS:
             return []
         cells = np.ones((1, step.q_len, group.call.kv_len), np.bool_)
         group = replace(group, mask=replace(group.mask, cells=cells))
@@ -235,7 +232,7 @@ class MasksRule(Rule):
     def _check_padding(
         self, step: StepRecord, group: LayerGroup, frame: CellFrame
     ) -> list[MaskCase]:
-        """Return which rows see keys of padding."""
+        """Return which rows see padding keys."""
         cells, real = group.mask.cells, self._unpadded
         assert cells is not None
         assert real is not None
@@ -257,32 +254,30 @@ class MasksRule(Rule):
     def _find_differing_heads(
         self, mask: MaskRecord, spec: MaskSpec | None, frame: CellFrame
     ) -> tuple[tuple[int, ...], tuple[BoolArray, CellFrame] | None]:
-        """Return the heads whose cells differ, and the cells and frame of the first of them.
+        """Return the heads whose cells differ from a spec, and cells and frame of the first one.
 
-        Without a rule what is asked is whether a row sees the future.
+        Without a spec, a head differs if any of its rows sees the future.
         """
-        cells = mask.cells
-        if cells is None:
+        if mask.cells is None:
             return (), None
         n_rows = max(mask.q_len, 1)
-        if cells.shape[1] == 1 < n_rows:  # one row that is broadcast
-            cells = np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
+        cells = broadcast_rows(mask.cells, n_rows)
         key = (mask.fingerprint, spec, frame.q_offset, frame.kv_offset, frame.n_keys, frame.window)
-        keep = n_rows > 1 and frame.rows is None and self._unpadded is None
-        if keep and key in self._matching:
+        is_cached = n_rows > 1 and frame.rows is None and self._unpadded is None
+        if is_cached and key in self._matching:
             return (), None
         heads, first = [], None
         for head in range(len(cells)):
-            own = self._head_frame(mask, frame, head, n_rows)
-            if _head_differs(cells[head], spec, own):
+            head_frame = self._head_frame(mask, frame, head, n_rows)
+            if _head_differs(cells[head], spec, head_frame):
                 heads.append(head)
-                first = first or (cells[head], own)
-        if keep and not heads:
+                first = first or (cells[head], head_frame)
+        if is_cached and not heads:
             self._matching.add(key)
         return tuple(heads), first
 
     def _head_frame(self, mask: MaskRecord, frame: CellFrame, head: int, n_rows: int) -> CellFrame:
-        """Return the frame of a head, without padding and rows that are averaged."""
+        """Return the frame of a head, without padding and without averaged rows."""
         if self._unpadded is None and mask.averaged is None:
             return frame
         rows, keys = frame.rows, frame.keys
@@ -290,8 +285,8 @@ class MasksRule(Rule):
             rows = slice_flags(self._unpadded, frame.q_offset, n_rows)
             keys = slice_flags(self._unpadded, frame.kv_offset, frame.n_keys)
         if mask.averaged is not None:
-            closed = np.broadcast_to(mask.averaged[min(head, len(mask.averaged) - 1)], n_rows)
-            rows = ~closed if rows is None else rows & ~closed
+            averaged = np.broadcast_to(mask.averaged[min(head, len(mask.averaged) - 1)], n_rows)
+            rows = ~averaged if rows is None else rows & ~averaged
         return replace(frame, rows=rows, keys=keys)
 
     def _make_case(
@@ -307,45 +302,64 @@ class MasksRule(Rule):
         pattern, amount = mask_difference.classify_pattern(cells, spec, frame, found)
         earlier = None
         if pattern in (MOVED, OTHER) and step.q_len > 1:
-            rules = [one for one in self._earlier_specs if one[1] != spec]
-            same = (
-                n
-                for n, r in rules
-                if not mask_difference.count_wrong_cells(cells, r, frame, limit=1)
-            )
-            earlier = next(same, None)
+            earlier = self._find_earlier_generation(cells, spec, frame)
         pieces, segments = count_pieces(self.context, found)
-        n_heads = len(group.mask.cells) if group.mask.cells is not None else 1
-        about = (pattern, amount, earlier, heads, n_heads, pieces, segments)
-        return MaskCase(step, group, found, spec.name, False, *about)
+        return MaskCase(
+            step,
+            group,
+            found,
+            expected=spec.name,
+            pattern=pattern,
+            amount=amount,
+            earlier_generation=earlier,
+            heads=heads,
+            n_heads=len(group.mask.cells) if group.mask.cells is not None else 1,
+            pieces=pieces,
+            segments=segments,
+        )
 
-    # -- telling ---------------------------------------------------------------------------------
+    def _find_earlier_generation(
+        self, cells: BoolArray, spec: MaskSpec, frame: CellFrame
+    ) -> int | None:
+        """Return an earlier generation whose mask the cells are, or None."""
+        for generation, earlier in self._earlier_specs:
+            if earlier != spec and not mask_difference.count_wrong_cells(
+                cells, earlier, frame, limit=1
+            ):
+                return generation
+        return None
+
+    # -- findings --------------------------------------------------------------------------------
 
     def _report_case(self, case: MaskCase) -> Finding:
-        """Return the finding of a difference: under the id of an earlier one that it goes on with.
+        """Return the finding of a case, under the id of an earlier one of the same layers.
 
         A mask that leaks in the prompt leaks in generated rows too, whatever each step looks like.
         """
         found, place = case.difference, (case.step.branch, case.group.layers)
         sides = [side for side, n in (("leaks", found.leaked), ("loses", found.lost)) if n]
-        news = [side for side in sides if (*place, side) not in self._reported]
-        known = next((self._reported[(*place, s)] for s in sides if s not in news), None)
+        new = [side for side in sides if (*place, side) not in self._reported]
+        known = next((self._reported[(*place, s)] for s in sides if s not in new), None)
         finding_id = case_finding_id(case) if known is None else known
-        if known is not None and news:
+        if known is not None and new:
             found.leaked, finding_id = 0, MASK_LOST
-        for side in news:
+        for side in new:
             self._reported[(*place, side)] = finding_id
         return self._finding(case, finding_id, case.severity or case_severity(case, finding_id))
 
     def _finding(self, case: MaskCase, finding_id: str, severity: Severity) -> Finding:
         found, group, step = case.difference, case.group, case.step
-        words = padding_sentence if finding_id == MASK_PADDING else case_sentence
+        sentence = (
+            padding_sentence(self.context, case)
+            if finding_id == MASK_PADDING
+            else case_sentence(self.context, case, finding_id)
+        )
         positions = found.leaking_rows if found.leaked else found.losing_rows
         heads = case.heads if len(case.heads) < case.n_heads else ()
         return Finding(
             id=finding_id,
             severity=severity,
-            sentence=words(self.context, case, finding_id),
+            sentence=sentence,
             generation=step.generation,
             branch=step.branch,
             step=step.step,
@@ -369,24 +383,25 @@ def _head_differs(cells: BoolArray, spec: MaskSpec | None, frame: CellFrame) -> 
 
 
 _MIN_KIND_SHARE = 0.2
-"""From this share of the layers on (and two of them), the odd ones may be a kind of layer."""
+"""At least this share of the layers (and two of them) may be a kind of layer by design."""
 
 
 def find_differing_layers(
     context: RuleContext, step: StepRecord, groups: Sequence[LayerGroup], real: BoolArray | None
 ) -> list[Finding]:
-    """Return which layers ran another mask than most layers of their kind.
+    """Return a finding for layers that ran another mask than most layers of their kind.
 
-    Layers with another window, or that hold another number of keys, are another kind.
+    Layers of one kind have the same window and the same number of keys. `real`, bool (positions,),
+    says which positions of the prompt are not padding; None if all are.
     """
     kinds: dict[tuple[int | None, int], list[LayerGroup]] = {}
     for group in groups:
         if group.mask.cells is not None:
             kinds.setdefault((group.call.window, group.call.kv_len), []).append(group)
-    found = []
-    for some in kinds.values():
-        found += _find_differing_in_kind(context, step, some, real) if len(some) > 1 else []
-    return found
+    findings = []
+    for same_kind in kinds.values():
+        findings += _find_differing_in_kind(context, step, same_kind, real)
+    return findings
 
 
 def _find_differing_in_kind(
@@ -409,7 +424,7 @@ def _find_differing_in_kind(
 
 
 def _norm_rank(groups: Sequence[LayerGroup]) -> tuple[int, bool, int]:
-    """Return what makes some layers the norm: their number, then that nothing failed in them."""
+    """Return a sort key for the norm: most layers, then no fallback, then the first layer."""
     n_layers = sum(len(group.layers) for group in groups)
     first = min(group.layers[0] for group in groups)
     return n_layers, not any(group.is_fallback for group in groups), -first
@@ -418,7 +433,10 @@ def _norm_rank(groups: Sequence[LayerGroup]) -> tuple[int, bool, int]:
 def _differing_cells(
     a: MaskRecord, b: MaskRecord, step: StepRecord, real: BoolArray | None
 ) -> BoolArray:
-    """Return the cells (heads, rows, keys) in which two masks differ, in rows that count."""
+    """Return where two masks differ, bool (heads, rows, keys), except in padded or averaged rows.
+
+    Masks of shapes that cannot be compared count as equal.
+    """
     assert a.cells is not None
     assert b.cells is not None
     if a.cells.shape[1:] != b.cells.shape[1:]:
@@ -428,8 +446,8 @@ def _differing_cells(
         return np.zeros((1, 1, 1), np.bool_)
     rows = np.ones((1, a.cells.shape[1]), np.bool_)
     if real is not None:
-        some = real[step.kv_before : step.kv_before + rows.shape[1]]
-        rows[:, : len(some)] &= some
+        real_rows = real[step.kv_before : step.kv_before + rows.shape[1]]
+        rows[:, : len(real_rows)] &= real_rows
     for mask in (a, b):
         if mask.averaged is not None:
             rows = rows & ~mask.averaged
@@ -444,64 +462,63 @@ def _layers_differ_finding(
     odd: Sequence[LayerGroup],
     real: BoolArray | None,
 ) -> Finding:
-    which = tuple(sorted(layer for group in odd for layer in group.layers))
+    layers = tuple(sorted(layer for group in odd for layer in group.layers))
     others = tuple(sorted(layer for group in norm for layer in group.layers))
-    one, n_layers = odd[0], odd[0].n_layers
-    cells = _differing_cells(norm[0].mask, one.mask, step, real)
+    first, n_layers = odd[0], odd[0].n_layers
+    cells = _differing_cells(norm[0].mask, first.mask, step, real)
     head, row, key = (int(n) for n in np.argwhere(cells)[0])
-    assert one.mask.cells is not None
-    opens = bool(one.mask.cells[min(head, len(one.mask.cells) - 1), row, key])
+    assert first.mask.cells is not None
+    opens = bool(first.mask.cells[min(head, len(first.mask.cells) - 1), row, key])
     q_idx = step.kv_before + row
-    kv_idx = max(step.kv_after - one.call.kv_len, 0) + key
+    kv_idx = max(step.kv_after - first.call.kv_len, 0) + key
     n_cells = int(np.count_nonzero(cells.any(axis=0)))
-    sees = f"{context.format_position(q_idx)} {'sees' if opens else 'does not see'} {context.format_position(kv_idx)}"
-    words = describe_where(LayerGroup(one.mask, one.call, which, n_layers))
     sentence = (
-        f"{words} ran {describe_run(one)}, and {format_layers(others, n_layers)} ran {describe_run(norm[0])}: "
+        f"{describe_where(replace(first, layers=layers))} ran {describe_run(first)}, and "
+        f"{format_layers(others, n_layers)} ran {describe_run(norm[0])}: "
         f"{plural(n_cells, 'cell')} {'differs' if n_cells == 1 else 'differ'}, "
-        f"{'' if n_cells == 1 else 'first: '}{sees} there only."
+        f"{'' if n_cells == 1 else 'first: '}{context.format_position(q_idx)} "
+        f"{'sees' if opens else 'does not see'} {context.format_position(kv_idx)}, unlike in "
+        f"{format_layers(others, n_layers)}."
     )
-    if not opens:
-        sentence = sentence.replace(" there only.", ", as in the others.")
     return Finding(
         id=LAYERS_DIFFER,
-        severity=_layers_differ_severity(one, which, n_layers),
+        severity=_layers_differ_severity(first, layers, n_layers),
         sentence=sentence,
         generation=step.generation,
         branch=step.branch,
         step=step.step,
-        layer=which[0],
+        layer=layers[0],
         positions=(q_idx, kv_idx),
         evidence={
-            "mask": one.mask.fingerprint,
+            "mask": first.mask.fingerprint,
             "others": norm[0].mask.fingerprint,
             "cells": n_cells,
-            "layers": list(which),
-            "path": one.call.path,
+            "layers": list(layers),
+            "path": first.call.path,
             "path_of_others": norm[0].call.path,
-            "swallowed": one.call.swallowed,
+            "swallowed": first.call.swallowed,
         },
-        layers=which if len(which) > 1 else (),
-        series="layers " + ", ".join(map(str, which)),
+        layers=layers if len(layers) > 1 else (),
+        series="layers " + ", ".join(map(str, layers)),
     )
 
 
-def _layers_differ_severity(odd: LayerGroup, which: Sequence[int], n_layers: int) -> Severity:
-    """A fallback is told of by its path; layers of two kinds may be how the model is."""
-    is_kind = len(which) > 1 and len(which) >= _MIN_KIND_SHARE * n_layers
+def _layers_differ_severity(odd: LayerGroup, layers: Sequence[int], n_layers: int) -> Severity:
+    """Return a note for a fallback (the path rule reports it) and for a likely kind of layer."""
+    is_kind = len(layers) > 1 and len(layers) >= _MIN_KIND_SHARE * n_layers
     return Severity.NOTE if odd.is_fallback or is_kind else Severity.WARNING
 
 
 def call_frame(step: StepRecord, call: CallRecord) -> CellFrame:
-    """Return where the cells of a call lie. A sliding cache has dropped the keys before them."""
+    """Return the frame of a call. A sliding cache has dropped the keys before `kv_offset`."""
     kv_offset = max(step.kv_after - call.kv_len, 0)
     return CellFrame(step.kv_before, kv_offset, min(call.kv_len, step.kv_after), call.window)
 
 
 def add_group(groups: list[LayerGroup], new: LayerGroup) -> None:
-    """Add a group, or its layers to one that executed the same.
+    """Add a group, or add its layers to a group that executed the same cells.
 
-    Layers that build a mask each have a mask each, however much these are one.
+    Layers that each build their own mask have different fingerprints for equal cells.
     """
     for number, known in enumerate(groups):
         if _ran_same_mask(known, new):
@@ -512,103 +529,104 @@ def add_group(groups: list[LayerGroup], new: LayerGroup) -> None:
 
 
 def merge_cases(cases: Sequence[MaskCase]) -> list[MaskCase]:
-    """Return cases with those made one that are the same trouble in layers of two kinds."""
-    found: dict[tuple[object, ...], MaskCase] = {}
+    """Return cases with those merged that are the same fault in layers of different kinds."""
+    merged: dict[tuple[object, ...], MaskCase] = {}
     for case in cases:
         group = case.group
-        received = (group.mask.kind, group.call.path, group.call.swallowed)
-        key = (case_finding_id(case), case.assumed, case.pattern, case.heads, *received)
-        known = found.setdefault(key, case)
+        run = (group.mask.kind, group.call.path, group.call.swallowed)
+        key = (case_finding_id(case), case.assumed, case.pattern, case.heads, *run)
+        known = merged.setdefault(key, case)
         if known is case:
             continue
-        counts = [one.difference.leaked + one.difference.lost for one in (known, case)]
-        more = known if counts[0] >= counts[1] else case
+        counts = [each.difference.leaked + each.difference.lost for each in (known, case)]
+        larger = known if counts[0] >= counts[1] else case
         layers = tuple(sorted({*known.group.layers, *group.layers}))
         varies = known.varies or counts[0] != counts[1]
-        found[key] = replace(more, group=replace(more.group, layers=layers), varies=varies)
-    return list(found.values())
+        merged[key] = replace(larger, group=replace(larger.group, layers=layers), varies=varies)
+    return list(merged.values())
 
 
 def _ran_same_mask(a: LayerGroup, b: LayerGroup) -> bool:
-    one, other = a.call, b.call
-    if (one.path, one.window, one.kv_len) != (other.path, other.window, other.kv_len):
-        return False
-    if a.mask.kind != b.mask.kind or one.swallowed != other.swallowed:
+    if _run_key(a) != _run_key(b):
         return False
     if a.mask.cells is None or b.mask.cells is None:
         return a.mask.cells is b.mask.cells and a.mask.kind == NO_MASK
-    same = np.array_equal(a.mask.cells, b.mask.cells)
-    before, after = a.mask.averaged, b.mask.averaged
-    if before is None or after is None:
-        return same and before is after
-    return same and np.array_equal(before, after)
+    if not np.array_equal(a.mask.cells, b.mask.cells):
+        return False
+    if a.mask.averaged is None or b.mask.averaged is None:
+        return a.mask.averaged is b.mask.averaged
+    return np.array_equal(a.mask.averaged, b.mask.averaged)
+
+
+def _run_key(group: LayerGroup) -> tuple[object, ...]:
+    call = group.call
+    return group.mask.kind, call.path, call.window, call.kv_len, call.swallowed
 
 
 def add_usual_paths(groups: list[LayerGroup]) -> list[LayerGroup]:
-    """Return groups that know the path of most other layers, where it is not theirs."""
+    """Return groups with `usual_path`, the path of most layers, set where theirs is another."""
     paths = Counter[str]()
     for group in groups:
         paths[group.call.path] += len(group.layers)
-    flex = [path for path in paths if path.startswith("flex")]
-    most = max(paths, key=lambda path: (paths[path], path in flex))
     if len(paths) == 1:
         return groups
+    most = max(paths, key=lambda path: (paths[path], path.startswith("flex")))
     return [replace(g, usual_path=most if g.call.path != most else "") for g in groups]
 
 
 def slice_flags(flags: BoolArray, start: int, n: int, *, fill: bool = True) -> BoolArray:
-    """Return the flags of n positions, `beyond` for those after the prompt."""
-    some = flags[start : start + n]
-    if len(some) == n:
-        return some
-    return np.concatenate((some, np.full(n - len(some), fill)))
+    """Return the flags of n positions from `start`, with `fill` for those after the prompt."""
+    inside = flags[start : start + n]
+    if len(inside) == n:
+        return inside
+    return np.concatenate((inside, np.full(n - len(inside), fill)))
 
 
 def unpadded_flags(context: RuleContext) -> BoolArray | None:
-    """Return which positions of the prompt are no padding, None where none is."""
+    """Return which prompt positions are not padding, bool (n_prompt,); None without padding."""
     first = context.segments[0] if context.segments else None
-    is_said = first is not None and first.label == "padding"
-    n_pads = first.stop if first is not None and is_said else count_pads_by_id(context)
+    has_padding = first is not None and first.label == "padding"
+    n_pads = first.stop if first is not None and has_padding else count_pads_by_id(context)
     return np.arange(context.n_prompt) >= n_pads if n_pads else None
 
 
 def count_pads_by_id(context: RuleContext) -> int:
-    """Return how many padding tokens a prompt begins with, as their ids say.
+    """Return how many padding tokens a prompt begins with, by their ids.
 
-    A single one may be what a model begins every text with.
+    A single one does not count: some models begin every text with the pad token.
     """
-    words = declared_tokenizer(context.generation.declared)
-    if words.pad is None or words.pad in (words.bos, *words.eos):
+    tokenizer = declared_tokenizer(context.generation.declared)
+    if tokenizer.pad is None or tokenizer.pad in (tokenizer.bos, *tokenizer.eos):
         return 0
     n = 0
-    while (token := context.token(n)) is not None and token.token_id == words.pad:
+    while (token := context.token(n)) is not None and token.token_id == tokenizer.pad:
         n += 1
     return n if 1 < n < context.n_prompt else 0
 
 
 def non_bos_flags(context: RuleContext) -> BoolArray | None:
-    """Return which positions of the prompt are not the BOS at its beginning, None without one."""
+    """Return which prompt positions are not the BOS at its beginning, None without a BOS."""
     first = context.segments[0] if context.segments else None
-    at = first.stop if first is not None and first.label == "padding" else 0
-    token, bos = context.token(at), declared_tokenizer(context.generation.declared).bos
-    segment = context.segment_at(at)
-    is_named = segment is not None and segment.kind is SegmentKind.BOS
-    if not is_named and (token is None or bos is None or token.token_id != bos):
+    start = first.stop if first is not None and first.label == "padding" else 0
+    token, bos = context.token(start), declared_tokenizer(context.generation.declared).bos
+    segment = context.segment_at(start)
+    is_declared = segment is not None and segment.kind is SegmentKind.BOS
+    if not is_declared and (token is None or bos is None or token.token_id != bos):
         return None
-    others: BoolArray = np.arange(max(context.n_prompt, at + 1)) != at
+    others: BoolArray = np.arange(max(context.n_prompt, start + 1)) != start
     return others
 
 
 def segment_parts(context: RuleContext) -> SegmentParts:
-    """Return the segments; paraphrases are to be apart."""
+    """Return the segments of the context, of which paraphrases should be isolated."""
     segments = context.segments
     starts = np.array([segment.start for segment in segments] or [0])
-    apart = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
-    return SegmentParts(starts, np.array(apart))
+    is_isolated = [segment.kind is SegmentKind.PARAPHRASE for segment in segments] or [False]
+    return SegmentParts(starts, np.array(is_isolated))
 
 
 def paraphrase_flags(context: RuleContext) -> BoolArray:
-    """Return which positions of the prompt belong to paraphrases."""
+    """Return which prompt positions belong to paraphrases, bool (n_prompt,)."""
     flags = np.zeros(context.n_prompt, np.bool_)
     for segment in context.segments:
         if segment.kind is SegmentKind.PARAPHRASE:
@@ -617,18 +635,18 @@ def paraphrase_flags(context: RuleContext) -> BoolArray:
 
 
 def case_severity(case: MaskCase, finding_id: str) -> Severity:
-    """Return how bad a difference is; where no mask was declared, a warning at most."""
+    """Return the severity of a case: at most a warning if no mask was declared."""
     found = case.difference
     if case.assumed:
         return Severity.WARNING
     is_row_0 = finding_id == MASK_LOST and case.step.q_len == 1 and found.n_open == 1
     if is_row_0 and case.pattern != WINDOW and found.last_keys == [0]:
-        return Severity.NOTE  # a row that takes itself for row 0: the decode rules say so
+        return Severity.NOTE  # a decode row masked as row 0, which `decode.no-offset` reports
     return Severity.ERROR
 
 
 def case_evidence(case: MaskCase) -> dict[str, Any]:
-    """Return the numbers of a difference."""
+    """Return the evidence of a case."""
     found, mask, call = case.difference, case.group.mask, case.group.call
     facts: dict[str, Any] = {
         "mask": mask.fingerprint,
@@ -638,7 +656,7 @@ def case_evidence(case: MaskCase) -> dict[str, Any]:
         "backend": call.backend,
         "meant": case.expected,
         "open": found.n_open,
-        "meant_open": found.n_meant,
+        "meant_open": found.n_expected,
         "leaked": found.leaked,
         "lost": found.lost,
         "future": found.future,

@@ -1,12 +1,12 @@
-"""Newest rows of a step that do not see what a row at their place should, such as themselves.
+"""The rule for decode rows with the mask of another row, and for rows that do not see themselves.
 
-A decode step has one row whose mask is made apart from that of the prompt, so it goes wrong apart:
-the row takes itself for row 0 (the offset is missing), for the row before it, or for the row that
-was newest when the mask was made. What counts is what the kernel executed, compared with what the
-last row of the prompt saw in the same layer: a mask in which no row sees itself is a design.
+The mask of a decode row is built separately from the mask of the prompt, so it can be wrong on its
+own: it may be that of row 0 (the offset is missing), of the row before, or of the row that was
+newest when the mask was built. The executed mask of the row is compared with that of the last row
+of the prompt in the same layer: if no row of the prompt sees itself, that is by design.
 
-Every row of a causal model sees itself, but for padding and for rows that see nothing at all, which
-are told of elsewhere.
+In a causal model every row sees itself, except padding and rows that see no key at all, which
+`mask.empty-row` reports.
 """
 
 from __future__ import annotations
@@ -14,67 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from flexinspect.core.text import Positions, plural
-from flexinspect.core.text import format_layers as in_layers
-from flexinspect.core.text import format_layers as layer_words
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
-from flexinspect.rules.masks.mask_views import StepMaskView, is_sliding_window, step_mask_views
+from flexinspect.rules.masks.mask_views import (
+    StepMaskView,
+    format_step_layers,
+    is_sliding_window,
+    step_mask_views,
+)
 
 NO_OFFSET = "decode.no-offset"
-
-
-def check_standalone_call(step: StepRecord, context: RuleContext) -> list[Finding]:
-    """Say so when all rows of a call outside of a model are masked from the upper left.
-
-    A call of a single row that opens key 0 of several has no other reading; of more rows it may be
-    meant, so that is a note.
-    """
-    found = []
-    for view in step_mask_views(step, context)[0]:
-        n_rows, n_keys = view.cells.shape[1:]
-        cells = view.cells
-        if n_rows >= n_keys or n_keys < 3 or cells[:, -1, n_rows:].any():
-            continue
-        if not (cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
-            continue
-        one = n_rows == 1
-        rows = "The one row of this call sees" if one else f"The {n_rows} rows of this call see"
-        keys = "1" if one else f"1 to {n_rows}"
-        sentence = (
-            f"{rows} {keys} of {n_keys} keys, the first one{'' if one else 's'}: a mask over keys "
-            f"of a cache counts its rows from 0, while {n_keys - n_rows} keys come before them "
-            f"(with that offset the last row sees {n_keys})."
-        )
-        found.append(
-            Finding(
-                id=NO_OFFSET,
-                severity=Severity.WARNING if one else Severity.NOTE,
-                sentence=sentence,
-                generation=step.generation,
-                branch=step.branch,
-                step=step.step,
-                layer=view.layers[0],
-                positions=(view.newest_pos,),
-                evidence={
-                    "keys": n_keys,
-                    "seen": n_rows,
-                    "expected": n_keys,
-                    "mask": view.fingerprint,
-                },
-            )
-        )
-    return found
-
-
 SELF_UNSEEN = "decode.self-unseen"
 STALE_ROW = "decode.stale-row"
 
@@ -88,9 +46,10 @@ _DECODE_QUERY = (
 
 @dataclass(frozen=True, slots=True)
 class _PromptRow:
-    """What the last row of the first step saw in a layer, bool (1 or heads) each.
+    """What the last row of the prompt saw in a layer.
 
-    `n_seen` of `n_keys` keys in all; `slides` tells that it saw as many as the row before it did.
+    `itself` and `row_before` say whether it saw its own key and the one before, bool (heads,) or
+    (1,). It saw `n_seen` of `n_keys` keys. `is_sliding` says whether it saw a sliding window.
     """
 
     itself: BoolArray
@@ -102,7 +61,10 @@ class _PromptRow:
 
 @dataclass(frozen=True, slots=True)
 class _FaultyRow:
-    """A newest row that misses something: in which layers and heads, and what it sees there."""
+    """A newest row that does not see expected keys: its layers, its heads, and the keys it sees.
+
+    `keys` are indices of keys; `heads` is empty if all heads are affected.
+    """
 
     step: StepRecord
     view: StepMaskView
@@ -112,20 +74,20 @@ class _FaultyRow:
 
     @property
     def last_key_pos(self) -> int:
-        """Position of the last key it sees."""
+        """Position of the last key that it sees."""
         return self.view.first_key_pos + int(self.keys[-1])
 
     @property
     def series(self) -> str:
-        """What tells this trouble from others of the generation."""
+        """The series of the finding: the same layers and heads."""
         return f"{self.layers} {self.heads}"
 
 
 class DecodingRule(Rule):
-    """Looks at the newest row of every step after the first, in every layer.
+    """Checks the newest row of every step after the first, in every layer.
 
-    From level advanced on, as cells are recorded there. A healthy row sees itself and the token
-    before it: two cells per mask are read.
+    It needs cells, which are recorded from level advanced on. A correct row sees itself and the
+    token before it, so two cells per mask are read.
     """
 
     name: ClassVar[str] = "decoding"
@@ -134,36 +96,36 @@ class DecodingRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = {
         NO_OFFSET: FindingKind(
             Severity.ERROR,
-            "a decode row is masked as if it were row 0 of the sequence",
-            "The new token sees the first key alone (or the first few), so everything after the "
-            "first token is made without the prompt and without itself.",
-            "Compare the newest rows of this step and of the one before it in the mask panel; the "
-            "number of open cells falls from all to one.",
-            "Add the cache length to the row index: build the rule with "
-            "kv_idx <= q_idx + offset, offset = kv_len - q_len, held in a tensor.",
-            _DECODE_QUERY,
+            "a decode row has the mask of row 0 of the sequence",
+            why="The new token sees only the first key (or the first few), so everything after the "
+            "first generated token is computed without the prompt.",
+            confirm="In the mask panel, compare the newest rows of this step and the previous one: "
+            "the number of open cells drops from all to one.",
+            fix="Add the cache length to the row index of the mask_mod: "
+            "`kv_idx <= q_idx + offset` with `offset = kv_len - q_len`, stored in a tensor.",
+            query=_DECODE_QUERY,
         ),
         SELF_UNSEEN: FindingKind(
             Severity.ERROR,
             "the newest row does not see its own key, while rows of the prompt do",
-            "The token that was fed last is left out of the choice of the next one: each answer "
-            "lags one token behind its own text.",
-            "In the mask panel of this step the last cell of the row is closed; in the prefill the "
-            "diagonal is open.",
-            "The offset of the decode row is one too small: it is kv_len - q_len after the cache "
-            "was updated, not before.",
-            _DECODE_QUERY,
+            why="The newest token has no influence on the choice of the next one: the model lags "
+            "one token behind its own text.",
+            confirm="In the mask panel of this step, the last cell of the row is closed; in the "
+            "prefill the diagonal is open.",
+            fix="The offset of the decode row is one too small. Compute kv_len - q_len after the "
+            "cache was updated, not before.",
+            query=_DECODE_QUERY,
         ),
         STALE_ROW: FindingKind(
             Severity.ERROR,
-            "the newest row sees the keys of an earlier step, though the cache has grown",
-            "Tokens generated since then cannot be seen, so the model goes on without knowing what "
-            "it has said.",
-            "Step through the decode steps in the mask panel: the row stays as it was while keys "
-            "are added on the right.",
-            "Build the mask, or update the length that its rule captured, in each step after the "
-            "cache has grown.",
-            _DECODE_QUERY,
+            "the newest row has the mask of an earlier step, although the cache has grown",
+            why="The model does not see the tokens generated since then and continues without "
+            "them.",
+            confirm="Step through the decode steps in the mask panel: the row does not change "
+            "while keys are added on the right.",
+            fix="Build the mask in each step after the cache has grown, or update the length that "
+            "its mask_mod captured.",
+            query=_DECODE_QUERY,
         ),
     }
 
@@ -172,71 +134,82 @@ class DecodingRule(Rule):
 
     def _reset(self) -> None:
         self._prompt_rows: dict[int, _PromptRow] = {}
-        """By layer; empty when watching began on a filled cache."""
+        """By layer; empty if capture started with a filled cache."""
         self._last_views: dict[int, tuple[StepRecord, list[StepMaskView]]] = {}
+        """The last step of each branch, with its views."""
         self._undecided: dict[tuple[int, str], tuple[_FaultyRow, Finding]] = {}
-        """What may turn out to be stale: whether the row stays or moves on, the next step tells."""
+        """Rows that may be stale: the next step shows whether the visible keys stay or move on."""
         self._decided: dict[tuple[int, str], str] = {}
+        """The finding id that the next step decided on; both by branch and series."""
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no step seen."""
+        """Reset the rows of the last generation."""
         super().on_generation_start(context)
         self._reset()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what the newest row of a step does not see."""
+        """Return findings for newest rows that do not see expected keys."""
         if self.context.is_standalone:
             return check_standalone_call(step, self.context)
         views, _ = step_mask_views(step, self.context)
-        found: list[Finding] = []
+        findings: list[Finding] = []
         if step.step or step.kv_before:
             for view in views:
-                found += self._check_view(step, view)
+                findings += self._check_view(step, view)
         else:
             self._record_prompt_rows(views)
-            found += self._check_strict_rows(step, views)
+            findings += self._check_strict_rows(step, views)
         if self._undecided:
-            found += self._release_undecided(step)
+            findings += self._release_undecided(step)
         self._last_views[step.branch] = step, views
-        return found
+        return findings
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return what no later step could settle."""
+        """Return the findings that no later step decided."""
         return [finding for _, finding in self._undecided.values()]
 
     def _record_prompt_rows(self, views: Sequence[StepMaskView]) -> None:
         for view in views:
-            row, at = view.cells[:, -1], view.newest_key
+            row, own_key = view.cells[:, -1], view.newest_key
             keys = view.visible_positions()
             n_before = np.count_nonzero(view.cells[:, max(-2, -view.cells.shape[1])].any(axis=0))
-            is_window = is_sliding_window(keys, view.newest_pos, int(n_before))
-            sees = _PromptRow(row[:, at], row[:, max(at - 1, 0)], len(keys), at + 1, is_window)
-            self._prompt_rows.update(dict.fromkeys(view.layers, sees))
+            prompt_row = _PromptRow(
+                itself=row[:, own_key],
+                row_before=row[:, max(own_key - 1, 0)],
+                n_seen=len(keys),
+                n_keys=own_key + 1,
+                is_sliding=is_sliding_window(keys, view.newest_pos, int(n_before)),
+            )
+            self._prompt_rows.update(dict.fromkeys(view.layers, prompt_row))
 
     def _check_strict_rows(self, step: StepRecord, views: Sequence[StepMaskView]) -> list[Finding]:
-        told = find_strict_rows(
+        strict = find_strict_rows(
             self.context, step, views, partial(_unpadded_rows, self.context, step)
         )
-        if told is None or self._is_declared_closed(told.positions[0], told.positions[0]):
+        if strict is None or self._is_declared_closed(strict.positions[0], strict.positions[0]):
             return []
-        about: dict[str, Any] = {"layers": told.layers, "positions": told.positions}
-        severity = Severity.NOTE if told.may_be_meant else Severity.WARNING
-        said = self.finding(
-            step, SELF_UNSEEN, told.sentence, severity=severity, series="strict", **about
+        finding = self.finding(
+            step,
+            SELF_UNSEEN,
+            strict.sentence,
+            severity=Severity.NOTE if strict.may_be_meant else Severity.WARNING,
+            layers=strict.layers,
+            positions=strict.positions,
+            series="strict",
         )
-        return [said]
+        return [finding]
 
     def _check_view(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
-        row, at = view.cells[:, -1], view.newest_key
-        # These two look-ups are what a healthy step costs.
-        if not row[:, at].all():
+        row, own_key = view.cells[:, -1], view.newest_key
+        # These two look-ups are the whole cost of a step without findings.
+        if not row[:, own_key].all():
             return self._check_self_unseen(step, view)
-        if at and step.q_len == 1 and not row[:, at - 1].any():
+        if own_key and step.q_len == 1 and not row[:, own_key - 1].any():
             return self._check_generated_unseen(step, view)
         return []
 
     def _check_self_unseen(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
-        """Say why a row does not see itself, unless rows of the prompt do not either."""
+        """Return why a row does not see itself, unless rows of the prompt do not either."""
         row = view.cells[:, -1]
         heads = np.flatnonzero(~row[:, view.newest_key])
         layers = self._layers_unlike_prompt(view, heads, "itself")
@@ -246,9 +219,9 @@ class DecodingRule(Rule):
             or not len(keys)
             or self._is_declared_closed(view.newest_pos, view.newest_pos)
         ):
-            return []  # a row that sees nothing at all is for the rule of empty rows
-        some = tuple(heads.tolist()) if len(heads) < len(row) else ()
-        newest = _FaultyRow(step, view, layers, some, keys)
+            return []  # `mask.empty-row` reports rows that see nothing at all
+        some_heads = tuple(heads.tolist()) if len(heads) < len(row) else ()
+        newest = _FaultyRow(step, view, layers, some_heads, keys)
         if step.kv_before and keys[-1] < step.q_len:
             return [self._no_offset_finding(newest)]
         if not self._prompt_rows:
@@ -267,11 +240,9 @@ class DecodingRule(Rule):
         )
 
     def _is_declared_closed(self, pos: int, key: int) -> bool:
-        """Say whether the declared mask itself closes a cell."""
-        intent = self.context.declared_mask
-        if intent is None or intent.assumed:
-            return False
-        return not intent.spec.dense(1, pos + 1, q_offset=pos)[0, key]
+        """Return whether the declared mask closes a cell."""
+        spec = self.context.declared_spec
+        return spec is not None and not spec.dense(1, pos + 1, q_offset=pos)[0, key]
 
     def _no_offset_finding(self, newest: _FaultyRow) -> Finding:
         step, n_seen = newest.step, len(newest.keys)
@@ -279,14 +250,18 @@ class DecodingRule(Rule):
             f"Row {step.q_len - 1} of {step.q_len} in step {step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) sees {n_seen} of "
             f"{plural(newest.view.newest_key + 1, 'key')}{self._format_where(newest)}; "
-            f"{self._count_expected_keys(newest)} expected{self._format_last_row(newest)}: the mask counts the "
-            f"rows of this step from 0, not from {step.kv_before}."
+            f"{self._count_expected_keys(newest)} expected{self._format_last_row(newest)}: the "
+            f"mask counts the rows of this step from 0, not from {step.kv_before}."
         )
         severity = Severity.ERROR if self._prompt_rows else Severity.WARNING
         return self._finding(NO_OFFSET, severity, newest, sentence)
 
     def _check_lagging_row(self, newest: _FaultyRow) -> list[Finding]:
-        """Say that a row lags: by as many keys as before, or by one more (a mask not renewed)."""
+        """Return findings for a row that sees keys only up to one before its own.
+
+        If the last visible key moves on with the next step, the row does not see itself; if it
+        stays, the mask is stale.
+        """
         key = newest.step.branch, newest.series
         if self._decided.get(key) == STALE_ROW:
             return [self._stale_finding(newest, newest)]
@@ -308,37 +283,39 @@ class DecodingRule(Rule):
         )
 
     def _release_undecided(self, step: StepRecord) -> list[Finding]:
-        """Return what was held in an earlier step of the branch, and was not met again."""
-        out = []
+        """Return the undecided findings of earlier steps of the branch that did not recur."""
+        released = []
         for key, (newest, finding) in tuple(self._undecided.items()):
             if key[0] == step.branch and newest.step.step < step.step:
                 del self._undecided[key]
                 self._decided[key] = SELF_UNSEEN
-                out.append(finding)
-        return out
+                released.append(finding)
+        return released
 
     def _self_unseen_finding(self, newest: _FaultyRow) -> Finding:
         sentence = (
             f"The newest row of step {newest.step.step} "
             f"({self.context.format_position(newest.view.newest_pos)}) does not see itself"
             f"{self._format_where(newest)}: it sees {len(newest.keys)} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}, up to {self.context.format_position(newest.last_key_pos)}; "
-            f"{self._count_expected_keys(newest)} expected, as rows of the prompt see themselves."
+            f"{plural(newest.view.newest_key + 1, 'key')}, up to "
+            f"{self.context.format_position(newest.last_key_pos)}; "
+            f"{self._count_expected_keys(newest)} expected, because rows of the prompt see "
+            "themselves."
         )
         return self._finding(SELF_UNSEEN, Severity.ERROR, newest, sentence)
 
     def _stale_finding(self, newest: _FaultyRow, first: _FaultyRow) -> Finding:
         sentence = (
-            f"From step {first.step.step} on the newest row sees the keys up to "
-            f"{self.context.format_position(newest.last_key_pos)} alone{self._format_where(newest)}, while the cache grows: "
-            f"in step {newest.step.step} it sees {len(newest.keys)} of "
-            f"{plural(newest.view.newest_key + 1, 'key')}, and not itself; {self._count_expected_keys(newest)} "
-            "expected."
+            f"From step {first.step.step} on, the newest row sees only keys up to "
+            f"{self.context.format_position(newest.last_key_pos)}{self._format_where(newest)}, "
+            f"while the cache grows: in step {newest.step.step} it sees {len(newest.keys)} of "
+            f"{plural(newest.view.newest_key + 1, 'key')}, but not itself; "
+            f"{self._count_expected_keys(newest)} expected."
         )
         return self._finding(STALE_ROW, Severity.ERROR, newest, sentence, first.step.step)
 
     def _check_generated_unseen(self, step: StepRecord, view: StepMaskView) -> list[Finding]:
-        """Say that a row sees the prompt and itself, but nothing that was generated before it."""
+        """Return a finding for a row that sees the prompt and itself, but no token in between."""
         row, n_prompt = view.cells[:, -1], self.context.n_prompt - view.first_key_pos
         heads = np.arange(len(row))
         keys = np.flatnonzero(view.newest_row)
@@ -355,14 +332,12 @@ class DecodingRule(Rule):
         newest = _FaultyRow(step, view, layers, (), keys)
         n = view.newest_key - n_prompt
         sentence = (
-            f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) sees the "
-            f"prompt and itself, and none of {plural(n, 'token')} generated before it"
+            f"The newest row of step {step.step} ({self.context.format_position(view.newest_pos)}) "
+            f"sees the prompt and itself, but not the {plural(n, 'token')} generated before it"
             f"{self._format_where(newest)}: {len(keys)} of {plural(view.newest_key + 1, 'key')}; "
             f"{self._count_expected_keys(newest)} expected."
         )
-        intent = self.context.declared_mask
-        is_said = intent is not None and not intent.assumed
-        severity = Severity.ERROR if is_said else Severity.WARNING
+        severity = Severity.WARNING if self.context.declared_spec is None else Severity.ERROR
         return [self._finding(STALE_ROW, severity, newest, sentence)]
 
     def _finding(
@@ -399,8 +374,7 @@ class DecodingRule(Rule):
         )
 
     def _format_where(self, newest: _FaultyRow) -> str:
-        n_layers = len({call.layer for call in newest.step.calls})
-        where = f" in {layer_words(newest.layers, n_layers)}"
+        where = f" in {format_step_layers(newest.layers, newest.step)}"
         if not newest.heads:
             return where
         n_heads = len(newest.view.cells)
@@ -409,11 +383,14 @@ class DecodingRule(Rule):
         return f"{where}, {heads}"
 
     def _last_newest_row(self, newest: _FaultyRow) -> tuple[int, int, int] | None:
-        """Return the step before, and of how many keys its newest row saw how many there."""
-        before = self._last_views.get(newest.step.branch)
-        for view in before[1] if before is not None else ():
-            if before is not None and newest.layers[0] in view.layers:
-                return before[0].step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
+        """Return the previous step, how many keys its newest row saw, and of how many."""
+        last = self._last_views.get(newest.step.branch)
+        if last is None:
+            return None
+        step, views = last
+        for view in views:
+            if newest.layers[0] in view.layers:
+                return step.step, int(np.count_nonzero(view.newest_row)), view.newest_key + 1
         return None
 
     def _format_last_row(self, newest: _FaultyRow) -> str:
@@ -421,13 +398,11 @@ class DecodingRule(Rule):
         return "" if seen is None else f" (in step {seen[0]} it was {seen[1]} of {seen[2]})"
 
     def _count_expected_keys(self, newest: _FaultyRow) -> int:
-        """Return how many keys are meant: by the mask declared, else by the prompt's last row."""
-        intent, view = self.context.declared_mask, newest.view
-        if intent is not None and not intent.assumed:
-            row = intent.spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[
-                0, view.first_key_pos :
-            ]
-            return int(np.count_nonzero(row))
+        """Return how many keys the row should see, by the declared mask or the last prompt row."""
+        spec, view = self.context.declared_spec, newest.view
+        if spec is not None:
+            row = spec.dense(1, view.newest_pos + 1, q_offset=view.newest_pos)[0]
+            return int(np.count_nonzero(row[view.first_key_pos :]))
         prompt = self._prompt_rows.get(newest.layers[0])
         if prompt is None:
             return view.newest_key + 1
@@ -435,29 +410,74 @@ class DecodingRule(Rule):
         return min(prompt.n_seen + grown, view.newest_key + 1)
 
 
+def check_standalone_call(step: StepRecord, context: RuleContext) -> list[Finding]:
+    """Return findings for standalone calls with a causal mask aligned to the upper left corner.
+
+    For a call of one row that sees only key 0 of several, this is a warning. For more rows it may
+    be intended, so it is a note.
+    """
+    findings = []
+    for view in step_mask_views(step, context)[0]:
+        n_rows, n_keys = view.cells.shape[1:]
+        cells = view.cells
+        if n_rows >= n_keys or n_keys < 3 or cells[:, -1, n_rows:].any():
+            continue
+        if not (cells == np.tri(n_rows, n_keys, dtype=np.bool_)).all():
+            continue
+        one = n_rows == 1
+        rows = "The only row of this call sees" if one else f"The {n_rows} rows of this call see"
+        keys = "1" if one else f"1 to {n_rows}"
+        sentence = (
+            f"{rows} {keys} of {n_keys} keys, the first one{'' if one else 's'}: the mask counts "
+            f"its rows from 0, but {n_keys - n_rows} keys come before them "
+            f"(with that offset the last row would see {n_keys})."
+        )
+        findings.append(
+            Finding(
+                id=NO_OFFSET,
+                severity=Severity.WARNING if one else Severity.NOTE,
+                sentence=sentence,
+                generation=step.generation,
+                branch=step.branch,
+                step=step.step,
+                layer=view.layers[0],
+                positions=(view.newest_pos,),
+                evidence={
+                    "keys": n_keys,
+                    "seen": n_rows,
+                    "expected": n_keys,
+                    "mask": view.fingerprint,
+                },
+            )
+        )
+    return findings
+
+
 def _unpadded_rows(context: RuleContext, step: StepRecord) -> BoolArray:
-    """Return which rows of a prompt are no padding: by the mask that was fed, else by their ids."""
-    for one in step.arrays:
-        if one.stream == "inputs.mask" and len(one.array):
-            return np.asarray(one.array[0], np.bool_)
+    """Return which prompt rows are not padding, by the attention mask received or by their ids."""
+    for record in step.arrays:
+        if record.stream == "inputs.mask" and len(record.array):
+            return np.asarray(record.array[0], np.bool_)
     pad = declared_tokenizer(context.generation.declared).pad
     tokens = [context.token(pos) for pos in range(step.kv_after)]
-    return np.array([one is None or one.token_id != pad for one in tokens])
+    return np.array([token is None or token.token_id != pad for token in tokens])
 
 
 def _any_head_sees(sees: BoolArray, heads: Positions) -> bool:
-    """Say whether any of the heads saw it; one for all stands for each of them."""
+    """Return whether any of the heads is True in bool (heads,), or (1,) shared by all heads."""
     return bool(sees[0] if len(sees) == 1 else sees[heads[heads < len(sees)]].any())
 
+
+# -- rows of the prompt that do not see themselves -------------------------------------------------
 
 _MAX_STRICT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class StrictRows:
-    """What to say of such rows, at `positions`.
+    """Rows of the prompt, at `positions`, that see earlier keys but not their own.
 
-    It `may_be_meant` when no row sees itself but the first, which would see nothing otherwise.
+    It `may_be_meant` if only the first row sees itself, which would see nothing otherwise.
     """
 
     sentence: str
@@ -472,61 +492,67 @@ def find_strict_rows(
     views: Sequence[StepMaskView],
     find_unpadded: Callable[[], BoolArray],
 ) -> StrictRows | None:
-    """Return what to say of the layers in which rows of a prompt do not see themselves.
+    """Return the prompt rows that do not see themselves, in the layers with most of them.
 
-    `find_real` finds out which rows are no padding; it is asked only where some are blind.
+    `find_unpadded` returns which rows are not padding; it is called only if some rows do not see
+    themselves.
     """
-    blind: dict[tuple[int, ...], list[StepMaskView]] = {}
+    strict: dict[tuple[int, ...], list[StepMaskView]] = {}
     for view in views:
         rows = _find_self_blind_rows(view, find_unpadded)
         if rows:
-            blind.setdefault(rows, []).append(view)
-    if not blind:
+            strict.setdefault(rows, []).append(view)
+    if not strict:
         return None
-    rows = max(blind, key=len)
-    layers = tuple(sorted({layer for view in blind[rows] for layer in view.layers}))
-    where = in_layers(layers, len({call.layer for call in step.calls}))
-    view = blind[rows][0]
+    rows = max(strict, key=len)
+    layers = tuple(sorted({layer for view in strict[rows] for layer in view.layers}))
+    where = format_step_layers(layers, step)
+    view = strict[rows][0]
     is_whole = len(rows) + 1 >= view.cells.shape[1]
-    first_sees = bool(view.cells[:, 0, 0].any())
-    said = _strict_rows_sentence(context, rows, where, is_whole=is_whole)
-    return StrictRows(said, layers, rows[:_MAX_STRICT_ROWS], is_whole and first_sees)
+    first_sees_itself = bool(view.cells[:, 0, 0].any())
+    return StrictRows(
+        sentence=_strict_rows_sentence(context, np.array(rows), where, is_whole=is_whole),
+        layers=layers,
+        positions=rows[:_MAX_STRICT_ROWS],
+        may_be_meant=is_whole and first_sees_itself,
+    )
 
 
 def _strict_rows_sentence(
-    context: RuleContext, rows: tuple[int, ...], where: str, *, is_whole: bool
+    context: RuleContext, rows: Positions, where: str, *, is_whole: bool
 ) -> str:
-    first = rows[0]
+    first = context.format_first_position(rows)
     if is_whole:
         return (
-            f"No row of the prompt sees itself in {where}, though rows see keys before theirs: "
-            f"first {context.format_position(first)}, as if the rule took `<` for `<=`, or an offset that "
-            "is one too small."
+            f"No row of the prompt sees itself in {where}, although rows see earlier keys "
+            f"({first}): the mask_mod uses `<` instead of `<=`, or an offset that is one too small."
         )
-    one = len(rows) == 1
+    if len(rows) == 1:
+        return (
+            f"{context.format_rows(rows)} does not see itself in {where}, although it sees earlier "
+            f"keys and the other rows see themselves; {first}."
+        )
     return (
-        f"{context.format_rows(np.array(rows))} {'does not see itself' if one else 'do not see themselves'} "
-        f"in {where}, and {'sees' if one else 'see'} keys before "
-        f"{'it' if one else 'them'}, where the other rows see themselves; "
-        f"{context.format_first_position(np.array(rows))}."
+        f"{context.format_rows(rows)} do not see themselves in {where}, although they see earlier "
+        f"keys and the other rows see themselves; {first}."
     )
 
 
 def _find_self_blind_rows(
     view: StepMaskView, find_unpadded: Callable[[], BoolArray]
 ) -> tuple[int, ...]:
-    """Return the positions of rows of a whole sequence that see keys, and never their own."""
+    """Return the positions of rows of a whole sequence that see keys, but not their own."""
     n = view.cells.shape[1]
     if n < 3 or view.newest_key + 1 != n or view.cells.shape[2] < n:
         return ()
     row = np.arange(n)
-    own = view.cells[:, row, row].any(axis=0)
-    if own.all():
+    sees_itself = view.cells[:, row, row].any(axis=0)
+    if sees_itself.all():
         return ()
-    blind = ~own & view.cells.any(axis=(0, 2))
+    blind = ~sees_itself & view.cells.any(axis=(0, 2))
     if blind.any():
         real = find_unpadded()
         blind &= real if len(real) == n else True
     if blind.sum() + 1 >= n and not view.cells[:, row[1:], row[:-1]].any(axis=0).all():
-        return ()  # no off-by-one: a layer that looks at some keys alone
+        return ()  # not off by one: this layer sees only some keys
     return tuple(int(pos) for pos in np.flatnonzero(blind) + view.first_key_pos)

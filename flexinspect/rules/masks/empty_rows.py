@@ -1,8 +1,8 @@
-"""Rows of the executed mask that see no key at all, and who reads them.
+"""The rule for rows of the executed mask that see no key at all, and the rows that read them.
 
-A row without a key gets no attention output, and its hidden state goes to every row that has it
-among its keys. Nothing is concluded from what was declared but whether the emptiness was meant. A
-mask is looked at when it is new to the trace, and remembered by its fingerprint.
+Such a row gets no attention output, but every row that sees its key reads its hidden state. The
+declared mask only decides whether an empty row is intended. A mask is checked when it is new to the
+trace, and the result is stored by its fingerprint.
 """
 
 from __future__ import annotations
@@ -20,19 +20,69 @@ from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.masks.mask_views import broadcast_rows
 
 EMPTY_ROW = "mask.empty-row"
 
 _MAX_NAMED_ROWS = 8
-"""Rows of a call outside of a model that a sentence names."""
+"""Rows of a standalone call that a sentence names."""
+_EMPTY_ROW_CHUNK = 256
+"""Rows that are copied at once, so that the copy of a large mask takes only a few MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyRows:
+    """Rows of one mask that see no key, in all heads or only in `heads`.
+
+    All arrays have one entry per row.
+
+    Attributes:
+        mask: the mask, without its arrays.
+        rows: the rows in ascending order; row 0 is the first row of the mask.
+        last: the last row of the mask.
+        readers: how many other rows see the key of each row, in any head; None if cells were not
+            recorded.
+        heads: the heads in which the rows are empty; () for all of the `n_heads` heads.
+        averaged: whether softmax weighted all keys of the row equally instead of none; None if it
+            did so in no row.
+        first_reader: the first row that sees the key of each row, -1 for none; None like `readers`.
+    """
+
+    mask: MaskRecord
+    rows: Positions
+    last: int
+    readers: npt.NDArray[np.int64] | None
+    heads: tuple[int, ...] = ()
+    n_heads: int = 1
+    averaged: BoolArray | None = None
+    first_reader: npt.NDArray[np.int64] | None = None
+
+    def select(self, keep: BoolArray) -> EmptyRows:
+        """Return the rows that are True in `keep`, bool (rows,)."""
+        readers = None if self.readers is None else self.readers[keep]
+        averaged = None if self.averaged is None else self.averaged[keep]
+        first = None if self.first_reader is None else self.first_reader[keep]
+        rows = self.rows[keep]
+        return replace(self, rows=rows, readers=readers, averaged=averaged, first_reader=first)
+
+    @property
+    def has_newest(self) -> bool:
+        """Whether the newest row of the mask, which predicts the next token, is one of them."""
+        return int(self.rows[-1]) == self.last
+
+    @property
+    def n_read(self) -> int:
+        """How many of the rows are read by other rows; 0 if that is not known."""
+        return 0 if self.readers is None else int(np.count_nonzero(self.readers))
 
 
 class EmptyRowsRule(Rule):
-    """Says which rows see nothing: an error if one is newest, a warning if others read them.
+    """Reports rows that see no key.
 
-    A note if nobody does, or if it is meant. Where only some heads see nothing it is a warning.
-    From level advanced on, as cells are recorded there; at basic, and for masks too large to
-    record, only what the block tables of a compiled call show: whole blocks of rows.
+    An error if the newest row is one of them; a warning if other rows read them or if only some
+    heads see nothing; a note if no row reads them or if the declared mask leaves them empty. It
+    needs cells, which are recorded from level advanced on. At level basic, and for masks too large
+    to record, it sees only what the block tables of a compiled call show: whole blocks of rows.
     """
 
     name: ClassVar[str] = "rows"
@@ -41,14 +91,14 @@ class EmptyRowsRule(Rule):
         EMPTY_ROW: FindingKind(
             Severity.WARNING,
             "rows of the executed mask that see no key at all",
-            "Attention adds nothing in such a row, and whoever reads it takes in a state that "
-            "knows nothing of the text before it; a dense softmax over it would be NaN.",
-            "In the mask panel the row is closed from end to end. A hook on the input of o_proj "
+            why="Attention outputs zero for such a row, and rows that read it get a hidden state "
+            "without any context. A dense softmax over the row would be NaN.",
+            confirm="In the mask panel, the whole row is closed. A hook on the input of o_proj "
             "shows zeros in these rows in every layer.",
-            "Give every token a segment: the usual causes are separators or a BOS that belong to "
-            "none, and spans counted on ids without the special tokens. A rule that keeps the "
-            "diagonal open (q_idx == kv_idx) leaves no row empty.",
-            "SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, "
+            fix="Assign every token to a segment. Usual causes are separators or a BOS without a "
+            "segment, and spans counted on ids without the special tokens. A mask_mod that keeps "
+            "the diagonal open (`q_idx == kv_idx`) leaves no row empty.",
+            query="SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, "
             "m.rule_source FROM calls c JOIN masks m ON m.fingerprint = c.mask "
             "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
             "AND c.layer = {layer} ORDER BY c.layer",
@@ -63,14 +113,14 @@ class EmptyRowsRule(Rule):
         self._unread: set[int] = set()
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing told; masks stay known."""
+        """Reset what was reported; masks stay known."""
         super().on_generation_start(context)
         self._declared = context.generation.declared
         self._reported = {}
         self._unread = set()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is empty in the step's masks, in words, unless it was told of."""
+        """Return findings for empty rows of the step's masks that were not reported before."""
         for mask in step.masks:
             parts = find_empty_rows(mask)
             if parts:
@@ -81,13 +131,13 @@ class EmptyRowsRule(Rule):
         for call in step.calls:
             if call.mask is not None and call.mask in self._empty_rows:
                 calls.setdefault(call.mask, []).append(call)
-        # Of earlier steps alone: a layer that reads what another one leaves empty in the same step
-        # ran something else, which is told of as that.
-        found = self._newly_read_findings(step) if self._unread else []
-        for fingerprint, received in calls.items():
+        # Only rows of earlier steps: if a layer reads a row that another layer leaves empty in the
+        # same step, the two ran different masks, which `mask.layers-differ` reports.
+        findings = self._newly_read_findings(step) if self._unread else []
+        for fingerprint, mask_calls in calls.items():
             for part in self._empty_rows[fingerprint]:
-                found += self._check_rows(step, part, received)
-        return found
+                findings += self._check_rows(step, part, mask_calls)
+        return findings
 
     def _check_rows(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
@@ -101,29 +151,29 @@ class EmptyRowsRule(Rule):
         if not part.heads and part.readers is not None:
             unread = part.rows[(part.readers == 0) & ~meant & (part.rows != part.last)]
             self._unread.update((step.kv_before + unread).tolist())
-        found = []
-        for keep, as_meant in ((~meant, False), (meant, True)):
-            if keep.any():
-                found.append(self._finding(step, part.select(keep), calls, as_meant))
-        return found
+        return [
+            self._finding(step, part.select(keep), calls, is_meant)
+            for keep, is_meant in ((~meant, False), (meant, True))
+            if keep.any()
+        ]
 
     def _find_unreported(
         self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord]
     ) -> BoolArray:
-        """Return which of the rows are news; all rows of generated text count as one.
+        """Return which of the rows are new, bool (rows,); all generated rows count as one.
 
-        Else a mask that is wrong for every decode row would be told of in every step.
+        Otherwise a mask that is wrong for every decode row would be reported at every step.
         """
         key = (step.branch, part.heads != (), *(call.layer for call in calls))
-        told = self._reported.setdefault(key, set())
+        reported = self._reported.setdefault(key, set())
         n_prompt = self.context.n_prompt or step.kv_after
-        places = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
-        news = np.array([place not in told for place in places])
-        told.update(places)
-        return news
+        positions = [min(pos, n_prompt) for pos in (step.kv_before + part.rows).tolist()]
+        new = np.array([pos not in reported for pos in positions])
+        reported.update(positions)
+        return new
 
     def _is_declared_empty(self, positions: Positions) -> BoolArray:
-        """Say which rows the declared mask leaves empty (see `masks.MaskRule`)."""
+        """Return which rows the declared mask leaves empty (see `masks.algebra.MaskSpec`)."""
         starts, head, low = (self._declared.get(name) for name in ("starts", "head", "low"))
         if not starts or not head or not low:
             return np.zeros(len(positions), np.bool_)
@@ -132,23 +182,25 @@ class EmptyRowsRule(Rule):
         return meant
 
     def _finding(
-        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord], meant: bool
+        self, step: StepRecord, part: EmptyRows, calls: Sequence[CallRecord], is_meant: bool
     ) -> Finding:
         positions = step.kv_before + part.rows
         n_layers = len({call.layer for call in step.calls})
         layers = [call.layer for call in calls]
-        asks = ""
-        if meant:
+        reason = ""
+        if is_meant:
             isolated = self._declared.get("separators") == "isolated"
-            asks = f", as {'--separators isolated' if isolated else 'the declared mask'} asks"
+            source = "--separators isolated" if isolated else "the declared mask"
+            reason = f", as {source} requires"
         one = len(positions) == 1
         return Finding(
             id=EMPTY_ROW,
-            severity=_empty_row_severity(part, meant),
+            severity=_empty_row_severity(part, is_meant),
             sentence=(
                 f"{self.context.format_rows(positions)} {'sees' if one else 'see'} no key"
-                f"{_format_in_heads(part)}{_format_in_layers(layers, n_layers)} ({self.context.format_first_position(positions)})"
-                f"{asks}; {_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
+                f"{_format_in_heads(part)}{_format_in_layers(layers, n_layers)} "
+                f"({self.context.format_first_position(positions)}){reason}; "
+                f"{_format_row_output(calls[0], part, one)}{_format_readers(part, one)}."
             ),
             generation=step.generation,
             branch=step.branch,
@@ -160,13 +212,13 @@ class EmptyRowsRule(Rule):
                 **_empty_row_evidence(part),
                 "layers": layers,
                 "path": calls[0].path,
-                "meant": meant,
+                "meant": is_meant,
             },
             layers=tuple(layers) if len(layers) > 1 else (),
         )
 
     def _newly_read_findings(self, step: StepRecord) -> list[Finding]:
-        """Return a finding when empty rows that nobody read are read after all."""
+        """Return a finding if empty rows that no row had read are read now."""
         unread = np.array(sorted(self._unread))
         counts = np.zeros(len(unread), np.int64)
         for mask in step.masks:
@@ -179,7 +231,8 @@ class EmptyRowsRule(Rule):
             return []
         self._unread.difference_update(read.tolist())
         sentence = (
-            f"{self.context.format_rows(read)} that saw no key at all ({self.context.format_first_position(read)}) "
+            f"{self.context.format_rows(read)} that saw no key at all "
+            f"({self.context.format_first_position(read)}) "
             f"{'is' if len(read) == 1 else 'are'} read from step {step.step} on."
         )
         return [
@@ -197,25 +250,28 @@ class EmptyRowsRule(Rule):
 
 
 def _standalone_finding(step: StepRecord, part: EmptyRows, call: CallRecord) -> Finding:
-    """Return the finding of a call outside of a model, whose rows have no place in a text.
+    """Return the finding of a standalone call, whose rows have no tokens.
 
-    That a row is read is known where rows and keys are of the same tokens, so of one length.
+    Which rows are read is known only if rows and keys are the same tokens, so if their numbers are
+    equal.
     """
     one, is_square = len(part.rows) == 1, part.mask.q_len == part.mask.kv_len
     n_rows = part.last + 1
-    is_read = is_square and part.n_read > 0
-    rows = format_ranges(part.rows[:_MAX_NAMED_ROWS].tolist()) + (
-        "" if len(part.rows) <= _MAX_NAMED_ROWS else ", ..."
-    )
-    who = f"{'Row' if one else f'{len(part.rows)} rows'} {rows} of {n_rows}"
+    rows = format_ranges(part.rows[:_MAX_NAMED_ROWS].tolist())
+    if len(part.rows) > _MAX_NAMED_ROWS:
+        rows += ", ..."
+    # The newest row of a standalone call predicts no token, so no row is taken for the newest.
+    readers = _format_readers(replace(part, last=-1), one) if is_square else ""
     sentence = (
-        f"{who} {'sees' if one else 'see'} no key{_format_in_heads(part)} in this call; "
-        f"{_format_row_output(call, part, one)}{_format_readers(replace(part, last=-1), one) if is_square else ''}."
+        f"{'Row' if one else f'{len(part.rows)} rows'} {rows} of {n_rows} "
+        f"{'sees' if one else 'see'} no key{_format_in_heads(part)} in this call; "
+        f"{_format_row_output(call, part, one)}{readers}."
     )
-    is_bad = is_read or len(part.rows) == n_rows
+    is_read = is_square and part.n_read > 0
+    is_warning = is_read or len(part.rows) == n_rows
     return Finding(
         id=EMPTY_ROW,
-        severity=Severity.WARNING if is_bad else Severity.NOTE,
+        severity=Severity.WARNING if is_warning else Severity.NOTE,
         sentence=sentence,
         generation=step.generation,
         branch=step.branch,
@@ -226,8 +282,8 @@ def _standalone_finding(step: StepRecord, part: EmptyRows, call: CallRecord) -> 
     )
 
 
-def _empty_row_severity(part: EmptyRows, meant: bool) -> Severity:
-    if meant:
+def _empty_row_severity(part: EmptyRows, is_meant: bool) -> Severity:
+    if is_meant:
         return Severity.WARNING if part.has_newest else Severity.NOTE
     if part.heads or (part.readers is None and not part.has_newest):
         return Severity.WARNING
@@ -250,7 +306,7 @@ def _empty_row_evidence(part: EmptyRows) -> dict[str, Any]:
 
 
 def _first_reader_pos(part: EmptyRows) -> int | None:
-    """Return the position of the first row that reads one of the rows, None when none does."""
+    """Return the position of the first row that reads one of the rows, or None."""
     if part.first_reader is None or not part.n_read:
         return None
     return part.mask.q_offset + int(part.first_reader[part.first_reader >= 0].min())
@@ -273,98 +329,59 @@ def _format_in_layers(layers: Sequence[int], n_layers: int) -> str:
 
 
 def _format_row_output(call: CallRecord, part: EmptyRows, one: bool) -> str:
-    """Say what such a row gets; checked for each path on torch 2.13 (CPU)."""
+    """Return the attention output of an empty row; checked for each path on torch 2.13 (CPU)."""
     them = "it" if one else "them"
     gets = "it gets" if one else "they get"
     if part.averaged is not None and part.averaged.any():
         if part.averaged.all():
-            return f"{gets} the mean of all values, as closed means the lowest float"
-        low = "where closed means the lowest float"
-        return f"{gets} the mean of all values {low}, {_format_closed_softmax(call)} if -Inf"
+            return f"{gets} the mean of all values, because closed cells are the lowest float"
+        return (
+            f"{gets} the mean of all values where closed cells are the lowest float, and "
+            f"{_format_closed_softmax(call)} where they are -Inf"
+        )
     if call.path.startswith("flex"):
         return f"FlexAttention gives {them} zeros (a dense softmax would give NaN)"
     if part.mask.kind == "float":
-        return f"{gets} {_format_closed_softmax(call)}, as closed means -Inf"
+        return f"{gets} {_format_closed_softmax(call)}, because closed cells are -Inf"
     if call.path == "sdpa":
         return f"SDPA gives {them} zeros"
-    return f"what {call.backend} gives {them} is not known"
+    return f"the output of {call.backend} for {them} is unknown"
 
 
 def _format_closed_softmax(call: CallRecord) -> str:
-    """Return what a row of -Inf gets where a mask is added to the scores."""
+    """Return the output of a row of -Inf where the mask is added to the scores."""
     return "NaN" if call.path == "eager" else "zeros"
 
 
 def _format_readers(part: EmptyRows, one: bool) -> str:
-    """Say who reads the rows."""
+    """Return which rows read the empty rows, and whether one of these is the newest row."""
+    them = "it" if one else "them"
+    newest = ""
     if part.has_newest:
-        who = "it is" if one else "among them is"
-        newest = f", and {who} the newest row, which chooses the next token"
-    else:
-        newest = ""
+        subject = "it is" if one else "they include"
+        newest = f", and {subject} the newest row, which predicts the next token"
     if part.readers is None:
-        return f"{newest}; whether other rows read {'it' if one else 'them'} was not recorded"
+        return f"{newest}; whether other rows read {them} was not recorded"
     if not part.n_read:
-        return newest or f", and no other row of this step reads {'it' if one else 'them'}"
+        return newest or f", and no other row of this step reads {them}"
     least, most = int(part.readers[part.readers > 0].min()), int(part.readers.max())
-    which = "it" if one else "them" if part.n_read == len(part.rows) else f"{part.n_read} of them"
+    which = them if part.n_read == len(part.rows) else f"{part.n_read} of them"
     first = f" ({'' if most == 1 else 'first: '}position {_first_reader_pos(part)})"
     rows = f"{'up to ' if least < most else ''}{plural(most, 'other row')}{first}"
     return f"{newest}, and {rows} {'reads' if most == 1 else 'read'} {which}"
 
 
-_EMPTY_ROW_CHUNK = 256
-"""Rows looked at in one piece, so that a copy of a large mask takes a few MiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmptyRows:
-    """Rows of one mask that see no key, in all heads or only in `heads`.
-
-    `mask` comes without its cells. `rows` counts from the mask's first row, ascending; `last` is
-    the mask's last row. `readers` says for each of the rows how many other rows have it among their
-    keys, in any head, and `first_reader` which is the first of them (-1: none); both are None where
-    cells were not recorded. `averaged` says of each row whether softmax gave all keys the same
-    weight instead of none (None: of no row).
-    """
-
-    mask: MaskRecord
-    rows: Positions
-    last: int
-    readers: npt.NDArray[np.int64] | None
-    heads: tuple[int, ...] = ()
-    n_heads: int = 1
-    averaged: BoolArray | None = None
-    first_reader: npt.NDArray[np.int64] | None = None
-
-    def select(self, keep: BoolArray) -> EmptyRows:
-        """Return some of the rows."""
-        readers = None if self.readers is None else self.readers[keep]
-        averaged = None if self.averaged is None else self.averaged[keep]
-        first = None if self.first_reader is None else self.first_reader[keep]
-        rows = self.rows[keep]
-        return replace(self, rows=rows, readers=readers, averaged=averaged, first_reader=first)
-
-    @property
-    def has_newest(self) -> bool:
-        """Whether the last row is one of them: the one whose output chooses the next token."""
-        return int(self.rows[-1]) == self.last
-
-    @property
-    def n_read(self) -> int:
-        """How many of the rows others read (0 where that is not known)."""
-        return 0 if self.readers is None else int(np.count_nonzero(self.readers))
+# -- which rows are empty, and who reads them ------------------------------------------------------
 
 
 def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
-    """Return the rows of a mask that see nothing in any head, and those that do so in some."""
+    """Return the rows of a mask that are empty in all heads, and those empty in some heads."""
     cells, offset = intended_cells(mask), mask.q_offset - mask.kv_offset
     if cells is None:
         return _empty_blocks(mask)
     if mask.kind.startswith("none"):
         return ()
-    if cells.shape[1] == 1 < mask.q_len:  # one row that is broadcast
-        cells = np.broadcast_to(cells, (len(cells), mask.q_len, cells.shape[2]))
+    cells = broadcast_rows(cells, mask.q_len)
     empty = _empty_by_head(cells, offset)
     if empty is None:
         return ()
@@ -375,28 +392,31 @@ def find_empty_rows(mask: MaskRecord) -> tuple[EmptyRows, ...]:
         (np.flatnonzero(empty.any(axis=0) & ~everywhere), _heads_with_any(empty & ~everywhere)),
     ):
         if len(rows):
-            readers = count_readers(cells, rows + offset, offset)
-            first = _find_first_readers(cells, rows + offset, offset)
-            last, n_heads = cells.shape[1] - 1, len(cells)
-            averaged = _averaged_rows(mask, rows)
             parts.append(
                 EmptyRows(
-                    _without_arrays(mask), rows, last, readers, heads, n_heads, averaged, first
+                    mask=_without_arrays(mask),
+                    rows=rows,
+                    last=cells.shape[1] - 1,
+                    readers=count_readers(cells, rows + offset, offset),
+                    heads=heads,
+                    n_heads=len(cells),
+                    averaged=_averaged_rows(mask, rows),
+                    first_reader=_find_first_readers(cells, rows + offset, offset),
                 )
             )
     return tuple(parts)
 
 
 def intended_cells(mask: MaskRecord) -> BoolArray | None:
-    """Return the cells without the rows that were meant to be closed and are averaged instead.
+    """Return the cells of a mask with averaged rows closed, bool (heads, rows, keys).
 
-    Such a row has all keys, but nobody asked for them, and what it makes of them is no attention:
-    it sees no key in any sense that matters, and whom it reads does not matter either.
+    An averaged row is closed by the lowest float throughout, so softmax weights all its keys
+    equally. It counts as a row that sees no key, and not as a reader of other rows.
     """
     if mask.cells is None or mask.averaged is None:
         return mask.cells
-    asked: BoolArray = mask.cells & ~mask.averaged[..., None]
-    return asked
+    intended: BoolArray = mask.cells & ~mask.averaged[..., None]
+    return intended
 
 
 def _averaged_rows(mask: MaskRecord, rows: Positions) -> BoolArray | None:
@@ -407,10 +427,10 @@ def _averaged_rows(mask: MaskRecord, rows: Positions) -> BoolArray | None:
 
 
 def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
-    """Return which rows are empty, bool (heads, rows), or None when none is.
+    """Return which rows are empty, bool (heads, rows), or None if none is.
 
-    A row that sees itself is not empty, which settles most masks by their diagonal: of 8192 rows
-    and keys in a hundredth of the time that reading all cells takes.
+    A row that sees itself is not empty, so for most masks the diagonal is enough: for 8192 rows and
+    keys that takes a hundredth of the time of reading all cells.
     """
     heads, n_rows, n_keys = cells.shape
     closed = np.ones((heads, n_rows), np.bool_)
@@ -421,15 +441,16 @@ def _empty_by_head(cells: BoolArray, offset: int) -> BoolArray | None:
     rows = np.flatnonzero(closed.any(axis=0))
     empty = np.zeros((heads, n_rows), np.bool_)
     for start, stop in row_chunks(len(rows), _EMPTY_ROW_CHUNK):
-        some = rows[start:stop]
-        empty[:, some] = ~cells[:, some].any(axis=2)
+        chunk = rows[start:stop]
+        empty[:, chunk] = ~cells[:, chunk].any(axis=2)
     return empty if empty.any() else None
 
 
 def count_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDArray[np.int64]:
-    """Return for each key how many rows see it in any head, without the key's own row.
+    """Return for each key how many rows see it in any head, except the key's own row.
 
-    `columns` count from the mask's first key and may lie outside; row r is at column r + offset.
+    `columns` are indices of keys and may lie outside of the mask. Row r has its own key at column
+    r + offset.
     """
     counts = np.zeros(len(columns), np.int64)
     for inside, _, seen in _iter_readers(cells, columns, offset):
@@ -438,7 +459,7 @@ def count_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDAr
 
 
 def _find_first_readers(cells: BoolArray, columns: Positions, offset: int) -> npt.NDArray[np.int64]:
-    """Return for each key the first row that sees it (see `count_readers`), -1 for none."""
+    """Return for each key the first row that sees it, -1 for none (see `count_readers`)."""
     first = np.full(len(columns), -1, np.int64)
     for inside, start, seen in _iter_readers(cells, columns, offset):
         new = inside[(first[inside] < 0) & seen.any(axis=0)]
@@ -449,22 +470,23 @@ def _find_first_readers(cells: BoolArray, columns: Positions, offset: int) -> np
 def _iter_readers(
     cells: BoolArray, columns: Positions, offset: int
 ) -> Iterator[tuple[Positions, int, BoolArray]]:
-    """Yield the columns inside, and for each piece of rows its start and who sees them.
+    """Yield (indices of columns inside of the mask, first row of a chunk, cells of the chunk).
 
-    What is seen is bool (rows of the piece, columns inside), in any head, own rows left out.
+    The cells are bool (rows of the chunk, columns inside), in any head, with each key's own row
+    closed.
     """
     inside = np.flatnonzero((columns >= 0) & (columns < cells.shape[2]))
     columns = columns[inside]
     for start, stop in row_chunks(cells.shape[1], _EMPTY_ROW_CHUNK):
         seen: BoolArray = np.any(cells[:, start:stop, columns], axis=0)
         own_row = columns - offset - start
-        here = np.flatnonzero((own_row >= 0) & (own_row < stop - start))
-        seen[own_row[here], here] = False
+        in_chunk = np.flatnonzero((own_row >= 0) & (own_row < stop - start))
+        seen[own_row[in_chunk], in_chunk] = False
         yield inside, start, seen
 
 
 def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
-    """Return the rows of blocks that the compiled kernel never visits."""
+    """Return the rows of block rows that the compiled kernel never visits."""
     if not mask.compiled or mask.partial is None or mask.block_q is None:
         return ()
     visited = mask.partial if mask.full is None else mask.partial | mask.full
@@ -476,7 +498,7 @@ def _empty_blocks(mask: MaskRecord) -> tuple[EmptyRows, ...]:
 
 
 def _without_arrays(mask: MaskRecord) -> MaskRecord:
-    """Return the mask without what is large, as it is remembered for the whole run."""
+    """Return the mask without its large arrays, to keep it for the whole run."""
     return replace(mask, cells=None, averaged=None, partial=None, full=None)
 
 

@@ -1,12 +1,14 @@
-"""Which head is which: masks that tell heads apart, and keys that were repeated in a wrong order.
+"""The rules for masks that depend on the head or the batch row, and for padding in a batch.
 
-Query heads that share a key head are neighbours, and `h` in a rule counts query heads.
+- `HeadsRule`: heads with a mask of their own, and KV heads that were repeated in the wrong order.
+  Query heads that share a KV head are neighbours, and `h` in a mask_mod counts query heads.
+- `BatchRowsRule`: masks built for one batch row although they depend on it, and batch rows that see
+  the future.
+- `BatchPaddingRule`: batch rows that see padding. Padding is counted in the 2D attention mask that
+  the model received, or else by the token ids.
 
-Cells are recorded of batch row 0 alone. What a sample of the other rows shows is told by the
-capture, once for each mask.
-
-How many padding tokens a row begins with is told by the 2D mask that was fed, else by their ids.
-Cells are recorded of batch row 0 alone: of the others the capture tells where they differ from it.
+Cells are recorded of batch row 0 only. The capture compares it with a sample of the other rows,
+once per mask, and writes the result as an event.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from flexinspect.core.text import format_layers as in_layers
-from flexinspect.core.text import format_ranges, plural, printable
+from flexinspect.core.text import format_ranges, plural
 from flexinspect.masks.algebra import BoolArray
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.prompt import declared_tokenizer
 from flexinspect.records.step import CallRecord, EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.masks.mask_findings import format_mask_mod
+from flexinspect.rules.masks.mask_views import format_step_layers
 
 BY_HEAD = "mask.by-head"
 KEYS_TILED = "attention.keys-tiled"
@@ -32,44 +35,46 @@ KEYS_TILED = "attention.keys-tiled"
 KEYS_TILED_EVENT = "keys-tiled"
 _MaskCalls = tuple[MaskRecord, list[CallRecord]]
 _MAX_NAMED_HEADS = 8
-"""Heads with a mask of their own that a sentence names."""
+"""Up to this many heads with a mask of their own, a sentence names the KV head of each."""
 
 
 class HeadsRule(Rule):
-    """Names the heads that a mask treats apart, with their key heads, and keys in another order."""
+    """Reports heads with a mask of their own, with their KV heads, and wrongly repeated keys."""
 
     name: ClassVar[str] = "heads"
     handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         BY_HEAD: FindingKind(
             Severity.NOTE,
-            "the mask that ran tells heads apart",
-            "A rule counts query heads. Whoever counts key heads, or takes the query heads of a "
-            "group to lie apart, has given the mask to another head than was meant.",
-            "In the mask panel, switch to the named head; its label says which key head it reads.",
-            "Nothing if the named heads are the ones that were meant. Else convert: query head h "
-            "reads key head h // (query heads / key heads).",
-            "SELECT c.layer, c.q_heads, c.kv_heads, m.heads, m.rule, m.rule_source FROM calls c "
-            "JOIN masks m ON m.fingerprint = c.mask WHERE c.generation = {generation} AND "
-            "c.branch = {branch} AND c.step = {step} ORDER BY c.call",
+            "the executed mask depends on the head",
+            why="A mask_mod counts query heads. Code that counts KV heads, or assumes that the "
+            "query heads of a group are not neighbours, masks another head than intended.",
+            confirm="In the mask panel, switch to the named head; its label shows which KV head "
+            "it reads.",
+            fix="No action needed if the named heads are the intended ones. Otherwise convert: "
+            "query head h reads KV head h // (query heads / KV heads).",
+            query="SELECT c.layer, c.q_heads, c.kv_heads, m.heads, m.rule, m.rule_source "
+            "FROM calls c JOIN masks m ON m.fingerprint = c.mask "
+            "WHERE c.generation = {generation} AND c.branch = {branch} AND c.step = {step} "
+            "ORDER BY c.call",
         ),
         KEYS_TILED: FindingKind(
             Severity.ERROR,
-            "keys were repeated as a whole instead of head by head",
-            "Query heads of a group are neighbours: repeated as a whole, nearly every query head "
-            "reads the keys and values of another group, and the answer is that of no model.",
-            "Compare the layer with `enable_gqa=True` on keys that are not repeated: the same to "
-            "rounding under repeat_interleave, far off under repeat.",
-            "Use `repeat_interleave(n, dim=1)` (transformers' `repeat_kv`), or hand the keys over "
-            "as they are with `enable_gqa=True`.",
-            "SELECT step, text, data FROM events WHERE kind = 'keys-tiled' AND generation = "
+            "KV heads were repeated as a whole instead of head by head",
+            why="The query heads of a group are neighbours. If KV heads are repeated as a whole, "
+            "nearly every query head reads the keys and values of another group.",
+            confirm="Compare the layer with `enable_gqa=True` on keys that are not repeated: equal "
+            "up to rounding under repeat_interleave, far off under repeat.",
+            fix="Use `repeat_interleave(n, dim=1)` (transformers' `repeat_kv`), or pass the keys "
+            "unrepeated with `enable_gqa=True`.",
+            query="SELECT step, text, data FROM events WHERE kind = 'keys-tiled' AND generation = "
             "{generation} AND step = {step}",
         ),
     }
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Look at the masks that are new, and at what the capture says of the keys."""
-        found = [
+        """Return findings for the new masks of a step, and for its events about repeated keys."""
+        findings = [
             self._tiled_finding(step, event)
             for event in step.events
             if event.kind == KEYS_TILED_EVENT
@@ -79,23 +84,23 @@ class HeadsRule(Rule):
             if mask.cells is not None and len(mask.cells) > 1:
                 calls = [call for call in step.calls if call.mask == mask.fingerprint]
                 if calls and (odd := find_odd_heads(mask.cells)):
-                    # Layers that build a mask each have one of their own.
+                    # Layers that each build their own mask share one finding.
                     alike.setdefault((mask.rule, tuple(odd)), (mask, []))[1].extend(calls)
-        for (_, odd_ones), (mask, calls) in alike.items():
-            found.append(self._by_head_finding(step, mask, calls, odd_ones))
-        return found
+        for (_, odd_heads), (mask, calls) in alike.items():
+            findings.append(self._by_head_finding(step, mask, calls, odd_heads))
+        return findings
 
     def _by_head_finding(
         self, step: StepRecord, mask: MaskRecord, calls: Sequence[CallRecord], odd: Sequence[int]
     ) -> Finding:
-        call, which = calls[0], sorted({call.layer for call in calls})
-        where = "" if self.context.is_standalone else f" in {_format_call_layers(which, step)}"
+        call, layers = calls[0], sorted({call.layer for call in calls})
+        where = "" if self.context.is_standalone else f" in {format_step_layers(layers, step)}"
         rest = call.q_heads - len(odd)
-        one = len(odd) == 1
         sentence = (
-            f"The mask of {printable(mask.rule or 'an unnamed rule')} tells heads apart{where}: "
-            f"{_format_odd_heads(call, odd)} {'has' if one else 'have'} other cells than the remaining "
-            f"{plural(rest, 'query head')}; h counts query heads{_format_kv_groups(call)}."
+            f"The mask of {format_mask_mod(mask)} depends on the head{where}: "
+            f"{_format_odd_heads(call, odd)} {'has' if len(odd) == 1 else 'have'} other cells than "
+            f"the remaining {plural(rest, 'query head')}; h counts query heads"
+            f"{_format_kv_groups(call)}."
         )
         evidence = {
             "mask": mask.fingerprint,
@@ -104,31 +109,39 @@ class HeadsRule(Rule):
             "q_heads": call.q_heads,
             "kv_heads": call.kv_heads,
         }
-        layers = () if self.context.is_standalone else which
-        series = f"{mask.rule} {list(odd)}"
-        about: dict[str, Any] = {"layers": layers, "head": odd[0], "series": series}
-        return self.finding(step, BY_HEAD, sentence, evidence=evidence, **about)
+        return self.finding(
+            step,
+            BY_HEAD,
+            sentence,
+            layers=() if self.context.is_standalone else layers,
+            head=odd[0],
+            evidence=evidence,
+            series=f"{mask.rule} {list(odd)}",
+        )
 
     def _tiled_finding(self, step: StepRecord, event: EventRecord) -> Finding:
-        which = [int(layer) for layer in event.data["layers"]]
+        layers = [int(layer) for layer in event.data["layers"]]
         sentence = (
-            f"In {_format_call_layers(which, step)} the keys of {event.data['q_heads']} query heads were "
-            "repeated as a whole (repeat), not head by head (repeat_interleave): query head 1 "
-            "reads the keys of another group than query head 0, its neighbour."
+            f"In {format_step_layers(layers, step)} the keys of {event.data['q_heads']} query "
+            "heads were repeated as a whole (repeat), not head by head (repeat_interleave): query "
+            "head 1 reads the keys of another group than its neighbour, query head 0."
         )
-        about: dict[str, Any] = {"layers": which, "head": 1, "series": "tiled"}
-        return self.finding(step, KEYS_TILED, sentence, evidence=event.data, **about)
+        return self.finding(
+            step,
+            KEYS_TILED,
+            sentence,
+            layers=layers,
+            head=1,
+            evidence=event.data,
+            series="tiled",
+        )
 
 
 def find_odd_heads(cells: BoolArray) -> list[int]:
-    """Return the heads, of cells (heads, rows, keys), whose cells are not those of most heads."""
+    """Return the heads of cells, bool (heads, rows, keys), that differ from most heads."""
     packed = [bits.tobytes() for bits in np.packbits(cells.reshape(len(cells), -1), axis=1)]
     usual = max(dict.fromkeys(packed), key=packed.count)
     return [head for head, bits in enumerate(packed) if bits != usual]
-
-
-def _format_call_layers(which: Sequence[int], step: StepRecord) -> str:
-    return in_layers(which, len({call.layer for call in step.calls}))
 
 
 def _key_head(call: CallRecord, head: int) -> int:
@@ -136,7 +149,7 @@ def _key_head(call: CallRecord, head: int) -> int:
 
 
 def _format_odd_heads(call: CallRecord, odd: Sequence[int]) -> str:
-    """Return `query head 3 -> kv head 1`, or the heads alone where each has keys of its own."""
+    """Return `query head 3 -> kv head 1`, or only the heads if each has a KV head of its own."""
     if len(odd) > _MAX_NAMED_HEADS:
         return f"query heads {format_ranges(odd)}"
     if call.q_heads == call.kv_heads:
@@ -148,8 +161,10 @@ def _format_kv_groups(call: CallRecord) -> str:
     if call.q_heads == call.kv_heads:
         return ""
     size = call.q_heads // call.kv_heads
-    return f", and {size} neighbours each share one of {call.kv_heads} kv heads"
+    return f", and {size} neighbours share each of the {call.kv_heads} kv heads"
 
+
+# -- batch rows ------------------------------------------------------------------------------------
 
 IGNORES_BATCH = "mask.ignores-batch"
 BATCH_FUTURE = "mask.batch-future"
@@ -164,41 +179,41 @@ _BATCH_QUERY = (
 
 
 class BatchRowsRule(Rule):
-    """Says where a mask made for one batch row has a rule that tells rows apart, and the like."""
+    """Reports masks built for one batch row that depend on it, and rows that see the future."""
 
     name: ClassVar[str] = "batches"
     handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         IGNORES_BATCH: FindingKind(
             Severity.ERROR,
-            "a mask for one batch row, whose rule tells batch rows apart",
-            "The block tables are those of batch row 0. Compiled FlexAttention goes by them for "
-            "every sequence: others lose blocks or see blocks that their rule closes. Uncompiled "
-            "it is right, so it goes unnoticed while one debugs.",
-            "The event gives the open cells of each batch row; evaluate the rule at b = 0 and at "
-            "the named row.",
-            "Give `create_block_mask` the batch size as B whenever the rule reads `b`.",
-            _BATCH_QUERY,
+            "a mask was built for one batch row, but its mask_mod depends on the batch",
+            why="The block tables are those of batch row 0. Compiled FlexAttention uses them for "
+            "every batch row, so others lose blocks or see blocks that their mask_mod closes. "
+            "Uncompiled it is correct, so a debug run does not show the fault.",
+            confirm="The event has the number of open cells of each batch row. Evaluate the "
+            "mask_mod at b = 0 and at the named row.",
+            fix="Pass the batch size as B to `create_block_mask` if the mask_mod reads `b`.",
+            query=_BATCH_QUERY,
         ),
         BATCH_FUTURE: FindingKind(
             Severity.WARNING,
-            "a batch row sees the future, and batch row 0 does not",
-            "Panels and most rules look at batch row 0, whose mask is causal: the sequence that is "
-            "named is shown the tokens that it predicts.",
-            "Run the named sequence alone: it is batch row 0 then.",
-            "Add `kv_idx <= q_idx` for every batch row; look for tables indexed by `b` that were "
-            "filled for the first row alone.",
-            _BATCH_QUERY,
+            "a batch row sees the future, but batch row 0 does not",
+            why="The named sequence sees the tokens that it should predict. Panels and most rules "
+            "show batch row 0, whose mask is causal.",
+            confirm="Run the named sequence alone, so that it is batch row 0.",
+            fix="Add `kv_idx <= q_idx` for every batch row. Look for tensors indexed by `b` that "
+            "were filled for the first row only.",
+            query=_BATCH_QUERY,
         ),
     }
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what the step's events say of its masks' batch rows."""
-        found: list[Finding] = []
+        """Return findings from the step's events about the batch rows of its masks."""
+        findings: list[Finding] = []
         for event in step.events:
             if event.kind == BATCH_ROWS_EVENT and event.data["differ"]:
-                found += self._check_event(step, event)
-        return found
+                findings += self._check_event(step, event)
+        return findings
 
     def _check_event(self, step: StepRecord, event: EventRecord) -> list[Finding]:
         data = event.data
@@ -222,17 +237,21 @@ class BatchRowsRule(Rule):
     ) -> Finding:
         other, row, key = data["first"]
         n_open = data["open"]
-        runs = (
-            "compiled flex went by the tables of batch row 0 for all of them"
+        differ = data["differ"]
+        effect = (
+            "compiled FlexAttention used the tables of batch row 0 for all of them"
             if mask.compiled
-            else "uncompiled flex asks the rule and is right, compiled it would go by one table"
+            else "uncompiled FlexAttention is correct, compiled it would use the tables of batch "
+            "row 0 for all of them"
         )
         sentence = (
-            f"{self._format_where(step, calls)}the block mask of "
-            f"{printable(mask.rule or 'an unnamed rule')} was built for one batch row (B=None), "
-            f"and its rule tells the {data['batch']} apart: {_format_differing_rows(data['differ'])} not as row 0, "
+            f"{self._format_where(step, calls)}the block mask of {format_mask_mod(mask)} was built "
+            f"for one batch row (B=None), but its mask_mod depends on the batch: batch "
+            f"{_format_batch_rows(differ)} of {data['batch']} "
+            f"{'differs' if len(differ) == 1 else 'differ'} from row 0, "
             f"first at row {step.kv_before + row}, key {key} of batch row {other} "
-            f"({n_open[other]} cells open of those looked at, {n_open[0]} in row 0); {runs}."
+            f"({n_open[other]} cells open in the checked rows, {n_open[0]} in batch row 0); "
+            f"{effect}."
         )
         severity = Severity.ERROR if mask.compiled else Severity.WARNING
         position = step.kv_before + row
@@ -246,21 +265,20 @@ class BatchRowsRule(Rule):
         data: Mapping[str, Any],
         future: Sequence[int],
     ) -> Finding:
-        pairs = sum(data["future"][row] for row in future)
+        n_pairs = sum(data["future"][row] for row in future)
+        verb = "sees" if len(future) == 1 else "see"
         sentence = (
-            f"{self._format_where(step, calls)}batch {_format_batch_rows(future)} of {data['batch']} "
-            f"{'sees' if len(future) == 1 else 'see'} the future ({plural(pairs, 'pair')} of "
-            f"those looked at) under the {mask.kind} mask, and batch row 0 does not."
+            f"{self._format_where(step, calls)}batch {_format_batch_rows(future)} of "
+            f"{data['batch']} {verb} the future ({plural(n_pairs, 'pair')} in the "
+            f"checked rows) under the {mask.kind} mask, but batch row 0 does not."
         )
         position = step.kv_before + int(data["first"][1])
-        about = (BATCH_FUTURE, Severity.WARNING, sentence)
-        return self._finding(step, *about, calls, data, position)
+        return self._finding(step, BATCH_FUTURE, Severity.WARNING, sentence, calls, data, position)
 
     def _format_where(self, step: StepRecord, calls: Sequence[CallRecord]) -> str:
         if self.context.is_standalone:
-            return "In a call outside of a model "
-        which = sorted({call.layer for call in calls})
-        return f"In {in_layers(which, len({call.layer for call in step.calls}))} "
+            return "In a standalone call "
+        return f"In {format_step_layers({call.layer for call in calls}, step)} "
 
     def _finding(
         self,
@@ -272,26 +290,31 @@ class BatchRowsRule(Rule):
         data: Mapping[str, Any],
         position: int,
     ) -> Finding:
-        which = () if self.context.is_standalone else {call.layer for call in calls}
-        about: dict[str, Any] = {"severity": severity, "layers": which, "positions": (position,)}
-        return self.finding(step, finding_id, sentence, evidence=data, series=finding_id, **about)
+        return self.finding(
+            step,
+            finding_id,
+            sentence,
+            severity=severity,
+            layers=() if self.context.is_standalone else {call.layer for call in calls},
+            positions=(position,),
+            evidence=data,
+            series=finding_id,
+        )
 
 
-def _format_batch_rows(which: Sequence[int]) -> str:
+def _format_batch_rows(rows: Sequence[int]) -> str:
     """Return `row 1` or `rows 1, 3`."""
-    return f"row{'s' * (len(which) > 1)} {format_ranges(which[:_MAX_BATCH_ROWS])}"
+    return f"row{'' if len(rows) == 1 else 's'} {format_ranges(rows[:_MAX_BATCH_ROWS])}"
 
 
-def _format_differing_rows(differ: Sequence[int]) -> str:
-    """Return `batch row 1 is` or `batch rows 1, 3 are`."""
-    return f"batch {_format_batch_rows(differ)} {'is' if len(differ) == 1 else 'are'}"
-
+# -- padding in a batch ----------------------------------------------------------------------------
 
 BATCH_PADDING = "mask.batch-padding"
 
-_MAX_PADDED_ROWS = 8
+_MAX_PADDED_POSITIONS = 8
 
 PadCounts = npt.NDArray[np.int64]
+"""Number of leading padding tokens, or another count of positions, (batch,)."""
 
 _PADDING_QUERY = (
     "SELECT a.stream, a.shape, c.layer, c.path, c.mask FROM arrays a JOIN calls c USING "
@@ -308,26 +331,27 @@ class BatchPaddingRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = {
         BATCH_PADDING: FindingKind(
             Severity.ERROR,
-            "batch rows see keys of their padding",
-            "Padding is noise, and how much of it there is depends on the batch: these sequences "
-            "answer otherwise in other company. Panels show batch row 0, where all is well.",
-            "Run the named sequence alone, without padding, and compare its logits; or feed it as "
-            "the first of the batch and look at the mask panel.",
-            "Give the model the 2D attention mask of the tokenizer; in a rule of your own read "
-            "the padding of batch row `b`, and give `create_block_mask` the batch size as B.",
-            _PADDING_QUERY,
+            "batch rows see their padding",
+            why="Padding is noise, and its amount depends on the batch: the same sequence gets "
+            "another output in another batch. Panels show batch row 0, which is correct.",
+            confirm="Run the named sequence alone, without padding, and compare its logits. Or put "
+            "it first in the batch and open the mask panel.",
+            fix="Pass the 2D attention mask of the tokenizer to the model. In your own mask_mod, "
+            "read the padding of batch row `b`, and pass the batch size as B to "
+            "`create_block_mask`.",
+            query=_PADDING_QUERY,
         ),
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no padding known."""
+        """Reset the known padding."""
         super().on_generation_start(context)
         self._pads: PadCounts | None = None
         self._has_padding_mask = False
         self._checked_phases: set[bool] = set()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return which sequences see their padding: in the prompt, and in the first row after."""
+        """Return a finding if sequences see their padding, in prefill and the first decode step."""
         inputs = step.inputs
         if inputs is None or inputs.batch < 2:
             return ()
@@ -335,29 +359,27 @@ class BatchPaddingRule(Rule):
             self._count_pads(step)
         if self._pads is None or len(self._pads) != inputs.batch:
             return ()
-        kind, is_looked_at = (
-            step.q_len == 1,
-            any(event.kind == BATCH_ROWS_EVENT for event in step.events),
-        )
-        if kind in self._checked_phases or not is_looked_at:
+        is_decode = step.q_len == 1
+        has_sample = any(event.kind == BATCH_ROWS_EVENT for event in step.events)
+        if is_decode in self._checked_phases or not has_sample:
             return ()
-        self._checked_phases.add(kind)
+        self._checked_phases.add(is_decode)
         return self._check_calls(step, self._pads)
 
     def _count_pads(self, step: StepRecord) -> None:
-        """Take how many padding tokens each sequence begins with."""
-        tables = {one.stream: one.array for one in step.arrays if one.stream in self.streams}
+        """Count the padding tokens that each sequence begins with."""
+        arrays = {one.stream: one.array for one in step.arrays if one.stream in self.streams}
         self._pads = None
-        self._has_padding_mask = "inputs.mask" in tables
+        self._has_padding_mask = "inputs.mask" in arrays
         if self._has_padding_mask:
-            real = np.asarray(tables["inputs.mask"], np.bool_)
-            ends_well = bool(len(real)) and bool(real[:, -1].all())
-            self._pads = _count_leading(~real) if ends_well else None
-        elif "inputs.ids" in tables:
-            words = declared_tokenizer(self.context.generation.declared)
-            if words.pad is not None and words.pad not in (words.bos, *words.eos):
-                pads = _count_leading(np.asarray(tables["inputs.ids"]) == words.pad)
-                # As many in each sequence may be a token that the model begins every text with.
+            real = np.asarray(arrays["inputs.mask"], np.bool_)
+            is_left_padded = bool(len(real)) and bool(real[:, -1].all())
+            self._pads = _count_leading(~real) if is_left_padded else None
+        elif "inputs.ids" in arrays:
+            tokenizer = declared_tokenizer(self.context.generation.declared)
+            if tokenizer.pad is not None and tokenizer.pad not in (tokenizer.bos, *tokenizer.eos):
+                pads = _count_leading(np.asarray(arrays["inputs.ids"]) == tokenizer.pad)
+                # If each sequence has as many, the model may begin every text with this token.
                 self._pads = pads if pads.min() < pads.max() else None
 
     def _check_calls(self, step: StepRecord, pads: PadCounts) -> list[Finding]:
@@ -366,15 +388,15 @@ class BatchPaddingRule(Rule):
             first = self._first_keys(step, call, len(pads))
             if first is not None:
                 rows = tuple(np.flatnonzero(first < pads).tolist())
-                others = tuple(row for row in rows if row)  # row 0 is for the rule of its cells
+                others = tuple(row for row in rows if row)  # `mask.padding` reports row 0
                 seeing.setdefault(others, []).append(call)
         return [self._finding(step, rows, calls, pads) for rows, calls in seeing.items() if rows]
 
     def _first_keys(self, step: StepRecord, call: CallRecord, batch: int) -> PadCounts | None:
-        """Return the first position that each sequence's newest row sees, None if not known."""
+        """Return the first position that each sequence's newest row sees, or None if unknown."""
         mask = self.context.mask(call.mask)
-        is_seen = call.batch == batch and call.q_len == step.q_len and call.causal is not False
-        if mask is None or mask.cells is None or not is_seen or _is_averaged(mask):
+        is_self = call.batch == batch and call.q_len == step.q_len and call.causal is not False
+        if mask is None or mask.cells is None or not is_self or _is_averaged(mask):
             return None
         start = max(step.kv_after - mask.kv_len, 0)
         for event in step.events:
@@ -386,37 +408,42 @@ class BatchPaddingRule(Rule):
                 if made_for_one or "newest_from" not in event.data:
                     return None
                 return start + np.asarray(event.data["newest_from"], np.int64)
-        return None  # the capture did not look at the other rows of this mask
+        return None  # the capture did not compare the other batch rows of this mask
 
     def _finding(
         self, step: StepRecord, rows: Sequence[int], calls: Sequence[CallRecord], pads: PadCounts
     ) -> Finding:
         layers = {call.layer for call in calls}
-        where = in_layers(sorted(layers), len({call.layer for call in step.calls}))
-        one, first = len(rows) == 1, rows[0]
-        said = (
-            "" if self._has_padding_mask else ", going by their ids, as no attention mask was fed"
+        first = rows[0]
+        n_pads = int(pads[first])
+        source = (
+            ""
+            if self._has_padding_mask
+            else " (counted by token ids, because the model received no attention mask)"
         )
         sentence = (
-            f"In {where} batch row{'' if one else 's'} {format_ranges(rows[:_MAX_PADDED_ROWS])} of {len(pads)} "
-            f"{'sees' if one else 'see'} keys of padding in step {step.step}: batch row {first} "
-            f"begins with {plural(int(pads[first]), 'token')} of padding, which its newest row "
-            f"sees{said}."
+            f"In {format_step_layers(layers, step)} batch {_format_batch_rows(rows)} of "
+            f"{len(pads)} {'sees' if len(rows) == 1 else 'see'} padding keys in step {step.step}: "
+            f"batch row {first} begins with {plural(n_pads, 'padding token')}, which its newest "
+            f"row sees{source}."
         )
-        severity = Severity.ERROR if self._has_padding_mask else Severity.WARNING
-        evidence = {"rows": list(rows), "pads": [int(pads[row]) for row in rows]}
-        about: dict[str, Any] = {"severity": severity, "layers": layers, "evidence": evidence}
-        at = tuple(range(min(int(pads[first]), _MAX_PADDED_ROWS)))
         return self.finding(
-            step, BATCH_PADDING, sentence, positions=at, series=BATCH_PADDING, **about
+            step,
+            BATCH_PADDING,
+            sentence,
+            severity=Severity.ERROR if self._has_padding_mask else Severity.WARNING,
+            layers=layers,
+            positions=tuple(range(min(n_pads, _MAX_PADDED_POSITIONS))),
+            evidence={"rows": list(rows), "pads": [int(pads[row]) for row in rows]},
+            series=BATCH_PADDING,
         )
 
 
 def _count_leading(flags: npt.NDArray[np.bool_]) -> PadCounts:
-    """Return how many flags each row begins with."""
-    whole = np.concatenate((flags, np.zeros((len(flags), 1), np.bool_)), axis=1)
-    found: PadCounts = (~whole).argmax(axis=1).astype(np.int64)
-    return found
+    """Return how many flags each row of flags, bool (batch, positions), begins with."""
+    with_end = np.concatenate((flags, np.zeros((len(flags), 1), np.bool_)), axis=1)
+    counts: PadCounts = (~with_end).argmax(axis=1).astype(np.int64)
+    return counts
 
 
 def _is_averaged(mask: MaskRecord) -> bool:

@@ -1,7 +1,7 @@
-"""How the cells that ran differ from those that were meant: counts, first pairs, and the pattern.
+"""How executed mask cells differ from a `MaskSpec`: counts, first pairs, and the pattern.
 
-Rows are compared as packed bits, a few hundred at a time, so that a mask that is right costs some
-milliseconds per 2000 x 2000 cells, and one row of a decode step some microseconds.
+Rows are compared as packed bits, a few hundred at a time, so a mask that matches costs a few
+milliseconds per 2000 x 2000 cells, and the row of a decode step a few microseconds.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _DIFF_ROW_CHUNK = 256
 _UNBOUNDED = 1 << 30
 _SHIFTS = (-1, 1, -2, 2, -3, 3)
 _MAX_SHIFTED_CELLS = 1 << 24
-"""Cells up to which it is tried whether the mask is the declared one, moved."""
+"""Up to this many cells, the mask is also compared with shifted copies of the declared mask."""
 
 _LEADING_BITS: PackedMask = np.packbits(np.tri(9, 8, -1, dtype=np.bool_), axis=1)[:, 0]
-"""Bytes whose first 0, 1, ..., 8 bits are set."""
+"""Bytes with the first 0, 1, ..., 8 bits set."""
 
 
 @dataclass(frozen=True, slots=True)
 class CellFrame:
-    """Where the cells of a call lie: row 0 is position `q_offset`, key 0 position `kv_offset`.
+    """The positions of a call's cells: row 0 is position `q_offset`, key 0 position `kv_offset`.
 
-    The first `n_keys` columns hold keys; what comes after them are slots that nothing was written
-    to. `window` is how many keys a sliding layer sees. `rows` (by row) and `keys` (by column) say
-    which count, all where they are None: padding does not.
+    The first `n_keys` columns hold keys; the columns after them are unwritten cache slots. `window`
+    is the number of keys that a sliding layer sees. `rows`, bool (rows,), and `keys`,
+    bool (n_keys,), select what is compared (padding is not); None selects all.
     """
 
     q_offset: int
@@ -46,20 +46,28 @@ class CellFrame:
 
 @dataclass(slots=True)
 class CellDifference:
-    """Cells that ran and were not meant (`leaked`) and the other way round (`lost`), of one head.
+    """The cells of one head that are open but should be closed (`leaked`), or the reverse (`lost`).
 
-    `future` are those of the leaked whose key comes after the row. Pairs are (row, key) in
-    positions; `first_across` is the first leaked one of two parts that are to be apart. `n_open`
-    and `n_meant` count open cells, `n_closed` closed ones. `between` counts leaked pairs by (part
-    of the row, part of the key). `leaking` and `losing` are positions of rows. `furthest` is the
-    last key that each row sees, from `first_row` on. Rows that see nothing are not counted.
+    Pairs are (row, key) positions. Rows that see nothing are not counted.
+
+    Attributes:
+        future: number of leaked cells whose key comes after the row.
+        n_open: number of open cells of the executed mask.
+        n_expected: number of cells that the spec opens.
+        n_closed: number of closed cells of the executed mask.
+        first_across: the first leaked pair between two segments that should be isolated.
+        nearest_lost: the smallest distance, row minus key, of a lost cell.
+        leaked_by_pair: number of leaked cells by (segment of the row, segment of the key).
+        leaking_rows: positions of the rows with leaked cells.
+        losing_rows: positions of the rows with lost cells.
+        last_keys: the last position that each row sees, -1 for none, from row `first_row` on.
     """
 
     lost: int = 0
     leaked: int = 0
     future: int = 0
     n_open: int = 0
-    n_meant: int = 0
+    n_expected: int = 0
     n_closed: int = 0
     first_lost: tuple[int, int] | None = None
     first_leaked: tuple[int, int] | None = None
@@ -73,11 +81,11 @@ class CellDifference:
     first_row: int = 0
 
 
-# -- what was meant -------------------------------------------------------------------------------
+# -- the expected cells ---------------------------------------------------------------------------
 
 
 def spec_rows(spec: MaskSpec, frame: CellFrame, start: int, stop: int) -> PackedMask:
-    """Return the rows of a rule that a call should run, packed: uint8 (rows, bytes of keys)."""
+    """Return rows `start` to `stop` of a spec, packed: uint8 (rows, bytes of keys)."""
     q_idx = np.arange(frame.q_offset + start, frame.q_offset + stop)
     region = np.searchsorted(spec.starts, q_idx, side="right") - 1
     head, low = np.array(spec.prefix_stops)[region], np.array(spec.local_starts)[region]
@@ -90,7 +98,7 @@ def spec_rows(spec: MaskSpec, frame: CellFrame, start: int, stop: int) -> Packed
 
 
 def _packed_spans(starts: IntArray, stops: IntArray, frame: CellFrame) -> PackedMask:
-    """Return rows that are open from one position to another, packed."""
+    """Return packed rows that are open from position `starts` to `stops`, one of each per row."""
     edges = np.arange(0, frame.n_keys, 8, dtype=np.int32) + frame.kv_offset
     low, high = (
         np.minimum(ends, frame.kv_offset + frame.n_keys).astype(np.int32)[:, None] - edges
@@ -101,7 +109,7 @@ def _packed_spans(starts: IntArray, stops: IntArray, frame: CellFrame) -> Packed
 
 
 def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
-    """Return a rule whose borders lie n positions later (earlier below 0)."""
+    """Return a spec with its borders shifted by n positions (to earlier ones for n < 0)."""
     starts = [max(start + n, 0) for start in spec.starts]
     keep = [i for i in range(len(starts)) if i + 1 == len(starts) or starts[i + 1] > 0]
     head, low = (
@@ -115,35 +123,41 @@ def shift_spec(spec: MaskSpec, n: int) -> MaskSpec:
 
 
 def row_matches_spec(row: BoolArray, spec: MaskSpec, frame: CellFrame) -> bool:
-    """Say whether one row (keys,) is as meant: the whole cost of a decode step that is right."""
+    """Return whether a row, bool (keys,), matches a spec.
+
+    It does so by counting, because this is the whole cost of a decode step without findings.
+    """
     q_idx, first = frame.q_offset, frame.kv_offset
     region = spec.region(q_idx)
     begin = max(first, 0 if frame.window is None else q_idx + 1 - frame.window)
     head = max(min(spec.prefix_stops[region], q_idx + 1), begin)
     low = min(max(spec.local_starts[region], head), q_idx + 1)
-    n_meant = head - begin + q_idx + 1 - low
-    if np.count_nonzero(row[: frame.n_keys]) != n_meant:
+    n_expected = head - begin + q_idx + 1 - low
+    if np.count_nonzero(row[: frame.n_keys]) != n_expected:
         return False
     inside = np.count_nonzero(row[begin - first : head - first])
-    return bool(inside + np.count_nonzero(row[low - first : q_idx + 1 - first]) == n_meant)
+    return bool(inside + np.count_nonzero(row[low - first : q_idx + 1 - first]) == n_expected)
 
 
 def count_wrong_cells(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, *, limit: int = _UNBOUNDED
 ) -> int:
-    """Count cells (rows, keys) that are not as meant in rows that see anything, up to `most`."""
-    found = 0
+    """Count cells, bool (rows, keys), that differ from a spec, in rows that see any key.
+
+    Counting stops once the number reaches `limit`.
+    """
+    n_wrong = 0
     for start, ran, counts in _iter_packed_rows(cells, frame):
         wrong = (ran ^ spec_rows(spec, frame, start, start + len(ran))) & counts
         if wrong.any():
-            found += int(BIT_COUNTS[wrong].sum(dtype=np.int64))
-            if found >= limit:
-                return found
-    return found
+            n_wrong += int(BIT_COUNTS[wrong].sum(dtype=np.int64))
+            if n_wrong >= limit:
+                break
+    return n_wrong
 
 
 def has_future_keys(cells: BoolArray, frame: CellFrame) -> bool:
-    """Say whether a row sees a key that comes after it."""
+    """Return whether any row sees a key that comes after it."""
     for start, ran, counts in _iter_packed_rows(cells, frame):
         q_idx = np.arange(start, start + len(ran)) + frame.q_offset + 1
         if (ran & _packed_spans(q_idx, np.full_like(q_idx, _UNBOUNDED), frame) & counts).any():
@@ -154,7 +168,7 @@ def has_future_keys(cells: BoolArray, frame: CellFrame) -> bool:
 def _iter_packed_rows(
     cells: BoolArray, frame: CellFrame
 ) -> Iterator[tuple[int, PackedMask, PackedMask]]:
-    """Yield (first row, packed rows, which of their bits count)."""
+    """Yield (first row, packed rows, packed flags of the cells to compare)."""
     keys = np.ones(frame.n_keys, np.bool_) if frame.keys is None else frame.keys
     counting = np.packbits(keys)
     for start, stop in row_chunks(len(cells), _DIFF_ROW_CHUNK):
@@ -168,33 +182,35 @@ def _iter_packed_rows(
 
 @dataclass(frozen=True, slots=True)
 class SegmentParts:
-    """Segments by their first positions, and which of them are to be apart from each other."""
+    """The first position of each segment, and whether it should be isolated from the others."""
 
     starts: IntArray
-    apart: BoolArray
+    is_isolated: BoolArray
 
     def find(self, positions: IntArray) -> IntArray:
-        """Return the segment of each position."""
-        found = np.searchsorted(self.starts, positions, side="right") - 1
-        return np.maximum(found, 0)
+        """Return the index of the segment of each position."""
+        return np.maximum(np.searchsorted(self.starts, positions, side="right") - 1, 0)
 
 
 def find_difference(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, parts: SegmentParts
 ) -> CellDifference:
-    """Return how cells (rows, keys) differ from a rule: the slow way, for those that do."""
+    """Return how cells, bool (rows, keys), differ from a spec.
+
+    This is slow; use it only for cells that are known to differ.
+    """
     out = CellDifference(n_rows=len(cells), first_row=frame.q_offset)
     key_idx = np.arange(frame.n_keys) + frame.kv_offset
     for start, packed, counting in _iter_packed_rows(cells, frame):
-        ran, meant, counts = (
+        ran, expected, counts = (
             np.unpackbits(bits, axis=1, count=frame.n_keys).view(np.bool_)
             for bits in (packed, spec_rows(spec, frame, start, start + len(packed)), counting)
         )
         q_idx = np.arange(start, start + len(ran)) + frame.q_offset
         ran &= counts
-        leaked, lost = ran & ~meant, meant & ~ran & counts
+        leaked, lost = ran & ~expected, expected & ~ran & counts
         out.n_open += int(np.count_nonzero(ran))
-        out.n_meant += int(np.count_nonzero(meant & counts))
+        out.n_expected += int(np.count_nonzero(expected & counts))
         out.n_closed += int(np.count_nonzero(counts & ~ran))
         last = np.where(ran.any(axis=1), key_idx[-1] - ran[:, ::-1].argmax(axis=1), -1)
         out.last_keys += last.tolist()
@@ -221,7 +237,7 @@ def _add_leaked(
             where = (pair // width, pair % width)
             out.leaked_by_pair[where] = out.leaked_by_pair.get(where, 0) + n
     if out.first_across is None:
-        across = parts.apart[row_part] & parts.apart[key_part] & (row_part != key_part)
+        across = parts.is_isolated[row_part] & parts.is_isolated[key_part] & (row_part != key_part)
         if across.any():
             at = int(across.argmax())
             out.first_across = int(q_idx[rows[at]]), int(key_idx[keys[at]])
@@ -246,7 +262,7 @@ OPEN, CAUSAL, MOVED, WINDOW, OTHER = "open", "causal", "moved", "window", "other
 def classify_pattern(
     cells: BoolArray, spec: MaskSpec, frame: CellFrame, found: CellDifference
 ) -> tuple[str, int]:
-    """Return what ran instead of the rule: a name, and how far it is moved or its window."""
+    """Return what ran instead of the spec: the pattern, and its shift or window (0 for others)."""
     if found.n_rows > 1 and not found.n_closed and found.future:
         return OPEN, 0
     if not count_wrong_cells(cells, MaskSpec("causal", (0,), (0,), (0,)), frame, limit=1):
@@ -263,8 +279,7 @@ def classify_pattern(
 
 
 def _is_bidirectional(cells: BoolArray, frame: CellFrame) -> bool:
-    """Say whether of two positions that have a row each the first sees the second only if that
-    sees the first, too."""
+    """Return whether each row that sees a later position is also seen by the row there."""
     start = frame.q_offset - frame.kv_offset
     n = min(len(cells), frame.n_keys - start)
     if n < 2:
@@ -278,11 +293,11 @@ def _is_bidirectional(cells: BoolArray, frame: CellFrame) -> bool:
 
 
 def is_blockwise(found: CellDifference, cells: BoolArray, frame: CellFrame) -> bool:
-    """Say whether rows see the future by whole blocks, as in a prefix or in two-way segments.
+    """Return whether rows see the future in whole blocks, as in a prefix or bidirectional segments.
 
-    The last row that is seen ahead then sees no further than itself, and sees the row that sees
-    it. A rule that is off by one has rows whose last key sees on; one with rows and keys swapped,
-    or turned inside out, has rows that see the future and not the past.
+    In a block, the last key that a row sees sees no further than itself, and sees that row. A
+    mask_mod with an offset that is one too large has rows whose last key sees further; one with
+    rows and keys swapped, or inverted, has rows that see the future but not the past.
     """
     if not _is_bidirectional(cells, frame):
         return False

@@ -1,8 +1,9 @@
-"""Lengths that do not fit: a mask of another length, batch or head count, a layer with fewer keys.
+"""The rule for wrong lengths: of a mask (rows, keys, batch, heads), or of the keys of a layer.
 
-FlexAttention refuses a block mask whose lengths are not those of the call, so a mismatch is an
-event of a call that raised, heard even where its exception was swallowed. Nobody refuses a block
-mask of another batch or head count, nor a dense mask that is read at its upper left corner.
+FlexAttention rejects a block mask whose lengths differ from those of the call, so a mismatch is
+found in the event of the failed call, even if its exception was suppressed. FlexAttention does not
+reject a block mask of another batch or number of heads, nor a dense mask that is too large, which
+it reads from the upper left corner.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from flexinspect.core.text import format_layers, plural
+from flexinspect.core.text import plural
 from flexinspect.records.finding import Finding, Severity
 from flexinspect.records.step import CallRecord, EventRecord, MaskRecord, StepRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
+from flexinspect.rules.masks.mask_views import format_step_layers
 
 MASK_KV = "lengths.mask-kv"
 MASK_Q = "lengths.mask-q"
@@ -37,10 +39,10 @@ _LENGTH_CALL_QUERY = (
 
 
 class LengthsRule(Rule):
-    """Compares the lengths of masks and keys with those of the calls that got them.
+    """Compares the lengths of masks and keys with those of the calls that received them.
 
-    At every level; only whether a layer with fewer keys is meant to have a window is told from the
-    cells of its prompt's mask, which are recorded from level advanced on.
+    It works at every level. Mask cells, which are recorded from level advanced on, only help to
+    decide whether a layer with fewer keys has a sliding window.
     """
 
     name: ClassVar[str] = "lengths"
@@ -48,82 +50,84 @@ class LengthsRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = {
         MASK_KV: FindingKind(
             Severity.ERROR,
-            "a mask made for another number of keys than the call has",
-            why="FlexAttention and SDPA refuse such a call. Code that catches the exception runs "
-            "something else instead, and then the mask is lost in silence.",
-            confirm="Panel path (layers that ran something else are marked), and the event "
-            "'kernel-failed' with the lengths of the call and of its mask.",
-            fix="Build the mask after the cache was updated, for the keys that the call gets "
-            "(cached before + rows of this step), or build it anew in every step.",
+            "a mask built for another number of keys than the call has",
+            why="FlexAttention and SDPA reject such a call. Code that catches the exception runs "
+            "something else instead, and the mask is silently lost.",
+            confirm="The path panel marks layers that ran something else. The event "
+            "'kernel-failed' has the lengths of the call and of its mask.",
+            fix="Build the mask in every step, after the cache was updated, for the number of keys "
+            "that the call receives (cached before + rows of this step).",
             query=_LENGTH_EVENT_QUERY,
         ),
         MASK_Q: FindingKind(
             Severity.ERROR,
-            "a mask made for another number of rows than the call has",
-            why="A mask of the whole prompt says nothing of a decode row. Where it is refused the "
-            "step fails; where it is read all the same, the new row gets the mask of row 0.",
-            confirm="Panel mask at this step: what the newest row sees, against what it should.",
-            fix="Slice the mask to the rows of the step (the last ones), or build one for q length "
-            "1 whose rule adds the offset of the row.",
+            "a mask built for another number of rows than the call has",
+            why="A mask of the whole prompt has no row for the new token. If the kernel rejects "
+            "the mask, the step fails; if not, the new row gets the mask of row 0.",
+            confirm="The mask panel at this step shows what the newest row sees.",
+            fix="Slice the mask to the last rows, those of the step, or build one for q length 1 "
+            "whose mask_mod adds the offset of the row.",
             query=_LENGTH_EVENT_QUERY,
         ),
         BATCH_HEADS: FindingKind(
             Severity.WARNING,
-            "a mask made for another batch or number of heads than the call has",
-            why="No version of FlexAttention checks it. Uncompiled, the rule is asked for batches "
-            "or heads it was never made for; compiled, block tables are read past their end, "
-            "which has been seen to kill the process.",
-            confirm="Panel path shows the call's batch and heads, panel mask those of the mask.",
-            fix="Give create_block_mask None for B or H where the rule ignores them, else the "
-            "call's own numbers; heads count query heads, not key heads.",
+            "a mask built for another batch or number of heads than the call has",
+            why="FlexAttention does not check this. Uncompiled, the mask_mod is evaluated for "
+            "batches or heads that it was not built for; compiled, the kernel reads past the end "
+            "of the block tables, which can crash the process.",
+            confirm="The path panel shows the batch and heads of the call, the mask panel those of "
+            "the mask.",
+            fix="Pass None for B or H to create_block_mask if the mask_mod ignores them, otherwise "
+            "the numbers of the call. H counts query heads, not KV heads.",
             query=_LENGTH_CALL_QUERY,
         ),
         LAYER_KEYS: FindingKind(
             Severity.ERROR,
-            "a layer that is given fewer keys than the others, without having a window",
-            why="The layer does not see tokens that its cache holds and that its mask opened while "
-            "the prompt was read; its part of the output is that of a shorter text.",
-            confirm="Panel path at this step: keys per layer; panel mask: this layer at step 0 and "
-            "now.",
-            fix="Look for a slice of keys or values in this layer (a window of another layer type, "
-            "or one taken before the cache was updated).",
+            "a layer without a sliding window that receives fewer keys than the others",
+            why="The layer does not see tokens that its cache holds and that its mask opened "
+            "during prefill. It computes the output of a shorter text.",
+            confirm="The path panel shows the number of keys per layer. In the mask panel, compare "
+            "this layer at step 0 and at this step.",
+            fix="Look for a slice of keys or values in this layer: a window of another layer type, "
+            "or keys taken before the cache was updated.",
             query=_LENGTH_CALL_QUERY.replace(" AND c.layer = {layer}", " ORDER BY c.layer"),
         ),
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing known of lengths."""
+        """Reset the known lengths."""
         super().on_generation_start(context)
         self._n_cached: int | None = None
         self._lookback: dict[int, int] = {}
-        """Layer to how far back the newest row of the prompt looks."""
+        """Layer to the number of keys that the last row of the prompt sees before its own."""
         self._n_missing_keys: dict[int, int] = {}
-        """Layer to how many keys it lacked in the step before."""
+        """Layer to the number of keys that it lacked in the previous step."""
 
     # -- calls that raised -----------------------------------------------------------------------
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        """Return what a call that raised had in another length than its mask."""
+        """Return a finding if a call raised whose lengths are not those of its mask."""
         if event.kind != _KERNEL_FAILED_EVENT:
             return ()
         data = event.data
-        wrong = _find_mismatches(data)
-        if not wrong:
+        mismatches = _find_mismatches(data)
+        if not mismatches:
             return ()
+        finding_id = mismatches[0][0]
         layer, step, generation = data.get("layer"), event.step, event.generation or 0
         error = str(data.get("error")).partition(":")[0]
         place = [] if layer is None else [f"layer {layer}"]
         place += [] if step is None else [f"step {step}"]
         where = "; ".join(part for part in (", ".join(place), self._format_cache(data)) if part)
         sentence = (
-            f"{', and '.join(words for _, words in wrong)}"
-            f"{f' ({where})' if where else ''}: {data.get('kernel')} raised {error}"
+            f"{', and '.join(text for _, text in mismatches)}"
+            f"{f' ({where})' if where else ''}: {data.get('kernel')} raised {error}."
         )
         return [
             Finding(
-                id=wrong[0][0],
-                severity=Severity.WARNING if wrong[0][0] == BATCH_HEADS else Severity.ERROR,
-                sentence=f"{sentence}.",
+                id=finding_id,
+                severity=Severity.WARNING if finding_id == BATCH_HEADS else Severity.ERROR,
+                sentence=sentence,
                 generation=generation,
                 step=step,
                 layer=layer,
@@ -143,25 +147,25 @@ class LengthsRule(Rule):
     # -- calls that were made --------------------------------------------------------------------
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what does not fit in a step."""
-        found: list[Finding] = []
+        """Return findings for masks and layers of a step with wrong lengths."""
+        findings: list[Finding] = []
         calls = step.calls
         for fingerprint, call in {call.mask: call for call in calls}.items():
             mask = self.context.mask(fingerprint)
             if mask is not None:
                 if mask.batch > 1 or mask.heads > 1:
-                    found += self._check_batch_heads(step, mask)
+                    findings += self._check_batch_heads(step, mask)
                 if call.handed is not None and step.kv_before:
-                    found += self._check_dense_rows(step, mask)
+                    findings += self._check_dense_rows(step, mask)
         if step.inputs is not None and calls:
             if step.kv_before:
                 if {call.kv_len for call in calls} != {step.kv_after}:
-                    found += self._check_short_layers(step)
+                    findings += self._check_short_layers(step)
             elif step.masks:
                 self._record_lookback(step)
         has_cache = step.inputs is None or bool(step.inputs.cached_after)
         self._n_cached = step.kv_after if has_cache else None
-        return found
+        return findings
 
     def _check_batch_heads(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
         calls = [
@@ -174,27 +178,27 @@ class LengthsRule(Rule):
             return []
         call, parts = calls[0], []
         if mask.batch not in (1, call.batch):
-            parts.append(f"batch {mask.batch} and the call has {call.batch}")
+            parts.append(f"batch {mask.batch}, but the call has {call.batch}")
         if mask.heads not in (1, call.q_heads):
-            kv = " (its key heads)" if mask.heads == call.kv_heads else ""
-            parts.append(f"{plural(mask.heads, 'head')}{kv} and the call has {call.q_heads}")
+            kv = " (its KV heads)" if mask.heads == call.kv_heads else ""
+            parts.append(f"{plural(mask.heads, 'head')}{kv}, but the call has {call.q_heads}")
         outcome = (
-            "the compiled kernel reads block tables that are not there"
+            "the compiled kernel reads past the end of the block tables"
             if mask.compiled
-            else "uncompiled, the rule is asked for each of them all the same; compiled, block "
-            "tables would be read that are not there"
+            else "uncompiled FlexAttention does not notice, the compiled kernel would read past "
+            "the end of the block tables"
         )
         sentence = (
-            f"The mask of {self._format_call_layers(step, calls)} in step {step.step} was made for "
-            f"{', and for '.join(parts)}: {outcome}."
+            f"The mask of {self._format_call_layers(step, calls)} in step {step.step} was built "
+            f"for {', and for '.join(parts)}: {outcome}."
         )
         finding = self._finding(
             step,
             BATCH_HEADS,
-            Severity.ERROR if mask.compiled else Severity.WARNING,
             sentence,
             calls,
-            {
+            severity=Severity.ERROR if mask.compiled else Severity.WARNING,
+            evidence={
                 "mask": mask.fingerprint,
                 "mask_batch": mask.batch,
                 "mask_heads": mask.heads,
@@ -202,98 +206,117 @@ class LengthsRule(Rule):
                 "q_heads": call.q_heads,
                 "kv_heads": call.kv_heads,
             },
-            f"{mask.batch}/{mask.heads}/{call.batch}/{call.q_heads}",
+            series=f"{mask.batch}/{mask.heads}/{call.batch}/{call.q_heads}",
         )
         return [finding]
 
     def _check_dense_rows(self, step: StepRecord, mask: MaskRecord) -> list[Finding]:
-        """Judge decode steps alone: from its upper left corner, a mask is right for a prompt."""
+        """Return a finding if a decode step reads a larger dense mask from its first row.
+
+        For a prompt, the upper left corner of a larger mask is correct.
+        """
         calls = [call for call in step.calls if call.mask == mask.fingerprint]
         rows = _dense_mask_rows(mask, calls[0])
         if rows is None or rows == step.q_len:
             return []
         sentence = (
-            f"{self._format_call_layers(step, calls).capitalize()} got a dense mask of {rows} rows in step "
-            f"{step.step}, which has {plural(step.q_len, 'row')} "
-            f"({self.context.format_position(step.kv_before)}): FlexAttention reads it from row 0, so the "
-            "new row has the mask of the first token."
+            f"{self._format_call_layers(step, calls).capitalize()} received a dense mask of "
+            f"{rows} rows in step {step.step}, which has {plural(step.q_len, 'row')} "
+            f"({self.context.format_position(step.kv_before)}): FlexAttention reads it from row 0, "
+            "so the new row gets the mask of the first token."
         )
         finding = self._finding(
             step,
             MASK_Q,
-            Severity.ERROR,
             sentence,
             calls,
-            {"mask_rows": rows, "rows": step.q_len, "handed": calls[0].handed},
-            "read at row 0",
+            evidence={"mask_rows": rows, "rows": step.q_len, "handed": calls[0].handed},
+            series="read at row 0",
         )
         return [finding]
 
     # -- keys per layer --------------------------------------------------------------------------
 
     def _record_lookback(self, step: StepRecord) -> None:
-        """Note how far back each layer looks from the newest row of the prompt."""
-        known: dict[str | None, int | None] = {}
+        """Record how far back each layer sees from the last row of the prompt."""
+        by_mask: dict[str | None, int | None] = {}
         for call in step.calls:
-            if call.mask not in known:
-                known[call.mask] = _find_lookback(self.context.mask(call.mask))
-            reach = known[call.mask]
-            if reach is not None:
-                self._lookback[call.layer] = reach
+            if call.mask not in by_mask:
+                by_mask[call.mask] = _find_lookback(self.context.mask(call.mask))
+            lookback = by_mask[call.mask]
+            if lookback is not None:
+                self._lookback[call.layer] = lookback
 
     def _check_short_layers(self, step: StepRecord) -> list[Finding]:
-        """Return layers that get fewer keys than they have, and that no window explains.
+        """Return a finding for layers that receive fewer keys than their cache holds.
 
-        A window gives away one key for each that comes, and none that it sees in the prompt.
+        A sliding window explains missing keys if one more is missing at each step and if the prompt
+        did not see further back.
         """
-        before, self._n_missing_keys = self._n_missing_keys, {}
-        counted_keys = step.inputs.cached_after if step.inputs is not None else ()
+        previous, self._n_missing_keys = self._n_missing_keys, {}
+        cached_keys = step.inputs.cached_after if step.inputs is not None else ()
         short: list[CallRecord] = []
         for call in step.calls:
-            lacks = step.kv_after - call.kv_len
-            held = counted_keys[call.layer] if call.layer < len(counted_keys) else None
-            if lacks <= 0 or held != step.kv_after or call.kv_len <= step.q_len:
+            n_missing = step.kv_after - call.kv_len
+            n_cached = cached_keys[call.layer] if call.layer < len(cached_keys) else None
+            if n_missing <= 0 or n_cached != step.kv_after or call.kv_len <= step.q_len:
                 continue
-            self._n_missing_keys[call.layer] = lacks
+            self._n_missing_keys[call.layer] = n_missing
             sees_less = call.kv_len - 1 < self._lookback.get(call.layer, -1)
-            if sees_less or before.get(call.layer) == lacks:
+            if sees_less or previous.get(call.layer) == n_missing:
                 short.append(call)
         if not short:
             return []
         least = min(call.kv_len for call in short)
         others = {call.kv_len for call in step.calls} - {call.kv_len for call in short}
         compared = f"the others get {max(others)}, " if others else ""
+        verb = "gets" if len(_layers_of_calls(short)) == 1 else "get"
         sentence = (
-            f"{self._format_call_layers(step, short).capitalize()} {_format_get(short)} {plural(least, 'key')} in "
-            f"step {step.step}, {compared}and the cache holds {step.kv_after}: no window explains "
-            f"it, {_format_reason(short[0], self._lookback, before)}."
+            f"{self._format_call_layers(step, short).capitalize()} {verb} {plural(least, 'key')} "
+            f"in step {step.step}, {compared}and the cache holds {step.kv_after}: a sliding window "
+            f"does not explain it, because {self._format_reason(short[0], previous)}."
         )
-        evidence = {
-            "kv_len": {call.layer: call.kv_len for call in step.calls},
-            "cached": step.kv_after,
-            "reach": {call.layer: self._lookback.get(call.layer) for call in short},
-        }
-        series = ",".join(str(call.layer) for call in short)
-        return [self._finding(step, LAYER_KEYS, Severity.ERROR, sentence, short, evidence, series)]
+        finding = self._finding(
+            step,
+            LAYER_KEYS,
+            sentence,
+            short,
+            evidence={
+                "kv_len": {call.layer: call.kv_len for call in step.calls},
+                "cached": step.kv_after,
+                "reach": {call.layer: self._lookback.get(call.layer) for call in short},
+            },
+            series=",".join(str(call.layer) for call in short),
+        )
+        return [finding]
 
-    # -- words -----------------------------------------------------------------------------------
+    def _format_reason(self, call: CallRecord, previous: Mapping[int, int]) -> str:
+        lookback = self._lookback.get(call.layer, -1)
+        if call.kv_len - 1 < lookback:
+            return f"the last row of the prompt saw {plural(lookback, 'key')} back"
+        return f"the previous step lacked {previous[call.layer]} as well"
+
+    # -- findings --------------------------------------------------------------------------------
 
     def _format_call_layers(self, step: StepRecord, calls: Sequence[CallRecord]) -> str:
         if self.context.is_standalone:
-            return "the call"
-        return format_layers(_layers_of_calls(calls), len({call.layer for call in step.calls}))
+            return "the standalone call"
+        return format_step_layers(_layers_of_calls(calls), step)
 
     def _finding(
         self,
         step: StepRecord,
         finding_id: str,
-        severity: Severity,
         sentence: str,
         calls: Sequence[CallRecord],
+        *,
+        severity: Severity = Severity.ERROR,
         evidence: dict[str, Any],
         series: str,
     ) -> Finding:
-        numbers = _layers_of_calls(calls)
+        layers = _layers_of_calls(calls)
+        # The query of the kind lists failed calls, but this call did not fail.
+        query = "" if finding_id != MASK_Q else _LENGTH_CALL_QUERY
         return Finding(
             id=finding_id,
             severity=severity,
@@ -301,20 +324,18 @@ class LengthsRule(Rule):
             generation=step.generation,
             branch=step.branch,
             step=step.step,
-            layer=numbers[0],
-            layers=tuple(numbers) if len(numbers) > 1 else (),
+            layer=layers[0],
+            layers=tuple(layers) if len(layers) > 1 else (),
             evidence=evidence,
             series=series,
-            query=_LENGTH_CALL_QUERY.format(
-                generation=step.generation, branch=step.branch, step=step.step, layer=numbers[0]
-            )
-            if finding_id == MASK_Q
-            else "",
+            query=query.format(
+                generation=step.generation, branch=step.branch, step=step.step, layer=layers[0]
+            ),
         )
 
 
 def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (id, words) for each length in which a failed call and its mask differ."""
+    """Return (id, text) for each length in which a failed call and its mask differ."""
     q_len, kv_len, shape = data.get("q_len"), data.get("kv_len"), data.get("mask")
     mask_q, mask_kv = data.get("mask_q"), data.get("mask_kv")
     dense = shape if isinstance(shape, tuple | list) and len(shape) >= 2 else None
@@ -322,30 +343,29 @@ def _find_mismatches(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         mask_q, mask_kv = (None if size == 1 else size for size in dense[-2:])
     if None in (q_len, kv_len):
         return []
-    wrong = []
+    mismatches = []
     if mask_kv is not None and mask_kv != kv_len:
-        wrong.append((MASK_KV, f"KV length {kv_len} but mask built for {mask_kv}"))
+        mismatches.append((MASK_KV, f"KV length {kv_len} but mask built for {mask_kv}"))
     if mask_q is not None and mask_q != q_len:
-        wrong.append((MASK_Q, f"q length {q_len} but mask built for {plural(mask_q, 'row')}"))
-    if not wrong:
-        wrong = [(BATCH_HEADS, words) for words in _grid_mismatches(data, dense)]
-    return wrong
+        text = f"q length {q_len} but mask built for {plural(mask_q, 'row')}"
+        mismatches.append((MASK_Q, text))
+    return mismatches or [(BATCH_HEADS, text) for text in _batch_head_mismatches(data, dense)]
 
 
-def _grid_mismatches(data: Mapping[str, Any], shape: Sequence[int] | None) -> list[str]:
-    made = [data.get("mask_batch"), data.get("mask_heads")]
+def _batch_head_mismatches(data: Mapping[str, Any], shape: Sequence[int] | None) -> list[str]:
+    sizes = [data.get("mask_batch"), data.get("mask_heads")]
     if shape is not None and len(shape) == 4:
-        made = list(shape[:2])
+        sizes = list(shape[:2])
     names = (("batch", "batch"), ("heads", "number of heads"))
     return [
-        f"{words} {data[name]} but mask built for {size}"
-        for size, (name, words) in zip(made, names, strict=True)
+        f"{label} {data[name]} but mask built for {size}"
+        for size, (name, label) in zip(sizes, names, strict=True)
         if size is not None and data.get(name) is not None and size not in (1, data[name])
     ]
 
 
 def _dense_mask_rows(mask: MaskRecord, call: CallRecord) -> int | None:
-    """Return the rows of a dense mask that flex reads in part, None for any other mask."""
+    """Return the rows of a dense mask that FlexAttention reads in part, None for other masks."""
     if call.handed is None or mask.kind not in ("bool", "float"):
         return None
     if not call.path.startswith("flex"):
@@ -355,7 +375,7 @@ def _dense_mask_rows(mask: MaskRecord, call: CallRecord) -> int | None:
 
 
 def _find_lookback(mask: MaskRecord | None) -> int | None:
-    """Return how many keys before its own the newest row sees, None where it is not known."""
+    """Return how many keys before its own the newest row sees, None if that is not known."""
     if mask is None or mask.cells is None or mask.q_len < 2:
         return None
     sees = mask.cells[:, -1].any(axis=0)
@@ -364,14 +384,3 @@ def _find_lookback(mask: MaskRecord | None) -> int | None:
 
 def _layers_of_calls(calls: Sequence[CallRecord]) -> list[int]:
     return sorted({call.layer for call in calls})
-
-
-def _format_get(calls: Sequence[CallRecord]) -> str:
-    return "gets" if len(_layers_of_calls(calls)) == 1 else "get"
-
-
-def _format_reason(call: CallRecord, reach: Mapping[int, int], before: Mapping[int, int]) -> str:
-    seen = reach.get(call.layer, -1)
-    if call.kv_len - 1 < seen:
-        return f"as the prompt's last row looked {plural(seen, 'key')} back"
-    return f"as the step before lacked {before[call.layer]} as well"

@@ -1,4 +1,4 @@
-"""What the rows of a step see in each layer: the calls of a step by the mask that they share."""
+"""The executed masks of a step, with the layers that share each, and helpers to read them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexinspect.core.text import Positions
+from flexinspect.core.text import Positions, format_layers
 from flexinspect.masks.algebra import BoolArray, MaskSpec
 from flexinspect.records.prompt import Segment, SegmentKind
 from flexinspect.records.step import StepRecord
 from flexinspect.rules.context import RuleContext
 
 NON_PROMPT_LABELS = ("padding", "before watching")
-"""Labels of segments that the capture made for what is no part of a prompt."""
+"""Labels of segments that the capture adds for positions outside of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMaskView:
     """The executed mask of some layers in one step.
 
-    `cells` is bool (heads, rows, keys), heads and rows being 1 where all share one. `first` is the
-    position of key 0, `at` the key of the newest row itself, and `last` that row's position.
+    `cells` is bool (heads, rows, keys); heads or rows are 1 where all share one. `first_key_pos` is
+    the position of key 0, and `newest_key` the index of the newest row's own key.
     """
 
     fingerprint: str
@@ -38,7 +38,7 @@ class StepMaskView:
 
     @property
     def newest_row(self) -> BoolArray:
-        """The keys that the newest row sees in any head, bool (keys)."""
+        """The keys that the newest row sees in any head, bool (keys,)."""
         row = self.cells[:, -1]
         return row[0] if len(row) == 1 else np.asarray(row.any(axis=0))
 
@@ -47,24 +47,22 @@ class StepMaskView:
         return self.first_key_pos + np.flatnonzero(self.newest_row)
 
     def sees(self, segment: Segment) -> bool:
-        """Say whether the newest row sees any key of a segment, in any head."""
+        """Return whether the newest row sees any key of a segment, in any head."""
         start, stop = (max(pos - self.first_key_pos, 0) for pos in (segment.start, segment.stop))
         return bool(self.cells[:, -1, start:stop].any())
 
     def block(self, rows: Segment, keys: Segment) -> BoolArray:
-        """Return the cells of a segment's rows over another's keys, in any head.
+        """Return the cells of one segment's rows and another's keys, in any head.
 
-        For a step over the whole sequence.
+        The step must compute the whole sequence.
         """
-        cells = self.cells
-        if cells.shape[1] == 1 < rows.stop:
-            cells = np.broadcast_to(cells, (len(cells), rows.stop, cells.shape[2]))
+        cells = broadcast_rows(self.cells, rows.stop)
         part = cells[:, rows.start : rows.stop, keys.start : keys.stop]
         return part[0] if len(part) == 1 else np.asarray(part.any(axis=0))
 
 
 def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMaskView], bool]:
-    """Return the masks executed in a step, and whether those of all its calls are known."""
+    """Return the masks executed in a step, and whether the masks of all its calls are known."""
     layers: dict[str | None, list[int]] = {}
     for call in step.calls:
         layers.setdefault(call.mask, []).append(call.layer)
@@ -73,30 +71,52 @@ def step_mask_views(step: StepRecord, context: RuleContext) -> tuple[list[StepMa
         mask = context.mask(fingerprint)
         if fingerprint is None or mask is None or mask.cells is None:
             continue
-        # Not the mask's own offsets: equal masks of later steps are the same record.
-        first = max(step.kv_after - mask.kv_len, 0)
-        at = min(step.kv_after - first, mask.kv_len) - 1
-        views.append(StepMaskView(fingerprint, tuple(sorted(set(which))), mask.cells, first, at))
+        # The mask's own offsets do not fit: equal masks of later steps share one record.
+        first_key_pos = max(step.kv_after - mask.kv_len, 0)
+        views.append(
+            StepMaskView(
+                fingerprint=fingerprint,
+                layers=tuple(sorted(set(which))),
+                cells=mask.cells,
+                first_key_pos=first_key_pos,
+                newest_key=min(step.kv_after - first_key_pos, mask.kv_len) - 1,
+            )
+        )
     return views, bool(views) and len(views) == len(layers)
 
 
+def broadcast_rows(cells: BoolArray, n_rows: int) -> BoolArray:
+    """Return cells, bool (heads, rows, keys), with a single row that all share broadcast."""
+    if cells.shape[1] == 1 < n_rows:
+        return np.broadcast_to(cells, (len(cells), n_rows, cells.shape[2]))
+    return cells
+
+
+def format_step_layers(layers: Iterable[int], step: StepRecord) -> str:
+    """Return `layer 3`, `layers 0-2` or `all 8 layers`, of the layers with calls in a step."""
+    return format_layers(sorted(set(layers)), len({call.layer for call in step.calls}))
+
+
 def is_suffix(positions: Positions, last: int) -> bool:
-    """Say whether a row sees a run of keys that ends with its own."""
+    """Return whether positions are a contiguous run that ends at `last`."""
     return len(positions) > 0 and positions[-1] == last == positions[0] + len(positions) - 1
 
 
 def is_sliding_window(positions: Positions, last: int, before: int) -> bool:
-    """Say whether a row sees a window of keys: as many as the row before it, which saw `before`."""
+    """Return whether a row sees a sliding window: a run of as many keys as the row before it.
+
+    `positions` are those that the row at position `last` sees; the row before it saw `before`.
+    """
     return is_suffix(positions, last) and positions[0] > 0 and len(positions) == before
 
 
 def paraphrase_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Return the segments that are alternatives of each other."""
+    """Return the segments that are paraphrases of each other."""
     return [segment for segment in segments if segment.kind is SegmentKind.PARAPHRASE]
 
 
 def spec_sees_segment(spec: MaskSpec, pos: int, segment: Segment) -> bool:
-    """Say whether a rule opens any key of a segment for the row at a position."""
+    """Return whether a spec opens any key of a segment for the row at a position."""
     region = spec.region(pos)
     stop = min(segment.stop, pos + 1)
     if segment.start >= stop:
@@ -107,7 +127,7 @@ def spec_sees_segment(spec: MaskSpec, pos: int, segment: Segment) -> bool:
 
 
 def spec_reads_key(spec: MaskSpec, pos: int, n_rows: int) -> bool:
-    """Say whether a rule has any row after a position, of `n_rows`, see its key."""
+    """Return whether a spec lets any later row, of `n_rows` rows, see the key at a position."""
     starts, stops = np.asarray(spec.starts), np.asarray([*spec.starts[1:], n_rows])
     later = (np.minimum(stops, n_rows) > pos + 1) & (starts < n_rows)
     return bool(

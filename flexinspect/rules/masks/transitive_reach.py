@@ -1,8 +1,9 @@
-"""What reaches what through the masks of several layers: the boolean closure, on packed cells.
+"""The rule for segments that reach each other through several layers, and its boolean closure.
 
-A row that sees one segment carries it on to whoever sees that row a layer later: separators that
-see everything and are seen by all join what the mask keeps apart. The closure of the executed masks
-over the layers, each with its own mask, says from which layer on, and through which rows.
+A row that sees a segment passes it on to every row that sees that row one layer later. For example,
+separators that see everything and are seen by all rows join segments that the mask isolates. The
+closure of the executed masks over the layers, computed on packed cells, shows from which layer on
+and through which rows.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from flexinspect.rules.masks.mask_views import (
 )
 
 PackedRows = npt.NDArray[np.uint64]
-"""Cells packed 64 to a word: (rows, words)."""
+"""Mask cells, 64 per word: (rows, words)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransitiveLeak:
-    """Segment `target` depends on `source` from `layer` on, through the rows `carriers`.
+    """Segment `target` depends on segment `source` from `layer` on, through the rows `carriers`.
 
-    The carriers are all rows outside of both that the target sees and that depend on the source, so
-    with them cut nothing is left.
+    The carriers are all rows outside of both segments that the target sees and that depend on the
+    source. If they are closed, the target no longer depends on the source.
     """
 
     target: int
@@ -46,13 +47,13 @@ class TransitiveLeak:
 
 
 def pack_rows(cells: BoolArray, n: int, n_rows: int | None = None) -> PackedRows:
-    """Return the first n rows and keys of a mask (heads, rows, keys), in any head, 64 to a word.
+    """Return the first n rows and keys of a mask, bool (heads, rows, keys), in any head, packed.
 
-    A single row stands for all. `n_rows` may ask for fewer rows than keys.
+    A single row is broadcast to all rows. `n_rows` limits the number of rows, n by default.
     """
     n_rows = n if n_rows is None else n_rows
-    some = cells[:, :n_rows, :n]
-    rows = some[0] if len(some) == 1 else some.any(axis=0)
+    part = cells[:, :n_rows, :n]
+    rows = part[0] if len(part) == 1 else part.any(axis=0)
     bits = np.packbits(rows, axis=1)
     padded = np.zeros((len(bits), -(-n // 64) * 8), np.uint8)
     padded[:, : bits.shape[1]] = bits
@@ -65,8 +66,8 @@ def find_transitive_leaks(
 ) -> list[TransitiveLeak]:
     """Return which targets depend on which sources after all layers, without seeing them directly.
 
-    `packed` are the masks by layer, all of `pack` and one length. A row keeps what it had, as the
-    residual stream does. Layers that are not known are taken to pass nothing on.
+    `packed` are the masks by layer, as `pack_rows` returns them, all of one length. A row keeps
+    what it had, as in the residual stream. Layers without a mask are assumed to pass nothing on.
     """
     layers = sorted(packed)
     n = len(packed[layers[0]])
@@ -82,17 +83,17 @@ def find_transitive_leaks(
 def _rows_reached(
     packed: Mapping[int, PackedRows], layers: Sequence[int], source: Segment, n: int
 ) -> list[BoolArray]:
-    """Return which rows depend on a segment: before the first layer, and after each."""
-    has = np.zeros(n, np.bool_)
-    has[source.start : source.stop] = True
-    inputs, settled = [has], None
+    """Return which rows depend on a segment, bool (n,): before the first layer, and after each."""
+    reached = np.zeros(n, np.bool_)
+    reached[source.start : source.stop] = True
+    inputs, settled = [reached], None
     for layer in layers:
         mask = packed[layer]
-        if mask is not settled:
-            now: BoolArray = has | (mask & _pack_flags(has)).any(axis=1)
-            settled = mask if np.array_equal(now, has) else None
-            has = now
-        inputs.append(has)
+        if mask is not settled:  # the same mask again cannot add rows after it added none
+            after: BoolArray = reached | (mask & _pack_flags(reached)).any(axis=1)
+            settled = mask if np.array_equal(after, reached) else None
+            reached = after
+        inputs.append(reached)
     return inputs
 
 
@@ -100,29 +101,29 @@ def _make_leak(
     packed: Mapping[int, PackedRows],
     layers: Sequence[int],
     inputs: Sequence[BoolArray],
-    names: tuple[int, int],
+    indices: tuple[int, int],
     segments: tuple[Segment, Segment],
 ) -> TransitiveLeak:
     """Return the leak of a target that depends on a source; no carriers if it sees it directly."""
     target, source = segments
     carriers = np.zeros_like(inputs[0])
-    after = [bool(has[target.start : target.stop].any()) for has in inputs[1:]]
+    after = [bool(reached[target.start : target.stop].any()) for reached in inputs[1:]]
     first = layers[after.index(True)]
-    for layer, has in zip(layers, inputs, strict=False):
+    for layer, reached in zip(layers, inputs, strict=False):
         rows = packed[layer][target.start : target.stop]
-        seen = _unpack_row(np.bitwise_or.reduce(rows), len(has))
+        seen = _unpack_row(np.bitwise_or.reduce(rows), len(reached))
         if seen[source.start : source.stop].any():
-            return TransitiveLeak(*names, first, ())
-        if not _is_sliding_row(packed[layer], target.stop - 1, len(has)):
-            carriers |= seen & has
+            return TransitiveLeak(*indices, first, ())
+        if not _is_sliding_row(packed[layer], target.stop - 1, len(reached)):
+            carriers |= seen & reached
     carriers[target.start : target.stop] = False
-    return TransitiveLeak(*names, first, tuple(np.flatnonzero(carriers).tolist()))
+    return TransitiveLeak(*indices, first, tuple(np.flatnonzero(carriers).tolist()))
 
 
 def _is_sliding_row(mask: PackedRows, last: int, n: int) -> bool:
-    """Say whether a row sees a window of keys that moved on by one from the row before it.
+    """Return whether a row sees a window of keys that moved by one from the row before it.
 
-    Such a mask closes what is far, and means to pass it on from row to row.
+    A sliding window closes distant keys, but passes them on from row to row by design.
     """
     runs = [np.flatnonzero(_unpack_row(mask[row], n)) for row in (max(last - 1, 0), last)]
     return all(
@@ -131,8 +132,8 @@ def _is_sliding_row(mask: PackedRows, last: int, n: int) -> bool:
     ) and len(runs[0]) == len(runs[1])
 
 
-def _pack_flags(has: BoolArray) -> PackedRows:
-    words: PackedRows = pack_rows(has[None, None], len(has), 1)[0]
+def _pack_flags(flags: BoolArray) -> PackedRows:
+    words: PackedRows = pack_rows(flags[None, None], len(flags), 1)[0]
     return words
 
 
@@ -143,9 +144,9 @@ def _unpack_row(packed: PackedRows, n: int) -> BoolArray:
 def _drop_implied_leaks(
     leaks: Sequence[TransitiveLeak], targets: Sequence[Segment], sources: Sequence[Segment]
 ) -> list[TransitiveLeak]:
-    """Return the leaks that do not follow from what segments see of each other directly.
+    """Return the leaks that follow neither from directly visible segments nor from other leaks.
 
-    Nor from another leak: what a third segment alone hands on, it got hold of by one of its own.
+    If all carriers lie in a third segment, that segment has a leak of its own.
     """
     spans = [(s.start, s.stop) for s in sources]
     numbers = {span: number for number, span in enumerate(spans)}
@@ -168,10 +169,10 @@ def _drop_implied_leaks(
 def spec_reach(
     spec: MaskSpec, targets: Sequence[Segment], sources: Sequence[Segment]
 ) -> tuple[BoolArray, BoolArray]:
-    """Return what a rule joins in one layer, and over any number: bool (targets, sources) each.
+    """Return which targets reach which sources in one layer, and over any number of layers.
 
-    Counted over runs of positions that no border of a segment or of the rule divides: in each, the
-    last row sees all that the others see.
+    Both are bool (targets, sources). They are computed over runs of positions without a border of a
+    segment or of the spec inside: in each run, the last row sees all keys that the others see.
     """
     n = max(segment.stop for segment in (*targets, *sources))
     spans = [pos for s in (*targets, *sources) for pos in (s.start, s.stop)]
@@ -179,10 +180,9 @@ def spec_reach(
     starts = np.array(sorted(border for border in borders if 0 <= border < n))
     rows = np.append(starts[1:], n) - 1
     region = np.searchsorted(spec.starts, rows, side="right") - 1
-    head, low = (
-        np.asarray(column)[region][:, None] for column in (spec.prefix_stops, spec.local_starts)
-    )
-    sees = (starts <= rows[:, None]) & ((starts < head) | (starts >= low))
+    prefix_stops = np.asarray(spec.prefix_stops)[region][:, None]
+    local_starts = np.asarray(spec.local_starts)[region][:, None]
+    sees = (starts <= rows[:, None]) & ((starts < prefix_stops) | (starts >= local_starts))
     closure = sees | np.eye(len(starts), dtype=np.bool_)
     for _ in range(int(np.ceil(np.log2(len(starts)))) + 1):
         closure = (closure.astype(np.int64) @ closure) > 0
@@ -200,7 +200,7 @@ REACH_LEAK = "reach.leak"
 REACH_BY_DESIGN = "reach.by-design"
 
 _MAX_NAMED_CARRIERS = 4
-"""Rows that a sentence names one by one, with their words."""
+"""Up to this many rows, a sentence names each with its token."""
 
 _REACH_QUERY = (
     "SELECT c.layer, c.path, m.fingerprint, m.kind, m.q_len, m.kv_len, m.rule, m.rule_source "
@@ -211,36 +211,37 @@ _REACH_QUERY = (
 
 
 class TransitiveReachRule(Rule):
-    """Follows the prompt's segments through the layers, once per set of masks.
+    """Follows the segments of the prompt through the layers, once per set of masks.
 
-    An error beyond a declared mask, a warning where none was declared. Where the declared mask
-    itself joins over the layers what it keeps apart in each of them, that is a warning of its own.
+    Leaks that the declared mask does not allow are errors, or warnings if no mask was declared. If
+    the declared mask itself joins segments over several layers that it isolates in each, that is a
+    warning of its own.
     """
 
     name: ClassVar[str] = "reach"
     findings: ClassVar[Mapping[str, FindingKind]] = {
         REACH_LEAK: FindingKind(
             Severity.ERROR,
-            "segments that do not see each other reach each other over several layers",
-            "Each picture of the mask looks isolated, and yet the segment's hidden states change "
-            "with the text of the other one.",
-            "Change a token of the segment that is reached and compare the other one's hidden "
-            "states: they move from the layer named on. In the mask panel the rows named are open "
-            "over one segment, and seen by the other.",
-            "Let the rows named see only what everybody may know, or see nothing of them from the "
-            "other segments: each separator belongs to the segment before it.",
-            _REACH_QUERY,
+            "segments that do not see each other depend on each other over several layers",
+            why="The mask of each layer isolates the segments, but the hidden states of one still "
+            "change with the text of the other.",
+            confirm="Change a token of one segment: the hidden states of the other change from the "
+            "named layer on. In the mask panel, the named rows are open over one segment, and the "
+            "other segment sees them.",
+            fix="Close the named rows over the segments, or close them for the other segments. "
+            "Usually each separator should belong to the segment before it.",
+            query=_REACH_QUERY,
         ),
         REACH_BY_DESIGN: FindingKind(
             Severity.WARNING,
-            "the declared mask itself joins over the layers segments that it keeps apart in each",
-            "The rule does what it says, but what it says is not isolation: information passes "
-            "through the rows that several segments share.",
-            "Draw the declared mask in the mask panel and follow the rows named: open over one "
-            "segment, and seen by the other.",
-            "If the segments are meant to be independent, close the rows named over them, or give "
-            "each segment rows of its own; else nothing is to be done.",
-            _REACH_QUERY,
+            "the declared mask joins segments over several layers that it isolates in each",
+            why="The mask was applied as declared, but it does not isolate the segments: "
+            "information passes through rows that several segments share.",
+            confirm="Show the declared mask in the mask panel: the named rows are open over one "
+            "segment, and the other segment sees them.",
+            fix="If the segments should be independent, close the named rows over them, or give "
+            "each segment rows of its own. Otherwise no action is needed.",
+            query=_REACH_QUERY,
         ),
     }
 
@@ -248,14 +249,14 @@ class TransitiveReachRule(Rule):
         self._checked: set[tuple[tuple[int, str], ...]] = set()
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no mask followed."""
+        """Reset the masks that were checked."""
         super().on_generation_start(context)
         self._checked = set()
         self._targets = paraphrase_segments(context.segments)
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what reaches what in a step that computes the whole prompt."""
-        # A decode row changes nothing of what the prompt's rows have become.
+        """Return the leaks of a step that computes the whole prompt, as one finding."""
+        # A decode row does not change the hidden states of prompt rows.
         if step.kv_before or len(self._targets) < 2 or step.q_len < self._targets[-1].stop:
             return ()
         key = tuple((call.layer, call.mask or "") for call in step.calls)
@@ -267,7 +268,7 @@ class TransitiveReachRule(Rule):
         return [self._finding(step, leaks, is_design)] if leaks else ()
 
     def _find_leaks(self, step: StepRecord) -> tuple[list[TransitiveLeak], bool]:
-        """Return what is worth telling, and whether it is the declared mask's own design."""
+        """Return the leaks to report, and whether the declared mask has them by design."""
         views, _ = step_mask_views(step, self.context)
         n = self._targets[-1].stop
         packed: dict[int, PackedRows] = {}
@@ -281,30 +282,31 @@ class TransitiveReachRule(Rule):
         return self._reportable_leaks(leaks, sources)
 
     def _sources(self) -> list[Segment]:
-        """Return the segments that others may have to be kept from.
+        """Return the segments from which others may have to be isolated.
 
-        Text before them is often shared; only a declared mask says whether it is.
+        Shared text counts only under a declared mask, which says who may see it.
         """
-        intent, kinds = self.context.declared_mask, [SegmentKind.PARAPHRASE]
-        if intent is not None and not intent.assumed:
+        kinds = [SegmentKind.PARAPHRASE]
+        if self.context.declared_spec is not None:
             kinds.append(SegmentKind.SHARED)
         return [
-            s
-            for s in self.context.segments
-            if s in self._targets or (s.kind in kinds and s.label not in NON_PROMPT_LABELS)
+            segment
+            for segment in self.context.segments
+            if segment in self._targets
+            or (segment.kind in kinds and segment.label not in NON_PROMPT_LABELS)
         ]
 
     def _reportable_leaks(
         self, leaks: Sequence[TransitiveLeak], sources: Sequence[Segment]
     ) -> tuple[list[TransitiveLeak], bool]:
-        """Return the leaks beyond what the mask meant joins itself, else those that it does join.
+        """Return the leaks beyond the declared mask, or else those that it has by design.
 
-        What its rule lets a segment see directly is no leak, and only missing here.
+        Segments that the declared mask lets see each other directly are not a leak.
         """
-        intent = self.context.declared_mask
-        if intent is None:  # a function of the user's own: it means what it does
+        declared = self.context.declared_mask
+        if declared is None:  # a mask function of the user: its executed cells are the design
             return list(leaks), True
-        direct, over_layers = spec_reach(intent.spec, self._targets, sources)
+        direct, over_layers = spec_reach(declared.spec, self._targets, sources)
         beyond = [leak for leak in leaks if not over_layers[leak.target, leak.source]]
         if beyond:
             return beyond, False
@@ -313,18 +315,19 @@ class TransitiveReachRule(Rule):
     def _finding(
         self, step: StepRecord, leaks: Sequence[TransitiveLeak], by_design: bool
     ) -> Finding:
-        intent, sources = self.context.declared_mask, self._sources()
+        declared, sources = self.context.declared_mask, self._sources()
         first = leaks[0]
         target, source = self._targets[first.target], sources[first.source]
         carriers = np.array(sorted({pos for leak in leaks for pos in leak.carriers}), np.intp)
         return Finding(
             id=REACH_BY_DESIGN if by_design else REACH_LEAK,
-            severity=_reach_severity(intent, by_design),
+            severity=_reach_severity(declared, by_design),
             sentence=(
-                f"{_capitalize_label(target.label)} reaches {printable(source.label)} from layer "
-                f"{first.layer} on, through {self._format_carriers(first.carriers)}, though none of its "
-                f"{plural(len(target), 'row')} sees it directly{self._format_others(leaks)}"
-                f"{_format_declaration(intent, by_design)}."
+                f"{printable(target.label[:1].upper() + target.label[1:])} depends on "
+                f"{printable(source.label)} from layer {first.layer} on, through "
+                f"{self._format_carriers(first.carriers)}, although none of its "
+                f"{plural(len(target), 'row')} sees it directly{_format_others(leaks)}"
+                f"{_format_declaration(declared, by_design)}."
             ),
             generation=step.generation,
             branch=step.branch,
@@ -337,13 +340,13 @@ class TransitiveReachRule(Rule):
                     for leak in leaks
                 ],
                 "carriers": len(carriers),
-                "declared": intent is not None and not intent.assumed,
+                "declared": self.context.declared_spec is not None,
             },
             series=f"{[(leak.target, leak.source, leak.layer) for leak in leaks]}",
         )
 
     def _format_carriers(self, carriers: Sequence[int]) -> str:
-        """Return `rows 7 "," and 8 "and" (separator 1)`, or how many there are."""
+        """Return `rows 7 "," and 8 "and" (separator 1)`, or `12 rows, 5-12 (separator 1)`."""
         labels: dict[str, None] = {}
         for pos in carriers:
             segment = self.context.segment_at(pos)
@@ -357,14 +360,17 @@ class TransitiveReachRule(Rule):
             return (
                 f"{len(carriers)} rows, {format_ranges(carriers[: 2 * _MAX_NAMED_CARRIERS])}{where}"
             )
-        words = [self.context.format_position(pos).removeprefix("position ") for pos in carriers]
-        if len(words) == 1:
-            return f"row {words[0]}{where}"
-        return f"rows {', '.join(words[:-1])} and {words[-1]}{where}"
+        rows = [self.context.format_position(pos).removeprefix("position ") for pos in carriers]
+        if len(rows) == 1:
+            return f"row {rows[0]}{where}"
+        return f"rows {', '.join(rows[:-1])} and {rows[-1]}{where}"
 
-    def _format_others(self, leaks: Sequence[TransitiveLeak]) -> str:
-        n = len(leaks) - 1
-        return f"; so {'does' if n == 1 else 'do'} {plural(n, 'other pair')} of segments" * (n > 0)
+
+def _format_others(leaks: Sequence[TransitiveLeak]) -> str:
+    n = len(leaks) - 1
+    if not n:
+        return ""
+    return f"; the same holds for {plural(n, 'other pair')} of segments"
 
 
 def _reach_severity(declared: DeclaredMask | None, by_design: bool) -> Severity:
@@ -375,11 +381,7 @@ def _reach_severity(declared: DeclaredMask | None, by_design: bool) -> Severity:
 
 def _format_declaration(declared: DeclaredMask | None, by_design: bool) -> str:
     if by_design:
-        return "; the declared mask itself has it so"
+        return "; the declared mask itself allows this"
     if declared is not None and declared.assumed:
-        return "; no mask was declared, so the segments are taken to be meant apart"
-    return "; the declared mask keeps the two apart over all layers"
-
-
-def _capitalize_label(text: str) -> str:
-    return printable(text[:1].upper() + text[1:])
+        return "; no mask was declared, so the segments are assumed to be isolated"
+    return "; the declared mask isolates the two over all layers"

@@ -1,8 +1,8 @@
-"""Keys and segments that nobody reads: columns of the executed mask that stay closed.
+"""The rule for keys and segments that no row reads: columns of the executed mask that stay closed.
 
-What a row is good for shows in who reads its key. A key of the prompt that no row but its own ever
-reads is dead weight, and a segment that neither the cue nor any generated row sees cannot reach the
-answer. Both can be said only when the generation is over, as a later row may read them.
+A key of the prompt that no other row reads has no effect, and a segment that neither the cue nor
+any generated row sees cannot influence the output. A later row may still read them, so both are
+reported when the generation is over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ORPHAN_KEY = "mask.orphan-key"
 UNUSED_SEGMENT = "segments.unused"
 
 MIN_ATTENTION_SHARE = 1e-4
-"""A segment that gets less of every newest row's attention than this is worth a note."""
+"""A segment that gets a smaller share than this of every newest row's attention gets a note."""
 
 _READ_KINDS = (SegmentKind.PARAPHRASE, SegmentKind.SHARED)
 
@@ -46,9 +46,10 @@ _UNREAD_QUERY = (
 
 
 class UnreadKeysRule(Rule):
-    """Follows which keys and segments are read, step by step, and says at the end which never are.
+    """Tracks which keys and segments are read, and reports at the end those that never were.
 
-    From level advanced on; silent for a generation of which some mask was not recorded.
+    It needs cells, which are recorded from level advanced on, and is silent for a generation with
+    an unrecorded mask.
     """
 
     name: ClassVar[str] = "columns"
@@ -56,24 +57,24 @@ class UnreadKeysRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = {
         ORPHAN_KEY: FindingKind(
             Severity.WARNING,
-            "keys of the prompt that no row but their own ever reads",
-            "These tokens cannot change anything that comes after them: the model answers as if "
-            "they were not there.",
-            "In the mask panel of the prefill their columns are closed below the diagonal, and "
-            "they stay so in the rows of every later step.",
-            "Check the ends of the spans that the rule uses: a stop that is one too small, or a "
-            "separator that belongs to no segment, leaves its last token out.",
-            _UNREAD_QUERY,
+            "keys of the prompt that no other row ever reads",
+            why="These tokens cannot change anything after them: the model generates as if they "
+            "were not in the prompt.",
+            confirm="In the mask panel of the prefill, their columns are closed below the "
+            "diagonal, and they stay closed in every later step.",
+            fix="Check the ends of the spans in the mask_mod: a stop that is one too small leaves "
+            "out the last token, and a separator may belong to no segment.",
+            query=_UNREAD_QUERY,
         ),
         UNUSED_SEGMENT: FindingKind(
             Severity.WARNING,
-            "a declared segment that neither the cue nor any generated row looks at",
-            "Nothing that the segment says can reach the answer; a comparison with and without it "
-            "would show no difference.",
-            "In the mask panel the rows of the cue and the generated rows are closed over the "
-            "segment; in the attention panel its share is 0 in every layer and head.",
-            "Let the rows that are to fuse the segments see it, or take it out of the prompt.",
-            _UNREAD_QUERY,
+            "a declared segment that neither the cue nor any generated row sees",
+            why="The segment has no influence on the output: without it the model generates the "
+            "same.",
+            confirm="In the mask panel, the rows of the cue and the generated rows are closed over "
+            "the segment. In the attention panel, its share is 0 in every layer and head.",
+            fix="Let the rows that should fuse the segments see it, or remove it from the prompt.",
+            query=_UNREAD_QUERY,
         ),
     }
 
@@ -82,25 +83,26 @@ class UnreadKeysRule(Rule):
 
     def _reset(self) -> None:
         self._has_unknown_mask = False
-        """Whether a mask is not known, so that anything may have been read."""
+        """Whether a mask is not known, so any key may have been read."""
         self._unread: Positions = np.zeros(0, np.intp)
-        """Positions of the prompt that no row but their own has read so far."""
+        """Positions of the prompt that no other row has read so far."""
         self._length = 0
         self._layers: set[int] = set()
         self._unseen_segments: list[Segment] = []
-        """Segments that no row of the cue and no generated one has seen so far."""
+        """Segments that no row of the cue and no generated row has seen so far."""
         self._n_readers = 0
+        """Number of views of a cue or a generated row so far."""
         self._n_seen: dict[int, int] = {}
-        """By layer: of how many keys the newest row saw last."""
+        """By layer: how many keys the newest row of the last step saw."""
         self._is_sliding = False
-        """Whether windows in all layers may have moved past what was not seen."""
+        """Whether windows in all layers may have moved past the unseen segments."""
         self._shares: dict[int, float] = {}
-        """Number of a segment to the largest share it got, while that is tiny."""
+        """Index of each segment without attention to the largest share that it got."""
         self._visible_segments: set[int] = set()
-        """Those of them that a generated row of known attention could see."""
+        """Those of them that a generated row with recorded attention could see."""
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing read."""
+        """Reset what was read."""
         super().on_generation_start(context)
         self._reset()
         for number, segment in enumerate(context.segments[:-1]):
@@ -109,7 +111,7 @@ class UnreadKeysRule(Rule):
                 self._shares[number] = 0.0
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Take note of what the rows of a step read."""
+        """Record which keys and segments the rows of a step read."""
         if self._has_unknown_mask or not step.calls:
             return ()
         views, all_known = step_mask_views(step, self.context)
@@ -129,7 +131,7 @@ class UnreadKeysRule(Rule):
         return ()
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return what was never read."""
+        """Return findings for keys and segments that were never read."""
         if self._has_unknown_mask or not self._layers:
             return ()
         return [*self._check_unread_keys(), *self._check_unused_segments()]
@@ -137,7 +139,7 @@ class UnreadKeysRule(Rule):
     # -- keys ------------------------------------------------------------------------------------
 
     def _find_unread_keys(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
-        """Find the keys that no other row of the prompt reads; the last one has no later row."""
+        """Find the keys that no other prompt row reads; the last one has no later row."""
         n = min(self.context.n_prompt or step.kv_after, step.kv_after)
         unread = np.arange(max(n - 1, 0))
         for view in views:
@@ -159,20 +161,20 @@ class UnreadKeysRule(Rule):
                 self._unread = self._unread[~read]
 
     def _is_padding(self, step: StepRecord, positions: Positions) -> BoolArray:
-        """Say which positions are no text: padding, also where the caller's 2D mask closes them."""
+        """Return which positions are padding, by their segment or by the caller's 2D mask."""
         segments = [self.context.segment_at(int(pos)) for pos in positions]
-        found = np.array(
+        is_padding = np.array(
             [s is not None and s.label in NON_PROMPT_LABELS for s in segments], np.bool_
         )
         for record in step.arrays:
             if record.stream == "inputs.mask" and record.array.ndim == 2:
                 real = np.ones(self._length, np.bool_)
                 real[: record.array.shape[1]] = record.array[0][: self._length]
-                found |= ~real[positions]
-        return found
+                is_padding |= ~real[positions]
+        return is_padding
 
     def _check_unread_keys(self) -> list[Finding]:
-        """Return a finding about what the mask meant has somebody read, and one about the rest."""
+        """Return a finding for keys that should be read, and one for the others."""
         if not len(self._unread):
             return []
         meant = np.array([self._should_be_read(pos) for pos in self._unread.tolist()])
@@ -183,29 +185,29 @@ class UnreadKeysRule(Rule):
         ]
 
     def _should_be_read(self, pos: int) -> bool:
-        """Say whether the mask meant has a later row read a key.
+        """Return whether the declared mask lets a later row read a key.
 
-        Of an assumed one only what is plain counts: rows of the same segment and generated ones.
+        With an assumed mask, only later rows of the same segment and generated rows count.
         """
-        intent, segment = self.context.declared_mask, self.context.segment_at(pos)
-        if intent is None or segment is None:
+        declared, segment = self.context.declared_mask, self.context.segment_at(pos)
+        if declared is None or segment is None:
             return False
-        if not intent.assumed:
-            return spec_reads_key(intent.spec, pos, self._length)
+        if not declared.assumed:
+            return spec_reads_key(declared.spec, pos, self._length)
         if segment.kind not in (*_READ_KINDS, SegmentKind.CUE):
             return False
         return pos + 1 < segment.stop or self._length > self.context.n_prompt
 
     def _orphan_finding(self, keys: Positions, is_meant: bool) -> Finding:
-        """Return the finding; cells that a declared mask lost are said by the rule of masks."""
-        one, intent = len(keys) == 1, self.context.declared_mask
-        is_warning = is_meant and intent is not None and intent.assumed
-        what = self.context.format_rows(keys).replace("row", "key", 1)
+        """Return the finding: a note under a declared mask, whose cells `mask.lost` reports."""
+        one, declared = len(keys) == 1, self.context.declared_mask
+        is_warning = is_meant and declared is not None and declared.assumed
+        subject = self.context.format_rows(keys).replace("row", "key", 1)
         layers = plural(len(self._layers), "layer")
         sentence = (
-            f"{what} ({self.context.format_first_position(keys)}) {'is' if one else 'are'} read by no row but "
-            f"{'its' if one else 'their'} own, in any of the {layers} and in any step: nothing "
-            f"that comes after depends on {'it' if one else 'them'}."
+            f"{subject} ({self.context.format_first_position(keys)}) {'is' if one else 'are'} read "
+            f"by no other row, in any of the {layers} or any step: no later token depends on "
+            f"{'it' if one else 'them'}."
         )
         return Finding(
             id=ORPHAN_KEY,
@@ -219,18 +221,17 @@ class UnreadKeysRule(Rule):
     # -- segments --------------------------------------------------------------------------------
 
     def _drop_seen_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
-        """Take off the list what a row of the cue or a generated one sees."""
+        """Remove the segments that a row of the cue or a generated row sees."""
         is_generated, are_windows = step.kv_after > self.context.n_prompt, []
         for view in views:
             keys = view.visible_positions()
-            now, layer = len(keys), view.layers[0]
-            is_own = now > 0 and int(keys[-1]) == view.newest_pos
-            before = self._n_seen.get(layer, _count_second_last_row(view))
+            sees_itself = len(keys) > 0 and int(keys[-1]) == view.newest_pos
+            before = self._n_seen.get(view.layers[0], _count_second_last_row(view))
             are_windows.append(
                 bool(view.first_key_pos) or is_sliding_window(keys, view.newest_pos, before)
             )
-            self._n_seen.update(dict.fromkeys(view.layers, now))
-            if is_generated and is_own:
+            self._n_seen.update(dict.fromkeys(view.layers, len(keys)))
+            if is_generated and sees_itself:
                 self._n_readers += 1
                 self._unseen_segments = [s for s in self._unseen_segments if not view.sees(s)]
             if step.kv_before == 0:
@@ -246,7 +247,7 @@ class UnreadKeysRule(Rule):
                 ]
 
     def _drop_attended_segments(self, step: StepRecord, views: Sequence[StepMaskView]) -> None:
-        """Take off the list what gets a share of the newest row's attention worth the name."""
+        """Remove the segments that get more than `MIN_ATTENTION_SHARE` of the newest row."""
         if not all(view.cells[:, -1, view.newest_key].any() for view in views):
             return  # a row that does not see itself has the mask of another one
         for record in step.arrays:
@@ -264,29 +265,31 @@ class UnreadKeysRule(Rule):
                 return
 
     def _check_unused_segments(self) -> list[Finding]:
-        """Return the segments never seen, and those seen without getting any attention."""
-        intent = self.context.declared_mask
-        if not self._n_readers or self._is_sliding or self._is_single_forward(intent):
+        """Return findings for segments never seen, and for those that got no attention."""
+        declared = self.context.declared_mask
+        if not self._n_readers or self._is_sliding or self._is_single_forward():
             return []
-        found = []
+        findings = []
         unseen = [
-            s for s in self._unseen_segments if intent is None or self._should_be_seen(s, intent)
+            segment
+            for segment in self._unseen_segments
+            if declared is None or self._should_be_seen(segment, declared)
         ]
         if unseen:
-            found.append(self._unseen_finding(unseen))
+            findings.append(self._unseen_finding(unseen))
         weak = [
             (self.context.segments[n], self._shares[n])
             for n in self._shares
             if n in self._visible_segments
         ]
         if weak:
-            found.append(self._unattended_finding(weak))
-        return found
+            findings.append(self._unattended_finding(weak))
+        return findings
 
     def _should_be_seen(self, segment: Segment, declared: DeclaredMask) -> bool:
-        """Say whether the mask meant shows a segment to the newest row, and nothing else tells so.
+        """Return whether the declared mask shows a segment to the newest row.
 
-        Without a cue, what generated rows miss of the paraphrases is all that there is to say.
+        False for paraphrases without a cue: `decode.generated-row-isolated` reports those.
         """
         if segment.kind is SegmentKind.SHARED:
             return not declared.assumed and spec_sees_segment(
@@ -295,27 +298,25 @@ class UnreadKeysRule(Rule):
         has_cue = any(s.kind is SegmentKind.CUE for s in self.context.segments)
         return has_cue and spec_sees_segment(declared.spec, self._length - 1, segment)
 
-    def _is_single_forward(self, declared: DeclaredMask | None) -> bool:
-        """Say whether this is a lone forward, whose last segment need not be there to fuse."""
-        is_declared = declared is not None and not declared.assumed
-        return not is_declared and self._length <= self.context.n_prompt
+    def _is_single_forward(self) -> bool:
+        """Return whether this is a single forward, whose last segment may not be a cue."""
+        return self.context.declared_spec is None and self._length <= self.context.n_prompt
 
     def _unseen_finding(self, segments: Sequence[Segment]) -> Finding:
-        intent = self.context.declared_mask
-        is_certain = intent is not None
-        one = len(segments) == 1
-        first = segments[0]
-        assumed = ""
-        if intent is not None and intent.assumed:
-            assumed = "; no mask was declared, so the segments are taken to be meant for the answer"
+        declared = self.context.declared_mask
+        assumption = ""
+        if declared is not None and declared.assumed:
+            assumption = "; no mask was declared, so the output is assumed to use all segments"
         sentence = (
-            f"{_join_segment_labels(segments)} ({self.context.format_position(first.start)} to "
-            f"{self.context.format_position(segments[-1].stop - 1)}) {'is' if one else 'are'} seen by no "
-            f"row of the cue and by no generated row, in any layer or head{assumed}."
+            f"{_join_segment_labels(segments)} "
+            f"({self.context.format_position(segments[0].start)} to "
+            f"{self.context.format_position(segments[-1].stop - 1)}) "
+            f"{'is' if len(segments) == 1 else 'are'} seen by no row of the cue and by no "
+            f"generated row, in any layer or head{assumption}."
         )
         return Finding(
             id=UNUSED_SEGMENT,
-            severity=Severity.WARNING if is_certain else Severity.NOTE,
+            severity=Severity.NOTE if declared is None else Severity.WARNING,
             sentence=sentence,
             generation=self.context.generation.generation,
             positions=limit_positions(
@@ -326,9 +327,10 @@ class UnreadKeysRule(Rule):
 
     def _unattended_finding(self, weak: Sequence[tuple[Segment, float]]) -> Finding:
         segments, most = [segment for segment, _ in weak], max(share for _, share in weak)
+        verbs = ("is", "gets") if len(weak) == 1 else ("are", "get")
         sentence = (
-            f"{_join_segment_labels(segments)} may be seen by generated rows, but get{'s' * (len(weak) == 1)} at "
-            f"most {most:.1g} of the attention of any of them, in any layer and head."
+            f"{_join_segment_labels(segments)} {verbs[0]} visible to generated rows, but "
+            f"{verbs[1]} at most {most:.1g} of their attention in any layer and head."
         )
         return Finding(
             id=UNUSED_SEGMENT,
@@ -349,20 +351,20 @@ class UnreadKeysRule(Rule):
 
 
 def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> BoolArray:
-    """Say which keys rows other than their own read; row 0 of the step is at `offset`.
+    """Return which keys any row but their own reads; row 0 of the step is at position `offset`.
 
-    Nearly every key is read by the row after it, so that is asked first.
+    Nearly every key is read by the row after it, so that row is checked first.
     """
     columns, cells = positions - view.first_key_pos, view.cells
+    read: BoolArray = np.zeros(len(columns), np.bool_)
+    inside = (columns >= 0) & (columns < cells.shape[2])
     if cells.shape[1] == 1:
-        inside = (columns >= 0) & (columns < cells.shape[2]) & (columns != view.newest_key)
-        read: BoolArray = np.zeros(len(columns), np.bool_)
+        inside &= columns != view.newest_key
         read[inside] = cells[:, 0, columns[inside]].any(axis=0)
         return read
-    rows = positions + 1 - offset
-    read = np.zeros(len(columns), np.bool_)
-    near = (rows >= 0) & (rows < cells.shape[1]) & (columns >= 0) & (columns < cells.shape[2])
-    read[near] = cells[:, rows[near], columns[near]].any(axis=0)
+    next_rows = positions + 1 - offset
+    inside &= (next_rows >= 0) & (next_rows < cells.shape[1])
+    read[inside] = cells[:, next_rows[inside], columns[inside]].any(axis=0)
     rest = np.flatnonzero(~read)
     if len(rest):
         read[rest] = count_readers(cells, columns[rest], offset - view.first_key_pos) > 0
@@ -370,23 +372,23 @@ def _read_by_others(view: StepMaskView, positions: Positions, offset: int) -> Bo
 
 
 def _follows_earlier_keys(view: StepMaskView, positions: Positions) -> BoolArray:
-    """Say of which keys the next row sees earlier ones, so that no new block begins there."""
-    found = np.zeros(len(positions), np.bool_)
+    """Return for which keys the next row sees earlier keys, so that no new block starts there."""
+    follows = np.zeros(len(positions), np.bool_)
     for index, pos in enumerate(positions.tolist()):
         row = view.cells[:, min(pos + 1, view.cells.shape[1] - 1)]
-        found[index] = row[:, :pos].any()
-    return found
+        follows[index] = row[:, :pos].any()
+    return follows
 
 
 def _is_empty_row(views: Sequence[StepMaskView], positions: Positions) -> BoolArray:
-    """Say which rows see no key in any layer; of those the rule of empty rows tells."""
+    """Return which rows see no key in any layer, which `mask.empty-row` reports."""
     rows = [view.cells[:, np.minimum(positions, view.cells.shape[1] - 1)] for view in views]
     empty: BoolArray = np.logical_and.reduce([~row.any(axis=(0, 2)) for row in rows])
     return empty
 
 
 def _count_second_last_row(view: StepMaskView) -> int:
-    """Return how many keys the last row but one sees, 0 where there is none."""
+    """Return how many keys the second last row sees, 0 if there is none."""
     cells = view.cells
     return int(np.count_nonzero(cells[:, -2].any(axis=0))) if cells.shape[1] > 1 else 0
 
