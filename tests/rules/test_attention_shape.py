@@ -54,13 +54,13 @@ def test_scores_that_are_far_too_large_collapse_every_head(
     assert (finding.severity, finding.layer) == (Severity.WARNING, None)
     assert finding.times >= 2
     assert "Every head of all 3 layers puts more than 0.999 of its attention" in finding.sentence
-    assert "in 3 steps in a row (up to step " in finding.sentence
+    assert "in 3 consecutive steps (up to step " in finding.sentence
 
 
 def test_a_scale_that_was_left_out_in_wide_heads_collapses_too(tmp_path: Path) -> None:
     model = scaled(make_model("qwen2"), "q_proj", 50.0)
     for layer in model.model.layers:
-        layer.self_attn.before_scaler_step = 50.0
+        layer.self_attn.scaling = 50.0
     assert of(run(tmp_path, model), "attention.collapsed") != []
 
 
@@ -87,7 +87,7 @@ def test_queries_or_keys_that_are_zero_make_attention_uniform(
     keys = 9 if family == "mistral" else 15
     assert finding.sentence == (
         f"Every head of layer {layer} gives each of the {keys} keys open to the newest row of step "
-        f"1 the same weight (1/{keys}), whatever token is fed: its scores do not depend on the "
+        f"1 the same weight (1/{keys}), for any input token: its scores do not depend on the "
         "keys."
     )
     assert serious(found) == [finding]
@@ -97,7 +97,7 @@ def test_a_scale_of_zero_makes_attention_uniform_in_bfloat16_as_well(tmp_path: P
     model = make_model("qwen3").to(torch.bfloat16)
     model.set_attn_implementation("eager")  # SDPA makes NaN of it: 0 times -Inf
     for layer in model.model.layers:
-        layer.self_attn.before_scaler_step = 0.0
+        layer.self_attn.scaling = 0.0
     finding = one(run(tmp_path, model), "attention.uniform")
     assert finding.layers == (0, 1, 2)
     assert "Every head of all 3 layers" in finding.sentence
@@ -201,7 +201,10 @@ def test_all_attention_on_bos_is_a_note() -> None:
     found = look(steps(6, sink))
     assert {(f.id, f.severity) for f in found} == {("attention.sink", Severity.NOTE)}
     assert found[0].step == 3
-    assert "gives BOS at least 0.995 of its attention in 3 generated rows" in found[0].sentence
+    assert (
+        "gives BOS at least 0.995 of its attention in 3 consecutive generated rows"
+        in found[0].sentence
+    )
 
 
 def test_one_head_that_looks_elsewhere_is_enough() -> None:

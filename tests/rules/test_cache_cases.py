@@ -34,7 +34,7 @@ def test_k03_weighs_the_empty_slots_and_leaves_the_closed_ones_alone(
     finding = one(found("k03_empty_cache_slots"), "cache.empty-slots")
     assert (finding.generation, finding.severity) == (0, Severity.ERROR)
     assert finding.sentence == (
-        "32 keys allowed, 12 filled: 54 % of the weight of this call sits on empty slots."
+        "32 keys open, 12 filled: 54 % of the attention of this call is on empty slots."
     )
 
 

@@ -41,7 +41,7 @@ def eager(
 ) -> Any:
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-    scores = query @ key.mT * module.before_scaler_step / warm + bias
+    scores = query @ key.mT * module.scaling / warm + bias
     if mask is not None:
         scores = scores + mask[..., : key.shape[2]]
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
@@ -81,7 +81,7 @@ def test_a_layer_that_does_more_than_its_name_says(
     found = one(planted(tmp_path, model, lambda: model(prompt())), "observer.gate")
     assert (found.layer, found.severity) == (layers[0], Severity.WARNING)
     assert found.layers == (layers if len(layers) > 1 else ())
-    assert "step 0, what is recorded is not what ran" in found.sentence
+    assert "step 0, the record is not what ran" in found.sentence
     assert found.evidence["gate"] > found.evidence["bar"] == 0.01
 
 
@@ -265,7 +265,7 @@ def test_a_logger_around_one_step_breaks_the_steps_after_it(tmp_path: Path) -> N
     found = planted(tmp_path, model, run)
     under, after = of(found, "observer.logger-breaks-flex")
     assert (under.generation, under.layer, under.severity) == (1, 0, Severity.WARNING)
-    assert "under a dispatch mode around it (" in under.sentence
+    assert "inside a dispatch mode (" in under.sentence
     assert (after.generation, after.layer, after.severity) == (2, 0, Severity.ERROR)
     assert "until torch._dynamo.reset()" in after.sentence
     assert of(found, "path.kernel-failed") == []
@@ -415,7 +415,7 @@ def test_weights_that_are_none() -> None:
 def test_a_logger_outside_of_a_model() -> None:
     found = found_in_case("o03_logger_breaks_flex")
     under, after = of(found, "observer.logger-breaks-flex")
-    assert "NotImplementedError outside of a model under a dispatch mode" in under.sentence
+    assert "NotImplementedError in a standalone call inside a dispatch mode" in under.sentence
     assert "__main__.Log" in under.sentence
     assert "until torch._dynamo.reset()" in after.sentence
 

@@ -188,7 +188,7 @@ def test_a_model_that_is_certain_of_everything_is_a_note(tmp_path: Path) -> None
     found = run(tmp_path, lambda n, row: row * 1e3, model=make_model("llama"), n=20)
     finding = one(found, "text.entropy-collapse")
     assert (finding.severity, finding.step) == (Severity.NOTE, 15)
-    assert finding.sentence.startswith("For 16 steps up to step 15 one token has had all the prob")
+    assert finding.sentence.startswith("For 16 steps up to step 15, one token has all the prob")
 
 
 # -- the first token -------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_token_from_an_older_row_is_not_the_best(tmp_path: Path) -> None:
     found = run(tmp_path, model=make_model("llama"), pick=second_at_nine)
     finding = one(found, "text.not-the-best")
     assert (finding.severity, finding.step, finding.evidence["rank"]) == (Severity.NOTE, 9, 1)
-    assert "while 23 of 24 tokens are the best of theirs" in finding.sentence
+    assert "while 23 of 24 chosen tokens are the best" in finding.sentence
     assert "unless a processor that was not seen changed the scores" in finding.sentence
 
 

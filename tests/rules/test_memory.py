@@ -63,15 +63,15 @@ def test_a_peak_in_the_making_of_a_mask_is_a_note() -> None:
     found = one(look(step(0, builds=(build(160),))), "memory.mask-creation")
     assert found.severity is Severity.NOTE
     assert found.sentence == (
-        "The peak of memory of step 0 lies in building a block mask, not in attention: 160 MiB for "
-        "the grid 1 x 1 x 4096 x 4096 in 80 ms (rule rule)."
+        "Building a block mask sets the memory peak of step 0, not attention: 160 MiB for "
+        "the grid 1 x 1 x 4096 x 4096 in 80 ms (mask_mod rule)."
     )
 
 
 def test_heads_for_a_rule_that_is_built_without_them_as_well_are_a_warning() -> None:
     found = one(look(step(0, builds=(build(9, n=256), build(1168, 8)))), "memory.mask-creation")
     assert found.severity is Severity.WARNING
-    assert found.sentence.endswith("; H can be None, as the rule ignores the head.")
+    assert found.sentence.endswith("; H can be None because the mask_mod ignores the head.")
 
 
 def test_heads_that_may_be_needed_are_a_note_with_the_question() -> None:

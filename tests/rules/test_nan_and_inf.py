@@ -63,7 +63,7 @@ def test_a_sick_embedding_of_a_generated_token_is_named(tmp_path: Path) -> None:
     finding = one(planted(tmp_path, model, greedy(model)), "numbers.nan")
     assert (finding.layer, finding.step, finding.positions) == (0, 3, (N + 2,))
     assert finding.sentence.endswith(
-        "already the queries or keys of its newest row are not finite, in every head, so look at "
+        "the queries or keys of its newest row are already not finite, in every head, so check "
         f'the embedding of position {N + 2} "{third} " and the first norm.'
     )
 
@@ -236,9 +236,9 @@ def test_nan_in_masked_keys_is_harmless_and_in_masked_values_is_not() -> None:
     assert (finding.id, finding.severity) == ("numbers.nan", Severity.ERROR)
     assert (finding.generation, finding.positions) == (1, (15,))
     assert finding.sentence == (
-        "The newest of 4 rows of the call (flex uncompiled) comes out as NaN; its scores are "
-        "finite, so NaN is among the values that it adds up (4 keys of 16 are closed to the newest "
-        "row, but a weight of 0 does not keep NaN out: 0 times NaN is NaN)."
+        "The output of the newest of 4 rows of the call (flex uncompiled) is NaN; its scores are "
+        "finite, so NaN is among the values (4 keys of 16 are closed to the newest row, but 0 times "
+        "NaN is NaN)."
     )
 
 
