@@ -1,4 +1,4 @@
-"""Attention that is no attention: on one key, on BOS alone, the same on all keys, or infinite."""
+"""Degenerate attention: collapsed to one key or to BOS, uniform, or infinite."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def no_rotation(module: Any, args: Any, out: Any) -> Any:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-def test_padding_fed_again_and_again_is_no_fault_of_the_layer(tmp_path: Path) -> None:
+def test_repeated_padding_is_no_fault_of_the_layer(tmp_path: Path) -> None:
     """The embedding of padding is zero, and so are the first layer's queries."""
     model = make_model("llama")
     found = run(tmp_path, model, logits_processor=[lambda fed, scores: pad(scores)])
@@ -190,7 +190,7 @@ def look(records: Sequence[StepRecord]) -> list[Finding]:
     return found
 
 
-def test_a_healthy_model_has_nothing_said_of_it() -> None:
+def test_a_healthy_model_has_no_findings() -> None:
     assert look(steps(12)) == []
 
 
@@ -237,8 +237,8 @@ def test_an_infinite_log_sum_exp_is_named_with_its_head(value: float, word: str)
     (finding,) = look(steps(6, infinite))
     assert (finding.id, finding.step, finding.layer, finding.head) == ("attention.lse", 4, 1, 1)
     assert finding.sentence == (
-        f"The log-sum-exp of the newest row is {word} in head 1 of layer 1 in step 4, though the "
-        f"row sees {N + 4} keys."
+        f"The log-sum-exp of the newest row is {word} in head 1 of layer 1 in step 4, although the "
+        f"row attends to {N + 4} keys."
     )
 
 

@@ -1,4 +1,4 @@
-"""Faults of the cache are found in runs of real models, and healthy caches are left alone."""
+"""Faults of the cache are found in runs of real models, and healthy caches are not reported."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def test_a_repeated_last_prompt_token_is_reported(tmp_path: Path) -> None:
     )
 
 
-def test_a_prompt_whose_last_token_is_kept_for_the_loop_is_left_alone(tmp_path: Path) -> None:
+def test_a_prompt_whose_last_token_is_kept_for_the_loop_is_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -458,7 +458,9 @@ def test_a_cache_of_the_users_own_is_weighed_by_its_keys_of_zeros(
     assert (finding.evidence["allowed"], finding.evidence["filled"]) == (24, 10)
 
 
-def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_left_alone(tmp_path: Path) -> None:
+def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_not_reported(
+    tmp_path: Path,
+) -> None:
     """The rows of padding see each other, and nobody reads them."""
     script = tmp_path / "padded.py"
     script.write_text(
@@ -496,7 +498,7 @@ HEALTHY: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_healthy_caches_are_left_alone(tmp_path: Path, name: str, level: str) -> None:
+def test_healthy_caches_are_not_reported(tmp_path: Path, name: str, level: str) -> None:
     model = make_model("llama")
     found = planted(tmp_path, model, lambda: HEALTHY[name](model), level=level)
     assert serious(found) == about_caches(found) == []
@@ -504,7 +506,7 @@ def test_healthy_caches_are_left_alone(tmp_path: Path, name: str, level: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["generate", "static", "loop"])
-def test_caches_of_all_families_are_left_alone(tmp_path: Path, family: str, name: str) -> None:
+def test_caches_of_all_families_are_not_reported(tmp_path: Path, family: str, name: str) -> None:
     """Prompts longer than the windows of those that slide."""
     model = make_model(family).to(torch.bfloat16)
     input_ids = prompt(14)
@@ -519,14 +521,14 @@ def test_caches_of_all_families_are_left_alone(tmp_path: Path, family: str, name
     assert serious(found) == about_caches(found) == []
 
 
-def test_assisted_generation_is_left_alone(tmp_path: Path) -> None:
+def test_assisted_generation_is_not_reported(tmp_path: Path) -> None:
     """Rejected drafts are cropped from the caches."""
     model, assistant = make_model("llama"), make_model("llama", num_hidden_layers=1)
     found = planted(tmp_path, model, lambda: greedy(model, prompt(), assistant_model=assistant))
     assert serious(found) == about_caches(found) == []
 
 
-def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
+def test_chunks_turns_and_crops_are_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -542,7 +544,7 @@ def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
     assert serious(found) == about_caches(found) == []
 
 
-def test_a_further_turn_of_generate_on_its_own_cache_is_left_alone(tmp_path: Path) -> None:
+def test_a_further_turn_of_generate_on_its_own_cache_is_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -575,7 +577,7 @@ def test_a_mask_that_lets_early_rows_see_late_ones_needs_no_cache(tmp_path: Path
     assert of(planted(tmp_path, model, run), "cache.not-used") == []
 
 
-def test_a_layer_that_shares_the_keys_of_another_is_left_alone(tmp_path: Path) -> None:
+def test_a_layer_that_shares_the_keys_of_another_is_not_reported(tmp_path: Path) -> None:
     """It stores no keys of its own, but attends to all keys."""
     model = make_model("llama")
     seen: dict[str, tuple[Tensor, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Where the record is not what ran, or has gaps, is said; a whole and true one is not doubted."""
+"""A wrong or incomplete record is reported; a complete and correct one is not."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_layer_that_was_never_seen_is_a_note(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hook-off", "step-unread", "rule-off"])
-def test_a_recording_that_broke_is_a_warning_wherever_it_is_heard_of(kind: str) -> None:
+def test_a_broken_recording_is_a_warning_inside_and_outside_steps(kind: str) -> None:
     rule, scene = ObserverRule(), RuleContext()
     rule.context = scene
     (found,) = rule.on_event(EventRecord(kind, "The hook 'x' failed", 0.0))
@@ -176,7 +176,7 @@ def test_a_recording_that_broke_is_a_warning_wherever_it_is_heard_of(kind: str) 
     assert rule.on_event(EventRecord("phase", "loading", 0.0)) == ()
 
 
-def test_beams_are_told_of_in_a_note_alone(tmp_path: Path) -> None:
+def test_beams_are_only_a_note(tmp_path: Path) -> None:
     model = make_model("llama")
     found = planted(tmp_path, model, generate(model, num_beams=3))
     assert one(found, "observer.incomplete").severity is Severity.NOTE
@@ -282,7 +282,7 @@ def test_a_logger_around_one_step_breaks_the_steps_after_it(tmp_path: Path) -> N
         ("FailOnRecompileLimitHit: Hard failure", ""),
     ],
 )
-def test_a_failure_is_told_apart_by_its_own_words(error: str, finding: str) -> None:
+def test_a_failure_is_classified_by_its_message(error: str, finding: str) -> None:
     assert failure_finding_id(error) == finding
 
 
@@ -297,7 +297,7 @@ def failed(error: str, *after: str, step: int = 2) -> list[Finding]:
     return [*found, *rule.on_generation_end()]
 
 
-def test_a_build_that_fails_is_told_of_when_the_forward_ends() -> None:
+def test_a_failed_build_is_reported_when_the_forward_ends() -> None:
     (found,) = failed("InductorError: CppCompileError: C++ compile error", "forward-failed")
     assert (found.id, found.step, found.layer) == ("kernel.does-not-build", 2, 1)
     assert found.sentence == (
@@ -374,7 +374,7 @@ def test_a_process_that_is_asked_to_end_or_ends_well_has_not_crashed(
     assert died(tmp_path, "never", 0, monkeypatch) == []
 
 
-def test_a_crumb_says_where_a_call_was_made(tmp_path: Path) -> None:
+def test_the_last_kernel_call_records_where_it_was_made(tmp_path: Path) -> None:
     trace = tmp_path / "a.flextrace"
     crumb = LastCallWriter(trace)
     assert take_last_call(trace) is None

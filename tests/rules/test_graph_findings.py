@@ -1,4 +1,4 @@
-"""Graphs built at every step are told of once they are too many; the healthy first two are not."""
+"""Too many new graphs are reported; the first two of a healthy run are not."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_recompile_limit_in_the_middle_of_a_generation(tmp_path: Path) -> No
     assert "reached its recompile limit in step 4 for flex_attention" in found.sentence
 
 
-def test_past_the_recompile_limit_calls_are_said_to_run_uncompiled(tmp_path: Path) -> None:
+def test_past_the_recompile_limit_calls_run_uncompiled(tmp_path: Path) -> None:
     with torch._dynamo.config.patch(recompile_limit=4):
         found = run(tmp_path, by_exec, 8)
     assert {f.id for f in serious(found)} == {"graphs.limit", "graphs.every-step"}

@@ -161,7 +161,7 @@ def test_a_step_that_swaps_in_the_plain_model_in_a_loop_without_cache(tmp_path: 
     assert (fallback.step, fallback.layers, fallback.times) == (2, (0, 1, 2), 1)
 
 
-def test_a_padding_mask_that_is_handed_on_and_not_used(tmp_path: Path) -> None:
+def test_a_padding_mask_that_the_layer_receives_but_the_kernel_does_not(tmp_path: Path) -> None:
     model = make_model("llama")
     Own(model)
     ones = torch.ones(1, 1, PROMPT, PROMPT, dtype=torch.bool).tril()

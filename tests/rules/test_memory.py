@@ -1,4 +1,4 @@
-"""Memory that attention does not explain is told of with its numbers, and healthy runs are not."""
+"""Memory that attention does not explain is reported with its numbers; healthy runs are not."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_long_prompt_with_a_mask_for_every_head(tmp_path: Path) -> None:
         pytest.param(lambda i: 0.1 * i * i, id="faster and faster"),
     ],
 )
-def test_steady_growth_is_told_of_once_at_the_end(grows: Callable[[int], float]) -> None:
+def test_steady_growth_is_reported_once_at_the_end(grows: Callable[[int], float]) -> None:
     (found,) = curve(grows)
     assert (found.id, found.severity) == ("memory.growth", Severity.NOTE)
     assert found.evidence["per_step"] >= 2 * MIB
@@ -203,7 +203,7 @@ def test_a_loop_that_keeps_what_each_step_made(tmp_path: Path) -> None:
 # -- our own share ---------------------------------------------------------------------------------
 
 
-def test_what_capture_holds_is_told_of_when_it_is_large() -> None:
+def test_large_captured_data_is_reported() -> None:
     large = ArrayRecord("hidden", np.broadcast_to(np.zeros(1, np.float32), (100, 1 << 20)))
     (found,) = look(step(0, arrays=(large,)))
     assert (found.id, found.severity) == ("memory.capture", Severity.NOTE)

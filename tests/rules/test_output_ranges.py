@@ -1,4 +1,4 @@
-"""Layer outputs out of range: planted in real tiny models, with twins that must stay silent."""
+"""Layer outputs out of range: planted in real tiny models; correct models have no findings."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def large(value: float) -> Change:
 
 
 @pytest.mark.parametrize(("value", "severity"), [(40_000, "note"), (64_000, "warning")])
-def test_an_output_near_the_end_of_float16_is_told_of(
+def test_an_output_near_the_limit_of_float16_is_reported(
     value: float, severity: str, tmp_path: Path
 ) -> None:
     found = run_changed(tmp_path, 1, large(value), dtype=torch.float16, n=3)

@@ -1,4 +1,4 @@
-"""Position ids that do not go on are found, and all that are only shifted are left alone."""
+"""Position ids that do not continue are found; ids that are only shifted are not reported."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_ids_that_restart_one_token_late_name_the_segment(tmp_path: Path) -> Non
     assert "inside paraphrase 2" in finding.sentence
 
 
-def test_packed_documents_that_nobody_named_are_no_alarm(tmp_path: Path) -> None:
+def test_packed_documents_without_declared_segments_are_only_notes(tmp_path: Path) -> None:
     model = make_model("llama")
     position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     run = lambda: model(prompt(), position_ids=position_ids, use_cache=False)  # noqa: E731
@@ -310,14 +310,14 @@ def test_segments_that_attend_to_each_other_need_no_restarted_ids(tmp_path: Path
 
 
 @pytest.mark.parametrize("shift", [0, 1, 100])
-def test_ids_that_are_all_shifted_are_left_alone(tmp_path: Path, shift: int) -> None:
+def test_ids_that_are_all_shifted_are_not_reported(tmp_path: Path, shift: int) -> None:
     model = make_model("llama")
     shifted = lambda start, rows: contiguous(start, rows, shift)  # noqa: E731
     assert planted(tmp_path, model, lambda: decode(model, prompt(), shifted)) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batches_of_all_families_are_left_alone(tmp_path: Path, family: str) -> None:
+def test_padded_batches_of_all_families_are_not_reported(tmp_path: Path, family: str) -> None:
     model = make_model(family)
     input_ids, mask = padded()
     found = planted(tmp_path, model, lambda: greedy(model, input_ids, attention_mask=mask))
@@ -338,19 +338,19 @@ HEALTHY: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_positions_are_left_alone(tmp_path: Path, name: str) -> None:
+def test_healthy_positions_are_not_reported(tmp_path: Path, name: str) -> None:
     model = make_model("llama")
     found = planted(tmp_path, model, lambda: HEALTHY[name](model), level="basic")
     assert about_positions(found) == []
 
 
-def test_assisted_generation_is_left_alone(tmp_path: Path) -> None:
+def test_assisted_generation_is_not_reported(tmp_path: Path) -> None:
     model, assistant = make_model("llama"), make_model("llama", num_hidden_layers=1)
     run = lambda: greedy(model, prompt(), assistant_model=assistant)  # noqa: E731
     assert about_positions(planted(tmp_path, model, run)) == []
 
 
-def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
+def test_chunks_turns_and_crops_are_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -363,7 +363,7 @@ def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
     assert about_positions(planted(tmp_path, model, run)) == []
 
 
-def test_a_cache_of_others_at_the_right_ids_is_left_alone_and_at_0_it_is_not(
+def test_a_filled_cache_with_correct_ids_is_not_reported_but_with_ids_from_0_it_is(
     tmp_path: Path,
 ) -> None:
     model = make_model("llama")

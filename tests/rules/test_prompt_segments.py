@@ -574,7 +574,7 @@ def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean() -> None:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def test_each_finding_says_all_six_things_and_has_a_page() -> None:
+def test_each_finding_kind_is_complete_and_has_a_page() -> None:
     pages = DOCS / "findings"
     for name, kind in PROMPT_KINDS.items():
         assert all((kind.meaning, kind.why, kind.confirm, kind.fix, kind.query)), name
