@@ -24,8 +24,46 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
 
 NumberArray = npt.NDArray[Any]
-
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
+
+SINK = "attention.sink"
+COLLAPSED = "attention.collapsed"
+UNIFORM = "attention.uniform"
+INFINITE_LSE = "attention.lse"
+SINK_SHARE = 0.99
+ONE_KEY_ENTROPY = 0.01
+"""Nats; 0.999 on one key and the rest on up to a thousand others has a lower entropy."""
+
+MIN_STEPS_IN_A_ROW = 3
+"""Consecutive steps from which all layers are reported."""
+
+MIN_LAYER_CHECKS = 4
+"""Consecutive checks from which single layers are reported."""
+
+LAYER_CHECK_INTERVAL = 4
+"""Single layers are checked in the first steps, and then in every step divisible by this."""
+
+ENTROPY_TOLERANCE = 2e-5
+"""Rounding error of an entropy compared with log(n)."""
+
+ZERO_OFFSET = 3e-6
+MIN_OFFSET = 0.05
+"""Scores count as equal if they are all 0 (up to `ZERO_OFFSET`), or all far from it: small random
+weights give scores that are close to 0 and to each other, which is not a fault."""
+
+MIN_UNIFORM_TOKENS = 2
+"""Different input tokens required for a uniform layer."""
+
+MIN_OPEN_KEYS = 4
+"""Rows with fewer open keys are not checked."""
+
+LSE_CHECK_TOLERANCE = 1e-2
+"""Calls whose LSE check is above this have no reliable log-sum-exp."""
+
+_ROW_QUERY = (
+    "SELECT step, stream, dtype, shape, codec, data FROM arrays WHERE generation = {generation} "
+    "AND branch = {branch} AND step = {step} AND stream IN ('attention.entropy', 'attention.mass')"
+)
 
 
 class NewestRow(NamedTuple):
@@ -67,39 +105,6 @@ def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> Number
         return None
     counts: NumberArray = np.count_nonzero(mask.cells[:, -1], axis=-1)
     return counts
-
-
-SINK = "attention.sink"
-COLLAPSED = "attention.collapsed"
-UNIFORM = "attention.uniform"
-INFINITE_LSE = "attention.lse"
-
-SINK_SHARE = 0.99
-ONE_KEY_ENTROPY = 0.01
-"""Nats; 0.999 on one key and the rest on up to a thousand others has a lower entropy."""
-MIN_STEPS_IN_A_ROW = 3
-"""Consecutive steps from which all layers are reported."""
-MIN_LAYER_CHECKS = 4
-"""Consecutive checks from which single layers are reported."""
-LAYER_CHECK_INTERVAL = 4
-"""Single layers are checked in the first steps, and then in every step divisible by this."""
-ENTROPY_TOLERANCE = 2e-5
-"""Rounding error of an entropy compared with log(n)."""
-ZERO_OFFSET = 3e-6
-MIN_OFFSET = 0.05
-"""Scores count as equal if they are all 0 (up to `ZERO_OFFSET`), or all far from it: small random
-weights give scores that are close to 0 and to each other, which is not a fault."""
-MIN_UNIFORM_TOKENS = 2
-"""Different input tokens required for a uniform layer."""
-MIN_OPEN_KEYS = 4
-"""Rows with fewer open keys are not checked."""
-LSE_CHECK_TOLERANCE = 1e-2
-"""Calls whose LSE check is above this have no reliable log-sum-exp."""
-
-_ROW_QUERY = (
-    "SELECT step, stream, dtype, shape, codec, data FROM arrays WHERE generation = {generation} "
-    "AND branch = {branch} AND step = {step} AND stream IN ('attention.entropy', 'attention.mass')"
-)
 
 
 @dataclass(slots=True)

@@ -24,11 +24,13 @@ from flexinspect.rules.engine import FindingKind, Rule
 SCALE = "attention.scale"
 SOFTCAP = "attention.softcap-differs"
 DTYPE = "attention.dtype-differs"
-
 RESCALED_EVENT = "scores-rescaled"
 """Event of a user's attention function that did not apply the scale it received."""
 
 _compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
+
+CAP_SHARE = 0.98
+"""Share of the softcap from which scores count as capped: tanh(2.3)."""
 
 
 class _CallFact(NamedTuple):
@@ -232,10 +234,6 @@ def _call_fact_finding(
         layers=tuple(which) if len(which) > 1 else (),
         series=f"layer {which[0]}",
     )
-
-
-CAP_SHARE = 0.98
-"""Share of the softcap from which scores count as capped: tanh(2.3)."""
 
 
 def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:

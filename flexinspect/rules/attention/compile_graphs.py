@@ -20,10 +20,9 @@ from flexinspect.rules.engine import FindingKind, Rule
 
 COMPILED_EVERY_STEP = "graphs.every-step"
 RECOMPILE_LIMIT = "graphs.limit"
-
 COMPILE_EVENTS = ("compiled", "recompiled")
-RECOMPILE_LIMIT_EVENT = "recompile-limit"
 
+RECOMPILE_LIMIT_EVENT = "recompile-limit"
 MIN_STEPS_BY_CODE = 4
 """Consecutive steps with a new graph each, at least two of them because of a new mask_mod."""
 
@@ -34,6 +33,8 @@ _COMPILE_QUERY = (
     "SELECT generation, step, kind, text, data FROM events WHERE kind IN ('compiled', 'recompiled',"
     " 'recompile-limit', 'kernel-failed') ORDER BY event"
 )
+
+_FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
 
 
 class GraphsRule(Rule):
@@ -221,6 +222,3 @@ def _format_functions(event: EventRecord) -> str:
     """` for flex_attention`, from dynamo's names of the functions."""
     names = [_FUNCTION_NAMES.get(name, name) for name in event.data.get("of", ())]
     return f" for {printable(' and '.join(dict.fromkeys(names)))}" if names else ""
-
-
-_FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}

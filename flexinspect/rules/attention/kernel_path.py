@@ -23,7 +23,6 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
 
 NEEDLESS = "path.needless-builds"
-
 NEEDLESS_KIND = FindingKind(
     Severity.NOTE,
     "the same block mask was built several times",
@@ -45,138 +44,23 @@ COSTLY_LAYERS = 4
 MIN_UNCHANGED_STEPS = 3
 """Consecutive steps with a rebuilt unchanged mask, from which it is reported."""
 
-
-class BuildTracker:
-    """Finds needless mask builds of one run.
-
-    A step is compared with the previous one, even of another generation: a loop over sequences of
-    equal length rebuilds the same mask for each.
-    """
-
-    def __init__(self) -> None:
-        self._last_mask: str | None = None
-        self._n_unchanged = 0
-        self._reported: set[str] = set()
-
-    def on_step(self, step: StepRecord, context: RuleContext) -> list[Finding]:
-        """Report needless builds of a step whose masks are known."""
-        found = []
-        groups: dict[tuple[Any, ...], list[BuildRecord]] = {}
-        mask_of = {call.layer: call.mask for call in step.calls}
-        for build in step.builds:
-            if build.layer is not None and mask_of.get(build.layer) is not None:
-                groups.setdefault((mask_of[build.layer], *_grid_shape(build)), []).append(build)
-        for (mask, *_), builds in groups.items():
-            layers = sorted({build.layer for build in builds if build.layer is not None})
-            if len(builds) > 1:
-                found.append(self._layers_finding(step, context, str(mask), builds, layers))
-        return found or self._check_steps(step)
-
-    def _layers_finding(
-        self,
-        step: StepRecord,
-        context: RuleContext,
-        mask: str,
-        builds: Sequence[BuildRecord],
-        layers: Sequence[int],
-    ) -> Finding:
-        first, ms = builds[0], sum(build.wall_ms for build in builds)
-        spare = ms * (len(builds) - 1) / len(builds)
-        known = context.mask(mask)
-        cells = known.cells if known is not None else None
-        heads_ignored = (first.heads or 1) > 1 and cells is not None and len(cells) == 1
-        heads = f", for {first.heads} heads that all share it" if heads_ignored else ""
-        n_layers = len({call.layer for call in step.calls})
-        sentence = (
-            f"The same mask was built {len(builds)} times in step {step.step}, in "
-            f"{in_layers(layers, n_layers)} (grid {_format_grid(first)}, {ms:.1f} ms, mask_mod "
-            f"{printable(first.rule)}){heads}."
-        )
-        is_costly = (
-            len(layers) >= COSTLY_LAYERS
-            and spare >= COSTLY_MS
-            and spare >= COSTLY_SHARE * step.wall_ms
-        )
-        evidence = {
-            "builds": len(builds),
-            "grid": _format_grid(first),
-            "ms": round(ms, 2),
-            "needless_ms": round(spare, 2),
-            "peak_growth": sum(build.peak_growth for build in builds),
-            "heads_ignored": heads_ignored,
-        }
-        severity = Severity.WARNING if is_costly else Severity.NOTE
-        return _build_finding(step, severity, sentence, evidence, layers, "layers")
-
-    def _check_steps(self, step: StepRecord) -> list[Finding]:
-        """Report a mask that each step rebuilds without a change."""
-        masks = {call.mask for call in step.calls}
-        lengths = {(call.q_len, call.kv_len) for call in step.calls}
-        built = [build for build in step.builds if (build.q_len, build.kv_len) in lengths]
-        only = masks.pop() if len(masks) == 1 else None
-        self._n_unchanged = (
-            self._n_unchanged + 1 if built and only is not None and only == self._last_mask else 0
-        )
-        self._last_mask = only
-        if self._n_unchanged < MIN_UNCHANGED_STEPS - 1 or only is None or only in self._reported:
-            return []
-        self._reported.add(only)
-        ms = built[0].wall_ms
-        sentence = (
-            f"The mask of step {step.step} is the same as in the {self._n_unchanged} steps before, "
-            f"but was rebuilt in each (grid {_format_grid(built[0])}, {ms:.1f} ms)."
-        )
-        evidence = {
-            "steps": self._n_unchanged + 1,
-            "grid": _format_grid(built[0]),
-            "ms": round(ms, 2),
-        }
-        return [_build_finding(step, Severity.NOTE, sentence, evidence, (), "steps")]
-
-
-def _grid_shape(build: BuildRecord) -> tuple[Any, ...]:
-    return build.rule, build.batch, build.heads, build.q_len, build.kv_len
-
-
-def _format_grid(build: BuildRecord) -> str:
-    return f"{build.batch or 1} x {build.heads or 1} x {build.q_len} x {build.kv_len}"
-
-
-def _build_finding(
-    step: StepRecord,
-    severity: Severity,
-    sentence: str,
-    evidence: Mapping[str, Any],
-    layers: Sequence[int],
-    series: str,
-) -> Finding:
-    return Finding(
-        id=NEEDLESS,
-        severity=severity,
-        sentence=sentence,
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        layer=layers[0] if layers else None,
-        layers=tuple(layers) if len(layers) > 1 else (),
-        evidence=evidence,
-        series=series,
-    )
-
-
 FALLBACK = "path.fallback"
 BYPASS = "path.bypass"
 UNPATCHED = "path.unpatched-layer"
 SUPPRESSED_EXCEPTION = "path.swallowed"
 MASK_IGNORED = "path.mask-ignored"
-
 _PATH_QUERY = (
     "SELECT step, layer, path, backend, mask, handed, swallowed FROM calls WHERE generation = "
     "{generation} AND branch = {branch} AND step = {step} ORDER BY layer"
 )
+
 _DIGITS = re.compile(r"\d+")
+
 _LOOKUP_ERRORS = ("KeyError", "IndexError", "AttributeError", "StopIteration", "LookupError")
 """Exceptions that code uses to detect that it has no mask yet."""
+
+_NO_MASK_PASSED = (None, "none")
+"""The kernel received the mask of its layer, or the layer received none."""
 
 
 class KernelPathRule(Rule):
@@ -471,10 +355,6 @@ class KernelPathRule(Rule):
         )
 
 
-_NO_MASK_PASSED = (None, "none")
-"""The kernel received the mask of its layer, or the layer received none."""
-
-
 def _capitalize(words: str) -> str:
     return words[0].upper() + words[1:]
 
@@ -599,3 +479,121 @@ def _count_differing_pairs(mine: BoolArray, other: BoolArray) -> tuple[int, int]
 
 def _is_or_are(n: int) -> str:
     return "is" if n == 1 else "are"
+
+
+class BuildTracker:
+    """Finds needless mask builds of one run.
+
+    A step is compared with the previous one, even of another generation: a loop over sequences of
+    equal length rebuilds the same mask for each.
+    """
+
+    def __init__(self) -> None:
+        self._last_mask: str | None = None
+        self._n_unchanged = 0
+        self._reported: set[str] = set()
+
+    def on_step(self, step: StepRecord, context: RuleContext) -> list[Finding]:
+        """Report needless builds of a step whose masks are known."""
+        found = []
+        groups: dict[tuple[Any, ...], list[BuildRecord]] = {}
+        mask_of = {call.layer: call.mask for call in step.calls}
+        for build in step.builds:
+            if build.layer is not None and mask_of.get(build.layer) is not None:
+                groups.setdefault((mask_of[build.layer], *_grid_shape(build)), []).append(build)
+        for (mask, *_), builds in groups.items():
+            layers = sorted({build.layer for build in builds if build.layer is not None})
+            if len(builds) > 1:
+                found.append(self._layers_finding(step, context, str(mask), builds, layers))
+        return found or self._check_steps(step)
+
+    def _layers_finding(
+        self,
+        step: StepRecord,
+        context: RuleContext,
+        mask: str,
+        builds: Sequence[BuildRecord],
+        layers: Sequence[int],
+    ) -> Finding:
+        first, ms = builds[0], sum(build.wall_ms for build in builds)
+        spare = ms * (len(builds) - 1) / len(builds)
+        known = context.mask(mask)
+        cells = known.cells if known is not None else None
+        heads_ignored = (first.heads or 1) > 1 and cells is not None and len(cells) == 1
+        heads = f", for {first.heads} heads that all share it" if heads_ignored else ""
+        n_layers = len({call.layer for call in step.calls})
+        sentence = (
+            f"The same mask was built {len(builds)} times in step {step.step}, in "
+            f"{in_layers(layers, n_layers)} (grid {_format_grid(first)}, {ms:.1f} ms, mask_mod "
+            f"{printable(first.rule)}){heads}."
+        )
+        is_costly = (
+            len(layers) >= COSTLY_LAYERS
+            and spare >= COSTLY_MS
+            and spare >= COSTLY_SHARE * step.wall_ms
+        )
+        evidence = {
+            "builds": len(builds),
+            "grid": _format_grid(first),
+            "ms": round(ms, 2),
+            "needless_ms": round(spare, 2),
+            "peak_growth": sum(build.peak_growth for build in builds),
+            "heads_ignored": heads_ignored,
+        }
+        severity = Severity.WARNING if is_costly else Severity.NOTE
+        return _build_finding(step, severity, sentence, evidence, layers, "layers")
+
+    def _check_steps(self, step: StepRecord) -> list[Finding]:
+        """Report a mask that each step rebuilds without a change."""
+        masks = {call.mask for call in step.calls}
+        lengths = {(call.q_len, call.kv_len) for call in step.calls}
+        built = [build for build in step.builds if (build.q_len, build.kv_len) in lengths]
+        only = masks.pop() if len(masks) == 1 else None
+        self._n_unchanged = (
+            self._n_unchanged + 1 if built and only is not None and only == self._last_mask else 0
+        )
+        self._last_mask = only
+        if self._n_unchanged < MIN_UNCHANGED_STEPS - 1 or only is None or only in self._reported:
+            return []
+        self._reported.add(only)
+        ms = built[0].wall_ms
+        sentence = (
+            f"The mask of step {step.step} is the same as in the {self._n_unchanged} steps before, "
+            f"but was rebuilt in each (grid {_format_grid(built[0])}, {ms:.1f} ms)."
+        )
+        evidence = {
+            "steps": self._n_unchanged + 1,
+            "grid": _format_grid(built[0]),
+            "ms": round(ms, 2),
+        }
+        return [_build_finding(step, Severity.NOTE, sentence, evidence, (), "steps")]
+
+
+def _grid_shape(build: BuildRecord) -> tuple[Any, ...]:
+    return build.rule, build.batch, build.heads, build.q_len, build.kv_len
+
+
+def _format_grid(build: BuildRecord) -> str:
+    return f"{build.batch or 1} x {build.heads or 1} x {build.q_len} x {build.kv_len}"
+
+
+def _build_finding(
+    step: StepRecord,
+    severity: Severity,
+    sentence: str,
+    evidence: Mapping[str, Any],
+    layers: Sequence[int],
+    series: str,
+) -> Finding:
+    return Finding(
+        id=NEEDLESS,
+        severity=severity,
+        sentence=sentence,
+        generation=step.generation,
+        branch=step.branch,
+        step=step.step,
+        layer=layers[0] if layers else None,
+        layers=tuple(layers) if len(layers) > 1 else (),
+        evidence=evidence,
+        series=series,
+    )

@@ -36,6 +36,13 @@ _MAX_GENERATIONS = 16
 _MIN_COMMON_PREFIX = 8
 """Equal tokens from which a text counts as repeated; templates have a few in common."""
 
+SLOT_STREAM = "attention.slots"
+OPEN_COLUMN, EMPTY_COLUMN, EMPTY_WEIGHT_COLUMN, STALE_COLUMN, STALE_WEIGHT_COLUMN = range(5)
+"""Columns of `attention.slots` (calls, 5): open keys; empty (all-zero) keys and their weight; stale
+keys beyond the filled length and their weight. Weights are means over heads."""
+
+SlotTable = npt.NDArray[np.float32]
+
 
 class _LastStep(NamedTuple):
     """The facts of the last step that the next one is compared with."""
@@ -385,14 +392,6 @@ def _last_position_id(step: StepRecord) -> int | None:
         return None
     first, n = step.inputs.positions[-1]
     return first + n - 1
-
-
-SLOT_STREAM = "attention.slots"
-OPEN_COLUMN, EMPTY_COLUMN, EMPTY_WEIGHT_COLUMN, STALE_COLUMN, STALE_WEIGHT_COLUMN = range(5)
-"""Columns of `attention.slots` (calls, 5): open keys; empty (all-zero) keys and their weight; stale
-keys beyond the filled length and their weight. Weights are means over heads."""
-
-SlotTable = npt.NDArray[np.float32]
 
 
 def check_slots(context: RuleContext, step: StepRecord) -> list[Finding]:

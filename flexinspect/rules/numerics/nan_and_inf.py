@@ -38,24 +38,26 @@ from flexinspect.rules.engine import FindingKind, Rule
 
 NAN = "numbers.nan"
 INF = "numbers.inf"
-
 _AFTER_LAST_LAYER = 1 << 30
 """Stands for the final norm and the output head."""
 
 _UNLIMITED = 1 << 62
-
 _NONFINITE_QUERY = (
     "SELECT layer, module, n_nan, n_inf, bad_row, min, max FROM layer_stats WHERE generation = "
     "{generation} AND branch = {branch} AND step = {step} AND (n_nan > 0 OR n_inf > 0) "
     "ORDER BY layer"
 )
+
 _LOGITS_QUERY = (
     "SELECT step, n_nan, n_inf FROM steps WHERE generation = {} AND branch = {} AND step = {}"
 )
+
 _NAN_CALL_QUERY = (
     "SELECT layer, path, mask, gate, gate_kind FROM calls WHERE generation = {} AND branch = {} "
     "AND step = {} AND gate = 'nan'"
 )
+
+LARGEST_FLOAT16 = 65504
 
 
 class NumbersRule(Rule):
@@ -366,9 +368,6 @@ def _find_finite_rows(record: ArrayRecord) -> Any:
     if record.dtype == "bfloat16":  # as bits: all ones in the exponent
         return ((array & 0x7F80) != 0x7F80).all(axis=1)
     return np.isfinite(array).all(axis=1)
-
-
-LARGEST_FLOAT16 = 65504
 
 
 class LayerPart(NamedTuple):

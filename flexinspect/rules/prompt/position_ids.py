@@ -24,7 +24,6 @@ from flexinspect.rules.engine import FindingKind, Rule
 from flexinspect.rules.masks.declared_vs_executed import count_pads_by_id
 
 NOT_RESET = "positions.not-reset"
-
 NOT_RESET_KIND = FindingKind(
     Severity.NOTE,
     "isolated segments whose position ids are not restarted",
@@ -41,109 +40,18 @@ NOT_RESET_KIND = FindingKind(
     "WHERE t.generation = {generation} AND t.branch = {branch} GROUP BY t.segment",
 )
 
-
-@dataclass(frozen=True, slots=True)
-class IsolatedPair:
-    """Two segments that do not attend to each other, and the position ids at which they begin."""
-
-    first: Segment
-    second: Segment
-    first_id: int
-    second_id: int
-
-
-def find_isolated_pairs(
-    context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
-) -> list[IsolatedPair]:
-    """Pairs of segments that the executed mask isolates while the position ids continue.
-
-    `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
-    """
-    pieces = [
-        s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= len(ids)
-    ]
-    pairs = [(a, b) for a, b in combinations(pieces, 2) if ids[b.start] > ids[a.stop - 1]]
-    if not pairs:
-        return []
-    for fingerprint in {call.mask: None for call in step.calls}:
-        cells = _common_cells(context.mask(fingerprint), len(ids))
-        isolated = [] if cells is None else [pair for pair in pairs if _is_isolated(cells, *pair)]
-        if isolated:
-            return [IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start])) for a, b in isolated]
-    return []
-
-
-def check_position_order(
-    context: RuleContext, step: StepRecord, pairs: Sequence[IsolatedPair]
-) -> list[Finding]:
-    """A note on the first of these pairs of which some row of the step attends to both."""
-    if not pairs:
-        return []
-    for fingerprint in {call.mask: None for call in step.calls}:
-        mask = context.mask(fingerprint)
-        if mask is None or mask.cells is None or mask.kv_offset:
-            continue
-        for pair in pairs:
-            sees_first, sees_second = (
-                mask.cells[..., segment.start : segment.stop].any(axis=2)
-                for segment in (pair.first, pair.second)
-            )
-            if (sees_first & sees_second).any():
-                return [_not_reset_finding(context, step, pair)]
-    return []
-
-
-def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
-    """The cells (rows, keys) that are open in any head; None if not all `n` positions are known."""
-    if mask is None or mask.cells is None or mask.cells.shape[1] != n:
-        return None
-    if mask.averaged is not None or mask.cells.shape[2] < n:
-        return None
-    cells: BoolArray = np.any(mask.cells, axis=0)
-    return cells
-
-
-def _is_isolated(cells: BoolArray, first: Segment, second: Segment) -> bool:
-    one, other = slice(first.start, first.stop), slice(second.start, second.stop)
-    return not cells[other, one].any() and not cells[one, other].any()
-
-
-def _not_reset_finding(context: RuleContext, step: StepRecord, pair: IsolatedPair) -> Finding:
-    a, b = printable(pair.first.label), printable(pair.second.label)
-    return Finding(
-        id=NOT_RESET,
-        severity=Severity.NOTE,
-        sentence=(
-            f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
-            f"({context.format_position(pair.second.start)}), and {a}, to which it does not "
-            f"attend, at {pair.first_id}; a row that attends to both sees them at different "
-            "distances, so their order may matter (a modeling choice, not a fault)."
-        ),
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        positions=(pair.second.start,),
-        evidence={
-            "first": a,
-            "second": b,
-            "first_id": pair.first_id,
-            "second_id": pair.second_id,
-        },
-        series="order",
-    )
-
-
 POSITION_JUMP = "positions.jump"
 POSITION_RESTART = "positions.restart"
 POSITION_PADDING = "positions.padding"
 LEARNED_POSITIONS_EVENT = "learnt-positions"
 """Event of a model with learned position embeddings, where absolute ids matter."""
-POSITION_DUPLICATE = "positions.duplicate"
 
+POSITION_DUPLICATE = "positions.duplicate"
 _POSITION_QUERY = (
     "SELECT step, batch, positions, cached_before FROM inputs "
     "WHERE generation = {generation} AND branch = {branch} ORDER BY step"
 )
+
 _POSITION_CONFIRM = (
     "Check the position ids in the tokens panel, or the column positions of the table inputs step "
     "by step."
@@ -472,3 +380,94 @@ class PositionsRule(Rule):
 
 def _stream_array(step: StepRecord, stream: str) -> PositionIds | None:
     return next((one.array for one in step.arrays if one.stream == stream), None)
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatedPair:
+    """Two segments that do not attend to each other, and the position ids at which they begin."""
+
+    first: Segment
+    second: Segment
+    first_id: int
+    second_id: int
+
+
+def find_isolated_pairs(
+    context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
+) -> list[IsolatedPair]:
+    """Pairs of segments that the executed mask isolates while the position ids continue.
+
+    `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
+    """
+    pieces = [
+        s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= len(ids)
+    ]
+    pairs = [(a, b) for a, b in combinations(pieces, 2) if ids[b.start] > ids[a.stop - 1]]
+    if not pairs:
+        return []
+    for fingerprint in {call.mask: None for call in step.calls}:
+        cells = _common_cells(context.mask(fingerprint), len(ids))
+        isolated = [] if cells is None else [pair for pair in pairs if _is_isolated(cells, *pair)]
+        if isolated:
+            return [IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start])) for a, b in isolated]
+    return []
+
+
+def check_position_order(
+    context: RuleContext, step: StepRecord, pairs: Sequence[IsolatedPair]
+) -> list[Finding]:
+    """A note on the first of these pairs of which some row of the step attends to both."""
+    if not pairs:
+        return []
+    for fingerprint in {call.mask: None for call in step.calls}:
+        mask = context.mask(fingerprint)
+        if mask is None or mask.cells is None or mask.kv_offset:
+            continue
+        for pair in pairs:
+            sees_first, sees_second = (
+                mask.cells[..., segment.start : segment.stop].any(axis=2)
+                for segment in (pair.first, pair.second)
+            )
+            if (sees_first & sees_second).any():
+                return [_not_reset_finding(context, step, pair)]
+    return []
+
+
+def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
+    """The cells (rows, keys) that are open in any head; None if not all `n` positions are known."""
+    if mask is None or mask.cells is None or mask.cells.shape[1] != n:
+        return None
+    if mask.averaged is not None or mask.cells.shape[2] < n:
+        return None
+    cells: BoolArray = np.any(mask.cells, axis=0)
+    return cells
+
+
+def _is_isolated(cells: BoolArray, first: Segment, second: Segment) -> bool:
+    one, other = slice(first.start, first.stop), slice(second.start, second.stop)
+    return not cells[other, one].any() and not cells[one, other].any()
+
+
+def _not_reset_finding(context: RuleContext, step: StepRecord, pair: IsolatedPair) -> Finding:
+    a, b = printable(pair.first.label), printable(pair.second.label)
+    return Finding(
+        id=NOT_RESET,
+        severity=Severity.NOTE,
+        sentence=(
+            f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
+            f"({context.format_position(pair.second.start)}), and {a}, to which it does not "
+            f"attend, at {pair.first_id}; a row that attends to both sees them at different "
+            "distances, so their order may matter (a modeling choice, not a fault)."
+        ),
+        generation=step.generation,
+        branch=step.branch,
+        step=step.step,
+        positions=(pair.second.start,),
+        evidence={
+            "first": a,
+            "second": b,
+            "first_id": pair.first_id,
+            "second_id": pair.second_id,
+        },
+        series="order",
+    )

@@ -35,7 +35,16 @@ from flexinspect.rules.prompt.prompt_facts import (
 from flexinspect.rules.prompt.segment_findings import DRIFT, SEGMENTS_MERGED, SHIFTED
 
 _LIBRARY_PREFIXES = ("transformers.", "flexinspect")
+
 _MAX_NAMED_SEGMENTS = 3
+OpenKeyCounts = npt.NDArray[np.intp]
+"""Open keys per row, (rows,)."""
+
+Borders = tuple[int, ...]
+"""Positions of the rows at which another set of keys begins."""
+
+MAX_BORDER_ROWS = 4096
+"""Rows up to which the borders of a declared mask are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,16 +289,6 @@ def explain_shift(prompt: PromptTokens, n: int) -> str:
     if n and prompt.n_pads and n == prompt.n_pads + bos:
         return ", as if positions had been counted without the padding and the BOS"
     return ""
-
-
-OpenKeyCounts = npt.NDArray[np.intp]
-"""Open keys per row, (rows,)."""
-
-Borders = tuple[int, ...]
-"""Positions of the rows at which another set of keys begins."""
-
-MAX_BORDER_ROWS = 4096
-"""Rows up to which the borders of a declared mask are computed."""
 
 
 @dataclass(frozen=True, slots=True)
