@@ -147,8 +147,8 @@ def test_a_layer_that_does_its_own_arithmetic_from_the_decode_steps_on(tmp_path:
     found = one(planted(tmp_path, model, generate(model)), "observer.incomplete")
     assert (found.step, found.layer, found.severity) == (1, 1, Severity.WARNING)
     assert found.sentence == (
-        "No attention call of layer 1 was seen in step 1, unlike before, while layers 0, 2 had "
-        "theirs: what ran there is not known."
+        "No attention call of layer 1 was captured in step 1, unlike in earlier steps and in "
+        "layers 0, 2: it is not known what ran there."
     )
     assert found.evidence["missing"] == [1]
 

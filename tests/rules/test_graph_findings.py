@@ -82,7 +82,7 @@ def test_a_rule_by_exec_at_each_decode_step(tmp_path: Path) -> None:
     assert (found.step, found.severity) == (4, Severity.WARNING)
     assert found.evidence["steps"] == 6, "the words of the last step count"
     assert "6 new graphs in 6 decode steps in a row (steps 1 to 6, " in found.sentence
-    assert "guard: mask_mod code object, and the rule" in found.sentence
+    assert "guard: mask_mod code object; the mask_mod" in found.sentence
     assert (found.times, found.last_step) == (3, 6)
 
 
@@ -154,4 +154,4 @@ def test_five_graphs_in_five_calls_outside_of_a_model() -> None:
     found = one(found_in_case("p02_graph_every_step"), "graphs.every-step")
     assert found.generation == 3
     assert "5 new graphs in 5 calls in a row (generations 0 to 4, " in found.sentence
-    assert 'guard: mask_mod code object, and the rule "rule" (<string>:1) is new' in found.sentence
+    assert 'guard: mask_mod code object; the mask_mod "rule" (<string>:1) is new' in found.sentence

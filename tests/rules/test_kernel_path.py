@@ -141,9 +141,8 @@ def test_a_layer_that_was_never_patched(tmp_path: Path) -> None:
     assert (unpatched.step, unpatched.layer, unpatched.times) == (0, 1, 4)
     assert unpatched.severity is Severity.ERROR
     assert unpatched.sentence == (
-        "Layer 1 (of 3 layers) ran sdpa in step 0, where layers 0, 2 ran flex uncompiled, and no "
-        "exception was seen: it was never patched; 36 pairs are open there that the other layers "
-        "keep closed."
+        "Layer 1 (of 3 layers) ran sdpa in step 0, while layers 0, 2 ran flex uncompiled, without "
+        "an exception: it was never patched; 36 pairs are open that are closed in the other layers."
     )
 
 
@@ -224,7 +223,7 @@ def test_an_unchanged_mask_that_is_built_for_each_sequence(tmp_path: Path) -> No
 
     built = one(planted(tmp_path, model, loop(True)), "path.needless-builds")
     assert (built.generation, built.step, built.severity) == (2, 0, Severity.NOTE)
-    assert built.sentence.startswith("The mask of step 0 is the one of the 2 steps before it")
+    assert built.sentence.startswith("The mask of step 0 is the same as in the 2 steps before")
     assert paths(planted(tmp_path, model, loop(False), name="kept")) == []
 
 

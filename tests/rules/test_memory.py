@@ -77,7 +77,7 @@ def test_heads_for_a_rule_that_is_built_without_them_as_well_are_a_warning() -> 
 def test_heads_that_may_be_needed_are_a_note_with_the_question() -> None:
     found = one(look(step(0, builds=(build(300, 8),))), "memory.mask-creation")
     assert found.severity is Severity.NOTE
-    assert "H can be None if the rule ignores the head" in found.sentence
+    assert "H can be None if the mask_mod ignores the head" in found.sentence
 
 
 def test_a_gibibyte_is_too_much_whatever_the_reason() -> None:

@@ -107,7 +107,7 @@ def test_a_layer_whose_output_is_constant_is_dead(value: float, tmp_path: Path) 
     found = run_changed(tmp_path, 1, lambda n, x, out: torch.full_like(out, value))
     finding = of(found, SATURATION)[0]
     assert (finding.severity, finding.step, finding.layer) == (Severity.WARNING, 0, 1)
-    assert f"The output of layer 1 is {value:g} in every number of all 14 rows" in finding.sentence
+    assert f"Every value in the output of layer 1 is {value:g} in all 14 rows" in finding.sentence
     assert finding.times == 10
 
 
