@@ -289,7 +289,7 @@ def test_a_token_from_an_older_row_is_not_the_best(tmp_path: Path) -> None:
     finding = one(found, "text.not-the-best")
     assert (finding.severity, finding.step, finding.evidence["rank"]) == (Severity.NOTE, 9, 1)
     assert "while 23 of 24 chosen tokens are the best" in finding.sentence
-    assert "unless a processor that was not seen changed the scores" in finding.sentence
+    assert "unless a logits processor that was not recorded changed the scores" in finding.sentence
 
 
 def test_sampling_is_distinguished_from_greedy_decoding(tmp_path: Path) -> None:
