@@ -1,4 +1,4 @@
-"""Attention that is no attention: on one key, on BOS alone, the same on all keys, or infinite."""
+"""Degenerate attention: collapsed to one key or to BOS, uniform, or infinite."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_scores_that_are_far_too_large_collapse_every_head(
     assert (finding.severity, finding.layer) == (Severity.WARNING, None)
     assert finding.times >= 2
     assert "Every head of all 3 layers puts more than 0.999 of its attention" in finding.sentence
-    assert "in 3 steps in a row (up to step " in finding.sentence
+    assert "in 3 consecutive steps (up to step " in finding.sentence
 
 
 def test_a_scale_that_was_left_out_in_wide_heads_collapses_too(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_queries_or_keys_that_are_zero_make_attention_uniform(
     keys = 9 if family == "mistral" else 15
     assert finding.sentence == (
         f"Every head of layer {layer} gives each of the {keys} keys open to the newest row of step "
-        f"1 the same weight (1/{keys}), whatever token is fed: its scores do not depend on the "
+        f"1 the same weight (1/{keys}), for any input token: its scores do not depend on the "
         "keys."
     )
     assert serious(found) == [finding]
@@ -123,7 +123,7 @@ def no_rotation(module: Any, args: Any, out: Any) -> Any:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
-def test_padding_fed_again_and_again_is_no_fault_of_the_layer(tmp_path: Path) -> None:
+def test_repeated_padding_is_no_fault_of_the_layer(tmp_path: Path) -> None:
     """The embedding of padding is zero, and so are the first layer's queries."""
     model = make_model("llama")
     found = run(tmp_path, model, logits_processor=[lambda fed, scores: pad(scores)])
@@ -190,7 +190,7 @@ def look(records: Sequence[StepRecord]) -> list[Finding]:
     return found
 
 
-def test_a_healthy_model_has_nothing_said_of_it() -> None:
+def test_a_healthy_model_has_no_findings() -> None:
     assert look(steps(12)) == []
 
 
@@ -201,7 +201,10 @@ def test_all_attention_on_bos_is_a_note() -> None:
     found = look(steps(6, sink))
     assert {(f.id, f.severity) for f in found} == {("attention.sink", Severity.NOTE)}
     assert found[0].step == 3
-    assert "gives BOS at least 0.995 of its attention in 3 generated rows" in found[0].sentence
+    assert (
+        "gives BOS at least 0.995 of its attention in 3 consecutive generated rows"
+        in found[0].sentence
+    )
 
 
 def test_one_head_that_looks_elsewhere_is_enough() -> None:
@@ -234,8 +237,8 @@ def test_an_infinite_log_sum_exp_is_named_with_its_head(value: float, word: str)
     (finding,) = look(steps(6, infinite))
     assert (finding.id, finding.step, finding.layer, finding.head) == ("attention.lse", 4, 1, 1)
     assert finding.sentence == (
-        f"The log-sum-exp of the newest row is {word} in head 1 of layer 1 in step 4, though the "
-        f"row sees {N + 4} keys."
+        f"The log-sum-exp of the newest row is {word} in head 1 of layer 1 in step 4, although the "
+        f"row attends to {N + 4} keys."
     )
 
 

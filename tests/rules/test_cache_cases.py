@@ -34,7 +34,7 @@ def test_k03_weighs_the_empty_slots_and_leaves_the_closed_ones_alone(
     finding = one(found("k03_empty_cache_slots"), "cache.empty-slots")
     assert (finding.generation, finding.severity) == (0, Severity.ERROR)
     assert finding.sentence == (
-        "32 keys allowed, 12 filled: 54 % of the weight of this call sits on empty slots."
+        "32 keys open, 12 filled: 54 % of the attention of this call is on empty slots."
     )
 
 
@@ -68,7 +68,7 @@ def test_k09_counts_the_rows_once(found: Callable[..., list[Finding]]) -> None:
     assert "5 steps computed 60 query rows, and 14 are needed" in finding.sentence
 
 
-def test_s03_names_the_segment_whose_positions_run_on_and_not_the_one_that_begins_anew(
+def test_s03_names_the_segment_whose_positions_continue_and_not_the_one_that_restarts(
     found: Callable[..., list[Finding]],
 ) -> None:
     notes = of(found("s03_order_of_paraphrases", TWO_PARAPHRASES), "positions.not-reset")
@@ -78,7 +78,7 @@ def test_s03_names_the_segment_whose_positions_run_on_and_not_the_one_that_begin
 
 
 @pytest.mark.parametrize("name", ["c2_padded_batch", "c3_open_decode_row", "c5_shifted_positions"])
-def test_healthy_twins_are_left_alone(found: Callable[..., list[Finding]], name: str) -> None:
+def test_correct_programs_have_no_findings(found: Callable[..., list[Finding]], name: str) -> None:
     findings = found(name)
     ours = [f for f in findings if f.id.startswith(("cache.", "positions.", "lengths."))]
     assert serious(findings) == ours == []

@@ -1,4 +1,4 @@
-"""Faults of the cache are found in runs of real models, and healthy caches are left alone."""
+"""Faults of the cache are found in runs of real models, and healthy caches are not reported."""
 
 from __future__ import annotations
 
@@ -25,19 +25,28 @@ def prompt(n: int = 9, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 
-def greedy(model: Any, fed: Tensor, **options: Any) -> Tensor:
-    options = {"attention_mask": torch.ones_like(fed), "max_new_tokens": NEW, **options}
-    found: Tensor = model.generate(fed, **{"do_sample": False, **options})
+def greedy(model: Any, input_ids: Tensor, **options: Any) -> Tensor:
+    options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": NEW, **options}
+    found: Tensor = model.generate(input_ids, **{"do_sample": False, **options})
     return found
 
 
 def decode(
-    model: Any, fed: Tensor, n: int = NEW, cache: Any = None, chosen: Any = None, **options: Any
+    model: Any,
+    input_ids: Tensor,
+    n: int = NEW,
+    cache: Any = None,
+    chosen: Any = None,
+    **options: Any,
 ) -> None:
     """Run a loop of a user's own, with the cache that they hold."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     for _ in range(n):
-        fed = model(fed, past_key_values=cache, use_cache=True, **options).logits[:, -1:].argmax(-1)
+        input_ids = (
+            model(input_ids, past_key_values=cache, use_cache=True, **options)
+            .logits[:, -1:]
+            .argmax(-1)
+        )
 
 
 def about_caches(found: list[Finding]) -> list[Finding]:
@@ -87,7 +96,7 @@ def test_layers_beyond_the_end_of_a_cache_made_bit_by_bit_are_named_when_they_se
     found = planted(tmp_path, model, lambda: decode(model, prompt(), cache=DynamicCache()))
     finding = one(found, "cache.empty-layer")
     assert (finding.layer, finding.step) == (2, 1)
-    assert finding.sentence.endswith("in step 1 it sees 1 key instead of 10.")
+    assert finding.sentence.endswith("in step 1 it attends to 1 key instead of 10.")
 
 
 def test_no_layer_that_keeps_anything_is_one_finding(tmp_path: Path) -> None:
@@ -97,7 +106,7 @@ def test_no_layer_that_keeps_anything_is_one_finding(tmp_path: Path) -> None:
     found = planted(tmp_path, model, lambda: decode(model, prompt(), 4))
     (finding,) = of(found, "cache.empty-layer")
     assert finding.sentence == (
-        "All 3 layers received a cache and left it empty (0), no layer holds anything."
+        "All 3 layers received a cache and left it empty (0), no layer holds any keys."
     )
     assert finding.layers == (0, 1, 2)
 
@@ -114,8 +123,8 @@ def test_a_layer_that_takes_another_way_for_single_rows_loses_its_keys(tmp_path:
     finding = one(found, "cache.lost")
     assert (finding.severity, finding.layer, finding.step) == (Severity.ERROR, 1, 1)
     assert finding.sentence == (
-        "Layer 1 sees only 1 key in step 1, those of the step itself, and the cache held 9 before "
-        "it."
+        "Layer 1 attends to only 1 key in step 1, those of the step itself; the cache held 9 "
+        "before it."
     )
 
 
@@ -124,9 +133,9 @@ def test_a_layer_whose_cache_shrinks_between_steps_is_named(tmp_path: Path) -> N
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        fed = prompt()
+        input_ids = prompt()
         for step in range(5):
-            fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+            input_ids = model(input_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
             if step == 2:
                 layer = cache.layers[1]
                 layer.keys, layer.values = layer.keys[:, :, :4], layer.values[:, :, :4]
@@ -134,7 +143,7 @@ def test_a_layer_whose_cache_shrinks_between_steps_is_named(tmp_path: Path) -> N
     assert cache is None
     finding = one(planted(tmp_path, model, run), "cache.lost")
     assert (finding.layer, finding.step) == (1, 3)
-    assert "lost keys between steps 2 and 3: the cache held 11 and holds 4" in finding.sentence
+    assert "lost keys between steps 2 and 3: the cache held 11 and now holds 4" in finding.sentence
 
 
 def test_single_tokens_without_a_cache_are_a_lost_cache(tmp_path: Path) -> None:
@@ -142,18 +151,20 @@ def test_single_tokens_without_a_cache_are_a_lost_cache(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
-        fed = prompt()
+        input_ids = prompt()
         for _ in range(5):
-            fed = model(fed).logits[:, -1:].argmax(-1)
+            input_ids = model(input_ids).logits[:, -1:].argmax(-1)
 
     finding = one(planted(tmp_path, model, run), "cache.lost")
     assert finding.severity is Severity.ERROR
     assert "a single token" in finding.sentence
-    assert "without any cached key" in finding.sentence
-    assert finding.sentence.endswith("it sees itself and nothing of the 10 tokens before it.")
+    assert "has no cached keys" in finding.sentence
+    assert finding.sentence.endswith(
+        "it attends only to itself, and not to the 10 tokens before it."
+    )
 
 
-def test_a_position_that_goes_on_tells_of_a_lost_cache_at_once(tmp_path: Path) -> None:
+def test_a_position_id_that_continues_shows_a_lost_cache_at_once(tmp_path: Path) -> None:
     model = make_model("qwen2")
 
     def run() -> None:
@@ -161,27 +172,29 @@ def test_a_position_that_goes_on_tells_of_a_lost_cache_at_once(tmp_path: Path) -
         model(prompt(1), position_ids=torch.tensor([[9]]), use_cache=False)
 
     finding = one(planted(tmp_path, model, run), "cache.lost")
-    assert "its position id 9 goes on from 8" in finding.sentence
-    assert "nothing of the 9 tokens before it" in finding.sentence
+    assert "its position id 9 follows 8" in finding.sentence
+    assert "and not to the 9 tokens before it" in finding.sentence
 
 
-def test_all_layers_cut_in_the_middle_of_an_answer_are_a_lost_cache(tmp_path: Path) -> None:
+def test_all_layers_cropped_in_the_middle_of_an_answer_are_a_lost_cache(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
         cache = DynamicCache(config=model.config)
-        fed = prompt()
+        input_ids = prompt()
         for step in range(5):
-            fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+            input_ids = model(input_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
             if step == 2:
                 cache.crop(4 - cache.get_seq_length())
 
     finding = one(planted(tmp_path, model, run), "cache.lost")
     assert finding.severity is Severity.WARNING
-    assert "it held 11 and holds 4, and the text goes on with the next token" in finding.sentence
+    assert (
+        "it held 11 and now holds 4, but the text continues with the next token" in finding.sentence
+    )
 
 
-# -- fed twice, and of another text ----------------------------------------------------------------
+# -- the same text twice, and another text ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -202,12 +215,12 @@ def test_a_layer_that_updates_its_cache_twice_is_named(tmp_path: Path, layer: in
     finding = one(found, "cache.duplicated")
     assert (finding.layer, finding.step) == (layer, 0)
     assert finding.sentence == (
-        f"The cache of layer {layer} grew by 18 keys in step 0, which fed 9 rows: its keys are in "
-        "it more than once."
+        f"The cache of layer {layer} grew by 18 keys in step 0, which has 9 rows: keys are "
+        "stored more than once."
     )
 
 
-def test_a_prompt_that_is_fed_twice_is_told(tmp_path: Path) -> None:
+def test_a_repeated_prompt_is_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -217,12 +230,12 @@ def test_a_prompt_that_is_fed_twice_is_told(tmp_path: Path) -> None:
 
     finding = one(planted(tmp_path, model, run), "cache.duplicated")
     assert (finding.severity, finding.step) == (Severity.ERROR, 1)
-    assert "all 9 tokens that the cache holds are fed again" in finding.sentence
+    assert "repeats all 9 cached tokens" in finding.sentence
     assert "grows from 9 to 18 keys" in finding.sentence
     assert finding.positions == tuple(range(9, 18))
 
 
-def test_a_whole_conversation_fed_on_its_own_cache_is_told(tmp_path: Path) -> None:
+def test_a_whole_conversation_repeated_on_its_own_cache_is_reported(tmp_path: Path) -> None:
     model = make_model("llama")
     whole = prompt(9)
 
@@ -236,7 +249,7 @@ def test_a_whole_conversation_fed_on_its_own_cache_is_told(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("static", [False, True])
-def test_a_cache_that_generate_goes_on_with_for_another_prompt_is_told(
+def test_a_cache_that_generate_reuses_for_another_prompt_is_reported(
     tmp_path: Path, static: bool
 ) -> None:
     model = make_model("llama")
@@ -251,10 +264,10 @@ def test_a_cache_that_generate_goes_on_with_for_another_prompt_is_told(
 
     finding = one(planted(tmp_path, model, run), "cache.shared")
     assert (finding.severity, finding.generation, finding.step) == (Severity.ERROR, 1, 0)
-    assert finding.sentence.startswith("The cache holds 14 keys of another text: 14 of the 14 ")
+    assert finding.sentence.startswith("The cache holds 14 keys of another text: 14 of the first ")
 
 
-def test_another_text_with_the_same_beginning_on_a_used_cache_is_told(tmp_path: Path) -> None:
+def test_another_text_with_the_same_beginning_on_a_used_cache_is_reported(tmp_path: Path) -> None:
     model = make_model("llama")
     shared = prompt(10, 5)
 
@@ -265,10 +278,10 @@ def test_another_text_with_the_same_beginning_on_a_used_cache_is_told(tmp_path: 
 
     finding = one(planted(tmp_path, model, run), "cache.shared")
     assert finding.severity is Severity.WARNING
-    assert "the first 10 of its 14 tokens" in finding.sentence
+    assert "its first 10 of 14 tokens" in finding.sentence
 
 
-def test_the_last_prompt_token_fed_again_is_told(tmp_path: Path) -> None:
+def test_a_repeated_last_prompt_token_is_reported(tmp_path: Path) -> None:
     """The loop begins with the prompt's last token, which the prefill has read already."""
     model = make_model("llama")
 
@@ -279,10 +292,12 @@ def test_the_last_prompt_token_fed_again_is_told(tmp_path: Path) -> None:
 
     finding = one(planted(tmp_path, model, run), "cache.duplicated")
     assert (finding.severity, finding.step, finding.positions) == (Severity.WARNING, 1, (9,))
-    assert finding.sentence.startswith("The last token of the prompt was fed twice: step 1 begins")
+    assert finding.sentence.startswith(
+        "The last token of the prompt is in the input twice: step 1 begins"
+    )
 
 
-def test_a_prompt_whose_last_token_is_kept_for_the_loop_is_left_alone(tmp_path: Path) -> None:
+def test_a_prompt_whose_last_token_is_kept_for_the_loop_is_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -297,28 +312,28 @@ def test_a_prompt_whose_last_token_is_kept_for_the_loop_is_left_alone(tmp_path: 
 
 
 def grow(model: Any, n: int = NEW, **options: Any) -> None:
-    fed = prompt()
+    input_ids = prompt()
     for _ in range(n):
-        token = model(fed, **options).logits[:, -1:].argmax(-1)
-        fed = torch.cat([fed, token], 1)
+        token = model(input_ids, **options).logits[:, -1:].argmax(-1)
+        input_ids = torch.cat([input_ids, token], 1)
 
 
 @pytest.mark.parametrize("options", [{"use_cache": False}, {}], ids=["no cache", "a new one each"])
-def test_a_loop_that_feeds_everything_again_is_told_once_with_its_count(
+def test_a_loop_that_recomputes_everything_is_reported_once_with_its_count(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     model = make_model("gpt_neox")
     finding = one(planted(tmp_path, model, lambda: grow(model, **options)), "cache.not-used")
     severity = Severity.NOTE if options else Severity.WARNING
     assert (finding.severity, finding.step, finding.last_step) == (severity, 1, 5)
-    asked = " (use_cache=False was given)" if options else ""
+    asked = " (use_cache=False was passed)" if options else ""
     assert finding.sentence == (
-        "No cache is in use: q length grows 9, 10, 11, ... to 14; 6 steps computed 69 query rows, "
-        f"and 14 are needed with a cache{asked}."
+        "No cache is used: q length grows 9, 10, 11, ... to 14; 6 steps computed 69 query rows, "
+        f"where 14 are enough with a cache{asked}."
     )
 
 
-def test_generate_without_a_cache_is_told(tmp_path: Path) -> None:
+def test_generate_without_a_cache_is_reported(tmp_path: Path) -> None:
     model = make_model("llama")
     run = lambda: greedy(model, prompt(), use_cache=False)  # noqa: E731
     finding = one(planted(tmp_path, model, run), "cache.not-used")
@@ -347,7 +362,7 @@ def interface() -> Iterator[Callable[[str, Any], None]]:
 
 
 def sees(n_open: Callable[[int, int], int], layers: tuple[int, ...] = (0, 1, 2)) -> Any:
-    """Return an attention whose newest row sees the first `n_open(rows, keys)` keys."""
+    """Return an attention whose newest row attends to the first `n_open(rows, keys)` keys."""
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kw: Any) -> Any:
         rows, keys = q.shape[2], k.shape[2]
@@ -366,10 +381,10 @@ def sees(n_open: Callable[[int, int], int], layers: tuple[int, ...] = (0, 1, 2))
     return attention
 
 
-def static_loop(model: Any, attention: Any, cache: Any, fed: Tensor, n: int = 3) -> None:
+def static_loop(model: Any, attention: Any, cache: Any, input_ids: Tensor, n: int = 3) -> None:
     for _ in range(n):
-        attention.state["filled"] += fed.shape[1]
-        fed = model(fed, past_key_values=cache).logits[:, -1:].argmax(-1)
+        attention.state["filled"] += input_ids.shape[1]
+        input_ids = model(input_ids, past_key_values=cache).logits[:, -1:].argmax(-1)
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2), (1,)])
@@ -385,7 +400,7 @@ def test_empty_slots_of_a_static_cache_in_use_are_weighed(
     finding = one(found, "cache.empty-slots")
     assert (finding.severity, finding.step, finding.layer) == (Severity.ERROR, 1, layers[0])
     assert (finding.evidence["allowed"], finding.evidence["filled"]) == (32, 10)
-    assert "32 keys allowed, 10 filled: " in finding.sentence
+    assert "32 keys open, 10 filled: " in finding.sentence
     assert 0.05 < finding.evidence["weight"] < 0.95
     assert finding.times == 2
     assert of(found, "cache.stale-slots") == []
@@ -408,7 +423,7 @@ def test_slots_of_an_earlier_text_in_use_are_stale(tmp_path: Path, interface: An
     found = planted(tmp_path, model, run)
     finding = one(found, "cache.stale-slots")
     assert (finding.generation, finding.step, finding.evidence["slots"]) == (1, 1, 2)
-    assert "12 keys allowed, 10 filled" in finding.sentence
+    assert "12 keys open, 10 filled" in finding.sentence
 
 
 def test_a_cache_of_the_users_own_is_weighed_by_its_keys_of_zeros(
@@ -443,7 +458,9 @@ def test_a_cache_of_the_users_own_is_weighed_by_its_keys_of_zeros(
     assert (finding.evidence["allowed"], finding.evidence["filled"]) == (24, 10)
 
 
-def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_left_alone(tmp_path: Path) -> None:
+def test_queries_and_keys_padded_with_zeros_to_whole_blocks_are_not_reported(
+    tmp_path: Path,
+) -> None:
     """The rows of padding see each other, and nobody reads them."""
     script = tmp_path / "padded.py"
     script.write_text(
@@ -481,7 +498,7 @@ HEALTHY: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_healthy_caches_are_left_alone(tmp_path: Path, name: str, level: str) -> None:
+def test_healthy_caches_are_not_reported(tmp_path: Path, name: str, level: str) -> None:
     model = make_model("llama")
     found = planted(tmp_path, model, lambda: HEALTHY[name](model), level=level)
     assert serious(found) == about_caches(found) == []
@@ -489,27 +506,29 @@ def test_healthy_caches_are_left_alone(tmp_path: Path, name: str, level: str) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["generate", "static", "loop"])
-def test_caches_of_all_families_are_left_alone(tmp_path: Path, family: str, name: str) -> None:
+def test_caches_of_all_families_are_not_reported(tmp_path: Path, family: str, name: str) -> None:
     """Prompts longer than the windows of those that slide."""
     model = make_model(family).to(torch.bfloat16)
-    fed = prompt(14)
+    input_ids = prompt(14)
     runs: dict[str, Callable[[], Any]] = {
-        "generate": lambda: greedy(model, fed),
-        "static": lambda: greedy(model, fed, cache_implementation="static", disable_compile=True),
-        "loop": lambda: decode(model, fed),
+        "generate": lambda: greedy(model, input_ids),
+        "static": lambda: greedy(
+            model, input_ids, cache_implementation="static", disable_compile=True
+        ),
+        "loop": lambda: decode(model, input_ids),
     }
     found = planted(tmp_path, model, runs[name])
     assert serious(found) == about_caches(found) == []
 
 
-def test_assisted_generation_is_left_alone(tmp_path: Path) -> None:
-    """Drafts that are rejected are cut from the caches."""
+def test_assisted_generation_is_not_reported(tmp_path: Path) -> None:
+    """Rejected drafts are cropped from the caches."""
     model, assistant = make_model("llama"), make_model("llama", num_hidden_layers=1)
     found = planted(tmp_path, model, lambda: greedy(model, prompt(), assistant_model=assistant))
     assert serious(found) == about_caches(found) == []
 
 
-def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
+def test_chunks_turns_and_crops_are_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -525,7 +544,7 @@ def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
     assert serious(found) == about_caches(found) == []
 
 
-def test_a_further_turn_of_generate_on_its_own_cache_is_left_alone(tmp_path: Path) -> None:
+def test_a_further_turn_of_generate_on_its_own_cache_is_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -548,18 +567,18 @@ def test_a_mask_that_lets_early_rows_see_late_ones_needs_no_cache(tmp_path: Path
     model.set_attn_implementation("eager")
 
     def run() -> None:
-        fed = prompt()
+        input_ids = prompt()
         for _ in range(4):
-            n = fed.shape[1]
+            n = input_ids.shape[1]
             mask = torch.zeros(1, 1, n, n)
-            token = model(fed, attention_mask=mask, use_cache=False).logits[:, -1:].argmax(-1)
-            fed = torch.cat([fed, token], 1)
+            token = model(input_ids, attention_mask=mask, use_cache=False).logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token], 1)
 
     assert of(planted(tmp_path, model, run), "cache.not-used") == []
 
 
-def test_a_layer_that_shares_the_keys_of_another_is_left_alone(tmp_path: Path) -> None:
-    """It stores nothing of its own and sees all keys all the same."""
+def test_a_layer_that_shares_the_keys_of_another_is_not_reported(tmp_path: Path) -> None:
+    """It stores no keys of its own, but attends to all keys."""
     model = make_model("llama")
     seen: dict[str, tuple[Tensor, Tensor]] = {}
     cache = DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""Calls that are told another scale, cap or dtype than the others: planted, with clean twins."""
+"""Calls with another scale, softcap or dtype than the others, and correct programs without one."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_the_default_scale_and_the_same_number_are_the_same() -> None:
     assert look(calls({"scale": None}, {"scale": 0.5}, {"scale": None})) == []
 
 
-def test_what_differs_from_the_first_step_on_is_told_once() -> None:
+def test_a_difference_from_the_first_step_on_is_reported_once() -> None:
     odd = calls({}, {"scale": 1.0}, {})
     assert of(look(odd, odd, odd), "attention.scale") == look(odd)
     back = look(odd, calls({}, {}, {}))

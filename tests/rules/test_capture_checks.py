@@ -1,4 +1,4 @@
-"""Where the record is not what ran, or has gaps, is said; a whole and true one is not doubted."""
+"""A wrong or incomplete record is reported; a complete and correct one is not."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_layer_that_does_more_than_its_name_says(
     found = one(planted(tmp_path, model, lambda: model(prompt())), "observer.gate")
     assert (found.layer, found.severity) == (layers[0], Severity.WARNING)
     assert found.layers == (layers if len(layers) > 1 else ())
-    assert "step 0, what is recorded is not what ran" in found.sentence
+    assert "step 0, the record is not what ran" in found.sentence
     assert found.evidence["gate"] > found.evidence["bar"] == 0.01
 
 
@@ -147,8 +147,8 @@ def test_a_layer_that_does_its_own_arithmetic_from_the_decode_steps_on(tmp_path:
     found = one(planted(tmp_path, model, generate(model)), "observer.incomplete")
     assert (found.step, found.layer, found.severity) == (1, 1, Severity.WARNING)
     assert found.sentence == (
-        "No attention call of layer 1 was seen in step 1, unlike before, while layers 0, 2 had "
-        "theirs: what ran there is not known."
+        "No attention call of layer 1 was captured in step 1, unlike in earlier steps and in "
+        "layers 0, 2: it is not known what ran there."
     )
     assert found.evidence["missing"] == [1]
 
@@ -162,7 +162,7 @@ def test_a_layer_that_was_never_seen_is_a_note(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hook-off", "step-unread", "rule-off"])
-def test_a_recording_that_broke_is_a_warning_wherever_it_is_heard_of(kind: str) -> None:
+def test_a_broken_recording_is_a_warning_inside_and_outside_steps(kind: str) -> None:
     rule, scene = ObserverRule(), RuleContext()
     rule.context = scene
     (found,) = rule.on_event(EventRecord(kind, "The hook 'x' failed", 0.0))
@@ -176,7 +176,7 @@ def test_a_recording_that_broke_is_a_warning_wherever_it_is_heard_of(kind: str) 
     assert rule.on_event(EventRecord("phase", "loading", 0.0)) == ()
 
 
-def test_beams_are_told_of_in_a_note_alone(tmp_path: Path) -> None:
+def test_beams_are_only_a_note(tmp_path: Path) -> None:
     model = make_model("llama")
     found = planted(tmp_path, model, generate(model, num_beams=3))
     assert one(found, "observer.incomplete").severity is Severity.NOTE
@@ -265,7 +265,7 @@ def test_a_logger_around_one_step_breaks_the_steps_after_it(tmp_path: Path) -> N
     found = planted(tmp_path, model, run)
     under, after = of(found, "observer.logger-breaks-flex")
     assert (under.generation, under.layer, under.severity) == (1, 0, Severity.WARNING)
-    assert "under a dispatch mode around it (" in under.sentence
+    assert "inside a dispatch mode (" in under.sentence
     assert (after.generation, after.layer, after.severity) == (2, 0, Severity.ERROR)
     assert "until torch._dynamo.reset()" in after.sentence
     assert of(found, "path.kernel-failed") == []
@@ -282,7 +282,7 @@ def test_a_logger_around_one_step_breaks_the_steps_after_it(tmp_path: Path) -> N
         ("FailOnRecompileLimitHit: Hard failure", ""),
     ],
 )
-def test_a_failure_is_told_apart_by_its_own_words(error: str, finding: str) -> None:
+def test_a_failure_is_classified_by_its_message(error: str, finding: str) -> None:
     assert failure_finding_id(error) == finding
 
 
@@ -297,7 +297,7 @@ def failed(error: str, *after: str, step: int = 2) -> list[Finding]:
     return [*found, *rule.on_generation_end()]
 
 
-def test_a_build_that_fails_is_told_of_when_the_forward_ends() -> None:
+def test_a_failed_build_is_reported_when_the_forward_ends() -> None:
     (found,) = failed("InductorError: CppCompileError: C++ compile error", "forward-failed")
     assert (found.id, found.step, found.layer) == ("kernel.does-not-build", 2, 1)
     assert found.sentence == (
@@ -374,7 +374,7 @@ def test_a_process_that_is_asked_to_end_or_ends_well_has_not_crashed(
     assert died(tmp_path, "never", 0, monkeypatch) == []
 
 
-def test_a_crumb_says_where_a_call_was_made(tmp_path: Path) -> None:
+def test_the_last_kernel_call_records_where_it_was_made(tmp_path: Path) -> None:
     trace = tmp_path / "a.flextrace"
     crumb = LastCallWriter(trace)
     assert take_last_call(trace) is None
@@ -415,7 +415,7 @@ def test_weights_that_are_none() -> None:
 def test_a_logger_outside_of_a_model() -> None:
     found = found_in_case("o03_logger_breaks_flex")
     under, after = of(found, "observer.logger-breaks-flex")
-    assert "NotImplementedError outside of a model under a dispatch mode" in under.sentence
+    assert "NotImplementedError in a standalone call inside a dispatch mode" in under.sentence
     assert "__main__.Log" in under.sentence
     assert "until torch._dynamo.reset()" in after.sentence
 

@@ -1,4 +1,4 @@
-"""The health of generated text: planted in the demo model, which is trained, and in random ones."""
+"""Faults in generated text, planted in the trained demo model and in random models."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_loop_of_eight_tokens_needs_three_periods(tmp_path: Path) -> None:
     assert one(found, "text.repetition").evidence["tokens"] == 24
 
 
-def test_a_loop_that_is_left_and_entered_again_is_told_of_again(tmp_path: Path) -> None:
+def test_a_loop_that_ends_and_begins_again_is_reported_again(tmp_path: Path) -> None:
     first, second = cycle(300), cycle(301, 302)
 
     def change(n: int, row: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def test_a_random_model_that_loops_is_a_note(family: str, tmp_path: Path) -> Non
     assert not [finding for finding in serious(found) if finding.id.startswith("text.")]
 
 
-def test_an_untrained_model_that_copies_what_it_is_fed_is_a_note(tmp_path: Path) -> None:
+def test_an_untrained_model_that_copies_its_input_is_a_note(tmp_path: Path) -> None:
     found = run(tmp_path, cycle(300, after=0))
     finding = one(found, "text.repetition")
     assert (finding.severity, finding.evidence["begins"]) == (Severity.NOTE, 0)
@@ -188,7 +188,7 @@ def test_a_model_that_is_certain_of_everything_is_a_note(tmp_path: Path) -> None
     found = run(tmp_path, lambda n, row: row * 1e3, model=make_model("llama"), n=20)
     finding = one(found, "text.entropy-collapse")
     assert (finding.severity, finding.step) == (Severity.NOTE, 15)
-    assert finding.sentence.startswith("For 16 steps up to step 15 one token has had all the prob")
+    assert finding.sentence.startswith("For 16 steps up to step 15, one token has all the prob")
 
 
 # -- the first token -------------------------------------------------------------------------------
@@ -288,11 +288,11 @@ def test_a_token_from_an_older_row_is_not_the_best(tmp_path: Path) -> None:
     found = run(tmp_path, model=make_model("llama"), pick=second_at_nine)
     finding = one(found, "text.not-the-best")
     assert (finding.severity, finding.step, finding.evidence["rank"]) == (Severity.NOTE, 9, 1)
-    assert "while 23 of 24 tokens are the best of theirs" in finding.sentence
-    assert "unless a processor that was not seen changed the scores" in finding.sentence
+    assert "while 23 of 24 chosen tokens are the best" in finding.sentence
+    assert "unless a logits processor that was not recorded changed the scores" in finding.sentence
 
 
-def test_sampling_is_told_from_greedy_decoding(tmp_path: Path) -> None:
+def test_sampling_is_distinguished_from_greedy_decoding(tmp_path: Path) -> None:
     torch.manual_seed(0)
 
     def drawn(n: int, row: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Graphs built at every step are told of once they are too many; the healthy first two are not."""
+"""Too many new graphs are reported; the first two of a healthy run are not."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_rule_by_exec_at_each_decode_step(tmp_path: Path) -> None:
     assert (found.step, found.severity) == (4, Severity.WARNING)
     assert found.evidence["steps"] == 6, "the words of the last step count"
     assert "6 new graphs in 6 decode steps in a row (steps 1 to 6, " in found.sentence
-    assert "guard: mask_mod code object, and the rule" in found.sentence
+    assert "guard: mask_mod code object; the mask_mod" in found.sentence
     assert (found.times, found.last_step) == (3, 6)
 
 
@@ -113,7 +113,7 @@ def test_the_recompile_limit_in_the_middle_of_a_generation(tmp_path: Path) -> No
     assert "reached its recompile limit in step 4 for flex_attention" in found.sentence
 
 
-def test_past_the_recompile_limit_calls_are_said_to_run_uncompiled(tmp_path: Path) -> None:
+def test_past_the_recompile_limit_calls_run_uncompiled(tmp_path: Path) -> None:
     with torch._dynamo.config.patch(recompile_limit=4):
         found = run(tmp_path, by_exec, 8)
     assert {f.id for f in serious(found)} == {"graphs.limit", "graphs.every-step"}
@@ -154,4 +154,4 @@ def test_five_graphs_in_five_calls_outside_of_a_model() -> None:
     found = one(found_in_case("p02_graph_every_step"), "graphs.every-step")
     assert found.generation == 3
     assert "5 new graphs in 5 calls in a row (generations 0 to 4, " in found.sentence
-    assert 'guard: mask_mod code object, and the rule "rule" (<string>:1) is new' in found.sentence
+    assert 'guard: mask_mod code object; the mask_mod "rule" (<string>:1) is new' in found.sentence

@@ -247,7 +247,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "p03_square_of_the_length": (
         Signal(
             *("memory.mask-creation", "warning"),
-            ("lies in building a block mask, not in attention", "1 x 8 x 2048 x 2048", "H can be"),
+            ("Building a block mask sets the memory peak", "1 x 8 x 2048 x 2048", "H can be"),
         ),
     ),
     "n01_which_head": (
@@ -259,7 +259,7 @@ SIGNALS: dict[str, tuple[Signal, ...]] = {
     "n02_bfloat16": (
         Signal(
             *("twins.rounding", "note"),
-            ("bfloat16", "float32", "evenly", "no single jump", "margin"),
+            ("bfloat16", "float32", "evenly", "without a jump", "margin"),
         ),
     ),
     "l01_compiled_does_not_build": (

@@ -50,7 +50,7 @@ def test_an_exception_in_one_layer_from_the_third_decode_step_on(tmp_path: Path)
     assert (fallback.step, fallback.layer, fallback.layers) == (3, 2, ())
     assert fallback.sentence == (
         "Layer 2 (of 3 layers) fell back to sdpa in step 3: RuntimeError: expected all tensors on "
-        "one device, layer 2, swallowed."
+        "one device, layer 2, suppressed."
     )
     assert (fallback.times, fallback.last_step) == (3, 5)
     assert fallback.severity is Severity.WARNING  # the decode row is open either way
@@ -63,7 +63,7 @@ def test_a_fallback_that_loses_the_mask_is_an_error_and_counts_the_pairs(tmp_pat
     fallback = one(found, "path.fallback")
     assert fallback.severity is Severity.ERROR
     assert fallback.evidence["leaked"] == 36
-    assert "; 36 pairs are open there that the other layers keep closed" in fallback.sentence
+    assert "; 36 pairs are open that are closed in the other layers" in fallback.sentence
 
 
 def test_every_layer_falls_back_and_nothing_is_left_to_compare_with(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_every_layer_falls_back_and_nothing_is_left_to_compare_with(tmp_path: Pa
     assert (fallback.layers, fallback.times) == ((0, 1, 2), 3)
     assert fallback.severity is Severity.ERROR
     assert fallback.sentence.startswith("All 3 layers fell back to sdpa in step 0: RuntimeError")
-    assert "that the declared mask has closed" in fallback.sentence
+    assert "closed in the declared mask" in fallback.sentence
 
 
 def test_the_kernel_that_raised_is_named(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_decode_steps_that_bypass_flex_in_all_layers(tmp_path: Path) -> None:
     assert (bypass.step, bypass.layers) == (1, (0, 1, 2))
     assert bypass.sentence == (
         "All 3 layers ran flex uncompiled for the prompt and sdpa for the steps of one row, from "
-        "step 1 on: the patch steps aside there, and no exception was seen."
+        "step 1 on: the patch calls the original attention there, without an exception."
     )
     assert (bypass.times, bypass.last_step) == (4, 4)
     assert bypass.severity is Severity.WARNING
@@ -130,7 +130,7 @@ def test_a_layer_that_leaves_flex_late_and_without_an_exception(tmp_path: Path) 
     fallback = one(planted(tmp_path, model, generate(model)), "path.fallback")
     assert (fallback.step, fallback.layer) == (3, 1)
     assert fallback.sentence == (
-        "From step 3 on layer 1 ran sdpa after flex uncompiled, and no exception was seen."
+        "From step 3 on layer 1 ran sdpa after flex uncompiled, without an exception."
     )
 
 
@@ -141,9 +141,8 @@ def test_a_layer_that_was_never_patched(tmp_path: Path) -> None:
     assert (unpatched.step, unpatched.layer, unpatched.times) == (0, 1, 4)
     assert unpatched.severity is Severity.ERROR
     assert unpatched.sentence == (
-        "Layer 1 (of 3 layers) ran sdpa in step 0, where layers 0, 2 ran flex uncompiled, and no "
-        "exception was seen: it was never patched; 36 pairs are open there that the other layers "
-        "keep closed."
+        "Layer 1 (of 3 layers) ran sdpa in step 0, while layers 0, 2 ran flex uncompiled, without "
+        "an exception: it was never patched; 36 pairs are open that are closed in the other layers."
     )
 
 
@@ -161,7 +160,7 @@ def test_a_step_that_swaps_in_the_plain_model_in_a_loop_without_cache(tmp_path: 
     assert (fallback.step, fallback.layers, fallback.times) == (2, (0, 1, 2), 1)
 
 
-def test_a_padding_mask_that_is_handed_on_and_not_used(tmp_path: Path) -> None:
+def test_a_padding_mask_that_the_layer_receives_but_the_kernel_does_not(tmp_path: Path) -> None:
     model = make_model("llama")
     Own(model)
     ones = torch.ones(1, 1, PROMPT, PROMPT, dtype=torch.bool).tril()
@@ -169,7 +168,7 @@ def test_a_padding_mask_that_is_handed_on_and_not_used(tmp_path: Path) -> None:
     ignored = one(found, "path.mask-ignored")
     assert ignored.severity is Severity.NOTE
     assert ignored.layers == (0, 1, 2)
-    assert "were handed a mask (bool (1, 1, 15, 15)) in step 0" in ignored.sentence
+    assert "received a mask (bool (1, 1, 15, 15)) in step 0" in ignored.sentence
 
 
 def test_a_call_that_raises_and_ends_the_forward(tmp_path: Path) -> None:
@@ -224,7 +223,7 @@ def test_an_unchanged_mask_that_is_built_for_each_sequence(tmp_path: Path) -> No
 
     built = one(planted(tmp_path, model, loop(True)), "path.needless-builds")
     assert (built.generation, built.step, built.severity) == (2, 0, Severity.NOTE)
-    assert built.sentence.startswith("The mask of step 0 is the one of the 2 steps before it")
+    assert built.sentence.startswith("The mask of step 0 is the same as in the 2 steps before")
     assert paths(planted(tmp_path, model, loop(False), name="kept")) == []
 
 

@@ -1,4 +1,4 @@
-"""Memory that attention does not explain is told of with its numbers, and healthy runs are not."""
+"""Memory that attention does not explain is reported with its numbers; healthy runs are not."""
 
 from __future__ import annotations
 
@@ -63,21 +63,21 @@ def test_a_peak_in_the_making_of_a_mask_is_a_note() -> None:
     found = one(look(step(0, builds=(build(160),))), "memory.mask-creation")
     assert found.severity is Severity.NOTE
     assert found.sentence == (
-        "The peak of memory of step 0 lies in building a block mask, not in attention: 160 MiB for "
-        "the grid 1 x 1 x 4096 x 4096 in 80 ms (rule rule)."
+        "Building a block mask sets the memory peak of step 0, not attention: 160 MiB for "
+        "the grid 1 x 1 x 4096 x 4096 in 80 ms (mask_mod rule)."
     )
 
 
 def test_heads_for_a_rule_that_is_built_without_them_as_well_are_a_warning() -> None:
     found = one(look(step(0, builds=(build(9, n=256), build(1168, 8)))), "memory.mask-creation")
     assert found.severity is Severity.WARNING
-    assert found.sentence.endswith("; H can be None, as the rule ignores the head.")
+    assert found.sentence.endswith("; H can be None because the mask_mod ignores the head.")
 
 
 def test_heads_that_may_be_needed_are_a_note_with_the_question() -> None:
     found = one(look(step(0, builds=(build(300, 8),))), "memory.mask-creation")
     assert found.severity is Severity.NOTE
-    assert "H can be None if the rule ignores the head" in found.sentence
+    assert "H can be None if the mask_mod ignores the head" in found.sentence
 
 
 def test_a_gibibyte_is_too_much_whatever_the_reason() -> None:
@@ -146,7 +146,7 @@ def test_a_long_prompt_with_a_mask_for_every_head(tmp_path: Path) -> None:
         pytest.param(lambda i: 0.1 * i * i, id="faster and faster"),
     ],
 )
-def test_steady_growth_is_told_of_once_at_the_end(grows: Callable[[int], float]) -> None:
+def test_steady_growth_is_reported_once_at_the_end(grows: Callable[[int], float]) -> None:
     (found,) = curve(grows)
     assert (found.id, found.severity) == ("memory.growth", Severity.NOTE)
     assert found.evidence["per_step"] >= 2 * MIB
@@ -203,7 +203,7 @@ def test_a_loop_that_keeps_what_each_step_made(tmp_path: Path) -> None:
 # -- our own share ---------------------------------------------------------------------------------
 
 
-def test_what_capture_holds_is_told_of_when_it_is_large() -> None:
+def test_large_captured_data_is_reported() -> None:
     large = ArrayRecord("hidden", np.broadcast_to(np.zeros(1, np.float32), (100, 1 << 20)))
     (found,) = look(step(0, arrays=(large,)))
     assert (found.id, found.severity) == ("memory.capture", Severity.NOTE)

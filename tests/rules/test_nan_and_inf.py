@@ -1,4 +1,4 @@
-"""NaN and Inf planted in real tiny models: the layer, the first row, and the part that did it."""
+"""NaN and Inf planted in real tiny models: the layer, the first row, and the part of the layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def spoil(module: Any, at_call: int, change: Callable[[Tensor], None]) -> Any:
     return module.register_forward_hook(hook)
 
 
-def test_a_sick_embedding_is_told_from_the_layer_that_reads_it(tmp_path: Path) -> None:
+def test_a_nan_embedding_is_distinguished_from_the_layer_that_reads_it(tmp_path: Path) -> None:
     model = make_model("llama")
     model.model.embed_tokens.weight.data[int(FED[0, 6])] = torch.nan
     found = planted(tmp_path, model, greedy(model, 1))
@@ -55,7 +55,7 @@ def test_a_sick_embedding_is_told_from_the_layer_that_reads_it(tmp_path: Path) -
     assert serious(found) == [finding]
 
 
-def test_a_sick_embedding_of_a_generated_token_is_named(tmp_path: Path) -> None:
+def test_a_nan_embedding_of_a_generated_token_is_named(tmp_path: Path) -> None:
     model = make_model("llama")
     third = int(greedy(model, 3)()[0, -1])
     assert third not in FED
@@ -63,7 +63,7 @@ def test_a_sick_embedding_of_a_generated_token_is_named(tmp_path: Path) -> None:
     finding = one(planted(tmp_path, model, greedy(model)), "numbers.nan")
     assert (finding.layer, finding.step, finding.positions) == (0, 3, (N + 2,))
     assert finding.sentence.endswith(
-        "already the queries or keys of its newest row are not finite, in every head, so look at "
+        "the queries or keys of its newest row are already not finite, in every head, so check "
         f'the embedding of position {N + 2} "{third} " and the first norm.'
     )
 
@@ -78,7 +78,7 @@ def test_a_sick_embedding_of_a_generated_token_is_named(tmp_path: Path) -> None:
         ("qwen3", 0, "v_proj", "values"),
     ],
 )
-def test_projections_of_attention_are_told_apart(
+def test_projections_of_attention_are_distinguished(
     family: str, layer: int, name: str, part: str, tmp_path: Path
 ) -> None:
     model = make_model(family)
@@ -88,7 +88,7 @@ def test_projections_of_attention_are_told_apart(
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
-def test_an_mlp_is_told_from_the_attention_before_it(family: str, tmp_path: Path) -> None:
+def test_an_mlp_is_distinguished_from_the_attention_before_it(family: str, tmp_path: Path) -> None:
     model = make_model(family)
     layers = model.gpt_neox.layers if family == "gpt_neox" else model.model.layers
     handle = spoil(layers[1].mlp, 4, lambda out: out[0, -1, :3].fill_(torch.nan))
@@ -146,7 +146,7 @@ def rows_of(reader: TraceReader, query: str) -> list[Any]:
     return list(reader._query(query, ()))
 
 
-def test_the_query_of_a_sick_layer_returns_it_and_what_carries_it(tmp_path: Path) -> None:
+def test_the_query_of_a_producing_layer_returns_it_and_the_layers_after_it(tmp_path: Path) -> None:
     model = make_model("llama")
     model.model.layers[1].mlp.down_proj.weight.data[3, 3] = torch.nan
     finding = one(planted(tmp_path, model, greedy(model, 2)), "numbers.nan")
@@ -236,9 +236,9 @@ def test_nan_in_masked_keys_is_harmless_and_in_masked_values_is_not() -> None:
     assert (finding.id, finding.severity) == ("numbers.nan", Severity.ERROR)
     assert (finding.generation, finding.positions) == (1, (15,))
     assert finding.sentence == (
-        "The newest of 4 rows of the call (flex uncompiled) comes out as NaN; its scores are "
-        "finite, so NaN is among the values that it adds up (4 keys of 16 are closed to the newest "
-        "row, but a weight of 0 does not keep NaN out: 0 times NaN is NaN)."
+        "The output of the newest of 4 rows of the call (flex uncompiled) is NaN; its scores are "
+        "finite, so NaN is among the values (4 keys of 16 are closed to the newest row, but 0 "
+        "times NaN is NaN)."
     )
 
 

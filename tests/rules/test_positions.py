@@ -1,4 +1,4 @@
-"""Position ids that do not go on are found, and all that are only shifted are left alone."""
+"""Position ids that do not continue are found; ids that are only shifted are not reported."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def prompt(n: int = 9, seed: int = 3) -> Tensor:
     return torch.tensor([ids(n, seed)])
 
 
-def greedy(model: Any, fed: Tensor, **options: Any) -> Tensor:
-    options = {"attention_mask": torch.ones_like(fed), "max_new_tokens": 5, **options}
-    found: Tensor = model.generate(fed, **{"do_sample": False, **options})
+def greedy(model: Any, input_ids: Tensor, **options: Any) -> Tensor:
+    options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 5, **options}
+    found: Tensor = model.generate(input_ids, **{"do_sample": False, **options})
     return found
 
 
 def decode(
     model: Any,
-    fed: Tensor,
+    input_ids: Tensor,
     positions: Callable[[int, int], Sequence[Sequence[int]] | None],
     n: int = 4,
     mask: Tensor | None = None,
@@ -39,12 +39,12 @@ def decode(
     """Run a loop of a user's own; `positions(start, rows)` are the ids of each step."""
     cache = DynamicCache(config=model.config)
     for _ in range(n):
-        told = positions(cache.get_seq_length(), fed.shape[1])
-        options = {} if told is None else {"position_ids": torch.tensor(told)}
+        position_ids = positions(cache.get_seq_length(), input_ids.shape[1])
+        options = {} if position_ids is None else {"position_ids": torch.tensor(position_ids)}
         if mask is not None:
             options["attention_mask"] = mask
             mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        fed = model(fed, past_key_values=cache, **options).logits[:, -1:].argmax(-1)
+        input_ids = model(input_ids, past_key_values=cache, **options).logits[:, -1:].argmax(-1)
 
 
 def contiguous(start: int, rows: int, shift: int = 0) -> list[list[int]]:
@@ -64,7 +64,7 @@ def only(found: list[Finding]) -> Finding:
 
 
 @pytest.mark.parametrize("level", ["basic", "advanced"])
-def test_decode_positions_that_restart_at_0_are_told_once(tmp_path: Path, level: str) -> None:
+def test_decode_positions_that_restart_at_0_are_reported_once(tmp_path: Path, level: str) -> None:
     """The id of a row is taken for its number within the step."""
     model = make_model("llama")
     run = lambda: decode(model, prompt(), lambda start, rows: contiguous(0, rows))  # noqa: E731
@@ -73,7 +73,7 @@ def test_decode_positions_that_restart_at_0_are_told_once(tmp_path: Path, level:
     assert (first.id, first.times, first.last_step) == ("positions.restart", 3, 3)
     assert (first.severity, first.step, first.positions) == (Severity.ERROR, 1, (9,))
     assert first.sentence.startswith("Position ids restart at 0 in step 1 (position 9 ")
-    assert first.sentence.endswith("9 comes next, and the cache holds 9 keys.")
+    assert first.sentence.endswith("9 was expected, and the cache holds 9 keys.")
 
 
 def test_the_first_decoded_token_at_the_last_prompt_id_is_a_duplicate(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_the_first_decoded_token_at_the_last_prompt_id_is_a_duplicate(tmp_path: 
     assert finding.sentence.startswith("Position id 8 is used twice, again in step 1")
 
 
-def test_ids_that_stand_still_are_told_once_and_counted(tmp_path: Path) -> None:
+def test_ids_that_do_not_advance_are_reported_once_and_counted(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def still(start: int, rows: int) -> list[list[int]]:
@@ -101,7 +101,7 @@ def test_ids_that_stand_still_are_told_once_and_counted(tmp_path: Path) -> None:
     assert (finding.id, finding.times, finding.last_step) == ("positions.duplicate", 4, 4)
 
 
-def test_a_jump_in_the_middle_of_an_answer_is_told_where_it_is(tmp_path: Path) -> None:
+def test_a_jump_in_the_middle_of_an_answer_is_located(tmp_path: Path) -> None:
     model = make_model("phi3")
 
     def jumping(start: int, rows: int) -> list[list[int]]:
@@ -112,8 +112,8 @@ def test_a_jump_in_the_middle_of_an_answer_is_told_where_it_is(tmp_path: Path) -
     assert "jump from 10 to 18 in step 3" in finding.sentence
 
 
-def test_own_ids_of_the_prompt_alone_are_told_at_the_first_decode_step(tmp_path: Path) -> None:
-    """The paraphrases begin anew at 1; the decode steps are left to the model."""
+def test_own_ids_for_the_prompt_only_are_reported_at_the_first_decode_step(tmp_path: Path) -> None:
+    """The paraphrases restart at 1; the model creates the ids of decode steps."""
     model = make_model("llama")
 
     def prompt_only(start: int, rows: int) -> list[list[int]] | None:
@@ -123,7 +123,7 @@ def test_own_ids_of_the_prompt_alone_are_told_at_the_first_decode_step(tmp_path:
     finding = only(planted(tmp_path, model, run, segments=SEGMENTS))
     assert (finding.id, finding.severity, finding.step) == ("positions.jump", Severity.WARNING, 1)
     assert finding.sentence.startswith("Position ids jump from 4 to 9 in step 1")
-    assert finding.sentence.endswith("they count the cache, and the prompt's ids do not.")
+    assert finding.sentence.endswith("they count the cached keys, unlike the prompt's ids.")
 
 
 def test_the_same_ids_of_the_prompt_with_decode_steps_that_go_on_are_fine(tmp_path: Path) -> None:
@@ -140,38 +140,38 @@ def test_the_same_ids_of_the_prompt_with_decode_steps_that_go_on_are_fine(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("told", "finding_id", "severity", "said"),
+    ("position_ids", "finding_id", "severity", "expected"),
     [
         ([0, 1, 2, 3, 4, 5, 1, 2, 3], "restart", Severity.WARNING, "restart at 1 after 5, at posi"),
         ([0, 1, 2, 2, 3, 4, 5, 6, 7], "duplicate", Severity.WARNING, "id 2 is used twice, again a"),
         ([0, 1, 2, 3, 4, 5, 6, 9, 10], "jump", Severity.WARNING, "jump from 6 to 9 at position 7"),
     ],
 )
-def test_ids_that_break_inside_of_a_segment_are_told(
-    tmp_path: Path, told: list[int], finding_id: str, severity: Severity, said: str
+def test_ids_that_break_inside_a_segment_are_reported(
+    tmp_path: Path, position_ids: list[int], finding_id: str, severity: Severity, expected: str
 ) -> None:
     model = make_model("llama")
-    run = lambda: model(prompt(), position_ids=torch.tensor([told]), use_cache=False)  # noqa: E731
+    run = lambda: model(prompt(), position_ids=torch.tensor([position_ids]), use_cache=False)  # noqa: E731
     finding = only(planted(tmp_path, model, run, segments=SEGMENTS))
     assert (finding.id, finding.severity) == (f"positions.{finding_id}", severity)
-    assert said in finding.sentence
-    assert "inside of paraphrase" in finding.sentence
+    assert expected in finding.sentence
+    assert "inside paraphrase" in finding.sentence
 
 
-def test_ids_that_begin_anew_one_token_late_name_the_segment(tmp_path: Path) -> None:
+def test_ids_that_restart_one_token_late_name_the_segment(tmp_path: Path) -> None:
     """Spans were counted without BOS."""
     model = make_model("gpt_neox")
-    told = torch.tensor([[0, 1, 2, 3, 4, 5, 1, 2, 3]])
-    run = lambda: model(prompt(), position_ids=told, use_cache=False)  # noqa: E731
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 1, 2, 3]])
+    run = lambda: model(prompt(), position_ids=position_ids, use_cache=False)  # noqa: E731
     finding = only(planted(tmp_path, model, run, segments=SEGMENTS))
     assert (finding.id, finding.positions) == ("positions.restart", (6,))
-    assert "inside of paraphrase 2" in finding.sentence
+    assert "inside paraphrase 2" in finding.sentence
 
 
-def test_packed_documents_that_nobody_named_are_no_alarm(tmp_path: Path) -> None:
+def test_packed_documents_without_declared_segments_are_only_notes(tmp_path: Path) -> None:
     model = make_model("llama")
-    told = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    run = lambda: model(prompt(), position_ids=told, use_cache=False)  # noqa: E731
+    position_ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    run = lambda: model(prompt(), position_ids=position_ids, use_cache=False)  # noqa: E731
     found = planted(tmp_path, model, run)
     assert serious(found) == []
     assert only(found).id == "positions.restart"
@@ -183,46 +183,46 @@ def test_packed_documents_that_nobody_named_are_no_alarm(tmp_path: Path) -> None
 def padded(side: str = "left") -> tuple[Tensor, Tensor]:
     short, long = list(ids(5, 1)), list(ids(9, 2))
     pads = [0] * 4
-    fed = torch.tensor([pads + short if side == "left" else short + pads, long])
-    return fed, (fed != 0).long()
+    input_ids = torch.tensor([pads + short if side == "left" else short + pads, long])
+    return input_ids, (input_ids != 0).long()
 
 
-def test_decode_steps_that_count_the_padding_are_told(tmp_path: Path) -> None:
+def test_decode_steps_that_count_the_padding_are_reported(tmp_path: Path) -> None:
     """The prompt's ids leave the padding out, those of the decode steps are left to the model."""
     model = make_model("llama")
-    fed, mask = padded()
+    input_ids, mask = padded()
 
     def prompt_only(start: int, rows: int) -> list[list[int]] | None:
         return None if start else (mask.cumsum(1) - 1).clamp(min=0).tolist()
 
-    finding = only(planted(tmp_path, model, lambda: decode(model, fed, prompt_only, 4, mask)))
+    finding = only(planted(tmp_path, model, lambda: decode(model, input_ids, prompt_only, 4, mask)))
     assert (finding.id, finding.severity, finding.step) == (
         "positions.padding",
         Severity.WARNING,
         1,
     )
     assert finding.sentence.startswith("In batch row 0, position ids go from 4 to 9 in step 1")
-    assert "leave out its 4 padding tokens" in finding.sentence
+    assert "skip its 4 padding tokens" in finding.sentence
 
 
 def test_a_padded_row_that_is_not_the_first_is_named(tmp_path: Path) -> None:
     model = make_model("qwen3")
-    fed, mask = (part.flip(0) for part in padded())
+    input_ids, mask = (part.flip(0) for part in padded())
 
     def prompt_only(start: int, rows: int) -> list[list[int]] | None:
         return None if start else (mask.cumsum(1) - 1).clamp(min=0).tolist()
 
-    run = lambda: decode(model, fed, prompt_only, 4, mask)  # noqa: E731
+    run = lambda: decode(model, input_ids, prompt_only, 4, mask)  # noqa: E731
     finding = only(planted(tmp_path, model, run, level="basic"))
     assert (finding.id, finding.evidence["batch_row"]) == ("positions.padding", 1)
     assert "in batch row 1, position ids go from 4 to 9" in finding.sentence.lower()
 
 
-def test_ids_made_from_a_mask_of_the_other_side_are_told(tmp_path: Path) -> None:
+def test_ids_made_from_a_mask_of_the_other_side_are_reported(tmp_path: Path) -> None:
     model = make_model("llama")
-    fed, mask = padded()
+    input_ids, mask = padded()
     wrong = (mask.flip(1).cumsum(1) - 1).clamp(min=0)
-    run = lambda: model(fed, attention_mask=mask, position_ids=wrong)  # noqa: E731
+    run = lambda: model(input_ids, attention_mask=mask, position_ids=wrong)  # noqa: E731
     finding = only(planted(tmp_path, model, run))
     assert (finding.id, finding.severity) == ("positions.padding", Severity.WARNING)
     assert "4 of the 4 steps between real tokens are not 1" in finding.sentence
@@ -232,8 +232,8 @@ def test_ids_made_from_a_mask_of_the_other_side_are_told(tmp_path: Path) -> None
 def test_padding_that_is_counted_throughout_is_a_note(tmp_path: Path) -> None:
     """Rotary embeddings do not see it."""
     model = make_model("llama")
-    fed, mask = padded()
-    found = planted(tmp_path, model, lambda: decode(model, fed, lambda *_: None, 4, mask))
+    input_ids, mask = padded()
+    found = planted(tmp_path, model, lambda: decode(model, input_ids, lambda *_: None, 4, mask))
     assert serious(found) == []
     finding = only(found)
     assert (finding.id, finding.severity, finding.positions) == (
@@ -244,7 +244,7 @@ def test_padding_that_is_counted_throughout_is_a_note(tmp_path: Path) -> None:
     assert "has id 4: 4 padding tokens before it are counted" in finding.sentence
 
 
-# -- isolated segments at ids that run on ----------------------------------------------------------
+# -- isolated segments without restarted ids -------------------------------------------------------
 
 
 def isolated(rows: int, keys: int) -> Any:
@@ -272,7 +272,7 @@ def isolating() -> Any:
     AttentionInterface._global_mapping.pop("isolating")
 
 
-def test_isolated_segments_at_ids_that_run_on_are_a_note(tmp_path: Path, isolating: Any) -> None:
+def test_isolated_segments_without_restarted_ids_are_a_note(tmp_path: Path, isolating: Any) -> None:
     """Told when the first row comes that sees both of them."""
     run = lambda: decode(isolating, prompt(), lambda *_: None)  # noqa: E731
     found = planted(tmp_path, isolating, run, segments=SEGMENTS)
@@ -280,15 +280,17 @@ def test_isolated_segments_at_ids_that_run_on_are_a_note(tmp_path: Path, isolati
     assert (finding.id, finding.severity) == ("positions.not-reset", Severity.NOTE)
     assert (finding.step, finding.positions) == (1, (5,))
     assert finding.sentence.startswith("Position ids are not restarted at paraphrase 2: it begins ")
-    assert "a modelling choice: shown, not judged" in finding.sentence
+    assert "a modeling choice, not a fault" in finding.sentence
     assert "order" in finding.confirm
 
 
-def test_isolated_segments_that_begin_anew_are_left_alone(tmp_path: Path, isolating: Any) -> None:
-    def anew(start: int, rows: int) -> list[list[int]]:
+def test_isolated_segments_with_restarted_ids_are_not_reported(
+    tmp_path: Path, isolating: Any
+) -> None:
+    def restarted(start: int, rows: int) -> list[list[int]]:
         return [[start - 4]] if start else [[0, 1, 2, 3, 4, 1, 2, 3, 4]]
 
-    run = lambda: decode(isolating, prompt(), anew)  # noqa: E731
+    run = lambda: decode(isolating, prompt(), restarted)  # noqa: E731
     assert about_positions(planted(tmp_path, isolating, run, segments=SEGMENTS)) == []
 
 
@@ -297,7 +299,7 @@ def test_documents_that_no_row_sees_together_have_no_order(tmp_path: Path, isola
     assert about_positions(planted(tmp_path, isolating, run, segments=SEGMENTS)) == []
 
 
-def test_segments_that_see_each_other_may_run_on(tmp_path: Path) -> None:
+def test_segments_that_attend_to_each_other_need_no_restarted_ids(tmp_path: Path) -> None:
     model = make_model("llama")
     run = lambda: greedy(model, prompt())  # noqa: E731
     found = planted(tmp_path, model, run, segments=SEGMENTS)
@@ -308,17 +310,17 @@ def test_segments_that_see_each_other_may_run_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 100])
-def test_ids_that_are_all_shifted_are_left_alone(tmp_path: Path, shift: int) -> None:
+def test_ids_that_are_all_shifted_are_not_reported(tmp_path: Path, shift: int) -> None:
     model = make_model("llama")
     shifted = lambda start, rows: contiguous(start, rows, shift)  # noqa: E731
     assert planted(tmp_path, model, lambda: decode(model, prompt(), shifted)) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_padded_batches_of_all_families_are_left_alone(tmp_path: Path, family: str) -> None:
+def test_padded_batches_of_all_families_are_not_reported(tmp_path: Path, family: str) -> None:
     model = make_model(family)
-    fed, mask = padded()
-    found = planted(tmp_path, model, lambda: greedy(model, fed, attention_mask=mask))
+    input_ids, mask = padded()
+    found = planted(tmp_path, model, lambda: greedy(model, input_ids, attention_mask=mask))
     assert serious(found) == about_positions(found) == []
 
 
@@ -336,19 +338,19 @@ HEALTHY: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_healthy_positions_are_left_alone(tmp_path: Path, name: str) -> None:
+def test_healthy_positions_are_not_reported(tmp_path: Path, name: str) -> None:
     model = make_model("llama")
     found = planted(tmp_path, model, lambda: HEALTHY[name](model), level="basic")
     assert about_positions(found) == []
 
 
-def test_assisted_generation_is_left_alone(tmp_path: Path) -> None:
+def test_assisted_generation_is_not_reported(tmp_path: Path) -> None:
     model, assistant = make_model("llama"), make_model("llama", num_hidden_layers=1)
     run = lambda: greedy(model, prompt(), assistant_model=assistant)  # noqa: E731
     assert about_positions(planted(tmp_path, model, run)) == []
 
 
-def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
+def test_chunks_turns_and_crops_are_not_reported(tmp_path: Path) -> None:
     model = make_model("llama")
 
     def run() -> None:
@@ -361,7 +363,7 @@ def test_chunks_turns_and_crops_are_left_alone(tmp_path: Path) -> None:
     assert about_positions(planted(tmp_path, model, run)) == []
 
 
-def test_a_cache_of_others_at_the_right_ids_is_left_alone_and_at_0_it_is_not(
+def test_a_filled_cache_with_correct_ids_is_not_reported_but_with_ids_from_0_it_is(
     tmp_path: Path,
 ) -> None:
     model = make_model("llama")
@@ -369,7 +371,7 @@ def test_a_cache_of_others_at_the_right_ids_is_left_alone_and_at_0_it_is_not(
     model(prompt(), past_key_values=cache)
     run = lambda: model(prompt(1), past_key_values=cache)  # noqa: E731
     assert planted(tmp_path, model, run, name="right") == []
-    told = torch.tensor([[0]])
-    wrong = lambda: model(prompt(1), past_key_values=cache, position_ids=told)  # noqa: E731
+    position_ids = torch.tensor([[0]])
+    wrong = lambda: model(prompt(1), past_key_values=cache, position_ids=position_ids)  # noqa: E731
     found = planted(tmp_path, model, wrong, name="wrong")
     assert "begin at 0 in step 0, on a cache of 10 keys" in one(found, "positions.restart").sentence

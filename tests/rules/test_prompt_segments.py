@@ -1,4 +1,4 @@
-"""What is fed and is not what was declared is found, planted in runs of real tiny models."""
+"""Input tokens that differ from the declared segments are found, in runs of real tiny models."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def ask(demo: Any, tokenizer: Any, tmp_path: Path) -> Look:
     """Return what is found when the demo model goes on with ids, two tokens far."""
     numbers = count()
 
-    def look(fed: Sequence[int], segments: Sequence[Any] = (), **options: Any) -> list[Finding]:
-        row = torch.tensor([list(fed)])
+    def look(
+        input_ids: Sequence[int], segments: Sequence[Any] = (), **options: Any
+    ) -> list[Finding]:
+        row = torch.tensor([list(input_ids)])
         options = {"attention_mask": torch.ones_like(row), **options}
         row = options.pop("rows", row)
         run = partial(demo.generate, row, max_new_tokens=2, do_sample=False, **options)
@@ -66,14 +68,14 @@ def ask(demo: Any, tokenizer: Any, tmp_path: Path) -> Look:
 
 
 @pytest.fixture(scope="module")
-def fed(tokenizer: Any) -> list[int]:
+def input_ids(tokenizer: Any) -> list[int]:
     """The three questions, a line each, and a cue, with the BOS."""
     return list(tokenizer("\n".join([*QUESTIONS, "Answer:"]))["input_ids"])
 
 
 @pytest.fixture(scope="module")
 def spans(tokenizer: Any) -> list[Span]:
-    """Where the questions lie in `fed`."""
+    """Where the questions lie in `input_ids`."""
     out, at = [], 1
     for number, question in enumerate(QUESTIONS, 1):
         stop = at + len(tokenizer.encode(question, add_special_tokens=False))
@@ -88,19 +90,19 @@ def moved(spans: Sequence[Span], *by: int) -> list[Span]:
 
 
 def test_spans_and_texts_that_are_right_are_not_complained_of(
-    ask: Look, fed: list[int], spans: list[Span]
+    ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
     for right in (spans, QUESTIONS, [(a, b + 1, label) for a, b, label in spans], spans[:1]):
-        assert segments_of(ask(fed, right)) == []
+        assert segments_of(ask(input_ids, right)) == []
 
 
-def test_spans_counted_without_the_bos_are_said_to_be_one_token_too_early(
-    ask: Look, fed: list[int], spans: list[Span]
+def test_spans_counted_without_the_bos_are_one_token_too_early(
+    ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
-    finding = one(ask(fed, moved(spans, -1)), "segments.shifted")
+    finding = one(ask(input_ids, moved(spans, -1)), "segments.shifted")
     assert finding.sentence.startswith(
-        "The 3 declared spans lie 1 token too early, as if positions had been counted without the "
-        'BOS: \'question 1\' takes in position 0 "<bos>" and leaves out position 7 "?";'
+        "The 3 declared spans are 1 token too early, as if positions had been counted without the "
+        'BOS: \'question 1\' includes position 0 "<bos>" and misses position 7 "?";'
     )
     assert finding.evidence["shift"] == 1
     assert (finding.step, finding.positions) == (0, (0, 7, 8, 16, 17, 23))
@@ -109,33 +111,33 @@ def test_spans_counted_without_the_bos_are_said_to_be_one_token_too_early(
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_spans_counted_with_tokens_that_are_not_there_are_too_late(
-    n: int, ask: Look, fed: list[int], spans: list[Span]
+    n: int, ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
-    finding = one(ask(fed, moved(spans[:2], n)), "segments.shifted")
+    finding = one(ask(input_ids, moved(spans[:2], n)), "segments.shifted")
     assert finding.evidence["shift"] == -n
-    assert f"2 declared spans lie {n} tokens too late: " in finding.sentence
+    assert f"2 declared spans are {n} tokens too late: " in finding.sentence
 
 
 def test_spans_that_include_their_line_break_may_be_shifted_too(
-    ask: Look, fed: list[int], spans: list[Span]
+    ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
     with_break = [(a, b + 1, label) for a, b, label in spans]
-    assert one(ask(fed, moved(with_break, -1)), "segments.shifted").evidence["shift"] == 1
+    assert one(ask(input_ids, moved(with_break, -1)), "segments.shifted").evidence["shift"] == 1
 
 
 def test_spans_counted_without_an_instruction_before_them_are_shifted_by_its_length(
-    ask: Look, tokenizer: Any, fed: list[int], spans: list[Span]
+    ask: Look, tokenizer: Any, input_ids: list[int], spans: list[Span]
 ) -> None:
     more = tokenizer.encode("Answer in a word.\n", add_special_tokens=False)
-    finding = one(ask([fed[0], *more, *fed[1:]], spans), "segments.shifted")
+    finding = one(ask([input_ids[0], *more, *input_ids[1:]], spans), "segments.shifted")
     assert finding.evidence["shift"] == len(more)
-    assert segments_of(ask([fed[0], *more, *fed[1:]], moved(spans, len(more)))) == []
+    assert segments_of(ask([input_ids[0], *more, *input_ids[1:]], moved(spans, len(more)))) == []
 
 
 def test_spans_counted_without_the_padding_are_shifted_by_it(
-    ask: Look, fed: list[int], spans: list[Span]
+    ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
-    short, long = [0] * 5 + fed, fed + fed[-5:]
+    short, long = [0] * 5 + input_ids, input_ids + input_ids[-5:]
     rows = torch.tensor([short, long])
     padded = {"rows": rows, "attention_mask": (rows != 0).long()}
     finding = one(ask(short, spans, **padded), "segments.shifted")
@@ -144,19 +146,19 @@ def test_spans_counted_without_the_padding_are_shifted_by_it(
     assert segments_of(ask(short, moved(spans, 5), **padded)) == []
 
 
-def test_a_bos_that_was_counted_and_not_fed_is_both_found(
-    ask: Look, fed: list[int], spans: list[Span]
+def test_a_bos_that_was_counted_but_is_missing_gives_both_findings(
+    ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
-    found = ask(fed[1:], spans)
+    found = ask(input_ids[1:], spans)
     assert one(found, "segments.shifted").evidence["shift"] == -1
     assert "as if a BOS had been counted" in one(found, "segments.shifted").sentence
     assert one(found, "segments.bos-missing").positions == (0,)
 
 
 def test_spans_that_are_off_more_and_more_drift(
-    ask: Look, fed: list[int], spans: list[Span]
+    ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
-    finding = one(ask(fed, moved(spans, 0, 1, 2)), "segments.drift")
+    finding = one(ask(input_ids, moved(spans, 0, 1, 2)), "segments.drift")
     assert finding.severity is Severity.WARNING
     assert finding.evidence["offsets"] == [0, -1, -2]
     assert "'question 2' by -1, 'question 3' by -2" in finding.sentence
@@ -169,35 +171,37 @@ def test_pieces_that_are_longer_alone_are_a_note(ask: Look, tokenizer: Any) -> N
     assert finding.evidence["tokens alone and fed"] == [[7, 7], [8, 8], [6, 7]]
 
 
-def test_one_border_beside_its_line_is_named(ask: Look, fed: list[int], spans: list[Span]) -> None:
+def test_one_border_off_its_line_is_named(
+    ask: Look, input_ids: list[int], spans: list[Span]
+) -> None:
     first, (start, stop, label), third = spans
-    finding = one(ask(fed, [first, (start, stop - 1, label), third]), "segments.odd-border")
+    finding = one(ask(input_ids, [first, (start, stop - 1, label), third]), "segments.odd-border")
     assert finding.positions == (stop - 1,)
     assert finding.sentence == (
-        "'question 2' ends before position 16 \"?\", inside of its line: 1 token later the line "
-        "ends. The other borders are where lines or sentences are."
+        "'question 2' ends before position 16 \"?\", inside a line: the line ends 1 token later. "
+        "All other borders are at line or sentence boundaries."
     )
 
 
-def test_spans_inside_of_lines_are_nobodys_business(ask: Look, fed: list[int]) -> None:
+def test_spans_inside_lines_are_not_reported(ask: Look, input_ids: list[int]) -> None:
     for start in range(2, 7):
         inside = [(start, start + 4, "one"), (start + 6, start + 11, "two")]
-        assert segments_of(ask(fed, inside)) == []
+        assert segments_of(ask(input_ids, inside)) == []
 
 
-def test_a_text_that_was_not_fed_is_named(ask: Look, fed: list[int]) -> None:
-    finding = one(ask(fed, [QUESTIONS[0], ("Where is it?", "lost")]), "segments.not-found")
+def test_a_text_missing_from_the_prompt_is_named(ask: Look, input_ids: list[int]) -> None:
+    finding = one(ask(input_ids, [QUESTIONS[0], ("Where is it?", "lost")]), "segments.not-found")
     assert finding.sentence == (
-        "The text of 'lost' is not in the prompt that was fed, 27 tokens that begin with "
-        '"<bos>What is the capital of Keny"; 1 of 2 declared pieces are there.'
+        "The text of 'lost' is not in the prompt (27 tokens, beginning with "
+        '"<bos>What is the capital of Keny"); 1 of 2 declared pieces were found.'
     )
 
 
 def test_another_prompt_after_one_that_had_all_pieces_is_a_note(
-    demo: Any, tokenizer: Any, fed: list[int], tmp_path: Path
+    demo: Any, tokenizer: Any, input_ids: list[int], tmp_path: Path
 ) -> None:
     def run() -> None:
-        for row in (fed, tokenizer("Something else.")["input_ids"]):
+        for row in (input_ids, tokenizer("Something else.")["input_ids"]):
             demo(torch.tensor([row]))
 
     found = planted(tmp_path, demo, run, tokenizer=tokenizer, segments=QUESTIONS)
@@ -205,33 +209,33 @@ def test_another_prompt_after_one_that_had_all_pieces_is_a_note(
     assert (finding.generation, finding.severity) == (1, Severity.NOTE)
 
 
-def test_a_prompt_that_is_cut_at_its_end_or_beginning_is_told(
-    ask: Look, fed: list[int], spans: list[Span]
+def test_a_prompt_truncated_at_its_end_or_beginning_is_reported(
+    ask: Look, input_ids: list[int], spans: list[Span]
 ) -> None:
-    end = one(ask(fed[:-12], QUESTIONS), "segments.truncated")
-    assert "ends inside of 'Which city is the capit…', with position 14 \" of\"" in end.sentence
+    end = one(ask(input_ids[:-12], QUESTIONS), "segments.truncated")
+    assert "ends inside 'Which city is the capit…', at position 14 \" of\"" in end.sentence
     assert end.positions == (14,)
-    left = one(ask(fed[10:], QUESTIONS), "segments.truncated")
-    assert "begins inside of 'Which city is the capit…'" in left.sentence
-    by_span = one(ask(fed[:-12], spans), "segments.truncated")
-    assert "2 of its 8 positions were not fed; 'question 3' is not in it" in by_span.sentence
+    left = one(ask(input_ids[10:], QUESTIONS), "segments.truncated")
+    assert "begins inside 'Which city is the capit…'" in left.sentence
+    by_span = one(ask(input_ids[:-12], spans), "segments.truncated")
+    assert "2 of its 8 positions are missing; 'question 3' is missing" in by_span.sentence
 
 
-def test_spans_counted_in_characters_are_told_as_such(ask: Look, fed: list[int]) -> None:
+def test_spans_counted_in_characters_are_recognized(ask: Look, input_ids: list[int]) -> None:
     at, characters = 0, []
     for question in QUESTIONS:
         characters.append((at, at + len(question), question[:4]))
         at += len(question) + 1
-    finding = one(ask(fed, characters), "segments.truncated")
+    finding = one(ask(input_ids, characters), "segments.truncated")
     assert "as if positions had been counted in characters." in finding.sentence
 
 
-def test_pieces_that_come_in_chunks_are_waited_for(
-    demo: Any, tokenizer: Any, fed: list[int], spans: list[Span], tmp_path: Path
+def test_pieces_in_later_chunks_are_awaited(
+    demo: Any, tokenizer: Any, input_ids: list[int], spans: list[Span], tmp_path: Path
 ) -> None:
     def run() -> None:
         cache = DynamicCache(config=demo.config)
-        for part in (fed[:12], fed[12:], fed[:1]):
+        for part in (input_ids[:12], input_ids[12:], input_ids[:1]):
             demo(torch.tensor([part]), past_key_values=cache, use_cache=True)
 
     for number, right in enumerate((QUESTIONS, spans)):
@@ -239,49 +243,51 @@ def test_pieces_that_come_in_chunks_are_waited_for(
         assert segments_of(planted(tmp_path, demo, run, **words)) == []
 
 
-def test_pieces_that_share_tokens_are_told(ask: Look, tokenizer: Any, fed: list[int]) -> None:
-    found = ask(fed, ["the capital of Kenya?\n", "Kenya?\nWhich city"])
+def test_pieces_that_share_tokens_are_reported(
+    ask: Look, tokenizer: Any, input_ids: list[int]
+) -> None:
+    found = ask(input_ids, ["the capital of Kenya?\n", "Kenya?\nWhich city"])
     finding = one(found, "segments.overlap")
     assert finding.evidence["segments"] == ["the capital of Kenya?\n", "Kenya?\nWhich city"]
     assert finding.positions == (6, 7, 8)
-    assert segments_of(ask(fed, ["the capital of Kenya?\n", "Which city"])) == []
+    assert segments_of(ask(input_ids, ["the capital of Kenya?\n", "Which city"])) == []
 
 
-def test_a_text_in_several_places_is_a_note(ask: Look, fed: list[int]) -> None:
-    finding = one(ask(fed, ["capital of Kenya"]), "segments.ambiguous")
+def test_a_text_in_several_places_is_a_note(ask: Look, input_ids: list[int]) -> None:
+    finding = one(ask(input_ids, ["capital of Kenya"]), "segments.ambiguous")
     assert (finding.severity, finding.evidence["places"]) == (Severity.NOTE, 3)
-    assert of(ask(fed, ["capital of Kenya"] * 3), "segments.ambiguous") == []
+    assert of(ask(input_ids, ["capital of Kenya"] * 3), "segments.ambiguous") == []
 
 
-def test_words_between_pieces_are_a_note(ask: Look, fed: list[int]) -> None:
-    finding = one(ask(fed, [QUESTIONS[0], QUESTIONS[2]]), "segments.uncovered")
+def test_words_between_pieces_are_a_note(ask: Look, input_ids: list[int]) -> None:
+    finding = one(ask(input_ids, [QUESTIONS[0], QUESTIONS[2]]), "segments.uncovered")
     assert finding.severity is Severity.NOTE
     assert '"Which city is the capital of Ken' in finding.sentence
-    assert of(ask(fed, QUESTIONS), "segments.uncovered") == []
+    assert of(ask(input_ids, QUESTIONS), "segments.uncovered") == []
 
 
-def test_a_bos_too_few_and_too_many_are_found(ask: Look, fed: list[int]) -> None:
-    missing = one(ask(fed[1:]), "segments.bos-missing")
+def test_a_bos_too_few_and_too_many_are_found(ask: Look, input_ids: list[int]) -> None:
+    missing = one(ask(input_ids[1:]), "segments.bos-missing")
     assert 'begins with position 0 "What", without the BOS (id 1)' in missing.sentence
-    doubled = one(ask([1, *fed]), "segments.bos-doubled")
+    doubled = one(ask([1, *input_ids]), "segments.bos-doubled")
     assert (doubled.positions, doubled.severity) == ((0, 1), Severity.WARNING)
-    inside = one(ask([*fed[:8], 1, *fed[8:]]), "segments.bos-doubled")
+    inside = one(ask([*input_ids[:8], 1, *input_ids[8:]]), "segments.bos-doubled")
     assert (inside.positions, inside.severity) == ((8,), Severity.NOTE)
-    assert segments_of(ask(fed)) == []
+    assert segments_of(ask(input_ids)) == []
 
 
-def test_padding_that_no_mask_tells_of_is_no_missing_bos(ask: Look, fed: list[int]) -> None:
-    assert segments_of(ask([0, 0, 0, *fed])) == []
+def test_padding_without_a_padding_mask_is_no_missing_bos(ask: Look, input_ids: list[int]) -> None:
+    assert segments_of(ask([0, 0, 0, *input_ids])) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_special_token_of_another_model_is_found_in_pieces(
     name: str, ask: Look, tokenizer: Any
 ) -> None:
-    fed = tokenizer(f"What is it?{name}\nAnswer:")["input_ids"]
-    finding = one(ask(fed), "segments.special-as-text")
+    input_ids = tokenizer(f"What is it?{name}\nAnswer:")["input_ids"]
+    finding = one(ask(input_ids), "segments.special-as-text")
     assert finding.evidence["token"] == name
-    assert f'"{name}" (which this tokenizer does not know) were fed as ' in finding.sentence
+    assert f'"{name}" (unknown to this tokenizer) were encoded as ' in finding.sentence
 
 
 def test_an_own_special_token_is_found_in_pieces_and_whole_it_is_right(
@@ -362,8 +368,8 @@ def test_a_mask_built_from_spans_without_the_bos_is_found_by_its_borders(
         planted(tmp_path, llama, lambda: llama(row()), segments=RIGHT), "segments.shifted"
     )
     assert finding.sentence.startswith(
-        "In all 3 layers the borders of the executed mask lie 1 token before those declared, as if "
-        "positions had been counted without the BOS: the last token of 'one' (position 6"
+        "In all 3 layers the borders of the executed mask are 1 token before the declared ones, as "
+        "if positions had been counted without the BOS: the last token of 'one' (position 6"
     )
     assert (finding.positions, finding.layers) == ((6, 14), (0, 1, 2))
     assert (finding.evidence["shift"], finding.severity) == (1, Severity.WARNING)
@@ -482,14 +488,14 @@ def test_documents_without_a_border_between_them_are_found(
     cells.other = isolated([(0, 15)])
     finding = one(look(name="one"), "segments.merged")
     assert finding.sentence.startswith(
-        "The executed mask is one piece in all 3 layers, and 3 segments were declared; position 4"
+        "The executed mask is one block in all 3 layers, but 3 segments were declared; position 4"
     )
-    assert "so there is no EOS to take borders from" in finding.sentence
+    assert "so no EOS separates them" in finding.sentence
     assert (finding.positions, finding.severity) == ((4, 9), Severity.WARNING)
     cells.other = isolated([(0, 4), (4, 15)])
     part = one(look(name="two", mask="document"), "segments.merged")
     assert (part.positions, part.severity) == ((9,), Severity.ERROR)
-    assert "has 2 pieces where 3 segments were declared" in part.sentence
+    assert "has 2 blocks in all 2 layers, but 3 segments were declared" in part.sentence
     cells.other = isolated([(0, 4), (4, 9), (9, 15)])
     assert segments_of(look(name="three", mask="document")) == []
     cells.other = isolated([(0, 15)])
@@ -499,28 +505,28 @@ def test_documents_without_a_border_between_them_are_found(
 def test_equal_ids_between_spans_tell_a_shift_without_any_words(
     llama: Any, cells: Cells, tmp_path: Path
 ) -> None:
-    fed = row(n=24)
-    fed[0, [6, 12, 18]] = 9
+    input_ids = row(n=24)
+    input_ids[0, [6, 12, 18]] = 9
     cells.other = isolated([(0, 24)], 24)
     declared = [(1, 6, "one"), (7, 12, "two"), (13, 18, "three")]
     wrong = moved(declared, -1)
-    look = partial(planted, tmp_path, llama, lambda: llama(fed), mask="causal")
+    look = partial(planted, tmp_path, llama, lambda: llama(input_ids), mask="causal")
     finding = one(look(name="wrong", segments=wrong), "segments.shifted")
     assert (finding.evidence["shift"], finding.evidence["told by"]) == (1, "gaps")
     assert segments_of(look(name="right", segments=declared)) == []
 
 
-def test_padding_inside_of_a_piece_is_found(llama: Any, tmp_path: Path) -> None:
+def test_padding_inside_a_piece_is_found(llama: Any, tmp_path: Path) -> None:
     llama.set_attn_implementation("sdpa")
-    fed = torch.cat((torch.zeros(1, 4, dtype=torch.long), row()), 1).repeat(2, 1)
-    fed[1] = torch.tensor(ids(19, 8))
-    run = partial(llama, fed, attention_mask=(fed != 0).long())
+    input_ids = torch.cat((torch.zeros(1, 4, dtype=torch.long), row()), 1).repeat(2, 1)
+    input_ids[1] = torch.tensor(ids(19, 8))
+    run = partial(llama, input_ids, attention_mask=(input_ids != 0).long())
     look = partial(planted, tmp_path, llama, run)
     finding = one(
         look(name="a", segments=[(2, 9, "one"), (10, 15, "two")]), "segments.padding-inside"
     )
     assert finding.positions == (2, 3)
-    assert "'one' holds 2 tokens of padding" in finding.sentence
+    assert "'one' contains 2 padding tokens" in finding.sentence
     assert segments_of(look(name="b", segments=[(5, 11, "one"), (13, 19, "two")])) == []
     right = partial(llama, torch.cat((row(), torch.zeros(1, 3, dtype=torch.long)), 1))
     at_end = [(1, 7, "one"), (9, 17, "two")]
@@ -533,9 +539,11 @@ def test_padding_inside_of_a_piece_is_found(llama: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ordinary_generation_of_all_families_is_clean(family: str, tmp_path: Path) -> None:
     model = make_model(family)
-    fed = torch.tensor([[1, *ids(23, 3)]])
+    input_ids = torch.tensor([[1, *ids(23, 3)]])
     segments = [(1, 7, "one"), (8, 14, "two"), (15, 20, "three")]
-    run = partial(model.generate, fed, attention_mask=torch.ones_like(fed), do_sample=False)
+    run = partial(
+        model.generate, input_ids, attention_mask=torch.ones_like(input_ids), do_sample=False
+    )
     for number, options in enumerate(({}, {"use_cache": False}, {"num_beams": 2})):
         again = partial(run, max_new_tokens=3, **options)
         found = planted(tmp_path, model, again, name=str(number), segments=segments)
@@ -558,7 +566,7 @@ def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean() -> None:
     found = found_in_case("w04_missing_eos", segments((0, 4), (4, 7), (7, 11)))
     merged = [finding for finding in of(found, "segments.merged") if finding.generation < 2]
     assert [finding.generation for finding in merged] == [0, 1]
-    assert "one piece in all 2 layers, and 3 segments were declared" in merged[0].sentence
+    assert "one block in all 2 layers, but 3 segments were declared" in merged[0].sentence
     right = found_in_case("w04_missing_eos", segments((0, 5), (5, 9), (9, 14)))
     assert segments_of([one for one in right if one.generation > 1]) == []
 
@@ -566,7 +574,7 @@ def test_the_case_of_the_missing_eos_is_found_and_its_repair_is_clean() -> None:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def test_each_finding_says_all_six_things_and_has_a_page() -> None:
+def test_each_finding_kind_is_complete_and_has_a_page() -> None:
     pages = DOCS / "findings"
     for name, kind in PROMPT_KINDS.items():
         assert all((kind.meaning, kind.why, kind.confirm, kind.fix, kind.query)), name

@@ -248,7 +248,7 @@ def test_the_first_layer_with_nan_is_named_once_with_the_later_ones() -> None:
     assert (finding.step, finding.layer, finding.positions) == (1, 2, (N,))
     assert finding.sentence == (
         f"NaN first appears in the output of layer 2 (model.layers.2), in step 1 at position {N}: "
-        "3 values; layer 3 and the logits carry it on."
+        "3 values; layer 3 and the logits contain it too."
     )
     assert finding.evidence["carriers"] == [3]
 
@@ -257,7 +257,7 @@ def test_the_token_of_a_decode_row_is_that_of_the_previous_step() -> None:
     found = run_rule(nan_and_inf.NumbersRule(), step(0), step(1, layer_stats=stats(l3=(0, 2))))
     assert found[0].sentence == (
         f"Inf first appears in the output of layer 3 (model.layers.3), in step 1 at position {N} "
-        '"w0": 2 values; nothing recorded after it in this step shows it.'
+        '"w0": 2 values; no later layer of this step contains it.'
     )
     assert found[0].id == "numbers.inf"
 
@@ -347,7 +347,7 @@ def test_logits_that_become_inf_later_are_one_warning() -> None:
     steps = (step(n, logits=logits(n_inf=0 if n < 2 else n)) for n in range(9))
     (finding,) = run_rule(nan_and_inf.NumbersRule(), *steps)
     assert (finding.id, finding.severity, finding.step) == ("numbers.inf", Severity.WARNING, 2)
-    assert "2 logits of step 2 are -Inf before any processor" in finding.sentence
+    assert "2 logits of step 2 are -Inf before any logits processor" in finding.sentence
 
 
 def test_nan_is_reported_after_inf_logits_were() -> None:

@@ -1,4 +1,4 @@
-"""Generations of one prompt that part because a token was drawn, not because of rounding."""
+"""Generations of one prompt that differ because of sampling, not because of rounding."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_another_token_from_the_very_same_logits_is_nothing_to_tell() -> None:
 
 
 @pytest.mark.parametrize(("moved", "name"), [(1e-5, "twins.same"), (0.01, "twins.rounding")])
-def test_a_draw_beside_other_logits_is_told_as_a_draw(moved: float, name: str) -> None:
+def test_a_sampled_token_with_other_logits_is_reported_as_sampled(moved: float, name: str) -> None:
     (finding,) = second(step_2(99, moved=moved))
     assert finding.id == name
-    assert "; step 2 draws another token, the best one is the same" in finding.sentence
+    assert "; step 2 samples another token, although the best one is the same" in finding.sentence
     assert "margin" not in finding.sentence
 
 
 def test_another_best_token_is_rounding() -> None:
     (finding,) = second(step_2(51, moved=0.01, order=slice(None, None, -1)))
     assert finding.id == "twins.rounding"
-    assert "step 2 goes on with another token, where the margin was" in finding.sentence
+    assert "step 2 chooses another token, with margins of" in finding.sentence

@@ -1,4 +1,4 @@
-"""An EOS that a tokenizer put behind pieces, and pieces that were fed in another order."""
+"""An EOS that a tokenizer added to each piece, and pieces in another order than declared."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def look(model: Any, tokenizer: Any, tmp_path: Path) -> Look:
     """Return what is found in one forward of ids."""
     numbers = count()
 
-    def look(fed: Sequence[int], segments: Sequence[Any] | None) -> list[Finding]:
-        run = lambda: model(torch.tensor([list(fed)]))  # noqa: E731
+    def look(input_ids: Sequence[int], segments: Sequence[Any] | None) -> list[Finding]:
+        run = lambda: model(torch.tensor([list(input_ids)]))  # noqa: E731
         words = {"tokenizer": tokenizer, "segments": segments}
         return planted(tmp_path, model, run, name=f"look{next(numbers)}", **words)
 
@@ -53,29 +53,29 @@ def joined(tokenizer: Any, texts: Sequence[str], **options: Any) -> list[int]:
     return [n for text in texts for n in tokenizer.encode(text, **options)]
 
 
-def test_an_eos_behind_each_piece_is_found_where_the_tokenizer_adds_it(
+def test_an_eos_after_each_piece_is_found_where_the_tokenizer_adds_it(
     look: Look, tokenizer: Any
 ) -> None:
     cue = tokenizer.encode(CUE, add_special_tokens=False)
-    fed = [*joined(tokenizer, QUESTIONS), *cue]
-    ends = tuple(at for at, n in enumerate(fed) if n == 2)
-    finding = one(look(fed, QUESTIONS), "segments.eos-inside")
+    input_ids = [*joined(tokenizer, QUESTIONS), *cue]
+    ends = tuple(at for at, n in enumerate(input_ids) if n == 2)
+    finding = one(look(input_ids, QUESTIONS), "segments.eos-inside")
     assert (finding.severity, finding.positions, len(ends)) == (Severity.WARNING, ends, 3)
     assert finding.sentence.startswith(
-        "3 EOS (id 2) lie inside of the prompt at the end of a declared piece, first at position "
-        f'{ends[0]} "<eos>": the tokenizer puts one behind every text'
+        "The prompt contains 3 EOS tokens (id 2) at the end of a declared piece, first at position "
+        f'{ends[0]} "<eos>": the tokenizer adds one to every text'
     )
     starts = [0, *(end + 1 for end in ends)]
     spans = [(a + 1, b + 1, f"question {n}") for n, (a, b) in enumerate(zip(starts, ends))]  # noqa: B905
-    assert one(look(fed, spans), "segments.eos-inside").positions == ends
+    assert one(look(input_ids, spans), "segments.eos-inside").positions == ends
     plain = [1, *joined(tokenizer, QUESTIONS, add_special_tokens=False), *cue]
     assert of(look(plain, QUESTIONS), "segments.eos-inside") == []
 
 
 def test_an_eos_that_may_be_meant_is_a_note(look: Look, tokenizer: Any) -> None:
-    fed = joined(tokenizer, QUESTIONS)
-    assert one(look(fed, QUESTIONS), "segments.eos-inside").severity is Severity.NOTE
-    assert one(look(fed, None), "segments.eos-inside").severity is Severity.NOTE
+    input_ids = joined(tokenizer, QUESTIONS)
+    assert one(look(input_ids, QUESTIONS), "segments.eos-inside").severity is Severity.NOTE
+    assert one(look(input_ids, None), "segments.eos-inside").severity is Severity.NOTE
     padded = [2, 2, 2, *tokenizer.encode(QUESTIONS[0]), 2, 2]
     assert of(look(padded, QUESTIONS[:1]), "segments.eos-inside") == []
 
@@ -85,36 +85,36 @@ def test_an_eos_that_ends_turns_of_a_template_is_not_complained_of(
     template: str, look: Look, tokenizer: Any
 ) -> None:
     tokenizer.chat_template = template
-    fed = [*joined(tokenizer, QUESTIONS), *tokenizer.encode(CUE, add_special_tokens=False)]
-    assert of(look(fed, QUESTIONS), "segments.eos-inside") == []
+    input_ids = [*joined(tokenizer, QUESTIONS), *tokenizer.encode(CUE, add_special_tokens=False)]
+    assert of(look(input_ids, QUESTIONS), "segments.eos-inside") == []
 
 
 def test_an_eos_of_a_tokenizer_that_adds_none_is_not_complained_of(
     model: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    fed = torch.tensor([[*joined(tokenizer, QUESTIONS), 10, 11]])
+    input_ids = torch.tensor([[*joined(tokenizer, QUESTIONS), 10, 11]])
     words = {"tokenizer": AutoTokenizer.from_pretrained(DEMO), "segments": QUESTIONS}
-    found = planted(tmp_path, model, lambda: model(fed), **words)
+    found = planted(tmp_path, model, lambda: model(input_ids), **words)
     assert of(found, "segments.eos-inside") == []
 
 
-def test_pieces_in_another_order_are_named_as_they_were_fed(look: Look, tokenizer: Any) -> None:
+def test_pieces_in_another_order_are_named_in_prompt_order(look: Look, tokenizer: Any) -> None:
     first, second, third = QUESTIONS
-    fed = [1, *tokenizer.encode("\n".join([second, first, third, CUE]))[1:-1]]
-    finding = one(look(fed, QUESTIONS), "segments.reordered")
+    input_ids = [1, *tokenizer.encode("\n".join([second, first, third, CUE]))[1:-1]]
+    finding = one(look(input_ids, QUESTIONS), "segments.reordered")
     assert finding.severity is Severity.WARNING
     assert finding.positions[0] == 1
     assert finding.sentence == (
-        "3 declared texts were fed in another order than they were declared in: 'Name the capital "
+        "3 declared texts are in another order in the prompt than declared: 'Name the capital "
         "of Ken…', 'What is the capital of …' and 'Kenya's capital?'."
     )
     numbered = [(text, f"paraphrase {n}") for n, text in enumerate(QUESTIONS, 1)]
-    finding = one(look(fed, numbered), "segments.reordered")
+    finding = one(look(input_ids, numbered), "segments.reordered")
     assert finding.severity is Severity.WARNING
     assert finding.evidence["fed"] == ["paraphrase 2", "paraphrase 1", "paraphrase 3"]
     assert finding.evidence["declared"] == ["paraphrase 1", "paraphrase 2", "paraphrase 3"]
     named = [(first, "question"), (second, "wording"), (third, "short")]
-    assert one(look(fed, named), "segments.reordered").severity is Severity.NOTE
+    assert one(look(input_ids, named), "segments.reordered").severity is Severity.NOTE
 
 
 def test_pieces_in_their_order_or_in_several_places_have_no_other_order(
@@ -122,6 +122,6 @@ def test_pieces_in_their_order_or_in_several_places_have_no_other_order(
 ) -> None:
     first, second, _ = QUESTIONS
     for texts in (QUESTIONS, [second, first, first]):
-        fed = [1, *tokenizer.encode("\n".join([*texts, CUE]))[1:-1]]
+        input_ids = [1, *tokenizer.encode("\n".join([*texts, CUE]))[1:-1]]
         declared = [first, second] if len({*texts}) == 2 else texts
-        assert of(look(fed, declared), "segments.reordered") == []
+        assert of(look(input_ids, declared), "segments.reordered") == []

@@ -1,8 +1,8 @@
-"""The shape of the newest row's attention: all on one key, all on BOS, the same on every key.
+"""Checks the attention of the newest row: collapsed to one key, to BOS, uniform, or infinite.
 
-A head that looks at one key, or at BOS alone, is what trained models have by the dozen. So what is
-judged is all heads at once, over several steps, and only where the row may look at several keys:
-what a mask closes is the mask's matter.
+Trained models have many heads that attend to one key, or to BOS only. So the checks apply to all
+heads of a layer or model at once, over several steps, and only to rows with several open keys.
+`newest_row` and `count_open_keys` are shared with other rules.
 """
 
 from __future__ import annotations
@@ -24,14 +24,53 @@ from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
 
 NumberArray = npt.NDArray[Any]
-
 ROW_STREAMS = ("attention.mass", "attention.lse", "attention.entropy")
+
+SINK = "attention.sink"
+COLLAPSED = "attention.collapsed"
+UNIFORM = "attention.uniform"
+INFINITE_LSE = "attention.lse"
+SINK_SHARE = 0.99
+ONE_KEY_ENTROPY = 0.01
+"""Nats; 0.999 on one key and the rest on up to a thousand others has a lower entropy."""
+
+MIN_STEPS_IN_A_ROW = 3
+"""Consecutive steps from which all layers are reported."""
+
+MIN_LAYER_CHECKS = 4
+"""Consecutive checks from which single layers are reported."""
+
+LAYER_CHECK_INTERVAL = 4
+"""Single layers are checked in the first steps, and then in every step divisible by this."""
+
+ENTROPY_TOLERANCE = 2e-5
+"""Rounding error of an entropy compared with log(n)."""
+
+ZERO_OFFSET = 3e-6
+MIN_OFFSET = 0.05
+"""Scores count as equal if they are all 0 (up to `ZERO_OFFSET`), or all far from it: small random
+weights give scores that are close to 0 and to each other, which is not a fault."""
+
+MIN_UNIFORM_TOKENS = 2
+"""Different input tokens required for a uniform layer."""
+
+MIN_OPEN_KEYS = 4
+"""Rows with fewer open keys are not checked."""
+
+LSE_CHECK_TOLERANCE = 1e-2
+"""Calls whose LSE check is above this have no reliable log-sum-exp."""
+
+_ROW_QUERY = (
+    "SELECT step, stream, dtype, shape, codec, data FROM arrays WHERE generation = {generation} "
+    "AND branch = {branch} AND step = {step} AND stream IN ('attention.entropy', 'attention.mass')"
+)
 
 
 class NewestRow(NamedTuple):
-    """The arrays of the newest row by call: mass (calls, heads, segments), the others without.
+    """The arrays of the newest row, by call.
 
-    A call whose row was not recomputed has NaN, and no gate in its record.
+    `segment_attention` is (calls, heads, segments), the others are (calls, heads). A call whose row
+    was not recomputed has NaN here, and no LSE check in its record.
     """
 
     segment_attention: NumberArray
@@ -40,7 +79,7 @@ class NewestRow(NamedTuple):
 
 
 def newest_row(step: StepRecord) -> NewestRow | None:
-    """Return the arrays of a step, None where attention was not recorded."""
+    """The arrays of the newest row of a step, None if attention was not recorded."""
     found: dict[str, NumberArray] = {}
     for record in step.arrays:
         if record.stream in ROW_STREAMS:
@@ -52,9 +91,9 @@ def newest_row(step: StepRecord) -> NewestRow | None:
 
 
 def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> NumberArray | None:
-    """Return how many keys the newest row of a call may look at: (1,) or by head.
+    """Number of open keys of the newest row of a call, (1,) or (heads,).
 
-    None where that is not known, and where the row was meant to be closed and is averaged instead.
+    None if it is not known, and if the row has no open key and is averaged instead.
     """
     record = step.calls[call]
     if record.mask is None:
@@ -68,50 +107,19 @@ def count_open_keys(step: StepRecord, context: RuleContext, call: int) -> Number
     return counts
 
 
-SINK = "attention.sink"
-COLLAPSED = "attention.collapsed"
-UNIFORM = "attention.uniform"
-INFINITE_LSE = "attention.lse"
-
-SINK_SHARE = 0.99
-ONE_KEY_ENTROPY = 0.01
-"""Nats: the entropy of 0.999 on one key and the rest on up to a thousand others is below it."""
-MIN_STEPS_IN_A_ROW = 3
-"""Steps in a row that make a habit."""
-MIN_LAYER_CHECKS = 4
-LAYER_CHECK_INTERVAL = 4
-"""Single layers are looked at in the first steps, and then in each of so many."""
-ENTROPY_TOLERANCE = 2e-5
-"""How far from log(n) an entropy may be by rounding."""
-ZERO_OFFSET = 3e-6
-MIN_OFFSET = 0.05
-"""Scores are the same when they are all 0, or all far from it: small random weights give scores
-that are close to 0 and to each other, and are no fault."""
-MIN_UNIFORM_TOKENS = 2
-"""Different tokens that must have been fed for it."""
-MIN_OPEN_KEYS = 4
-"""Fewer keys than these are not enough to speak of a distribution."""
-LSE_CHECK_TOLERANCE = 1e-2
-
-_ROW_QUERY = (
-    "SELECT step, stream, dtype, shape, codec, data FROM arrays WHERE generation = {generation} "
-    "AND branch = {branch} AND step = {step} AND stream IN ('attention.entropy', 'attention.mass')"
-)
-
-
 @dataclass(slots=True)
 class _ShapeCounts:
-    """In how many steps in a row something was seen, by what."""
+    """Consecutive steps with each fault."""
 
     collapsed: int = 0
     sink: int = 0
     layers: dict[int, int] = field(default_factory=dict)
     uniform: dict[int, set[int]] = field(default_factory=dict)
-    """By layer: the tokens fed in the last steps in a row that were uniform."""
+    """By layer: the input tokens of the last consecutive uniform steps."""
 
 
 class AttentionShapeRule(Rule):
-    """Looks at entropy, mass and log-sum-exp of the newest row, from level advanced on."""
+    """Checks entropy, segment attention and log-sum-exp of the newest row, from level advanced."""
 
     name: ClassVar[str] = "attention shape"
     streams: ClassVar[tuple[str, ...]] = ROW_STREAMS
@@ -120,67 +128,65 @@ class AttentionShapeRule(Rule):
             Severity.NOTE,
             "every head of every layer gives nearly all of its attention to the first token",
             why=(
-                "The first token is where heads look that have nothing to say; when all of them "
-                "do, the generated rows read nothing of the prompt."
+                "Heads without a useful key attend to the first token. If all of them do, the "
+                "generated rows read almost nothing of the prompt."
             ),
-            confirm=(
-                "Look at the row of the step in the attention panel: the share of BOS stands first."
-            ),
+            confirm="The row of the step in the attention panel shows the share of BOS first.",
             fix=(
-                "Compare with a run under plain causal attention: if the share is lower there, the "
-                "mask keeps the prompt from the generated rows; else the model was not trained for "
-                "such a prompt."
+                "Compare with a run under plain causal attention. If the share is lower there, the "
+                "mask hides the prompt from the generated rows; otherwise the model was not "
+                "trained on such a prompt."
             ),
             query=_ROW_QUERY,
         ),
         COLLAPSED: FindingKind(
             Severity.WARNING,
-            "heads that all put more than 0.999 on one key, though others are open",
+            "all heads put more than 0.999 of their attention on one key, although others are open",
             why=(
-                "Softmax over scores that are far too large is a choice of one key: the attention "
-                "of the whole model then mixes nothing."
+                "Softmax over scores that are far too large selects a single key, so attention "
+                "mixes nothing."
             ),
             confirm=(
-                "Look at entropy in the attention panel: 0 in each head; and at attention.lse, "
-                "which is then the largest score itself, in the hundreds or more."
+                "In the attention panel the entropy of each head is 0. attention.lse then equals "
+                "the largest score, which is in the hundreds or more."
             ),
             fix=(
-                "Look for a scale that is applied twice or not at all (1/sqrt(head_dim)), for "
-                "norms of queries or keys that were left out, or weights of another model."
+                "Check that the scale 1/sqrt(head_dim) is applied exactly once, that query and key "
+                "norms are present, and that the weights belong to this model."
             ),
             query=_ROW_QUERY,
         ),
         UNIFORM: FindingKind(
             Severity.WARNING,
-            "a layer in which every head gives every key the same weight",
+            "every head of a layer gives every key the same weight",
             why=(
-                "Equal weights mean that all scores are the same: what the keys hold plays no "
-                "part, and the layer gives each row the mean of the values."
+                "Equal weights mean equal scores: the keys have no effect, and the layer returns "
+                "the mean of the values for each row."
             ),
             confirm=(
-                "The entropy in the attention panel equals log of the number of open keys, to five "
-                "digits, in each head."
+                "In the attention panel the entropy of each head equals log(number of open keys) "
+                "to five digits."
             ),
             fix=(
                 "Look for queries or keys that are zero (weights not loaded, a buffer never "
-                "written), a scale of 0, or scores that all lie at a cap."
+                "written), a scale of 0, or scores that are all at the softcap."
             ),
             query=_ROW_QUERY,
         ),
         INFINITE_LSE: FindingKind(
             Severity.WARNING,
-            "a log-sum-exp that is infinite in a row that sees keys",
+            "the log-sum-exp of a row with open keys is infinite",
             why=(
-                "The log-sum-exp of finite scores is finite, so some score of this row is not: the "
-                "weights of its head are NaN, or all on keys of infinite score."
+                "The log-sum-exp of finite scores is finite, so some score of this row is not. The "
+                "weights of the head are NaN, or all on keys with an infinite score."
             ),
             confirm=(
-                "Read the array attention.lse of the step: one number per call and head; at level "
-                "extreme, q and k of the layer show where they are too large."
+                "The array attention.lse of the step has one number per call and head. At level "
+                "extreme, q and k of the layer show which values are too large."
             ),
             fix=(
-                "Compute scores in float32, or look for a bias that adds -Inf to open cells and "
-                "for keys that were never written."
+                "Compute scores in float32. Look for a bias that adds -Inf to open cells, and for "
+                "keys that were never written."
             ),
             query=(
                 "SELECT layer, path, dtype, scale, gate, gate_kind FROM calls WHERE generation = "
@@ -190,14 +196,14 @@ class AttentionShapeRule(Rule):
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing seen."""
+        """Reset the counts of a generation."""
         super().on_generation_start(context)
         self._counts: dict[int, _ShapeCounts] = {}
         first = context.segments[0] if context.segments else None
         self._has_bos = first is not None and first.kind is SegmentKind.BOS and len(first) == 1
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what the newest row's attention is, where that is no attention any more."""
+        """Check the newest row of a step."""
         row = newest_row(step)
         if row is None:
             return ()
@@ -216,7 +222,7 @@ class AttentionShapeRule(Rule):
     def _check_all_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
     ) -> list[Finding]:
-        """Say what holds of all heads of all layers; the first head settles most steps."""
+        """Check all heads of all layers; the first head is enough to skip most steps."""
         is_collapsed = (
             float(row.entropy[0, 0]) < ONE_KEY_ENTROPY
             and float(row.entropy.max()) < ONE_KEY_ENTROPY
@@ -235,7 +241,7 @@ class AttentionShapeRule(Rule):
     def _check_single_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow
     ) -> list[Finding]:
-        """Say what holds of all heads of single layers: not in every step, as it costs more."""
+        """Check all heads of single layers; this costs more, so not in every step."""
         high = row.entropy.max(axis=1).tolist()
         low = row.entropy.min(axis=1).tolist()
         found = self._check_uniform(step, runs, row, low, high)
@@ -244,12 +250,8 @@ class AttentionShapeRule(Rule):
         return found
 
     def _has_open_keys(self, step: StepRecord) -> bool:
-        """Whether the newest row may look at several keys in every layer."""
-        for number in range(len(step.calls)):
-            n_open = count_open_keys(step, self.context, number)
-            if n_open is None or n_open.min() < MIN_OPEN_KEYS:
-                return False
-        return True
+        """Whether the newest row has several open keys in every call."""
+        return all(self._sees_several(step, number) for number in range(len(step.calls)))
 
     # -- one key, BOS ----------------------------------------------------------------------------
 
@@ -257,8 +259,8 @@ class AttentionShapeRule(Rule):
         n_layers = len({call.layer for call in step.calls})
         sentence = (
             f"Every head of {in_layers(range(n_layers), n_layers)} puts more than 0.999 of its "
-            f"attention on one key in {runs.collapsed} steps in a row (up to step {step.step}), "
-            f"though up to {step.kv_after} keys are open: softmax has become a choice."
+            f"attention on one key in {runs.collapsed} consecutive steps (up to step {step.step}), "
+            f"although up to {step.kv_after} keys are open."
         )
         evidence = {"steps": runs.collapsed}
         return self._finding(step, COLLAPSED, sentence, evidence, [])
@@ -266,8 +268,8 @@ class AttentionShapeRule(Rule):
     def _sink_finding(self, step: StepRecord, runs: _ShapeCounts, share: float) -> Finding:
         sentence = (
             f"Every head of every layer gives BOS at least {share:.3f} of its attention in "
-            f"{runs.sink} generated rows in a row (up to step {step.step}): of "
-            f"{plural(step.kv_after - 1, 'other key')} next to nothing is read."
+            f"{runs.sink} consecutive generated rows (up to step {step.step}): almost nothing is "
+            f"read from {plural(step.kv_after - 1, 'other key')}."
         )
         evidence = {"share": share, "steps": runs.sink}
         return self._finding(step, SINK, sentence, evidence, [])
@@ -275,7 +277,7 @@ class AttentionShapeRule(Rule):
     def _check_collapsed_layers(
         self, step: StepRecord, runs: _ShapeCounts, row: NewestRow, high: list[float]
     ) -> list[Finding]:
-        """Say of single layers whose heads all look at one key that is not BOS: a note."""
+        """A note on single layers whose heads all attend to one key that is not BOS."""
         if min(high) >= ONE_KEY_ENTROPY:
             runs.layers.clear()
             return []
@@ -293,7 +295,7 @@ class AttentionShapeRule(Rule):
         n_layers = len({call.layer for call in step.calls})
         sentence = (
             f"Every head of {in_layers(which, n_layers)} puts more than 0.999 of its attention on "
-            f"one key, and not on BOS, in {MIN_LAYER_CHECKS} steps looked at in a row (up to step "
+            f"one key other than BOS in {MIN_LAYER_CHECKS} consecutive checks (up to step "
             f"{step.step})."
         )
         evidence = {"layers": which, "steps": MIN_LAYER_CHECKS}
@@ -304,7 +306,7 @@ class AttentionShapeRule(Rule):
         n_open = count_open_keys(step, self.context, number)
         return n_open is not None and int(n_open.min()) >= MIN_OPEN_KEYS
 
-    # -- the same on every key -------------------------------------------------------------------
+    # -- uniform weights -------------------------------------------------------------------------
 
     def _check_uniform(
         self,
@@ -326,7 +328,7 @@ class AttentionShapeRule(Rule):
         token = self.context.token(step.kv_after - 1)
         if token is None:
             return []
-        # One token alone may be blank by design: the embedding of padding is zero.
+        # A single token may have a zero embedding by design, such as padding.
         seen = {step.calls[n].layer for n in flat if self._is_uniform(step, n, row)}
         seen -= {stat.layer + 1 for stat in step.layer_stats if stat.min == stat.max}
         runs.uniform = {layer: runs.uniform.get(layer, set()) | {token.token_id} for layer in seen}
@@ -340,14 +342,14 @@ class AttentionShapeRule(Rule):
         n_layers = len({call.layer for call in step.calls})
         sentence = (
             f"Every head of {in_layers(which, n_layers)} gives each of the {n_keys} keys open to "
-            f"the newest row of step {step.step} the same weight (1/{n_keys}), whatever token is "
-            "fed: its scores do not depend on the keys."
+            f"the newest row of step {step.step} the same weight (1/{n_keys}), for any input "
+            "token: its scores do not depend on the keys."
         )
         evidence = {"entropy": high[number], "keys": n_keys}
         return [self._finding(step, UNIFORM, sentence, evidence, which)]
 
     def _is_uniform(self, step: StepRecord, number: int, row: NewestRow) -> bool:
-        """Compare with the open keys; scores at their cap are told of elsewhere."""
+        """Whether the weights of a call are equal; capped scores belong to another rule."""
         n_open = count_open_keys(step, self.context, number)
         if n_open is None or n_open.min() < MIN_OPEN_KEYS or step.calls[number].softcap is not None:
             return False
@@ -359,8 +361,8 @@ class AttentionShapeRule(Rule):
     # -- log-sum-exp -----------------------------------------------------------------------------
 
     def _check_infinite_lse(self, step: StepRecord, row: NewestRow) -> list[Finding]:
-        """Say what is infinite in a row that sees keys; NaN is told of by another rule."""
-        sick = min(
+        """Report an infinite log-sum-exp in a row with open keys; another rule reports NaN."""
+        first_nonfinite = min(
             (stat.layer for stat in step.layer_stats if stat.n_nan or stat.n_inf), default=None
         )
         for number, call in enumerate(step.calls):
@@ -368,7 +370,7 @@ class AttentionShapeRule(Rule):
             bad = np.flatnonzero(np.isinf(lse))
             if not len(bad) or call.gate is None or not call.gate <= LSE_CHECK_TOLERANCE:
                 continue
-            if sick is not None and call.layer >= sick:
+            if first_nonfinite is not None and call.layer >= first_nonfinite:
                 return []
             n_open = count_open_keys(step, self.context, number)
             if n_open is None:
@@ -386,7 +388,7 @@ class AttentionShapeRule(Rule):
         what = "+Inf" if first > 0 else "-Inf"
         sentence = (
             f"The log-sum-exp of the newest row is {what} in {heads} of layer {call.layer} in step "
-            f"{step.step}, though the row sees {plural(n_open, 'key')}."
+            f"{step.step}, although the row attends to {plural(n_open, 'key')}."
         )
         evidence = {"heads": bad, "lse": first, "open": n_open}
         head = bad[0] if len(bad) == 1 else None

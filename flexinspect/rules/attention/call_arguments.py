@@ -1,8 +1,8 @@
-"""Calls of one run that differ in what should be the same: scale, cap of the scores, dtype.
+"""Checks that the calls of one run agree on scale, softcap and dtype.
 
-Which scale or cap is right is the model's affair; that one layer, or one phase, has another one
-than the rest is what goes wrong when a layer is patched. Models whose layers take turns are no
-fault: their kinds of layer differ in their masks or in the width of their heads, too.
+The model defines which scale or softcap is right. A patched layer typically differs from the other
+layers, or from itself in another phase. Models with alternating layer types are not reported: their
+layer types also differ in masks or head dimension. `find_capped_layers` serves another rule.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from flexinspect.rules.engine import FindingKind, Rule
 SCALE = "attention.scale"
 SOFTCAP = "attention.softcap-differs"
 DTYPE = "attention.dtype-differs"
-
 RESCALED_EVENT = "scores-rescaled"
-"""The event that an attention function of the user's did not keep the scale that it was given."""
+"""Event of a user's attention function that did not apply the scale it received."""
 
 _compared_fields = attrgetter("scale", "head_dim", "softcap", "dtype", "layer")
 
+CAP_SHARE = 0.98
+"""Share of the softcap from which scores count as capped: tanh(2.3)."""
+
 
 class _CallFact(NamedTuple):
-    """One fact of a call: how it is read, compared and said."""
+    """One argument of a call that is compared, and how it is formatted."""
 
     finding_id: str
     phrase: str
@@ -41,7 +43,7 @@ class _CallFact(NamedTuple):
 
 
 def _scale_factor(call: CallRecord) -> float:
-    """Return the scale against the usual one, 1/sqrt(head_dim)."""
+    """The scale relative to the default, 1/sqrt(head_dim)."""
     usual = call.head_dim**-0.5
     return 1.0 if call.scale is None else float(f"{call.scale / usual:.4g}")
 
@@ -70,8 +72,8 @@ def _make_kind(meaning: str, why: str, fix: str) -> FindingKind:
         meaning,
         why=why,
         confirm=(
-            "Compare the layers in the path panel, or run the query: it lists what each call of "
-            "the step was told."
+            "Compare the layers in the path panel, or run the query: it lists the arguments of "
+            "each call of the step."
         ),
         fix=fix,
         query=(
@@ -87,34 +89,34 @@ class CallFactsRule(Rule):
     name: ClassVar[str] = "call facts"
     findings: ClassVar[Mapping[str, FindingKind]] = {
         SCALE: _make_kind(
-            "the scale of the scores differs in one layer or step, or from the one asked for",
-            "A wrong scale makes attention too sharp or too flat, and no error says so.",
-            "Pass the scale that the layer was given (scaling=) on to the kernel, in each branch "
-            "of the patched code; do not divide the queries by sqrt(head_dim) as well.",
+            "the scale differs between layers or steps, or from the requested scale",
+            "A wrong scale makes attention too sharp or too flat, without an error.",
+            "Pass the scale that the layer receives (scaling=) on to the kernel, in each branch of "
+            "the patched code. Do not divide the queries by sqrt(head_dim) as well.",
         ),
         SOFTCAP: _make_kind(
-            "the cap of the scores differs in one layer or from one step to the next",
-            "A model that was trained with a cap gets other weights without it, most of all where "
-            "scores are large.",
-            "Give the kernel the cap of the model (softcap=, or a score_mod for FlexAttention) in "
-            "every layer and in both phases.",
+            "the softcap differs between layers or steps",
+            "A model trained with a softcap gets other attention weights without it, most of all "
+            "where scores are large.",
+            "Pass the model's softcap to the kernel (softcap=, or a score_mod for FlexAttention) "
+            "in every layer and in both phases.",
         ),
         DTYPE: _make_kind(
-            "attention runs in another dtype in one layer or from one step to the next",
-            "A layer in a narrower dtype rounds what the others keep; in a wider one it costs "
-            "memory and time; and comparisons of layers show rounding as if it were a fault.",
-            "Look for a cast in the patched layer, an autocast around a part of the model, or "
-            "weights of one layer that were loaded in another dtype.",
+            "the dtype of attention differs between layers or steps",
+            "A layer in a narrower dtype loses precision, and one in a wider dtype costs memory "
+            "and time. Comparisons between layers then show rounding as if it were a fault.",
+            "Look for a cast in the patched layer, an autocast around part of the model, or "
+            "weights of one layer loaded in another dtype.",
         ),
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no calls known."""
+        """Reset the calls of a generation."""
         super().on_generation_start(context)
         self._last_calls: dict[int, tuple[list[Any], Sequence[CallRecord]]] = {}
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what differs, as soon as it does."""
+        """Compare the calls of a step with each other and with those of the previous step."""
         if not step.calls:
             return ()
         facts = list(map(_compared_fields, step.calls))
@@ -127,29 +129,29 @@ class CallFactsRule(Rule):
             odd = self._check_odd_layers(step, kind)
             changed = [] if known is None or odd else _check_changed(step, kind, known[1])
             found += odd or changed
-        if all(one.id != SCALE for one in found):
+        if all(finding.id != SCALE for finding in found):
             found += [
-                self._rescaled_finding(step, e.data)
-                for e in step.events
-                if e.kind == RESCALED_EVENT
+                self._rescaled_finding(step, event.data)
+                for event in step.events
+                if event.kind == RESCALED_EVENT
             ]
         return found
 
     def _rescaled_finding(self, step: StepRecord, facts: Mapping[str, Any]) -> Finding:
-        """Say that own code made another scale of the one that the layers asked for."""
+        """A user's attention function applied another scale than the layers requested."""
         layers, factor = list(map(int, facts["layers"])), float(facts["factor"])
         where = in_layers(layers, len({call.layer for call in step.calls}))
         kernel = "its default" if facts["scale"] is None else f"{float(facts['scale']):.4g}"
         sentence = (
-            f"In {where} scores are scaled by {factor:.4g} times what the layer asked for in step "
-            f"{step.step}: the attention function was given `scaling`, and its kernel uses "
-            f"{kernel} on queries and keys that may have been scaled before{_format_score_mod(facts)}."
+            f"In {where} scores are scaled by {factor:.4g} times the requested scale in step "
+            f"{step.step}: the attention function received `scaling`, and its kernel uses "
+            f"{kernel} on queries and keys that may have been scaled "
+            f"before{_format_score_mod(facts)}."
         )
-        about: dict[str, Any] = {"layers": layers, "evidence": facts, "series": "asked"}
-        return self.finding(step, SCALE, sentence, **about)
+        return self.finding(step, SCALE, sentence, layers=layers, evidence=facts, series="asked")
 
     def _check_odd_layers(self, step: StepRecord, kind: _CallFact) -> list[Finding]:
-        """Return the layers that differ from most of the others."""
+        """Report the layers that differ from the majority."""
         calls = {call.layer: call for call in step.calls}
         counts = Counter(map(kind.value, calls.values()))
         if len(counts) == 1 or (kind.finding_id == SCALE and _have_same_scale(calls.values())):
@@ -157,8 +159,8 @@ class CallFactsRule(Rule):
         usual, n_usual = counts.most_common(1)[0]
         odd = [call for call in calls.values() if kind.value(call) != usual]
         others = [call for call in calls.values() if kind.value(call) == usual]
-        is_open = n_usual <= len(odd) and len(calls) > 2  # neither side is the odd one
-        if is_open or self._are_other_kinds(odd, others):
+        has_majority = n_usual > len(odd) or len(calls) <= 2
+        if not has_majority or self._are_other_kinds(odd, others):
             return []
         which = sorted(call.layer for call in odd)
         sentence = (
@@ -168,8 +170,7 @@ class CallFactsRule(Rule):
         return [_call_fact_finding(step, kind, sentence, odd[0], others[0], which)]
 
     def _are_other_kinds(self, odd: Sequence[CallRecord], others: Sequence[CallRecord]) -> bool:
-        """Whether the layers are a kind of their own: with other heads, or several of them with
-        other masks."""
+        """Whether the layers are another layer type: other heads, or several with other masks."""
         heads = {(call.head_dim, call.kv_heads) for call in odd}
         if not heads & {(call.head_dim, call.kv_heads) for call in others}:
             return True
@@ -178,12 +179,12 @@ class CallFactsRule(Rule):
 
 
 def _format_score_mod(facts: Mapping[str, Any]) -> str:
-    rule = facts.get("score_mod")
-    return "" if rule is None else f", and its `score_mod` multiplies by {float(rule):.4g}"
+    factor = facts.get("score_mod")
+    return "" if factor is None else f", and its `score_mod` multiplies by {float(factor):.4g}"
 
 
 def _have_same_scale(calls: Iterable[CallRecord]) -> bool:
-    """Whether all have the same scale, whatever the width of their heads."""
+    """Whether all have the same scale, for any head dimension."""
     scales = {call.scale for call in calls}
     return len(scales) == 1 and None not in scales
 
@@ -191,20 +192,20 @@ def _have_same_scale(calls: Iterable[CallRecord]) -> bool:
 def _check_changed(
     step: StepRecord, kind: _CallFact, before: Sequence[CallRecord]
 ) -> list[Finding]:
-    """Return the layers that were told something else in the step before."""
-    then = {call.layer: call for call in before}
+    """Report the layers whose argument differs from the previous step."""
+    previous = {call.layer: call for call in before}
     odd = [
-        (call, then[call.layer])
+        (call, previous[call.layer])
         for call in step.calls
-        if call.layer in then and kind.value(call) != kind.value(then[call.layer])
+        if call.layer in previous and kind.value(call) != kind.value(previous[call.layer])
     ]
     if not odd:
         return []
     now, old = odd[0]
     which = sorted({call.layer for call, _ in odd})
     sentence = (
-        f"In {in_layers(which, len(then))} {kind.phrase} {kind.format_value(now)} from step {step.step} "
-        f"({step.phase}) on, in the step before {kind.format_value(old)}."
+        f"In {in_layers(which, len(previous))} {kind.phrase} {kind.format_value(now)} from step "
+        f"{step.step} ({step.phase}) on, in the step before {kind.format_value(old)}."
     )
     return [_call_fact_finding(step, kind, sentence, now, old, which)]
 
@@ -235,14 +236,10 @@ def _call_fact_finding(
     )
 
 
-CAP_SHARE = 0.98
-"""Share of the cap from which on scores are said to lie at it: tanh(2.3)."""
-
-
 def find_capped_layers(step: StepRecord, context: RuleContext) -> list[int]:
-    """Return the layers in each of whose heads the keys looked at have scores at the cap.
+    """The layers in which the attended keys have scores at the softcap in every head.
 
-    The mean score of a row, weighted by its attention, is its log-sum-exp minus its entropy.
+    The attention-weighted mean score of a row is its log-sum-exp minus its entropy.
     """
     row = newest_row(step)
     caps = [call.softcap or np.inf for call in step.calls]

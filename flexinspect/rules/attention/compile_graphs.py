@@ -1,8 +1,8 @@
-"""Graphs that torch.compile builds anew: at every step, or until it gives up.
+"""Checks how often torch.compile builds a new graph: at every step, or up to its recompile limit.
 
-The first call of a kind compiles and the second, of another length, compiles once more with lengths
-left open; after that nothing should. Outside of a model each call is a generation of its own, so
-what was built in the calls before is remembered across them.
+The first call compiles, and the second, with another length, compiles once more with dynamic
+lengths; later calls should not compile. Each standalone call is a generation of its own, so the
+counts are kept across them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from flexinspect.rules.engine import FindingKind, Rule
 
 COMPILED_EVERY_STEP = "graphs.every-step"
 RECOMPILE_LIMIT = "graphs.limit"
-
 COMPILE_EVENTS = ("compiled", "recompiled")
-RECOMPILE_LIMIT_EVENT = "recompile-limit"
 
+RECOMPILE_LIMIT_EVENT = "recompile-limit"
 MIN_STEPS_BY_CODE = 4
-"""Steps in a row with a new graph each, the newest two of them because a rule was new code."""
+"""Consecutive steps with a new graph each, at least two of them because of a new mask_mod."""
 
 MIN_STEPS = 6
-"""Steps in a row that are enough whatever the reason."""
+"""Consecutive steps with a new graph each, for any reason."""
 
 _COMPILE_QUERY = (
     "SELECT generation, step, kind, text, data FROM events WHERE kind IN ('compiled', 'recompiled',"
     " 'recompile-limit', 'kernel-failed') ORDER BY event"
 )
 
+_FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}
+
 
 class GraphsRule(Rule):
-    """Says when a graph is built at every step, and when the recompile limit is reached."""
+    """Reports a new graph at every step, and a reached recompile limit."""
 
     name: ClassVar[str] = "graphs"
     handles_standalone_calls: ClassVar[bool] = True
@@ -45,24 +46,24 @@ class GraphsRule(Rule):
         COMPILED_EVERY_STEP: FindingKind(
             Severity.WARNING,
             "torch.compile builds a new graph at every step",
-            "Each token waits for a compilation, which costs more than the model; after eight of "
-            "them torch.compile gives up and runs uncompiled.",
-            "The memory and path panels mark the steps with a graph; the events name the guard "
-            "that failed. TORCH_LOGS=recompiles prints it as well.",
-            "Make the rule once, outside of the loop, and let it read what changes from a captured "
-            "0-dim tensor; do not define it by exec or compose it anew at each step.",
-            _COMPILE_QUERY,
+            why="Each token waits for a compilation, which takes longer than the model. After "
+            "eight of them torch.compile gives up and runs uncompiled.",
+            confirm="The memory and path panels mark the steps with a new graph; the events name "
+            "the guard that failed. TORCH_LOGS=recompiles prints it too.",
+            fix="Create the mask_mod once, outside the loop, and read changing values from a "
+            "captured 0-dim tensor. Do not define it with exec or compose it in each step.",
+            query=_COMPILE_QUERY,
             keeps_latest=True,
         ),
         RECOMPILE_LIMIT: FindingKind(
             Severity.WARNING,
             "torch.compile reached its recompile limit",
-            "From here on the compiled wrapper runs plain Python: slower, and with another mask "
-            "where block tables and rule disagree, as uncompiled flex ignores the tables.",
-            "The events show which guard failed at each of the graphs before.",
-            "Remove the reason for recompiling (a rule that is new code, a length that is marked "
-            "static) rather than raise torch._dynamo.config.recompile_limit.",
-            _COMPILE_QUERY,
+            why="From here on the function runs uncompiled: slower, and with another mask if block "
+            "tables and mask_mod disagree, because uncompiled FlexAttention ignores the tables.",
+            confirm="The events show which guard failed for each earlier graph.",
+            fix="Remove the reason for recompiling (a new mask_mod, a length marked static) "
+            "instead of raising torch._dynamo.config.recompile_limit.",
+            query=_COMPILE_QUERY,
         ),
     }
 
@@ -75,16 +76,16 @@ class GraphsRule(Rule):
         self._ms = 0.0
         self._first = 0
         self._reported_generation: int | None = None
-        """The generation of the finding on these steps, None before there is one."""
+        """The generation of the finding about these steps, None before it is reported."""
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no step seen; calls outside of a model go on from those before."""
+        """Reset the counts, except between standalone calls."""
         super().on_generation_start(context)
         if not context.is_standalone:
             self._reset()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Count graphs in a row, and return what that means once there are too many."""
+        """Count consecutive new graphs, and report them once there are too many."""
         if not step.events:
             if self._n_steps:
                 self._reset()
@@ -104,15 +105,15 @@ class GraphsRule(Rule):
         return found
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        """Tell of a call that was refused because of the limit."""
+        """Report a call that raised because of the limit."""
         error = str(event.data.get("error", ""))
         if event.kind != KERNEL_FAILED_EVENT or failure_finding_id(error):
             return ()
         layer = event.data.get("layer")
         where = "" if event.step is None else f" in step {event.step}"
         sentence = (
-            f"torch.compile reached its recompile limit{where}, and with fullgraph=True "
-            f"{printable(str(event.data.get('kernel')))} raises instead of running."
+            f"torch.compile reached its recompile limit{where}; with fullgraph=True "
+            f"{printable(str(event.data.get('kernel')))} raises instead of running uncompiled."
         )
         severity = Severity.WARNING if event.step is None else Severity.ERROR
         return [self._finding(RECOMPILE_LIMIT, severity, sentence, event.step, event.data, layer)]
@@ -128,7 +129,7 @@ class GraphsRule(Rule):
         self._ms += step.wall_ms
 
     def _call_key(self, step: StepRecord) -> tuple[Any, ...]:
-        """Return what steps in a row have in common; another kind of call is no repetition."""
+        """What consecutive steps have in common; a call with another key starts a new count."""
         if not self.context.is_standalone:
             return (step.branch, step.phase)
         call = step.calls[0] if step.calls else None
@@ -151,8 +152,8 @@ class GraphsRule(Rule):
         graphs = plural(self._n_graphs, "new graph")
         sentence = (
             f"torch.compile built {graphs} in {self._n_steps} {what} in a row "
-            f"({'generations' if self.context.is_standalone else 'steps'} {rows}, {self._ms:.0f} ms)"
-            f"{_format_functions(event)}: {self._format_guard(step, event)}."
+            f"({'generations' if self.context.is_standalone else 'steps'} {rows}, {self._ms:.0f} "
+            f"ms){_format_functions(event)}: {self._format_guard(step, event)}."
         )
         evidence = {
             "graphs": self._n_graphs,
@@ -164,29 +165,30 @@ class GraphsRule(Rule):
         if self._reported_generation is None:
             self._reported_generation = step.generation
         series = f"every-step from {self._first}"
-        about = (COMPILED_EVERY_STEP, None, sentence, step.step, evidence, None, series, step)
-        # Outside of a model each call is a generation: all of them are one finding, in the first.
-        return replace(self._finding(*about), generation=self._reported_generation)
+        finding = self._finding(
+            COMPILED_EVERY_STEP, None, sentence, step.step, evidence, series=series, record=step
+        )
+        # Each standalone call is a generation; all of them share one finding in the first.
+        return replace(finding, generation=self._reported_generation)
 
     def _format_guard(self, step: StepRecord, event: EventRecord) -> str:
         if not (guard := event.data.get("guard")):
             reason = event.data.get("reason")
-            return f"guard: {printable(str(reason))}" if reason else "no guard is known"
+            return f"guard: {printable(str(reason))}" if reason else "the guard is not known"
         mask = self.context.mask(step.calls[0].mask) if step.calls else None
-        rule = f', and the rule "{printable(mask.rule)}"' if mask is not None and mask.rule else ""
-        source = f" ({printable(mask.rule_source)})" if rule and mask and mask.rule_source else ""
-        says = f"{rule}{source} is new code each time" if rule else ", which is new each time"
-        return f"guard: {printable(str(guard))}{says}"
+        if mask is None or not mask.rule:
+            return f"guard: {printable(str(guard))}, which is new each time"
+        source = f" ({printable(mask.rule_source)})" if mask.rule_source else ""
+        mask_mod = f'"{printable(mask.rule)}"{source}'
+        return f"guard: {printable(str(guard))}; the mask_mod {mask_mod} is new code each time"
 
     def _limit_finding(self, event: EventRecord, step: StepRecord) -> Finding:
-        where = (
-            "in a call outside of a model" if self.context.is_standalone else f"in step {step.step}"
-        )
+        where = "in a standalone call" if self.context.is_standalone else f"in step {step.step}"
         guard = event.data.get("guard") or event.data.get("reason")
         last = f" (last guard: {printable(str(guard))})" if guard else ""
         sentence = (
-            f"torch.compile reached its recompile limit {where}{_format_functions(event)}{last}: from here on "
-            "that function runs uncompiled, where FlexAttention ignores the block tables."
+            f"torch.compile reached its recompile limit {where}{_format_functions(event)}{last}: "
+            "from here on the function runs uncompiled, and FlexAttention ignores the block tables."
         )
         return self._finding(
             RECOMPILE_LIMIT, None, sentence, step.step, event.data, None, "limit", step
@@ -217,9 +219,6 @@ class GraphsRule(Rule):
 
 
 def _format_functions(event: EventRecord) -> str:
-    """Return ` for flex_attention`, after what dynamo calls the functions."""
+    """` for flex_attention`, from dynamo's names of the functions."""
     names = [_FUNCTION_NAMES.get(name, name) for name in event.data.get("of", ())]
     return f" for {printable(' and '.join(dict.fromkeys(names)))}" if names else ""
-
-
-_FUNCTION_NAMES = {"_flex_attention_hop_wrapper": "flex_attention (uncompiled)"}

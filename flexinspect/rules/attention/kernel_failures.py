@@ -1,8 +1,7 @@
-"""Calls that raised, and the one that never returned: which, where, and whose fault it looks like.
+"""Reports kernel calls that ended a forward with an exception, or that never returned.
 
-A call that raises and is made up for within its layer is a fallback, which the path rule tells of.
-What ends a forward is told here, once that is known; outside of a model, where nothing follows, at
-once.
+If a layer catches the exception and continues, that is a fallback, which the path rule reports.
+This rule reports a failure once the forward has ended, and immediately for standalone calls.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CRASH = "observer.crash"
 KERNEL_FAILED_EVENT = "kernel-failed"
 NOT_RETURNED_EVENT = "not-returned"
 CRASHED_EVENT = "crashed"
-"""The events of a process that was taken down: within a kernel call, and elsewhere."""
+"""Events of a process that crashed: `NOT_RETURNED_EVENT` in a kernel call, the other elsewhere."""
 
 _FORWARD_END_EVENTS = ("forward-failed", "error")
 
@@ -48,7 +47,7 @@ _RECOMPILE_LIMIT_ERROR = "FailOnRecompileLimitHit"
 
 
 def failure_finding_id(error: str) -> str:
-    """Return the finding that an exception ("Type: first line") belongs to, "" for the graphs'."""
+    """The finding id for an exception ("Type: first line"), "" for one of the graphs rule."""
     name = error.partition(":")[0]
     if name == _RECOMPILE_LIMIT_ERROR:
         return ""
@@ -58,77 +57,77 @@ def failure_finding_id(error: str) -> str:
 
 
 class FailuresRule(Rule):
-    """Says which kernel call ended a forward, or the process, with the exception's own words."""
+    """Reports which kernel call ended a forward or the process, with the exception's message."""
 
     name: ClassVar[str] = "failures"
     handles_standalone_calls: ClassVar[bool] = True
     findings: ClassVar[Mapping[str, FindingKind]] = {
         KERNEL_FAILED: FindingKind(
             Severity.ERROR,
-            "a kernel raised, and the forward ended with it",
-            "The step has no result: whatever catches the exception goes on without it, often with "
-            "another model or the answer so far.",
-            "The path panel shows the last step that ran; the event has the lengths that the call "
-            "was made with, and the run panel the traceback if nobody caught it.",
-            "Compare the lengths in the sentence: a mask is made for exactly as many rows and keys "
-            "as the call has. Otherwise the exception's own words name the argument.",
-            _FAILURE_QUERY,
+            "a kernel raised an exception that ended the forward",
+            why="The step has no result. Code that catches the exception continues without it, "
+            "often with another model or the answer so far.",
+            confirm="The path panel shows the last step that ran. The event has the lengths of the "
+            "call, and the run panel has the traceback of an uncaught exception.",
+            fix="Compare the lengths in the sentence: the mask must have exactly as many rows and "
+            "keys as the call. Otherwise the exception's message names the argument.",
+            query=_FAILURE_QUERY,
         ),
         NOT_BUILT: FindingKind(
             Severity.ERROR,
-            "compiled FlexAttention does not build here",
-            "Nothing is wrong with the mask: the compiler cannot make code of this call on this "
-            "machine, so the step has no result, or another path takes over in silence.",
-            "Run the same call without torch.compile: if that works, it is the build. The event "
-            "has the compiler's first line.",
-            "Run flex uncompiled on a CPU, or leave out what the generated code cannot do there: "
-            "left padding in transformers' own mask, LSE, reductions in a rule.",
-            _FAILURE_QUERY,
+            "compiled FlexAttention does not build on this machine",
+            why="The mask is not at fault: the compiler cannot generate code for this call on this "
+            "machine. The step has no result, or code silently falls back to another path.",
+            confirm="Run the same call without torch.compile: if it works, the build is at fault. "
+            "The event has the first line of the compiler error.",
+            fix="Run FlexAttention uncompiled on a CPU, or avoid what the generated code does not "
+            "support there: left padding in transformers' own mask, LSE, reductions in a mask_mod.",
+            query=_FAILURE_QUERY,
         ),
         LOGGER_BREAKS_FLEX: FindingKind(
             Severity.WARNING,
-            "a dispatch mode around FlexAttention made it fail",
-            "The observer breaks what it observes, and dynamo remembers the failed trace: plain "
-            "calls go on failing in this process when the mode is gone.",
-            "Leave the mode out: the call works. Call torch._dynamo.reset() after the mode, and it "
-            "works again.",
-            "Do not put a TorchDispatchMode around flex; use module hooks or torch's DebugMode. "
-            "Call torch._dynamo.reset() once afterwards.",
-            _FAILURE_QUERY,
+            "FlexAttention failed inside a dispatch mode",
+            why="The observing mode breaks the call, and dynamo caches the failed trace: plain "
+            "calls in this process can fail even after the mode has ended.",
+            confirm="Without the mode the call works. After the mode it works again once "
+            "torch._dynamo.reset() is called.",
+            fix="Do not run FlexAttention inside a TorchDispatchMode; use module hooks or torch's "
+            "DebugMode. Call torch._dynamo.reset() once afterwards.",
+            query=_FAILURE_QUERY,
         ),
         CRASH: FindingKind(
             Severity.ERROR,
-            "the process was taken down while a kernel ran, or soon after",
-            "No exception says what happened, and a broken heap may also have spoilt results "
-            "before it ended the process.",
-            "Run the named call alone in a process of its own. The steps before it are in this "
-            "trace.",
-            "Run flex uncompiled on a CPU. In a score rule index captured tensors at once, "
-            "m[b, 0, q, k], not link by link, m[b][0][q][k]; give a mask the batch and heads of "
-            "the call, or None.",
-            "SELECT key, value FROM run WHERE key IN ('state', 'reason') UNION ALL "
+            "the process crashed while a kernel ran, or soon after",
+            why="There is no exception, and a corrupted heap may have changed results before the "
+            "process ended.",
+            confirm="Run the named call alone in a separate process. The steps before it are in "
+            "this trace.",
+            fix="Run FlexAttention uncompiled on a CPU. In a score_mod index captured tensors at "
+            "once, m[b, 0, q, k], not in a chain, m[b][0][q][k]. Create the mask with the batch "
+            "and heads of the call, or None.",
+            query="SELECT key, value FROM run WHERE key IN ('state', 'reason') UNION ALL "
             "SELECT kind, text FROM events WHERE kind IN ('not-returned', 'crashed')",
         ),
     }
 
     def __init__(self) -> None:
         self._mode = ""
-        """The dispatch mode under which flex has failed in this process."""
+        """The dispatch mode in which FlexAttention failed in this process."""
         self._pending: list[EventRecord] = []
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no failure that waits for its outcome."""
+        """Reset the pending failures."""
         super().on_generation_start(context)
         self._pending = []
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Drop the failures of a step that was recorded: it went on."""
+        """Drop the failures of a step that was recorded, because its forward continued."""
         if self._pending:
             self._pending = [event for event in self._pending if event.step != step.step]
         return ()
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        """Take a failed call, or tell of it when the forward ended with it."""
+        """Store a failed call, and report it when the forward has ended."""
         if event.kind == KERNEL_FAILED_EVENT:
             return self._on_kernel_failed(event)
         if event.kind in (NOT_RETURNED_EVENT, CRASHED_EVENT):
@@ -136,7 +135,7 @@ class FailuresRule(Rule):
         return self._report_pending() if event.kind in _FORWARD_END_EVENTS else ()
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Tell of what nobody went on after."""
+        """Report failures after which no step followed."""
         return self._report_pending()
 
     def _on_kernel_failed(self, event: EventRecord) -> Sequence[Finding]:
@@ -156,7 +155,7 @@ class FailuresRule(Rule):
         return ()
 
     def _report_pending(self) -> Sequence[Finding]:
-        """Tell of the newest failure; those before it were made up for, or are its causes."""
+        """Report the newest failure; earlier ones were handled, or are its causes."""
         pending, self._pending = self._pending, []
         if not pending:
             return ()
@@ -172,11 +171,11 @@ class FailuresRule(Rule):
         if finding_id == NOT_BUILT:
             what = f"Compiled {kernel} does not build{_format_where(event)}: {error}"
         elif event.generation is None:
-            what = f"{kernel} raised, called outside of a model: {error}"
+            what = f"{kernel} raised in a standalone call: {error}"
         else:
-            loose = event.step is None
-            whose = "A call outside of a model" if loose else f"The forward of step {event.step}"
-            what = f"{whose} ended{_format_in_layer(event)}: {kernel} raised {error}"
+            is_standalone = event.step is None
+            subject = "A standalone call" if is_standalone else f"The forward of step {event.step}"
+            what = f"{subject} ended{_format_in_layer(event)}: {kernel} raised {error}"
         severity = self.findings[finding_id].severity
         if finding_id == KERNEL_FAILED and (event.generation is None or _lengths_differ(data)):
             severity = Severity.NOTE if _lengths_differ(data) else Severity.WARNING
@@ -187,16 +186,17 @@ class FailuresRule(Rule):
 
     def _under_mode_finding(self, event: EventRecord) -> Finding:
         sentence = (
-            f"FlexAttention raised NotImplementedError{_format_where(event)} under a dispatch mode around "
-            f"it ({printable(self._mode)}); uncompiled calls may go on failing in this process "
-            "until torch._dynamo.reset()."
+            f"FlexAttention raised NotImplementedError{_format_where(event)} inside a dispatch "
+            f"mode ({printable(self._mode)}); uncompiled calls may continue to fail in this "
+            "process until torch._dynamo.reset()."
         )
         return self._make_finding(event, LOGGER_BREAKS_FLEX, Severity.WARNING, sentence, event.data)
 
     def _after_mode_finding(self, event: EventRecord) -> Finding:
         sentence = (
-            f"FlexAttention still fails{_format_where(event)} (Unsupported), as dynamo remembers what "
-            f"failed under the dispatch mode {printable(self._mode)}: until torch._dynamo.reset()."
+            f"FlexAttention still fails{_format_where(event)} (Unsupported) until "
+            "torch._dynamo.reset(), because dynamo cached the failure inside the dispatch mode "
+            f"{printable(self._mode)}."
         )
         return self._make_finding(event, LOGGER_BREAKS_FLEX, Severity.ERROR, sentence, event.data)
 
@@ -224,7 +224,7 @@ class FailuresRule(Rule):
 
 
 def _shorten_error(error: str) -> str:
-    """Return an exception's words, cut after the first sentence or where they grow long."""
+    """The first sentence of an exception's message, cut at `_MAX_ERROR_LENGTH`."""
     words = printable(error).partition(". ")[0].rstrip(".")
     return words if len(words) <= _MAX_ERROR_LENGTH else words[: _MAX_ERROR_LENGTH - 1] + "…"
 
@@ -236,7 +236,7 @@ def _format_in_layer(event: EventRecord) -> str:
 
 def _format_where(event: EventRecord) -> str:
     if event.step is None:
-        return " outside of a model"
+        return " in a standalone call"
     return f"{_format_in_layer(event)}{',' if _format_in_layer(event) else ' in'} step {event.step}"
 
 
@@ -246,7 +246,7 @@ def _lengths_differ(data: Mapping[str, Any]) -> bool:
 
 
 def _format_lengths(data: Mapping[str, Any]) -> str:
-    """Return the lengths of a call and its mask: ` (1 row, 33 keys, mask made for 1 x 32)`."""
+    """The lengths of a call and its mask: ` (1 row, 33 keys, mask made for 1 x 32)`."""
     if data.get("q_len") is None or data.get("kv_len") is None:
         return ""
     mask = f", mask made for {data['mask_q']} x {data['mask_kv']}" if data.get("mask_kv") else ""

@@ -1,7 +1,8 @@
-"""Whose text a cache holds: fed twice, of another prompt, gone between steps, or not used.
+"""Checks which text a cache holds: repeated, of another prompt, lost between steps, or not used.
 
-What is told rests on the stream `attention.slots`, which capture writes only where such slots have
-a part in the softmax: each number in it is counted or summed from the keys and weights of the call.
+`CacheTextTracker` follows the input tokens and the cached lengths. `check_slots` reads the stream
+`attention.slots`, which capture writes only if empty or stale slots take part in the softmax. Its
+numbers are counted or summed from the keys and weights of the call.
 """
 
 from __future__ import annotations
@@ -30,64 +31,70 @@ from flexinspect.rules.cache.cache_findings import (
 from flexinspect.rules.context import RuleContext
 
 _MAX_GENERATIONS = 16
-"""Generations whose tokens are known when a later one goes on with a cache."""
+"""Earlier generations whose tokens are compared with a filled cache."""
 
 _MIN_COMMON_PREFIX = 8
-"""Tokens that must be the same before a text counts as fed again: templates share a few."""
+"""Equal tokens from which a text counts as repeated; templates have a few in common."""
+
+SLOT_STREAM = "attention.slots"
+OPEN_COLUMN, EMPTY_COLUMN, EMPTY_WEIGHT_COLUMN, STALE_COLUMN, STALE_WEIGHT_COLUMN = range(5)
+"""Columns of `attention.slots` (calls, 5): open keys; empty (all-zero) keys and their weight; stale
+keys beyond the filled length and their weight. Weights are means over heads."""
+
+SlotTable = npt.NDArray[np.float32]
 
 
 class _LastStep(NamedTuple):
-    """What is remembered of a step, without what is large."""
+    """The facts of the last step that the next one is compared with."""
 
     generation: int
     kv_after: int
     is_uncached_token: bool
-    """Whether it was a single token without a cached key, as the first step of a generation."""
+    """Whether its input was a single token without any cached key."""
     is_single_token: bool
-    """Whether it fed a single token."""
     position_id: int | None
     logits: LogitsRecord | None
 
     @property
     def best_token_id(self) -> int | None:
-        """The best candidate that it gave for the next token."""
+        """The most probable next token."""
         best = self.logits.candidates if self.logits is not None else ()
         return best[0].token_id if best else None
 
     def has_candidate(self, token_id: int) -> bool:
-        """Say whether a token is one of the candidates that it gave for the next."""
+        """Whether a token is among the recorded candidates for the next one."""
         best = self.logits.candidates if self.logits is not None else ()
         return any(candidate.token_id == token_id for candidate in best)
 
 
 class CacheTextTracker:
-    """Follows what was fed, from one generation of a model to the next."""
+    """Follows the input tokens of a model from one generation to the next."""
 
     def __init__(self) -> None:
         self._cached_texts: deque[list[int]] = deque(maxlen=_MAX_GENERATIONS)
-        """Token ids of the last generations, as far as they may be in a cache."""
+        """Token ids of the last generations, which may be in a cache."""
         self._last_step: _LastStep | None = None
-        """The last step of all."""
+        """The last step of any generation."""
         self._n_continued = self._n_tokens_before = 0
         self._is_loss_reported = False
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin a generation; what earlier ones left in a cache stays known."""
+        """Begin a generation; the texts of earlier ones are kept."""
         self.context = context
         self._full_forwards: list[tuple[int, int]] = []
-        """Step and rows of forwards that fed the whole sequence."""
+        """Step and rows of forwards over the whole sequence."""
         self._masks: frozenset[str | None] = frozenset()
         self._declared_ids: list[int] | None = None
         self._is_cache_off = False
         self._length = 0
 
     def on_event(self, event: EventRecord) -> None:
-        """Take the tokens that the caller of `generate` says are in the cache already."""
+        """Store the tokens that the caller of `generate` assumes to be cached."""
         if event.kind == CACHED_PROMPT_EVENT:
             self._declared_ids = list(event.data["prompt"])
 
     def on_step(self, step: StepRecord) -> list[Finding]:
-        """Return what is wrong with the text of a step on this cache, or without one."""
+        """Compare the input of a step with the content of the cache."""
         found: list[Finding] = []
         if step.step == 0:
             self._is_cache_off = any(event.kind == NO_CACHE_EVENT for event in step.events)
@@ -98,20 +105,24 @@ class CacheTextTracker:
             found = self._check_repeated_token(step)
         if step.kv_before:
             self._n_continued = 0
-        is_alone = step.q_len == 1 and not step.kv_before
-        last_id = _last_position_id(step)
-        place = (step.generation, step.kv_after, is_alone, step.q_len == 1)
-        self._last_step = _LastStep(*place, last_id, step.logits)
+        self._last_step = _LastStep(
+            generation=step.generation,
+            kv_after=step.kv_after,
+            is_uncached_token=step.q_len == 1 and not step.kv_before,
+            is_single_token=step.q_len == 1,
+            position_id=_last_position_id(step),
+            logits=step.logits,
+        )
         self._length = step.kv_after
         return found
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return what was computed again and again without a cache; keep what was fed."""
+        """Keep the text of the generation, and report that no cache was used."""
         self._cached_texts.append(self._token_ids(0, self._length))
         return self._unused_finding()
 
     def _token_ids(self, start: int, stop: int) -> list[int]:
-        """Return the known token ids of these positions, up to the first that is not known."""
+        """The token ids of these positions, up to the first unknown one."""
         out = []
         for pos in range(start, stop):
             token = self.context.token(pos)
@@ -121,112 +132,115 @@ class CacheTextTracker:
         return out
 
     def _check_first_step(self, step: StepRecord) -> list[Finding]:
-        """Judge the first step of a generation by what the steps before it left."""
+        """Check the first step of a generation against earlier steps."""
         if step.kv_before:
             return self._check_filled_cache(step)
         return self._check_lost_cache(step)
 
     def _check_filled_cache(self, step: StepRecord) -> list[Finding]:
-        """Compare what the caller says the cache holds with what earlier generations left in it.
+        """Compare the prompt that the caller assumes to be cached with the texts of earlier runs.
 
-        Nothing says which cache it is; so it is enough if one of them fits.
+        The trace does not say which cache it is, so one matching text is enough.
         """
-        n, asked = step.kv_before, self._declared_ids
-        if asked is None:
+        n, declared = step.kv_before, self._declared_ids
+        if declared is None:
             return self._check_cut(step)
         known = [ids[:n] for ids in self._cached_texts if len(ids) >= n]
-        if len(asked) != n or not known or asked in known:
+        if len(declared) != n or not known or declared in known:
             return []
-        held = max(known, key=lambda ids: _common_prefix_len(ids, asked))
-        wrong = [pos for pos, (a, b) in enumerate(zip(held, asked, strict=True)) if a != b]
+        cached = max(known, key=lambda ids: _common_prefix_len(ids, declared))
+        wrong = [pos for pos, (a, b) in enumerate(zip(cached, declared, strict=True)) if a != b]
         sentence = (
-            f"The cache holds {n} keys of another text: {len(wrong)} of the {n} tokens that the "
-            f"prompt begins with are not those it was filled with, from position {wrong[0]} on "
-            f"(token {asked[wrong[0]]}, and the cache has {held[wrong[0]]})"
+            f"The cache holds {n} keys of another text: {len(wrong)} of the first {n} tokens of "
+            f"the prompt differ from the cached ones, from position {wrong[0]} on (token "
+            f"{declared[wrong[0]]}, cached {cached[wrong[0]]})"
         )
         return [
             self._token_finding(step, CACHE_SHARED, Severity.ERROR, sentence, wrong, len(wrong))
         ]
 
     def _check_cut(self, step: StepRecord) -> list[Finding]:
-        """Say when the text goes on with the next token while keys of it are gone.
+        """Report that the text continues with its next token although keys were removed.
 
-        Drafts and turns are cut, too, but not by more than half with the next token after that.
-        Of less it is sure where the last step fed one row, and its best token comes now. A cache
-        that forgets one key for each that comes does so on purpose.
+        Rejected drafts and chat turns are cropped too, but not by more than half before the next
+        token. A smaller loss is certain only if the last step had one row and its best token
+        follows. A cache that drops one key for each new one does so by design.
         """
         last, token = self._last_step, self.context.token(step.kv_before)
         if last is None or token is None or step.q_len != 1 or self._is_loss_reported:
             return []
-        ended, fed_id = last.position_id, _last_position_id(step)
-        goes_on = ended is not None and fed_id == ended + 1
-        gone = last.kv_after - step.kv_before
-        is_much = 2 * step.kv_before < last.kv_after
-        is_next = is_much and (goes_on or last.has_candidate(token.token_id))
+        last_id, position_id = last.position_id, _last_position_id(step)
+        continues = last_id is not None and position_id == last_id + 1
+        n_lost = last.kv_after - step.kv_before
+        is_large = 2 * step.kv_before < last.kv_after
+        is_next = is_large and (continues or last.has_candidate(token.token_id))
         if not is_next and not (
-            gone > 1 and last.is_single_token and last.best_token_id == token.token_id
+            n_lost > 1 and last.is_single_token and last.best_token_id == token.token_id
         ):
             return []
         self._is_loss_reported = True
         sentence = (
-            f"The cache lost keys between steps: it held {last.kv_after} and holds "
-            f"{step.kv_before}, and the text goes on with the next token "
+            f"The cache lost keys between steps: it held {last.kv_after} and now holds "
+            f"{step.kv_before}, but the text continues with the next token "
             f"({self.context.format_position(step.kv_before)})"
         )
-        places = (step.kv_before,)
-        return [self._token_finding(step, CACHE_LOST, Severity.WARNING, sentence, places, gone)]
+        positions = (step.kv_before,)
+        return [
+            self._token_finding(step, CACHE_LOST, Severity.WARNING, sentence, positions, n_lost)
+        ]
 
     def _check_repeated_token(self, step: StepRecord) -> list[Finding]:
-        """Say when the first decode step feeds the prompt's last token, which nobody chose."""
+        """Report that the first decode step repeats the last prompt token, which was not chosen."""
         last, pos = self._last_step, step.kv_before
-        again, fed = self.context.token(pos - 1), self.context.token(pos)
-        if last is None or not pos or again is None or fed is None:
+        previous, token = self.context.token(pos - 1), self.context.token(pos)
+        if last is None or not pos or previous is None or token is None:
             return []
         if (
-            fed.token_id != again.token_id
+            token.token_id != previous.token_id
             or last.logits is None
-            or last.has_candidate(fed.token_id)
+            or last.has_candidate(token.token_id)
         ):
             return []
         sentence = (
-            f"The last token of the prompt was fed twice: step {step.step} begins with "
-            f"{self.context.format_position(pos)}, the token before it, and it is none of the "
-            f"{len(last.logits.candidates)} best candidates of step {step.step - 1}"
+            f"The last token of the prompt is in the input twice: step {step.step} begins with "
+            f"{self.context.format_position(pos)}, the same token as before, which is not among "
+            f"the {len(last.logits.candidates)} best candidates of step {step.step - 1}"
         )
         return [self._token_finding(step, CACHE_DUPLICATED, Severity.WARNING, sentence, (pos,), 1)]
 
     def _check_rows(self, step: StepRecord) -> list[Finding]:
-        """Judge rows that were given on a filled cache: another part, or the same once more."""
+        """Check several rows on a filled cache: the next part of a text, or a repetition."""
         if not step.kv_before:
             if step.q_len == self._length + 1:
                 self._full_forwards = self._full_forwards or [(step.step - 1, self._length)]
                 self._full_forwards.append((step.step, step.q_len))
                 self._masks = frozenset(call.mask for call in step.calls)
             return []
-        given = [t.token_id for t in step.tokens if step.kv_before <= t.pos < step.kv_after]
-        return self._check_repeated_rows(step, given, self._token_ids(0, step.kv_before))
+        new_ids = [t.token_id for t in step.tokens if step.kv_before <= t.pos < step.kv_after]
+        return self._check_repeated_rows(step, new_ids, self._token_ids(0, step.kv_before))
 
     def _check_repeated_rows(
         self, step: StepRecord, new_ids: Sequence[int], cached_ids: Sequence[int]
     ) -> list[Finding]:
-        """Say whether rows repeat the text that is in the cache, from its beginning on."""
-        alike, shorter = _common_prefix_len(cached_ids, new_ids), min(len(cached_ids), len(new_ids))
-        if shorter < 4 or alike < shorter:
-            return self._check_restarted_text(step, new_ids, alike)
-        place = self.context.format_position(step.kv_before)
+        """Report rows that repeat the cached text from its beginning."""
+        n_same = _common_prefix_len(cached_ids, new_ids)
+        shorter = min(len(cached_ids), len(new_ids))
+        if shorter < 4 or n_same < shorter:
+            return self._check_restarted_text(step, new_ids, n_same)
+        first = self.context.format_position(step.kv_before)
+        is_whole = n_same == len(cached_ids)
         what = (
-            f"all {alike} tokens that the cache holds are fed again"
-            if alike == len(cached_ids)
-            else f"the {alike} tokens fed are those that the cache begins with"
+            f"repeats all {n_same} cached tokens"
+            if is_whole
+            else f"repeats the first {n_same} cached tokens"
         )
         sentence = (
-            f"The prompt was fed twice: in step {step.step} {what}, so that the cache grows from "
-            f"{step.kv_before} to {step.kv_after} keys ({place} is position 0 once more)"
+            f"The prompt is in the cache twice: step {step.step} {what}, so the cache grows from "
+            f"{step.kv_before} to {step.kv_after} keys ({first} repeats position 0)"
         )
-        sure = alike == len(cached_ids)
-        severity = Severity.ERROR if sure else Severity.WARNING
-        places = range(step.kv_before, step.kv_before + alike)
-        return [self._token_finding(step, CACHE_DUPLICATED, severity, sentence, places, alike)]
+        severity = Severity.ERROR if is_whole else Severity.WARNING
+        positions = range(step.kv_before, step.kv_before + n_same)
+        return [self._token_finding(step, CACHE_DUPLICATED, severity, sentence, positions, n_same)]
 
     def _check_restarted_text(
         self, step: StepRecord, new_ids: Sequence[int], n_common: int
@@ -234,14 +248,13 @@ class CacheTextTracker:
         if n_common < _MIN_COMMON_PREFIX or 2 * n_common < len(new_ids):
             return []
         sentence = (
-            f"Step {step.step} feeds another text on a cache that still holds "
-            f"{step.kv_before} keys: the first {n_common} of its {len(new_ids)} tokens are those that the "
-            f"cache begins with, then it goes another way "
-            f"({self.context.format_position(step.kv_before + n_common)})"
+            f"Step {step.step} starts another text on a cache that still holds {step.kv_before} "
+            f"keys: its first {n_common} of {len(new_ids)} tokens are the first cached ones, then "
+            f"it differs ({self.context.format_position(step.kv_before + n_common)})"
         )
-        places = range(step.kv_before, step.kv_before + len(new_ids))
+        positions = range(step.kv_before, step.kv_before + len(new_ids))
         return [
-            self._token_finding(step, CACHE_SHARED, Severity.WARNING, sentence, places, n_common)
+            self._token_finding(step, CACHE_SHARED, Severity.WARNING, sentence, positions, n_common)
         ]
 
     def _token_finding(
@@ -250,7 +263,7 @@ class CacheTextTracker:
         finding_id: str,
         severity: Severity,
         sentence: str,
-        places: Sequence[int],
+        positions: Sequence[int],
         n_tokens: int,
     ) -> Finding:
         return Finding(
@@ -260,14 +273,14 @@ class CacheTextTracker:
             generation=step.generation,
             branch=step.branch,
             step=step.step,
-            positions=tuple(places[:32]),
+            positions=tuple(positions[:32]),
             evidence={"cached": step.kv_before, "rows": step.q_len, "tokens": n_tokens},
         )
 
     def _check_lost_cache(self, step: StepRecord) -> list[Finding]:
-        """Say when single tokens are fed that go on with the last step, and its cache does not.
+        """Report single tokens that continue the last step without its cache.
 
-        They do when their position is the next one, or when two in a row are among the best
+        They continue it if their position id is the next one, or if two in a row are among the best
         candidates of the step before them.
         """
         last, token = self._last_step, self.context.token(0)
@@ -278,19 +291,21 @@ class CacheTextTracker:
             self._n_tokens_before if last.is_uncached_token else 0
         )
         self._n_continued = self._n_continued + 1 if last.has_candidate(token.token_id) else 0
-        ended, fed_id = last.position_id, _last_position_id(step)
-        goes_on = fed_id is not None and ended is not None and fed_id == ended + 1 > 1
-        if self._is_loss_reported or not (goes_on or self._n_continued >= 2):
+        last_id, position_id = last.position_id, _last_position_id(step)
+        continues = (
+            position_id is not None and last_id is not None and position_id == last_id + 1 > 1
+        )
+        if self._is_loss_reported or not (continues or self._n_continued >= 2):
             return []
         self._is_loss_reported = True
         why = (
-            f"its position id {fed_id} goes on from {ended}"
-            if goes_on
+            f"its position id {position_id} follows {last_id}"
+            if continues
             else f"{self._n_continued} tokens in a row are candidates of the step before"
         )
         sentence = (
-            f"The cache is lost between steps: a single token ({self.context.format_position(0)}) is fed "
-            f"without any cached key, though {why}; it sees itself and nothing of the "
+            f"The cache is lost between steps: a single token ({self.context.format_position(0)}) "
+            f"has no cached keys, although {why}; it attends only to itself, and not to the "
             f"{plural(self._n_tokens_before, 'token')} before it"
         )
         return [
@@ -304,7 +319,7 @@ class CacheTextTracker:
                 positions=(0,),
                 evidence={
                     "keys": 1,
-                    "position_id": fed_id,
+                    "position_id": position_id,
                     "last_generation": last.generation,
                     "last_kv": last.kv_after,
                 },
@@ -312,7 +327,7 @@ class CacheTextTracker:
         ]
 
     def _unused_finding(self) -> Sequence[Finding]:
-        """Say what a cache would have saved, where the whole sequence was fed at each step."""
+        """Report what a cache would have saved, if each step recomputed the whole sequence."""
         steps, self._full_forwards = self._full_forwards, []
         if len(steps) < 3 or not self._is_causal():
             return ()
@@ -320,9 +335,9 @@ class CacheTextTracker:
         needed = first + len(steps) - 1
         lengths = ", ".join(str(n) for _, n in steps[:3])
         sentence = (
-            f"No cache is in use: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
-            f"{last}; {len(steps)} steps computed {rows} query rows, and {needed} are needed with "
-            f"a cache{' (use_cache=False was given)' if self._is_cache_off else ''}"
+            f"No cache is used: q length grows {lengths}{', ...' if len(steps) > 3 else ''} to "
+            f"{last}; {len(steps)} steps computed {rows} query rows, where {needed} are enough "
+            f"with a cache{' (use_cache=False was passed)' if self._is_cache_off else ''}"
         )
         return [
             Finding(
@@ -344,9 +359,9 @@ class CacheTextTracker:
         ]
 
     def _is_causal(self) -> bool:
-        """Say whether earlier rows stay what they are when a token comes: else no cache can help.
+        """Whether new tokens leave earlier rows unchanged; otherwise no cache can be used.
 
-        What is not recorded counts as causal.
+        Masks that were not recorded count as causal.
         """
         for fingerprint in self._masks:
             mask = self.context.mask(fingerprint)
@@ -358,7 +373,6 @@ class CacheTextTracker:
 
 
 def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
-    """Return how many of the first ids are the same."""
     n = 0
     for one, other in zip(ids, other_ids, strict=False):
         if one != other:
@@ -368,30 +382,20 @@ def _common_prefix_len(ids: Sequence[int], other_ids: Sequence[int]) -> int:
 
 
 def _has_keys(step: StepRecord) -> bool:
-    """Say whether a model has keys at all: one of recurrent layers alone keeps a state."""
+    """Whether a model has keys; one with only recurrent layers keeps a state instead."""
     return bool(step.calls) or (step.inputs is not None and bool(step.inputs.cached_after))
 
 
 def _last_position_id(step: StepRecord) -> int | None:
-    """Return the last position id that a step was fed."""
+    """The position id of the last row of a step."""
     if step.inputs is None or not step.inputs.positions:
         return None
     first, n = step.inputs.positions[-1]
     return first + n - 1
 
 
-SLOT_STREAM = "attention.slots"
-OPEN_COLUMN, EMPTY_COLUMN, EMPTY_WEIGHT_COLUMN, STALE_COLUMN, STALE_WEIGHT_COLUMN = range(5)
-"""Columns: open keys; all-zero ones and their weight; others beyond the filled length and theirs.
-
-Weights are means over heads.
-"""
-
-SlotTable = npt.NDArray[np.float32]
-
-
 def check_slots(context: RuleContext, step: StepRecord) -> list[Finding]:
-    """Return at most one finding about empty and one about stale slots of a step."""
+    """At most one finding about empty and one about stale slots of a step."""
     slots = next((one.array for one in step.arrays if one.stream == SLOT_STREAM), None)
     if slots is None:
         return []
@@ -399,7 +403,7 @@ def check_slots(context: RuleContext, step: StepRecord) -> list[Finding]:
     is_known = step.inputs is not None and bool(step.inputs.cached_after)
     for finding_id, column in ((EMPTY_SLOTS, EMPTY_COLUMN), (STALE_SLOTS, STALE_COLUMN)):
         rows = np.flatnonzero(slots[:, column] > 0)
-        # Of keys that a program keeps by itself nobody knows how many are filled.
+        # The filled length is unknown for keys that a program stores itself.
         if len(rows) and (is_known or finding_id == EMPTY_SLOTS):
             found.append(_slot_finding(context, step, slots, finding_id, column, rows))
     return found
@@ -413,22 +417,23 @@ def _slot_finding(
     column: int,
     rows: npt.NDArray[np.intp],
 ) -> Finding:
-    which = sorted({step.calls[row].layer for row in rows})
+    layers = sorted({step.calls[row].layer for row in rows})
     worst = int(rows[slots[rows, column + 1].argmax()])
     n_open, n_bad = int(slots[worst, OPEN_COLUMN]), int(slots[worst, column])
     weight = float(slots[worst, column + 1])
     filled = n_open - n_bad
-    told = "empty slots" if finding_id == EMPTY_SLOTS else "slots with keys of an earlier text"
+    kind = "empty slots" if finding_id == EMPTY_SLOTS else "slots with keys of an earlier text"
     n_layers = len({call.layer for call in step.calls})
     where = (
         ""
         if context.is_standalone
-        else f"{_capitalize_first(format_layers(which, n_layers))}, step {step.step}: "
+        else f"{_capitalize_first(format_layers(layers, n_layers))}, step {step.step}: "
     )
     most = "" if context.is_standalone or len(rows) == 1 else f" (layer {step.calls[worst].layer})"
+    this = "this call" if context.is_standalone else "this step"
     sentence = (
-        f"{where}{plural(n_open, 'key')} allowed, {filled} filled: {_format_percent(weight)} of the "
-        f"weight of {'this call' if context.is_standalone else 'this step'} sits on {told}{most}."
+        f"{where}{plural(n_open, 'key')} open, {filled} filled: {_format_percent(weight)} of the "
+        f"attention of {this} is on {kind}{most}."
     )
     return Finding(
         id=finding_id,
@@ -437,8 +442,8 @@ def _slot_finding(
         generation=step.generation,
         branch=step.branch,
         step=step.step,
-        layer=which[0],
-        layers=tuple(which) if len(which) > 1 else (),
+        layer=layers[0],
+        layers=tuple(layers) if len(layers) > 1 else (),
         evidence={
             "allowed": n_open,
             "filled": filled,

@@ -1,7 +1,7 @@
-"""The key-value cache: left empty, lost, filled twice, used by another prompt, or not used at all.
+"""The rule for the key-value cache: empty, lost, filled twice, of another prompt, or not used.
 
-What a cache holds is compared with what was fed and with how many keys the attention calls really
-got: windows, crops after rejected drafts and caches that forget on purpose are no faults.
+The cached lengths are compared with the input and with the number of keys of the attention calls.
+Sliding windows, crops after rejected drafts and caches that drop keys by design are not faults.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from flexinspect.rules.engine import FindingKind, Rule
 
 
 class CacheRule(Rule):
-    """Follows the cache through the steps of one model, from one generation to the next.
+    """Follows the cache through the steps and generations of one model.
 
-    Of own code alone, as the cache of our own generation is ours; outside of models only slots of
-    keys that were never filled are looked for.
+    In standalone calls only empty slots are checked.
     """
 
     name: ClassVar[str] = "caches"
@@ -39,36 +38,36 @@ class CacheRule(Rule):
         self._layers, self._texts = CacheLayerTracker(), CacheTextTracker()
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin a generation; what earlier ones left in a cache stays known."""
+        """Begin a generation; the texts of earlier ones are kept."""
         super().on_generation_start(context)
         self._layers.on_generation_start()
         self._texts.on_generation_start(context)
 
     def on_event(self, event: EventRecord) -> Sequence[Finding]:
-        """Take what is known of the cache that a generation goes on with."""
+        """Store the prompt that the caller assumes to be cached."""
         self._texts.on_event(event)
         return ()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is wrong with the cache around a step."""
+        """Check the slots, the lengths and the text of the cache at a step."""
         found = check_slots(self.context, step)
         if step.inputs is not None:
             found += self._layers.on_step(step, step.inputs)
-            told = self._texts.on_step(step)
-            if not self._layers.is_always_empty:  # else it is what the tokens tell, too
-                found += told
+            text_findings = self._texts.on_step(step)
+            if not self._layers.is_always_empty:  # otherwise the tokens show the same fault
+                found += text_findings
         return found
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return what was computed again and again without a cache."""
+        """Report that no cache was used."""
         return () if self.context.is_standalone else self._texts.on_generation_end()
 
 
 class CacheLayerTracker:
-    """Follows the lengths of a generation's cache, layer by layer.
+    """Follows the cached length of each layer through a generation.
 
-    `keeps_nothing` tells that no layer of the model keeps anything: each step is a generation of
-    its own then, and one finding says it for all of them.
+    `is_always_empty` says that no layer stores anything: each step is then a generation of its own,
+    and one finding is enough for all of them.
     """
 
     def __init__(self) -> None:
@@ -79,16 +78,16 @@ class CacheLayerTracker:
         """Begin a generation."""
         self._last_cached: tuple[int, ...] = ()
         self._reported_layers: set[int] = set()
-        """Layers that were told of."""
+        """Layers that already have a finding in this generation."""
 
     def on_step(self, step: StepRecord, inputs: InputsRecord) -> list[Finding]:
-        """Return layers that are empty, lost what they held, or hold something twice."""
+        """Report layers that are empty, lost keys, or store keys twice."""
         found = [] if self._is_healthy(step, inputs) else self._check_layers(step, inputs)
         self._last_cached = inputs.cached_after
         return found
 
     def _is_healthy(self, step: StepRecord, inputs: InputsRecord) -> bool:
-        """Say whether all layers hold the same, and each what it held and the rows of this step."""
+        """Whether all layers hold the same length: the previous one plus the rows of this step."""
         after = inputs.cached_after
         if not after:
             return True
@@ -129,10 +128,10 @@ class CacheLayerTracker:
     def _find_empty(
         self, step: StepRecord, held: Mapping[int, int], called: Mapping[int, CallRecord]
     ) -> list[int]:
-        """Return layers that ran and hold nothing while others do (or none does)."""
+        """Layers that ran and store nothing."""
         ran = set(called) or {stat.layer for stat in step.layer_stats}
         none = [n for n, keys in held.items() if keys == 0 and n in ran]
-        # A layer that takes its keys from another one has none of its own, and still sees them.
+        # A layer that shares the keys of another one stores none, but attends to them.
         if step.kv_before:
             absent = [n for n in called if n >= len(held) and n not in held]
             none += [n for n in absent if called[n].kv_len <= step.q_len]
@@ -142,7 +141,7 @@ class CacheLayerTracker:
     def _find_lost(
         self, step: StepRecord, inputs: InputsRecord, called: Mapping[int, CallRecord]
     ) -> list[int]:
-        """Return layers that held keys and do not any more, or that see none of those they hold."""
+        """Layers that lost keys, stopped growing, or do not attend to their cached keys."""
         if not step.kv_before:
             return []
         blind = [n for n, call in called.items() if call.kv_len <= step.q_len]
@@ -154,10 +153,10 @@ class CacheLayerTracker:
         return sorted({*blind, *stuck, *self._find_shrunk(inputs)})
 
     def _find_shrunk(self, inputs: InputsRecord) -> list[int]:
-        """Return layers that lost keys since the last step, while others did not."""
+        """Layers that lost keys since the last step, while others did not."""
         pairs = list(zip(self._last_cached, inputs.cached_before, strict=False))
-        gone = [n for n, (was, now) in enumerate(pairs) if 0 <= now < was]
-        return gone if any(was == now > 0 for was, now in pairs) else []
+        shrunk = [n for n, (before, now) in enumerate(pairs) if 0 <= now < before]
+        return shrunk if any(before == now > 0 for before, now in pairs) else []
 
     def _empty_finding(
         self,
@@ -167,21 +166,21 @@ class CacheLayerTracker:
         called: Mapping[int, CallRecord],
         most: int,
     ) -> Finding:
-        held = {n: keys for n, keys in enumerate(inputs.cached_after) if keys > 0}
+        filled = {n: keys for n, keys in enumerate(inputs.cached_after) if keys > 0}
         others = (
-            f"{format_layers([*held], 0)} {'holds' if len(held) == 1 else 'hold'} {most}"
-            if held
-            else "no layer holds anything"
+            f"{format_layers([*filled], 0)} {'holds' if len(filled) == 1 else 'hold'} {most}"
+            if filled
+            else "no layer holds any keys"
         )
         sentence = (
-            f"{_capitalize(format_layers(empty, _count_layers(called, inputs)))} received a cache and left it "
-            f"empty (0), {others}"
+            f"{_capitalize(format_layers(empty, _count_layers(called, inputs)))} received a cache "
+            f"and left it empty (0), {others}"
         )
         sees = [called[n].kv_len for n in empty if n in called]
         if step.kv_before and sees:
             sentence += (
-                f": in step {step.step} {_format_sees(empty)} {plural(max(sees), 'key')} instead of "
-                f"{step.kv_after}"
+                f": in step {step.step} {_format_sees(empty)} {plural(max(sees), 'key')} instead "
+                f"of {step.kv_after}"
             )
         return self._finding(step, EMPTY_LAYER, sentence, empty, inputs, called)
 
@@ -194,23 +193,24 @@ class CacheLayerTracker:
     ) -> Finding:
         who = _capitalize(format_layers(lost, _count_layers(called, inputs)))
         one, severity = len(lost) == 1, Severity.ERROR
-        gone = set(self._find_shrunk(inputs)) & set(lost)
-        if gone:
-            first = min(gone)
+        shrunk = set(self._find_shrunk(inputs)) & set(lost)
+        if shrunk:
+            first = min(shrunk)
             what = f"lost keys between steps {step.step - 1} and {step.step}: "
             what += (
-                f"the cache held {self._last_cached[first]} and holds {inputs.cached_before[first]}"
+                f"the cache held {self._last_cached[first]} and now holds "
+                f"{inputs.cached_before[first]}"
             )
         elif all(n in called and called[n].kv_len <= step.q_len for n in lost):
             seen = plural(called[lost[0]].kv_len, "key")
-            what = f"{'sees' if one else 'see'} only {seen} in step {step.step}, those of the "
-            what += f"step itself, and the cache held {step.kv_before} before it"
+            what = f"{'attends' if one else 'attend'} to only {seen} in step {step.step}, those of "
+            what += f"the step itself; the cache held {step.kv_before} before it"
         else:
-            # A cache that forgets on purpose looks the same, if it is not the same in all layers.
+            # A cache that drops keys by design looks the same if its layers differ.
             grew, severity = plural(step.q_len, "row"), Severity.WARNING
-            what = f"{'does' if one else 'do'} not keep what step {step.step} fed ({grew}): "
+            what = f"{'does' if one else 'do'} not store the {grew} of step {step.step}: "
             what += f"{'its' if one else 'their'} cache stays at {inputs.cached_after[lost[0]]}, "
-            what += f"the others' holds {max(inputs.cached_after)}"
+            what += f"the other layers hold {max(inputs.cached_after)}"
         return self._finding(step, CACHE_LOST, f"{who} {what}", lost, inputs, called, severity)
 
     def _duplicated_finding(
@@ -221,9 +221,8 @@ class CacheLayerTracker:
         grew = inputs.cached_after[first] - before
         which = format_layers(twice, len(inputs.cached_after))
         sentence = (
-            f"The cache of {which} grew by {grew} keys in step {step.step}, which fed "
-            f"{plural(step.q_len, 'row')}: {'its' if len(twice) == 1 else 'their'} keys are in it "
-            "more than once"
+            f"The cache of {which} grew by {grew} keys in step {step.step}, which has "
+            f"{plural(step.q_len, 'row')}: keys are stored more than once"
         )
         return self._finding(step, CACHE_DUPLICATED, sentence, twice, inputs, {})
 
@@ -269,9 +268,8 @@ def _capitalize(words: str) -> str:
 
 
 def _format_sees(which: Sequence[int]) -> str:
-    return "it sees" if len(which) == 1 else "they see"
+    return "it attends to" if len(which) == 1 else "they attend to"
 
 
 def _min_kv_len(step: StepRecord) -> int:
-    """Return how many keys the call with the fewest got."""
     return min([call.kv_len for call in step.calls])

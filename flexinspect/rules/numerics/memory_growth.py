@@ -1,4 +1,4 @@
-"""Memory that attention does not explain: masks in the making, growth per step, our own share."""
+"""Checks memory that attention does not explain: mask creation, growth per step, capture."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ CAPTURE_MEMORY = "memory.capture"
 
 MIB = 1 << 20
 MIN_BUILD_BYTES = 96 * MIB
-"""Growth of the peak while a mask is built, from which on it is told of."""
+"""Peak growth during a mask build from which it is reported."""
 
 MAX_BYTES_PER_CELL = 64
-"""Bytes for a cell of the grid; ten were measured."""
+"""Peak growth per cell of the grid that a build can explain; ten bytes were measured."""
 
 HUGE_BUILD_BYTES = 1024 * MIB
-"""Growth that needs no reason to be too much."""
+"""Peak growth that is always a warning."""
 
 MIN_GROWTH_STEPS = 16
-"""Steps that a slope needs."""
+"""Steps required to estimate a slope."""
 
 MIN_GROWTH_PER_STEP = MIB
 MIN_TOTAL_GROWTH = 96 * MIB
 MIN_RISING_SHARE = 0.75
-"""Growth beyond the cache, per step and in all, and the share of windows in which it rises."""
+"""Growth beyond the KV cache, per step and in total, and the share of windows in which it rises."""
 
 MIN_CAPTURE_SHARE = 0.25
 MIN_CAPTURE_BYTES = 256 * MIB
 
 
 class MemoryRule(Rule):
-    """Looks at what building masks costs, and at how the process grows from step to step."""
+    """Checks the memory of mask builds and the growth of the process from step to step."""
 
     name: ClassVar[str] = "memory"
     streams: ClassVar[tuple[str, ...]] = ("*",)
@@ -48,41 +48,42 @@ class MemoryRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = {
         MASK_CREATION: FindingKind(
             Severity.NOTE,
-            "the peak of memory lies in building a block mask, not in attention",
-            "Uncompiled building evaluates the rule on the whole grid of sequences, heads, rows "
-            "and keys, so memory runs out before attention has begun.",
-            "The memory panel shows the peak; the query lists what was built with its grid, time "
+            "building a block mask sets the memory peak, not attention",
+            why="An uncompiled build evaluates the mask_mod on the whole grid of batch, heads, "
+            "rows and keys, so memory can run out before attention begins.",
+            confirm="The memory panel shows the peak; the query lists the builds with grid, time "
             "and growth.",
-            "Pass None for B and H where the rule ignores them, build with BlockMask."
-            "from_kv_blocks or a compiled create_block_mask, or in chunks of rows.",
-            "SELECT step, layer, batch, heads, q_len, kv_len, wall_ms, peak_growth FROM builds "
-            "WHERE generation = {generation} AND branch = {branch} ORDER BY peak_growth DESC",
+            fix="Pass None for B and H if the mask_mod ignores them, build with BlockMask."
+            "from_kv_blocks or a compiled create_block_mask, or build in chunks of rows.",
+            query="SELECT step, layer, batch, heads, q_len, kv_len, wall_ms, peak_growth FROM "
+            "builds WHERE generation = {generation} AND branch = {branch} ORDER BY peak_growth "
+            "DESC",
         ),
         MEMORY_GROWTH: FindingKind(
             Severity.NOTE,
-            "the process grows with every step, beyond what its cache explains",
-            "A long generation, or many of them, ends with memory running out; something keeps "
-            "what each step made.",
-            "The memory panel draws the curve with the cache under it; the query gives the bytes.",
-            "Look for a list that collects tensors or masks in the loop, for hooks that keep "
-            "outputs, and for outputs that still carry gradients (torch.no_grad).",
-            "SELECT step, rss, kv_cache, cuda_allocated FROM memory WHERE generation = "
+            "memory grows with every step by more than the KV cache",
+            why="Something keeps the tensors of each step, so a long generation, or many of them, "
+            "runs out of memory.",
+            confirm="The memory panel draws memory and KV cache; the query returns the bytes.",
+            fix="Look for a list that collects tensors or masks in the loop, for hooks that keep "
+            "outputs, and for outputs with gradients (use torch.no_grad).",
+            query="SELECT step, rss, kv_cache, cuda_allocated FROM memory WHERE generation = "
             "{generation} AND branch = {branch} ORDER BY step",
         ),
         CAPTURE_MEMORY: FindingKind(
             Severity.NOTE,
-            "a large part of the memory at this step is what the debugger recorded",
-            "Memory figures of this step are ours as much as the program's.",
-            "The query lists what was stored for the step; at level advanced it is far less.",
-            "Record fewer layers (--layers) or a lower level.",
-            "SELECT stream, layer, shape, dtype FROM arrays WHERE generation = {generation} AND "
-            "branch = {branch} AND step = {step} AND chunk = 0",
+            "a large part of the memory of this step is captured data",
+            why="The memory figures of this step include the capture itself.",
+            confirm="The query lists the arrays of the step; level advanced stores far fewer.",
+            fix="Record fewer layers (--layers) or a lower level.",
+            query="SELECT stream, layer, shape, dtype FROM arrays WHERE generation = {generation} "
+            "AND branch = {branch} AND step = {step} AND chunk = 0",
         ),
     }
 
     def __init__(self) -> None:
         self._built_without_heads: set[tuple[str, int, int]] = set()
-        """Rules and grids that a mask was built for without naming heads: for the whole run."""
+        """mask_mod, rows and keys of masks built with H=None, for the whole run."""
         self._reset()
 
     def _reset(self) -> None:
@@ -92,12 +93,12 @@ class MemoryRule(Rule):
         self._branch = 0
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no step seen."""
+        """Reset the memory of earlier steps."""
         super().on_generation_start(context)
         self._reset()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Look at the step's builds, and note its memory."""
+        """Check the builds of a step, and store its memory."""
         found = self._check_builds(step) if step.builds else []
         memory = step.memory
         if memory is None:
@@ -110,11 +111,11 @@ class MemoryRule(Rule):
         return found
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return whether the steps grew steadily."""
+        """Report steady growth."""
         if len(self._bytes) < MIN_GROWTH_STEPS:
             return ()
         values = np.asarray(self._bytes, np.float64)
-        values = values[len(values) // 4 :]  # caches of allocators fill up in the beginning
+        values = values[len(values) // 4 :]  # allocator caches fill up at first
         window = max(len(values) // 4, 1)
         rises = values[window:] - values[:-window]
         slope, total = float(np.median(rises)) / window, float(values[-1] - values[0])
@@ -133,7 +134,12 @@ class MemoryRule(Rule):
         generation = self.context.generation.generation
         return [
             Finding(
-                MEMORY_GROWTH, Severity.NOTE, sentence, generation, step=last, evidence=evidence
+                id=MEMORY_GROWTH,
+                severity=Severity.NOTE,
+                sentence=sentence,
+                generation=generation,
+                step=last,
+                evidence=evidence,
             )
         ]
 
@@ -147,30 +153,30 @@ class MemoryRule(Rule):
         if _grid_peak_growth(largest) < MIN_BUILD_BYTES or _grid_peak_growth(largest) <= self._peak:
             return []
         self._peak = largest.peak_growth
-        for_nothing = self._heads_ignored(step, largest)
+        ignores_heads = self._ignores_heads(step, largest)
         severity = Severity.NOTE
-        if for_nothing or largest.peak_growth >= HUGE_BUILD_BYTES:
+        if ignores_heads or largest.peak_growth >= HUGE_BUILD_BYTES:
             severity = Severity.WARNING
         sizes = (largest.batch or 1, largest.heads or 1, largest.q_len, largest.kv_len)
         grid = " x ".join(map(str, sizes))
         sentence = (
-            f"The peak of memory {_format_place(step, self.context)} lies in building a block mask, not in "
+            f"Building a block mask sets the memory peak {_format_place(step, self.context)}, not "
             f"attention: {largest.peak_growth / MIB:.0f} MiB for the grid {grid} in "
-            f"{largest.wall_ms:.0f} ms (rule {printable(largest.rule)})"
-            f"{_format_advice(largest, for_nothing)}."
+            f"{largest.wall_ms:.0f} ms (mask_mod {printable(largest.rule)})"
+            f"{_format_advice(largest, ignores_heads)}."
         )
         evidence = {
             "grid": list(sizes),
             "peak_growth": largest.peak_growth,
             "wall_ms": round(largest.wall_ms, 1),
-            "heads_ignored": for_nothing,
+            "heads_ignored": ignores_heads,
         }
         return [_memory_finding(step, MASK_CREATION, severity, sentence, evidence, largest.layer)]
 
-    def _heads_ignored(self, step: StepRecord, build: BuildRecord) -> bool:
-        """Say whether heads were named for a rule that is known to be the same for all of them.
+    def _ignores_heads(self, step: StepRecord, build: BuildRecord) -> bool:
+        """Whether H was passed for a mask_mod that is known to ignore the head.
 
-        Known from the cells of the mask that was used, or from the same rule built without heads.
+        Known from the cells of the executed mask, or from a build of the same mask_mod with H=None.
         """
         if (build.heads or 1) == 1:
             return False
@@ -190,45 +196,44 @@ class MemoryRule(Rule):
             (q_len, kv_len) for name, q_len, kv_len in self._built_without_heads if name == rule
         ]
 
-    # -- our own share ---------------------------------------------------------------------------
+    # -- captured data ---------------------------------------------------------------------------
 
     def _check_capture(self, step: StepRecord, memory: MemoryRecord) -> list[Finding]:
-        own = sum(array.array.nbytes for array in step.arrays)
-        if own < MIN_CAPTURE_BYTES or own < MIN_CAPTURE_SHARE * memory.rss:
+        n_bytes = sum(array.array.nbytes for array in step.arrays)
+        if n_bytes < MIN_CAPTURE_BYTES or n_bytes < MIN_CAPTURE_SHARE * memory.rss:
             return []
         sentence = (
-            f"Capture recorded {own / MIB:.0f} MiB of step {step.step} "
-            f"({plural(len(step.arrays), 'array')}), {own / memory.rss:.0%} of the "
-            f"{memory.rss / MIB:.0f} MiB that the process held."
+            f"Capture recorded {n_bytes / MIB:.0f} MiB of step {step.step} "
+            f"({plural(len(step.arrays), 'array')}), {n_bytes / memory.rss:.0%} of the "
+            f"{memory.rss / MIB:.0f} MiB that the process used."
         )
-        evidence = {"bytes": own, "rss": memory.rss, "arrays": len(step.arrays)}
+        evidence = {"bytes": n_bytes, "rss": memory.rss, "arrays": len(step.arrays)}
         return [_memory_finding(step, CAPTURE_MEMORY, Severity.NOTE, sentence, evidence, None)]
 
 
 def _grid_peak_growth(build: BuildRecord) -> int:
-    """Return by how much a build raised the peak, 0 where its grid cannot be the reason.
+    """The peak growth of a build in bytes, 0 if its grid cannot explain it.
 
-    A compiled build of a small grid takes memory too: that of the compiler.
+    A compiled build of a small grid uses memory too, for the compiler.
     """
     cells = (build.batch or 1) * (build.heads or 1) * build.q_len * build.kv_len
     return build.peak_growth if build.peak_growth <= cells * MAX_BYTES_PER_CELL else 0
 
 
 def _bytes_beyond_cache(memory: MemoryRecord) -> int:
-    held = memory.rss if memory.cuda_allocated is None else memory.cuda_allocated
-    return held - memory.kv_cache
+    used = memory.rss if memory.cuda_allocated is None else memory.cuda_allocated
+    return used - memory.kv_cache
 
 
 def _format_place(step: StepRecord, context: RuleContext) -> str:
-    return "outside of a model" if context.is_standalone else f"of step {step.step}"
+    return "of a standalone call" if context.is_standalone else f"of step {step.step}"
 
 
-def _format_advice(build: BuildRecord, for_nothing: bool) -> str:
+def _format_advice(build: BuildRecord, ignores_heads: bool) -> str:
     if (build.heads or 1) == 1:
         return ""
-    if for_nothing:
-        return "; H can be None, as the rule ignores the head"
-    return "; H can be None if the rule ignores the head"
+    condition = "because" if ignores_heads else "if"
+    return f"; H can be None {condition} the mask_mod ignores the head"
 
 
 def _memory_finding(

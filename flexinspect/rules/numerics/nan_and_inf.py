@@ -1,13 +1,13 @@
-"""NaN and Inf: which layer they come from, and whether they are in the logits.
+"""Finds the origin of NaN and Inf: the layer, and the part of the layer if it is known.
 
-The first layer of a step whose output is not finite is the producer; the layers after it only carry
-on what they were given, and so do later steps, through the cache. So one finding is made where the
-trouble first appears, and another one only when it later appears in an earlier layer. Which part of
-the layer made it is said as far as the attention of its newest row tells (see `sickparts`).
+The first layer of a step with a non-finite output is the producer. Later layers only propagate it,
+and so do later steps through the cache. So there is one finding where NaN or Inf first appears, and
+another only if it later appears in an earlier layer.
 
-A layer's output is its input, its attention and its MLP added up. The scores of the newest row are
-known by their log-sum-exp, its output by the gate that compares it with what was recomputed. So
-queries and keys, values, and what comes after the attention can be told apart in that row.
+A layer's output is the sum of its input, its attention and its MLP. The log-sum-exp shows whether
+the scores of the newest row are finite, and the LSE check whether its output is. Together they
+separate queries and keys, values, and what follows the attention in that row
+(`find_nonfinite_part`).
 """
 
 from __future__ import annotations
@@ -38,31 +38,33 @@ from flexinspect.rules.engine import FindingKind, Rule
 
 NAN = "numbers.nan"
 INF = "numbers.inf"
-
 _AFTER_LAST_LAYER = 1 << 30
-"""Stands for what comes after the last layer: the final norm and the output head."""
+"""Stands for the final norm and the output head."""
 
 _UNLIMITED = 1 << 62
-
 _NONFINITE_QUERY = (
     "SELECT layer, module, n_nan, n_inf, bad_row, min, max FROM layer_stats WHERE generation = "
     "{generation} AND branch = {branch} AND step = {step} AND (n_nan > 0 OR n_inf > 0) "
     "ORDER BY layer"
 )
+
 _LOGITS_QUERY = (
     "SELECT step, n_nan, n_inf FROM steps WHERE generation = {} AND branch = {} AND step = {}"
 )
+
 _NAN_CALL_QUERY = (
     "SELECT layer, path, mask, gate, gate_kind FROM calls WHERE generation = {} AND branch = {} "
     "AND step = {} AND gate = 'nan'"
 )
 
+LARGEST_FLOAT16 = 65504
+
 
 class NumbersRule(Rule):
-    """Names the layer, the step and (where the record says it) the rows of the first NaN or Inf.
+    """Names the layer, the step and, if recorded, the rows of the first NaN or Inf.
 
-    What is known depends on the level: from advanced on every layer of every step; at basic on CPU
-    layers are looked at only when the chosen token's logit is not finite.
+    From level advanced every layer of every step is recorded. At level basic on a CPU, layers are
+    recorded only if the logit of the chosen token is not finite.
     """
 
     name: ClassVar[str] = "numbers"
@@ -73,31 +75,31 @@ class NumbersRule(Rule):
             Severity.ERROR,
             "NaN in a layer's output, in an attention call or in the logits",
             why=(
-                "NaN goes into whatever is computed from it: every row that reads the sick one, "
-                "every later layer, and through the cache every later step."
+                "NaN propagates to every row that attends to it, to every later layer, and through "
+                "the cache to every later step."
             ),
             confirm=(
-                "Go to the step and look at the named layer in the layers panel: the one above it "
-                "is finite. At level extreme its hidden rows, q, k and v are stored."
+                "The layers panel shows the named layer at this step; the layer before it is "
+                "finite. Level extreme stores its hidden states, q, k and v."
             ),
             fix=(
-                "Look for weights that are not finite, a division by 0 or a logarithm of 0 in "
-                "patched code, a row that sees no key under eager attention, and cache slots that "
-                "were allocated and never written."
+                "Look for non-finite weights, a division by 0 or a logarithm of 0 in patched code, "
+                "a row without any open key under eager attention, and cache slots that were "
+                "allocated but never written."
             ),
             query=_NONFINITE_QUERY,
         ),
         INF: FindingKind(
             Severity.ERROR,
             "Inf in a layer's output or in the logits",
-            why="The next norm or softmax makes NaN of it, in the whole row.",
+            why="The next norm or softmax turns it into NaN in the whole row.",
             confirm=(
-                "Go to the step and look at min and max of the layers up to the named one: "
-                "whether they grow towards the end of the dtype, or one value stands alone."
+                "Check min and max of the layers up to the named one in the layers panel: either "
+                "they grow towards the limit of the dtype, or a single value stands out."
             ),
             fix=(
-                "In float16 use bfloat16 or float32 for this layer; else look for a division by 0 "
-                "or a mask of -Inf that was added to something else than scores."
+                "Replace float16 by bfloat16 or float32 for this layer. Otherwise look for a "
+                "division by 0, or a -Inf mask that is added to something other than scores."
             ),
             query=_NONFINITE_QUERY,
         ),
@@ -108,26 +110,26 @@ class NumbersRule(Rule):
 
     def _reset(self) -> None:
         self._reported_layers: dict[int, int] = {}
-        """Branch to the earliest layer told of."""
+        """By branch: the earliest reported layer."""
         self._n_closed: dict[int, int] = {}
-        """Branch to the number of -Inf logits that need no word."""
+        """By branch: the number of -Inf logits that count as intended."""
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing told."""
+        """Reset the reported layers."""
         super().on_generation_start(context)
         self._reset()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return at most one finding: about the producer, or about the logits if no layer is."""
-        # These lines are what a step costs in which nothing is wrong.
-        sick = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
+        """Report the producing layer, or the logits if all layers are finite."""
+        # A step without NaN or Inf costs only these lines.
+        nonfinite = [stat for stat in step.layer_stats if stat.n_nan or stat.n_inf]
         row = newest_row(step)
         if row is not None and step.layer_stats and not math.isfinite(float(row.lse.sum())):
-            swallowed = self._check_scores(step, sick)
-            if swallowed:
-                return swallowed
-        if sick:
-            return self._check_layers(step, sick)
+            found = self._check_scores(step, nonfinite)
+            if found:
+                return found
+        if nonfinite:
+            return self._check_layers(step, nonfinite)
         logits = step.logits
         if logits is None:
             return () if step.layer_stats else self._check_calls(step)
@@ -152,15 +154,15 @@ class NumbersRule(Rule):
             step, producer, self.context, is_newest=_is_newest_nonfinite(step, producer, rows)
         )
         sentence = (
-            f"{_nan_or_inf(producer)} {'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears in the output of "
-            f"layer {producer.layer} ({printable(producer.module)}), "
+            f"{_nan_or_inf(producer)} {'first' if earlier >= _AFTER_LAST_LAYER else 'now'} appears "
+            f"in the output of layer {producer.layer} ({printable(producer.module)}), "
             f"{self._format_where(step, rows, producer)}: {_format_value_counts(producer)}; "
             f"{_format_carriers(carriers, in_logits)}"
         )
         if part is not None:
             sentence += f"; {part.description}"
         elif producer.layer == 0:
-            sentence += ", and the embeddings that feed layer 0 are not recorded"
+            sentence += ", and the input embeddings are not recorded"
         evidence: dict[str, Any] = {
             "module": producer.module,
             "n_nan": producer.n_nan,
@@ -184,14 +186,14 @@ class NumbersRule(Rule):
     def _check_scores(
         self, step: StepRecord, nonfinite: Sequence[LayerStatRecord]
     ) -> Sequence[Finding]:
-        """Return the call whose queries or keys are NaN though its layer's output is finite.
+        """Report a call with NaN scores whose layer output is finite.
 
-        Kernels may pass over NaN: SDPA on a CPU (torch 2.13) gives zeros for a row of NaN scores.
+        Kernels may ignore NaN: SDPA on a CPU (torch 2.13) returns zeros for a row of NaN scores.
         """
         earliest = min((stat.layer for stat in nonfinite), default=_AFTER_LAST_LAYER)
-        told = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
+        reported = self._reported_layers.get(step.branch, _AFTER_LAST_LAYER + 1)
         for number, call in enumerate(step.calls):
-            if call.layer >= min(earliest, told):
+            if call.layer >= min(earliest, reported):
                 return ()
             part = find_nan_scores(step, number, self.context)
             if part is None:
@@ -200,8 +202,8 @@ class NumbersRule(Rule):
             row = np.array([step.kv_after - 1])
             sentence = (
                 f"NaN is among the scores of layer {call.layer} in step {step.step} at "
-                f"{self.context.format_position(int(row[0]))}: {part.description}; the kernel ({call.path}) "
-                "passes over it, so the layer's output is finite, and wrong."
+                f"{self.context.format_position(int(row[0]))}: {part.description}; the kernel "
+                f"({call.path}) ignores it, so the layer's output is finite but wrong."
             )
             evidence = {"part": part.name, "path": call.path}
             query = _NAN_CALL_QUERY.format(step.generation, step.branch, step.step)
@@ -209,14 +211,14 @@ class NumbersRule(Rule):
         return ()
 
     def _check_calls(self, step: StepRecord) -> Sequence[Finding]:
-        """Judge calls of FlexAttention outside of a model: their gate is NaN when they are."""
+        """Check standalone calls: their LSE check is NaN if their output is."""
         found = []
         for number, call in enumerate(step.calls):
             part = find_nonfinite_call(step, number, self.context)
             if part is not None:
                 sentence = (
-                    f"The newest of {plural(call.q_len, 'row')} of the call ({call.path}) comes "
-                    f"out as NaN; {part.description}."
+                    f"The output of the newest of {plural(call.q_len, 'row')} of the call "
+                    f"({call.path}) is NaN; {part.description}."
                 )
                 evidence = {"part": part.name, "path": call.path, "keys": call.kv_len}
                 rows = np.array([step.kv_after - 1])
@@ -236,8 +238,8 @@ class NumbersRule(Rule):
             return f"in step {step.step} (somewhere in its {step.q_len} rows)"
         if len(rows) == 1:
             return f"in step {step.step} at {self.context.format_position(int(rows[0]))}"
-        scene = self.context
-        return f"in step {step.step} in {scene.format_rows(rows)} ({scene.format_first_position(rows)})"
+        first = self.context.format_first_position(rows)
+        return f"in step {step.step} in {self.context.format_rows(rows)} ({first})"
 
     def _check_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
         highest = any(candidate.logit == np.inf for candidate in logits.candidates)
@@ -249,11 +251,11 @@ class NumbersRule(Rule):
         source = (
             "while every layer's output is finite: it comes from the final norm or the output head"
             if step.layer_stats
-            else "and no layer is recorded as its source (from level advanced on all are looked at)"
+            else "and its source is not recorded (level advanced records all layers)"
         )
         sentence = (
-            f"{_nan_or_inf(logits)} appears in the logits of step {step.step} ({_format_value_counts(logits)}), "
-            f"{source}."
+            f"{_nan_or_inf(logits)} appears in the logits of step {step.step} "
+            f"({_format_value_counts(logits)}), {source}."
         )
         rows = np.array([step.kv_after - 1])
         evidence = _logits_evidence(logits)
@@ -262,10 +264,10 @@ class NumbersRule(Rule):
         return [_nonfinite_finding(step, finding_id, sentence, evidence, None, rows, query=query)]
 
     def _check_closed_logits(self, step: StepRecord, logits: LogitsRecord) -> Sequence[Finding]:
-        """Judge logits of which some are -Inf and the rest finite, before any processor.
+        """Check logits that are partly -Inf before any logits processor.
 
-        A model may close tokens like that by its own design (padding of the vocabulary), then in
-        every step; so what the first step has is taken as meant, and only more than that is said.
+        A model may exclude tokens by design (vocabulary padding), but then in every step. So the
+        number in the first step counts as intended, and only a larger one is reported.
         """
         before = self._n_closed.setdefault(step.branch, logits.n_inf)
         if logits.n_inf <= before or step.branch in self._reported_layers:
@@ -273,8 +275,8 @@ class NumbersRule(Rule):
         self._n_closed[step.branch] = _UNLIMITED
         sentence = (
             f"{plural(logits.n_inf, 'logit')} of step {step.step} {_is_or_are(logits.n_inf)} -Inf "
-            f"before any processor, where the first step had {before}: no processor or sampling "
-            "option closed these tokens."
+            f"before any logits processor, where the first step had {before}: no processor or "
+            "sampling option excluded these tokens."
         )
         evidence = {**_logits_evidence(logits), "before": before}
         rows = np.array([step.kv_after - 1])
@@ -327,7 +329,7 @@ def _is_or_are(n: int) -> str:
 
 
 def _format_carriers(carriers: Sequence[int], in_logits: bool) -> str:
-    """Say which later layers hold it as well, and whether it reaches the logits."""
+    """Which later layers contain it too, and whether it reaches the logits."""
     names = []
     if carriers:
         one = len(carriers) == 1
@@ -335,23 +337,23 @@ def _format_carriers(carriers: Sequence[int], in_logits: bool) -> str:
     if in_logits:
         names.append("the logits")
     if not names:
-        return "nothing recorded after it in this step shows it"
-    verb = "carries" if len(carriers) == 1 and not in_logits else "carry"
-    return f"{' and '.join(names)} {verb} it on"
+        return "no later layer of this step contains it"
+    verb = "contains" if len(carriers) == 1 and not in_logits else "contain"
+    return f"{' and '.join(names)} {verb} it too"
 
 
 def _is_newest_nonfinite(
     step: StepRecord, producer: LayerStatRecord, rows: Positions | None
 ) -> bool:
-    """Say whether the newest row is known to be sick in this layer."""
+    """Whether the newest row of this layer is known to be non-finite."""
     last = step.q_len - 1
     return last == producer.bad_row or (rows is not None and step.kv_before + last in rows)
 
 
 def _find_nonfinite_rows(step: StepRecord, layer: int) -> Positions | None:
-    """Return the positions whose output is not finite; None where only their number is known.
+    """The positions with a non-finite output; None if they are not known.
 
-    A decode step has one row; of a prompt the rows are known where the layer's output is stored.
+    A decode step has one row. In a prompt the rows are known if the layer's output is stored.
     """
     if step.q_len == 1:
         return np.array([step.kv_before])
@@ -368,11 +370,8 @@ def _find_finite_rows(record: ArrayRecord) -> Any:
     return np.isfinite(array).all(axis=1)
 
 
-LARGEST_FLOAT16 = 65504
-
-
 class LayerPart(NamedTuple):
-    """A part of a layer, by a name for evidence, and what is said of it."""
+    """The part of a layer that is not finite: its name in the evidence, and a description."""
 
     name: str
     description: str
@@ -381,19 +380,19 @@ class LayerPart(NamedTuple):
 def find_nonfinite_part(
     step: StepRecord, producer: LayerStatRecord, context: RuleContext, *, is_newest: bool
 ) -> LayerPart | None:
-    """Return the part of the first sick layer, None where it cannot be told.
+    """The part of the producing layer that is not finite, None if it is not known.
 
-    `is_newest` says that the newest row of this layer's output is known to be sick: then an
-    attention that is fine there means that what follows it is not.
+    `is_newest` says that the newest row of the layer's output is non-finite: if its attention is
+    finite, the fault follows it.
     """
     number = next((n for n, call in enumerate(step.calls) if call.layer == producer.layer), None)
     lse = _call_lse(step, number)
     if number is None or lse is None:
         return None
     call = step.calls[number]
-    sick = _score_part(step, call, lse, producer.layer, context)
-    if sick is not None:
-        return sick
+    part = _score_part(step, call, lse, producer.layer, context)
+    if part is not None:
+        return part
     if call.gate is None:
         return None
     if call.gate != call.gate:
@@ -401,16 +400,16 @@ def find_nonfinite_part(
     if not is_newest:
         return None
     if call.gate_kind == "output":
-        words = "the attention call of that row is finite, so it comes after it: the output "
+        words = "the attention of that row is finite, so it comes from a later part: the output "
         return LayerPart("after attention", f"{words}projection, the MLP or a norm")
-    words = "the scores of that row are finite, so it comes from the values or after the attention"
+    words = "the scores of that row are finite, so it comes from the values or a later part"
     return LayerPart("after the scores", words)
 
 
 def find_nonfinite_call(step: StepRecord, number: int, context: RuleContext) -> LayerPart | None:
-    """Return what is sick in a call outside of a model, None when nothing is known to be.
+    """The non-finite part of a standalone call, None if none is known.
 
-    The compiled kernel skips closed blocks, so what recomputing finds in them says nothing of it.
+    The compiled kernel skips closed blocks, so a recomputed NaN in them does not count.
     """
     call = step.calls[number]
     if call.gate is None or call.gate == call.gate or call.path == "flex compiled":
@@ -422,7 +421,7 @@ def find_nonfinite_call(step: StepRecord, number: int, context: RuleContext) -> 
 
 
 def find_nan_scores(step: StepRecord, number: int, context: RuleContext) -> LayerPart | None:
-    """Return what is said of a call some of whose scores are NaN, None for any other."""
+    """The non-finite part of a call with NaN scores, None for any other call."""
     call, lse = step.calls[number], _call_lse(step, number)
     if lse is None or not np.isnan(lse).any():
         return None
@@ -437,39 +436,39 @@ def _call_lse(step: StepRecord, number: int | None) -> NumberArray | None:
 def _score_part(
     step: StepRecord, call: CallRecord, lse: NumberArray, layer: int | None, context: RuleContext
 ) -> LayerPart | None:
-    """Say that the scores are sick already, or that there are none as the row sees nothing."""
+    """The part, if the scores of the newest row are not finite or the row has no open key."""
     if call.gate is None:
         return None
     if np.isneginf(lse).any():
-        words = "its newest row sees no key, and a softmax over nothing is NaN"
+        words = "its newest row has no open key, and the softmax of an empty row is NaN"
         return LayerPart("row without keys", words) if call.gate != call.gate else None
     bad = ~np.isfinite(lse)
     is_beyond = bool((np.abs(lse[~bad]) > LARGEST_FLOAT16).any())
     if call.dtype == "float16" and call.gate != call.gate and is_beyond:
-        words = f"its scores lie beyond the largest float16 ({LARGEST_FLOAT16}), in which softmax sees Inf"
+        words = f"its scores exceed the largest float16 ({LARGEST_FLOAT16}) and overflow to Inf"
         return LayerPart("scores", words)
     if not bad.any():
         return None
-    n_sick = int(bad.sum())
-    heads = "every head" if n_sick == len(lse) else f"{n_sick} of {plural(len(lse), 'head')}"
+    n_bad = int(bad.sum())
+    heads = "every head" if n_bad == len(lse) else f"{n_bad} of {plural(len(lse), 'head')}"
     if np.isposinf(lse).any():
-        return LayerPart("scores", f"already the scores of its newest row are Inf, in {heads}")
-    words = f"already the queries or keys of its newest row are not finite, in {heads}"
-    if layer != 0 or n_sick < len(lse):
+        return LayerPart("scores", f"the scores of its newest row are already Inf, in {heads}")
+    words = f"the queries or keys of its newest row are already not finite, in {heads}"
+    if layer != 0 or n_bad < len(lse):
         return LayerPart("queries or keys", words)
     row = f" of {context.format_position(step.kv_after - 1)}" if step.q_len == 1 else "s"
-    words += f", so look at the embedding{row} and the first norm"
+    words += f", so check the embedding{row} and the first norm"
     return LayerPart("embedding or first norm", words)
 
 
 def _value_part(step: StepRecord, number: int, context: RuleContext) -> LayerPart:
-    """Say that values are sick, and how many of them the mask closes to the newest row."""
+    """The values are not finite; the description counts those that the mask closes."""
     call = step.calls[number]
-    words = "its scores are finite, so NaN is among the values that it adds up"
+    words = "its scores are finite, so NaN is among the values"
     n_open = count_open_keys(step, context, number)
     n_closed = 0 if n_open is None else call.kv_len - int(n_open.max())
     if n_closed:
         verb = "is" if n_closed == 1 else "are"
         words += f" ({plural(n_closed, 'key')} of {call.kv_len} {verb} closed to the newest row, "
-        words += "but a weight of 0 does not keep NaN out: 0 times NaN is NaN)"
+        words += "but 0 times NaN is NaN)"
     return LayerPart("values", words)

@@ -1,9 +1,8 @@
-"""Layer outputs out of range: near the end of float16, dead, idle or stuck, or grown by orders.
+"""Checks layer outputs for float16 overflow, constant or unchanged values, and jumps of the norm.
 
-What a real model does is no trouble: a few channels of the first layers that are a thousand times
-as large as the others (at BOS, at a line break), or a norm that grows from layer to layer. So a
-layer is held against itself in other steps of the same phase, and float16 alone has an end that
-outputs come near.
+Trained models have a few channels in the first layers that are a thousand times as large as the
+others (at BOS or a line break), and norms that grow from layer to layer. So a layer is compared
+with itself in other steps of the same phase, and only the range of float16 is a fixed limit.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ NORM_JUMP = "numbers.jump"
 
 FLOAT16_MAX = 65504.0
 NEAR_LIMIT_SHARE = 0.5
-"""Share of float16's range from which on an output is said to come near its end."""
+"""Share of the float16 range from which an output is reported."""
 AT_LIMIT_SHARE = 0.9
 
 MAX_NORM_FACTOR = 100.0
-"""Times by which a norm must leave those of other steps."""
+"""Factor by which a norm must differ from those of other steps."""
 MAX_CHANNEL_FACTOR = 1e4
-"""The same where a single channel makes the norm: models do that by themselves, up to a thousand
-times (Sun et al. 2024, massive activations)."""
+"""The same if a single channel dominates the norm: trained models have activations up to a thousand
+times as large as the others (Sun et al. 2024, Massive Activations in Large Language Models)."""
 MIN_HEALTHY_STEPS = 3
-"""Steps that must have been seen before one can leave them."""
+"""Steps required before another one is compared with them."""
 
 _get_norm = attrgetter("norm")
 
 
 @dataclass(slots=True)
 class _NormHistory:
-    """What is known of the norms of the layers in one phase of one branch."""
+    """The norms of the layers in one phase of one branch."""
 
     n: int = 0
     smallest: list[float] = field(default_factory=list)
@@ -56,17 +55,18 @@ class _NormHistory:
     high: list[float] = field(default_factory=list)
     last_norms: list[float] = field(default_factory=list)
     last_stats: Sequence[LayerStatRecord] = ()
+    """The layer statistics of the last step with one row."""
     last_token_id: int | None = None
-    """The statistics of the last step, and the token that it was fed, of one row."""
+    """The input token of that step."""
 
     def are_in_range(self, norms: list[float]) -> bool:
-        """Whether all lie where those of earlier steps let expect them."""
+        """Whether all norms are within the range of earlier steps."""
         if self.n < MIN_HEALTHY_STEPS:
             return True
         return all(map(lt, self.low, norms)) and all(map(lt, norms, self.high))
 
     def add(self, norms: list[float]) -> None:
-        """Take the norms of a healthy step: the first few, then ever fewer."""
+        """Add the norms of a healthy step; after the first few, only at powers of two."""
         self.n += 1
         if self.n > MIN_HEALTHY_STEPS and self.n & (self.n - 1):
             return
@@ -78,9 +78,9 @@ class _NormHistory:
 
 
 class OutputRangeRule(Rule):
-    """Looks at the statistics of layer outputs, and at the cap of scores where there is one.
+    """Checks the statistics of layer outputs, and capped scores.
 
-    From level advanced on, where every layer of every step is recorded.
+    From level advanced on, which records every layer of every step.
     """
 
     name: ClassVar[str] = "ranges"
@@ -88,14 +88,14 @@ class OutputRangeRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = {
         OVERFLOW_RISK: FindingKind(
             Severity.NOTE,
-            "a layer's output comes near the largest float16",
+            "a layer's output is close to the largest float16",
             why=(
-                "Above 65504 a float16 is Inf, and the norm after it makes NaN of the whole row; "
-                "a longer prompt or another one may be enough."
+                "Above 65504 a float16 is Inf, and the next norm turns the whole row into NaN. "
+                "Another or a longer prompt may be enough."
             ),
             confirm=(
-                "Look at min and max in the layers panel, and run once more with --dtype bfloat16: "
-                "the same values then have the range of float32."
+                "Check min and max in the layers panel, and run again with --dtype bfloat16, which "
+                "has the range of float32."
             ),
             fix="Run in bfloat16, or keep the named layer and the residual stream in float32.",
             query=(
@@ -105,19 +105,20 @@ class OutputRangeRule(Rule):
         ),
         SATURATION: FindingKind(
             Severity.WARNING,
-            "a layer whose output is constant, adds nothing or does not depend on what it was fed, "
-            "or scores that lie at their cap",
+            "a layer's output is constant, equals its input or does not depend on it, or its "
+            "scores are at the softcap",
             why=(
-                "What such a layer computes carries nothing of the text; the layers after it work "
-                "on less than they were trained on."
+                "Such a layer carries no information about the text, and later layers get an input "
+                "they were not trained on."
             ),
             confirm=(
-                "Step through the layers panel: the row of the layer stays as it is, or equals the "
-                "row above it. For capped scores compare attention.lse minus entropy with the cap."
+                "Step through the layers panel: the row of the layer does not change, or equals "
+                "the row above it. For capped scores compare attention.lse minus entropy with the "
+                "cap."
             ),
             fix=(
                 "Look for weights that were not loaded (zeros), a hook or patch that returns its "
-                "input or a buffer, and for scores that lack their scale before the cap."
+                "input or a buffer, and scores that are not scaled before the softcap."
             ),
             query=(
                 "SELECT step, layer, module, min, max, mean, std, norm FROM layer_stats "
@@ -127,19 +128,19 @@ class OutputRangeRule(Rule):
         ),
         NORM_JUMP: FindingKind(
             Severity.WARNING,
-            "a layer's output is larger or smaller by orders than in the other steps of its phase",
+            "the norm of a layer's output differs by orders of magnitude from other steps",
             why=(
-                "The norms of a layer stay within a small factor from token to token; by orders "
-                "they change when something else was computed: other weights, another scale, "
-                "memory that was overwritten."
+                "The norms of a layer stay within a small factor from token to token. They change "
+                "by orders of magnitude if the computation differs: other weights, another scale, "
+                "overwritten memory."
             ),
             confirm=(
-                "Go to the step and look at the norm in the layers panel, then one step back; the "
-                "first layer that jumps is where it begins."
+                "Compare the norms of this step and the previous one in the layers panel; the "
+                "fault begins at the first layer that jumps."
             ),
             fix=(
-                "Look at what touches this layer between the two steps: hooks, adapters that are "
-                "switched, quantised or offloaded weights, buffers that are reused."
+                "Check what modifies this layer between the two steps: hooks, switched adapters, "
+                "quantized or offloaded weights, reused buffers."
             ),
             query=(
                 "SELECT step, norm, min, max FROM layer_stats WHERE generation = {generation} "
@@ -149,44 +150,44 @@ class OutputRangeRule(Rule):
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no norms known."""
+        """Reset the norms."""
         super().on_generation_start(context)
         self._histories: dict[tuple[int, str], _NormHistory] = {}
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is out of range; NaN and Inf are another rule's."""
+        """Check the outputs of a step; another rule reports NaN and Inf."""
         stats = step.layer_stats
         found: list[Finding] = []
         if step.calls and step.calls[0].softcap is not None:
             found += self._check_capped(step)
-        if len(stats) < 2:  # at basic only sick layers are recorded
+        if len(stats) < 2:  # level basic records only non-finite layers
             return found
         norms = list(map(_get_norm, stats))
-        known = self._norm_history(step)
-        if not known.are_in_range(norms):
-            found += self._check_jump(step, known, norms)
+        history = self._norm_history(step)
+        if not history.are_in_range(norms):
+            found += self._check_jump(step, history, norms)
         else:
-            known.add(norms)
-        dead = [stat for stat in stats if stat.min == stat.max]
-        if dead:
-            found.append(self._dead_finding(step, dead))
+            history.add(norms)
+        constant = [stat for stat in stats if stat.min == stat.max]
+        if constant:
+            found.append(self._constant_finding(step, constant))
         elif any(map(eq, norms, norms[1:])):
-            found += self._check_idle(step)
-        if step.q_len == 1 and not dead:
-            found += self._check_stuck(step, known, norms)
-        known.last_norms = norms
+            found += self._check_identity(step)
+        if step.q_len == 1 and not constant:
+            found += self._check_unchanged(step, history, norms)
+        history.last_norms = norms
         if step.calls and step.calls[0].dtype == "float16":
             found += self._check_overflow(step)
         return found
 
     def _norm_history(self, step: StepRecord) -> _NormHistory:
-        """Return what is known in the step's phase, nothing once other layers are recorded."""
-        known = self._histories.get((step.branch, step.phase))
-        if known is None or len(known.last_norms) != len(step.layer_stats):
-            known = self._histories[step.branch, step.phase] = _NormHistory()
-        return known
+        """The history of the step's phase; a new one if the number of recorded layers changes."""
+        history = self._histories.get((step.branch, step.phase))
+        if history is None or len(history.last_norms) != len(step.layer_stats):
+            history = self._histories[step.branch, step.phase] = _NormHistory()
+        return history
 
-    # -- the end of float16 ----------------------------------------------------------------------
+    # -- float16 ---------------------------------------------------------------------------------
 
     def _check_overflow(self, step: StepRecord) -> list[Finding]:
         near = [
@@ -198,7 +199,7 @@ class OutputRangeRule(Rule):
         if not near:
             return []
         worst = max(near, key=_abs_max)
-        at_the_end = _abs_max(worst) >= AT_LIMIT_SHARE * FLOAT16_MAX
+        is_at_limit = _abs_max(worst) >= AT_LIMIT_SHARE * FLOAT16_MAX
         which = sorted(stat.layer for stat in near)
         sentence = (
             f"The output of layer {worst.layer} reaches {_abs_max(worst):.0f} in step {step.step}, "
@@ -214,28 +215,26 @@ class OutputRangeRule(Rule):
                 f"{sentence}.",
                 evidence,
                 [worst.layer],
-                severity=Severity.WARNING if at_the_end else Severity.NOTE,
-                series="at the end" if at_the_end else "near",
+                severity=Severity.WARNING if is_at_limit else Severity.NOTE,
+                series="at the end" if is_at_limit else "near",
             )
         ]
 
-    # -- dead, idle, stuck, capped ---------------------------------------------------------------
+    # -- constant, identity, unchanged, capped ---------------------------------------------------
 
-    def _dead_finding(self, step: StepRecord, dead: Sequence[LayerStatRecord]) -> Finding:
-        which = sorted(stat.layer for stat in dead)
-        value, rows = f"{dead[0].min:g}", "the row" if step.q_len == 1 else f"all {step.q_len} rows"
+    def _constant_finding(self, step: StepRecord, constant: Sequence[LayerStatRecord]) -> Finding:
+        which, value = sorted(stat.layer for stat in constant), constant[0].min
+        rows = "the row" if step.q_len == 1 else f"all {step.q_len} rows"
         sentence = (
-            f"The output of layer {which[0]} is {value} in every number of {rows} of step "
-            f"{step.step}: nothing of the text gets through it"
+            f"Every value in the output of layer {which[0]} is {value:g} in {rows} of step "
+            f"{step.step}: the layer passes on no information about the text"
         )
         if len(which) > 1:
-            sentence += f"; constant after it: {in_layers(which[1:], len(step.layer_stats))}"
-        sentence += "."
-        return _range_finding(
-            step, SATURATION, sentence, {"value": dead[0].min}, which, series="dead"
-        )
+            sentence += f"; also constant: {in_layers(which[1:], len(step.layer_stats))}"
+        evidence = {"value": value}
+        return _range_finding(step, SATURATION, f"{sentence}.", evidence, which, series="dead")
 
-    def _check_idle(self, step: StepRecord) -> list[Finding]:
+    def _check_identity(self, step: StepRecord) -> list[Finding]:
         pairs = pairwise(step.layer_stats)
         which = [
             b.layer for a, b in pairs if a.layer < b.layer and _stat_values(a) == _stat_values(b)
@@ -245,20 +244,21 @@ class OutputRangeRule(Rule):
         one = len(which) == 1
         sentence = (
             f"{in_layers(which, len(step.layer_stats)).capitalize()} "
-            f"{'gives' if one else 'give'} back exactly what {'it was' if one else 'they were'} "
-            f"given in step {step.step}: neither attention nor MLP adds anything."
+            f"{'returns its input' if one else 'return their input'} unchanged in step "
+            f"{step.step}: neither attention nor MLP adds anything."
         )
         return [_range_finding(step, SATURATION, sentence, {"layers": which}, which, series="idle")]
 
-    def _check_stuck(
-        self, step: StepRecord, known: _NormHistory, norms: list[float]
+    def _check_unchanged(
+        self, step: StepRecord, history: _NormHistory, norms: list[float]
     ) -> list[Finding]:
-        """Say of a layer whose output is that of the step before, though another token was fed."""
-        same = any(map(eq, norms, known.last_norms))
+        """Report layers with the output of the previous step although the input token differs."""
+        same = any(map(eq, norms, history.last_norms))
         token = self.context.token(step.kv_before)
-        before, known.last_token_id = known.last_token_id, None if token is None else token.token_id
-        stats, known.last_stats = known.last_stats, step.layer_stats
-        if not same or token is None or before is None or before == token.token_id:
+        last_token_id = history.last_token_id
+        history.last_token_id = None if token is None else token.token_id
+        stats, history.last_stats = history.last_stats, step.layer_stats
+        if not same or token is None or last_token_id in (None, token.token_id):
             return []
         pairs = zip(step.layer_stats, stats, strict=True)
         which = [now.layer for now, then in pairs if _stat_values(now) == _stat_values(then)]
@@ -266,9 +266,9 @@ class OutputRangeRule(Rule):
             return []
         one = len(which) == 1
         sentence = (
-            f"The output of {in_layers(which, len(norms))} in step {step.step} is that of step "
-            f"{step.step - 1}, though another token was fed: {'it does' if one else 'they do'} not "
-            "depend on what comes in."
+            f"The output of {in_layers(which, len(norms))} in step {step.step} is the same as in "
+            f"step {step.step - 1}, although the input token differs: "
+            f"{'it does' if one else 'they do'} not depend on the input."
         )
         return [
             _range_finding(step, SATURATION, sentence, {"layers": which}, which, series="stuck")
@@ -280,9 +280,9 @@ class OutputRangeRule(Rule):
             return []
         cap = next(call.softcap for call in step.calls if call.layer == which[0])
         sentence = (
-            f"The keys that the newest row of step {step.step} looks at have scores at the cap of "
-            f"{cap:g} in every head of {in_layers(which, len(_layer_set(step.calls)))}: the cap "
-            "makes them all the same."
+            f"The keys that the newest row of step {step.step} attends to have scores at the "
+            f"softcap of {cap:g} in every head of {in_layers(which, len(_layer_set(step.calls)))}: "
+            "the softcap makes them all equal."
         )
         query = (
             f"SELECT layer, softcap, scale, head_dim FROM calls WHERE generation = "
@@ -299,18 +299,18 @@ class OutputRangeRule(Rule):
     # -- jumps -----------------------------------------------------------------------------------
 
     def _check_jump(
-        self, step: StepRecord, known: _NormHistory, norms: list[float]
+        self, step: StepRecord, history: _NormHistory, norms: list[float]
     ) -> list[Finding]:
         if any(stat.n_nan or stat.n_inf for stat in step.layer_stats):
             return []
-        # The norm of finite numbers may be infinite; the largest of them says as much.
+        # The norm of finite numbers may be infinite; use the largest of them instead.
         norms = [
             n if n < math.inf else _abs_max(s) for n, s in zip(norms, step.layer_stats, strict=True)
         ]
         jumps = [
             (stat, norm / high if norm > high else norm / low)
             for stat, norm, low, high in zip(
-                step.layer_stats, norms, known.smallest, known.largest, strict=False
+                step.layer_stats, norms, history.smallest, history.largest, strict=False
             )
             if norm > 0 < low and _is_jump(stat, norm, low, high)
         ]
@@ -323,12 +323,12 @@ class OutputRangeRule(Rule):
         sentence = (
             f"The output of layer {first.layer} is {_format_ratio(times)} times "
             f"{'larger' if more else 'smaller'} in step {step.step} than in any {step.phase} step "
-            f"before it (largest number {_abs_max(first):.3g})"
+            f"before (largest value {_abs_max(first):.3g})"
         )
         if first.layer > min(stat.layer for stat in step.layer_stats):
-            sentence += ", while the layers before it are as they were"
+            sentence += ", while the layers before it are unchanged"
         if len(which) > 1:
-            sentence += f"; it goes on to {in_layers(which[1:], len(norms))}"
+            sentence += f"; it continues in {in_layers(which[1:], len(norms))}"
         evidence = {"norm": first.norm, "times": times, "module": first.module, "layers": which}
         series = f"layer {first.layer} {'up' if more else 'down'}"
         return [_range_finding(step, NORM_JUMP, f"{sentence}.", evidence, which, series=series)]
@@ -343,13 +343,13 @@ def _abs_max(stat: LayerStatRecord) -> float:
 
 
 def _is_float16(stat: LayerStatRecord) -> bool:
-    """Say whether an output can be float16: under autocast the residual stream is float32."""
+    """Whether an output can be float16; under autocast the residual stream is float32."""
     with np.errstate(over="ignore"):
         return all(float(np.float16(value)) == value for value in (stat.min, stat.max))
 
 
 def _is_jump(stat: LayerStatRecord, norm: float, low: float, high: float) -> bool:
-    """Say whether a norm is out of range, and not by a massive activation in a channel or two."""
+    """Whether a norm is out of range, and not because of massive activations in a few channels."""
     factor = MAX_CHANNEL_FACTOR if norm > high and _abs_max(stat) > norm / 2 else MAX_NORM_FACTOR
     return norm > high * factor or norm < low / factor
 

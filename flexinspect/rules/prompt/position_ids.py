@@ -1,7 +1,7 @@
-"""Position ids: that they go on, with the cache and with the padding, and restart where meant.
+"""Checks that position ids continue with the cache and the padding, and restart only at segments.
 
-Only differences count: ids that are all shifted by the same amount are as good as any, and where a
-segment begins they may begin anew. What is judged are the ids that the layers were handed.
+Only differences are checked: ids that are all shifted by the same amount are equivalent, and at the
+start of a segment they may restart. The ids are those that the layers received.
 """
 
 from __future__ import annotations
@@ -24,135 +24,44 @@ from flexinspect.rules.engine import FindingKind, Rule
 from flexinspect.rules.masks.declared_vs_executed import count_pads_by_id
 
 NOT_RESET = "positions.not-reset"
-
 NOT_RESET_KIND = FindingKind(
     Severity.NOTE,
-    "isolated segments at position ids that run on over them",
-    why="Inside of a segment nothing changes by it. The rows that see several segments have them "
-    "at unlike distances, so under rotary embeddings the answer depends on their order. That is a "
-    "modelling choice: shown, not judged.",
-    confirm="The order-swap check: run it again with the two segments in the other order and "
-    "compare the logits of the first generated token (panel logits, step 0).",
-    fix="If the order is not to matter, begin the position ids of each segment anew after what "
-    "they share, and let the text after them go on from the longest.",
+    "isolated segments whose position ids are not restarted",
+    why="Inside a segment this changes nothing. Rows that attend to several segments see them at "
+    "different distances, so with rotary embeddings the answer depends on their order. This is a "
+    "modeling choice, not a fault.",
+    confirm="Run again with the two segments in the other order, and compare the logits of the "
+    "first generated token (panel logits, step 0).",
+    fix="If the order should not matter, restart the position ids of each segment after the shared "
+    "prefix, and continue the text after them from the longest segment.",
     query="SELECT t.segment, s.label, min(t.position_id) AS first_id, "
     "max(t.position_id) AS last_id FROM tokens t "
     "JOIN segments s USING (generation, branch, segment) "
     "WHERE t.generation = {generation} AND t.branch = {branch} GROUP BY t.segment",
 )
 
-
-@dataclass(frozen=True, slots=True)
-class IsolatedPair:
-    """Two segments that do not see each other, and the position ids at which they begin."""
-
-    first: Segment
-    second: Segment
-    first_id: int
-    second_id: int
-
-
-def find_isolated_pairs(
-    context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
-) -> list[IsolatedPair]:
-    """Return segments that a prompt's executed mask keeps apart while the ids run on over them.
-
-    `ids` are the position ids (rows,) of batch row 0. One layer that keeps them apart is enough.
-    """
-    pieces = [
-        s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= len(ids)
-    ]
-    pairs = [(a, b) for a, b in combinations(pieces, 2) if ids[b.start] > ids[a.stop - 1]]
-    if not pairs:
-        return []
-    for fingerprint in {call.mask: None for call in step.calls}:
-        cells = _common_cells(context.mask(fingerprint), len(ids))
-        found = [] if cells is None else [pair for pair in pairs if _is_isolated(cells, *pair)]
-        if found:
-            return [IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start])) for a, b in found]
-    return []
-
-
-def check_position_order(
-    context: RuleContext, step: StepRecord, pairs: Sequence[IsolatedPair]
-) -> list[Finding]:
-    """Return a note on the first of these pairs that some row of a step sees both of."""
-    if not pairs:
-        return []
-    for fingerprint in {call.mask: None for call in step.calls}:
-        mask = context.mask(fingerprint)
-        if mask is None or mask.cells is None or mask.kv_offset:
-            continue
-        for pair in pairs:
-            sees = [
-                mask.cells[..., segment.start : segment.stop].any(axis=2)
-                for segment in (pair.first, pair.second)
-            ]
-            if (sees[0] & sees[1]).any():
-                return [_not_reset_finding(context, step, pair)]
-    return []
-
-
-def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
-    """Return the cells (rows, keys) that any head opens, None where they are not those of all."""
-    if mask is None or mask.cells is None or mask.cells.shape[1] != n:
-        return None
-    if mask.averaged is not None or mask.cells.shape[2] < n:
-        return None
-    cells: BoolArray = np.any(mask.cells, axis=0)
-    return cells
-
-
-def _is_isolated(cells: BoolArray, first: Segment, second: Segment) -> bool:
-    one, other = slice(first.start, first.stop), slice(second.start, second.stop)
-    return not cells[other, one].any() and not cells[one, other].any()
-
-
-def _not_reset_finding(context: RuleContext, step: StepRecord, pair: IsolatedPair) -> Finding:
-    a, b = printable(pair.first.label), printable(pair.second.label)
-    return Finding(
-        id=NOT_RESET,
-        severity=Severity.NOTE,
-        sentence=(
-            f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
-            f"({context.format_position(pair.second.start)}), and {a}, which it does not see, at "
-            f"{pair.first_id}; a row that sees both has them at unlike distances, so their order "
-            "may matter (a modelling choice: shown, not judged)."
-        ),
-        generation=step.generation,
-        branch=step.branch,
-        step=step.step,
-        positions=(pair.second.start,),
-        evidence={
-            "first": a,
-            "second": b,
-            "first_id": pair.first_id,
-            "second_id": pair.second_id,
-        },
-        series="order",
-    )
-
-
 POSITION_JUMP = "positions.jump"
 POSITION_RESTART = "positions.restart"
 POSITION_PADDING = "positions.padding"
 LEARNED_POSITIONS_EVENT = "learnt-positions"
-"""The event that a model looks positions up in a table, so that each id counts by itself."""
-POSITION_DUPLICATE = "positions.duplicate"
+"""Event of a model with learned position embeddings, where absolute ids matter."""
 
+POSITION_DUPLICATE = "positions.duplicate"
 _POSITION_QUERY = (
     "SELECT step, batch, positions, cached_before FROM inputs "
     "WHERE generation = {generation} AND branch = {branch} ORDER BY step"
 )
+
 _POSITION_CONFIRM = (
-    "Tokens panel, position ids; the column positions of the table inputs, step by step."
+    "Check the position ids in the tokens panel, or the column positions of the table inputs step "
+    "by step."
 )
 
 PositionIds = npt.NDArray[Any]
 
 
 class _PositionFault(NamedTuple):
-    """A fault in one row of the batch, at column `at` of the step."""
+    """A fault in one row of the batch, at a column (query row) of the step."""
 
     id: str
     severity: Severity
@@ -162,16 +71,16 @@ class _PositionFault(NamedTuple):
 
 
 class _ReportedFault(NamedTuple):
-    """What was said of decode steps first."""
+    """The first fault reported for decode steps."""
 
     id: str
     is_error: bool
 
 
 class PositionsRule(Rule):
-    """Compares the ids of a step with those of the step before, and with what they belong to.
+    """Compares the position ids of a step with the previous step, the cache and the padding.
 
-    At every level. Where the layers are handed no ids of two dimensions, nothing is said.
+    Runs at every capture level. Steps without two-dimensional position ids are skipped.
     """
 
     name: ClassVar[str] = "positions"
@@ -179,50 +88,50 @@ class PositionsRule(Rule):
     findings: ClassVar[Mapping[str, FindingKind]] = {
         POSITION_JUMP: FindingKind(
             Severity.WARNING,
-            "position ids that leave out some numbers",
-            why="Under rotary embeddings the token is as far from the text before it as the gap is "
-            "wide; with learnt positions it has another place altogether.",
+            "position ids that skip some numbers",
+            why="With rotary embeddings the gap is added to the distance between the token and the "
+            "text before it; with learned embeddings the token gets another position.",
             confirm=_POSITION_CONFIRM,
-            fix="Go on from the last id, in decode steps too: a model that makes ids itself counts "
-            "the keys of the cache, which differs once the prompt's ids are your own.",
+            fix="Continue from the last id in decode steps too. A model that creates ids itself "
+            "counts the cached keys, which differs if you pass your own ids for the prompt.",
             query=_POSITION_QUERY,
         ),
         POSITION_RESTART: FindingKind(
             Severity.ERROR,
-            "position ids that begin anew where the text goes on",
-            why="The new token takes a place in front of the text that it follows: distances to "
-            "the keys are negative, which no causal model was trained for.",
+            "position ids that restart where the text continues",
+            why="The new token is positioned before the text that it follows: distances to the "
+            "keys are negative, which no causal model was trained on.",
             confirm=_POSITION_CONFIRM,
-            fix="In a decode step the id is the last one plus 1, not the row's number within the "
-            "step: pass position_ids, or leave them to the model together with the cache.",
+            fix="In a decode step the id is the last one plus 1, not the row index within the "
+            "step: pass position_ids, or let the model create them from the cache.",
             query=_POSITION_QUERY,
         ),
         POSITION_PADDING: FindingKind(
             Severity.WARNING,
             "position ids that disagree with the padding of a batch",
-            why="Tokens of a padded row are placed apart from each other in another way than in a "
-            "run of that row alone, so the answer depends on what it was batched with.",
-            confirm="Arrays inputs.positions and inputs.mask of this step: ids of real tokens "
-            "should rise by one; run the row alone and compare.",
-            fix="position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0) for the prompt, and "
-            "one more per step afterwards.",
+            why="The distances between tokens of a padded row differ from those in a run of that "
+            "row alone, so the answer depends on the other rows of the batch.",
+            confirm="Check the arrays inputs.positions and inputs.mask of this step: ids of real "
+            "tokens should rise by one. Run the row alone and compare.",
+            fix="Use position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0) for the prompt, "
+            "and add 1 in each later step.",
             query=_POSITION_QUERY,
         ),
         POSITION_DUPLICATE: FindingKind(
             Severity.WARNING,
             "a position id that two tokens of a sequence share",
-            why="Under rotary embeddings the two tokens lie in the same place, and their order is "
-            "lost; everything after them is one place too near.",
+            why="With rotary embeddings the two tokens have the same position and their order is "
+            "lost; everything after them is one position too close.",
             confirm=_POSITION_CONFIRM,
-            fix="Look for an off-by-one at the border of prompt and answer: the first decoded "
-            "token has the id of the last prompt token plus 1.",
+            fix="Look for an off-by-one error between prompt and answer: the first generated token "
+            "has the id of the last prompt token plus 1.",
             query=_POSITION_QUERY,
         ),
         NOT_RESET: NOT_RESET_KIND,
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no ids known."""
+        """Reset the state of a generation."""
         super().on_generation_start(context)
         self._last_ids: PositionIds | None = None
         """The last id of each row of the batch."""
@@ -230,12 +139,12 @@ class PositionsRule(Rule):
         self._unpadded: npt.NDArray[np.bool_] | None = None
         self._reported: _ReportedFault | None = None
         self._counted_pads_severity = Severity.NOTE
-        """How bad it is that ids count padding: rotary embeddings do not see it."""
+        """Severity of ids that count padding: rotary embeddings are not affected."""
         self._isolated_pairs: Sequence[IsolatedPair] = ()
-        """Isolated segments at ids that run on, until a row is met that sees both."""
+        """Isolated segments without restarted ids, until a row attends to both."""
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return where the ids of a step do not go on, once per kind of fault."""
+        """Check the position ids of a step."""
         inputs = step.inputs
         if inputs is None or not inputs.positions:
             self._last_ids = None
@@ -244,21 +153,21 @@ class PositionsRule(Rule):
         is_usual = (
             inputs.batch == 1 and step.kv_before and len(runs) == 1 and not self._isolated_pairs
         )
-        # This line is what a healthy decode step costs.
+        # A decode step without a fault costs only this line.
         if is_usual and last is not None and runs[0][0] == last[0] + 1:
             last[0] += runs[0][1]
             self._length = step.kv_after
             return ()
         table = _stream_array(step, "inputs.positions")
-        if table is None:  # one row of ids serves all
+        if table is None:  # all batch rows share one row of ids
             table = np.tile(np.asarray(inputs.position_ids), (max(inputs.batch, 1), 1))
         return self._check_ids(step, table)
 
     def _check_ids(self, step: StepRecord, ids: PositionIds) -> list[Finding]:
         real = _stream_array(step, "inputs.mask")
         if not step.kv_before:
-            is_learnt = any(event.kind == LEARNED_POSITIONS_EVENT for event in step.events)
-            self._counted_pads_severity = Severity.WARNING if is_learnt else Severity.NOTE
+            is_learned = any(event.kind == LEARNED_POSITIONS_EVENT for event in step.events)
+            self._counted_pads_severity = Severity.WARNING if is_learned else Severity.NOTE
             self._unpadded = real if real is not None and real.shape == ids.shape else None
         found = (
             self._check_decode_step(step, ids) if step.kv_before else self._check_prompt(step, ids)
@@ -268,13 +177,13 @@ class PositionsRule(Rule):
             pairs, self._isolated_pairs = self._isolated_pairs, ()
         else:
             pairs = self._isolated_pairs = find_isolated_pairs(self.context, step, ids[0])
-        told = check_position_order(self.context, step, pairs)
-        if told:
+        notes = check_position_order(self.context, step, pairs)
+        if notes:
             self._isolated_pairs = ()
-        return [*found, *told]
+        return [*found, *notes]
 
     def _last_real_ids(self, step: StepRecord, ids: PositionIds) -> PositionIds:
-        """Return the last id of each row, of its real tokens where padding is on the right."""
+        """The last id of each row; with right padding, that of its last real token."""
         if step.kv_before or self._unpadded is None or self._unpadded[:, -1].all():
             return ids[:, -1].astype(np.int64)
         width = ids.shape[1]
@@ -282,93 +191,90 @@ class PositionsRule(Rule):
         ends: PositionIds = ids[np.arange(len(ids)), last].astype(np.int64)
         return ends
 
-    # -- a prompt, or the whole sequence once more -----------------------------------------------
+    # -- a prompt, or the whole sequence again ---------------------------------------------------
 
     def _check_prompt(self, step: StepRecord, ids: PositionIds) -> list[Finding]:
         found: list[Finding] = []
         for row in range(len(ids)):
-            trouble = self._check_padded_row(ids[row], row)
-            if trouble is None and row == 0:
-                trouble = self._check_unpadded_row(ids[row])
-            if trouble is not None:
-                found.append(self._finding(step, trouble, row, len(ids)))
+            fault = self._check_padded_row(ids[row], row)
+            if fault is None and row == 0:
+                fault = self._check_unpadded_row(ids[row])
+            if fault is not None:
+                found.append(self._finding(step, fault, row, len(ids)))
                 break
         return found
 
     def _check_padded_row(self, ids: PositionIds, row: int) -> _PositionFault | None:
-        """Compare the ids of a padded row's real tokens with each other."""
+        """Compare the ids of the real tokens of a padded row with each other."""
         real = None if self._unpadded is None else self._unpadded[row]
         if real is None or real.all() or not real.any():
             return None
-        places = np.flatnonzero(real)
-        mine = ids[places]
-        n_pads, n = int(places[0]), len(places)
-        broken = np.flatnonzero(np.diff(mine) != 1)
-        if len(broken) and not self._are_segment_starts(places[broken + 1]):
-            at = int(places[broken[0] + 1])
-            a, b = int(mine[broken[0]]), int(mine[broken[0] + 1])
+        columns = np.flatnonzero(real)
+        real_ids = ids[columns]
+        n_pads, n = int(columns[0]), len(columns)
+        breaks = np.flatnonzero(np.diff(real_ids) != 1)
+        if len(breaks) and not np.isin(columns[breaks + 1], self._segment_starts()).all():
+            at = int(columns[breaks[0] + 1])
+            a, b = int(real_ids[breaks[0]]), int(real_ids[breaks[0] + 1])
             words = (
-                f"{len(broken)} of the {n - 1} steps between real tokens are not 1 (first: "
-                f"{self._format_position(at, row)} has id {b} after {a}): the ids do not follow the "
-                "attention mask"
+                f"{len(breaks)} of the {n - 1} steps between real tokens are not 1 (first: "
+                f"{self._format_position(at, row)} has id {b} after {a}): the ids do not follow "
+                "the attention mask"
             )
             return _PositionFault(
                 POSITION_PADDING, Severity.WARNING, words, at, {"id": b, "before": a}
             )
-        if n_pads and int(mine[0]) == n_pads:
+        if n_pads and int(real_ids[0]) == n_pads:
             words = (
                 f"the first real token ({self._format_position(n_pads, row)}) has id {n_pads}: "
                 f"{plural(n_pads, 'padding token')} before it {'is' if n_pads == 1 else 'are'} "
-                "counted; rotary embeddings do not see that, learnt positions do"
+                "counted; this affects learned position embeddings, but not rotary ones"
             )
-            told = {"id": n_pads, "pads": n_pads}
+            seen = {"id": n_pads, "pads": n_pads}
             return _PositionFault(
-                POSITION_PADDING, self._counted_pads_severity, words, n_pads, told
+                POSITION_PADDING, self._counted_pads_severity, words, n_pads, seen
             )
         return None
 
     def _check_unpadded_row(self, ids: PositionIds) -> _PositionFault | None:
-        """Look for ids that do not rise by one where no segment begins."""
+        """Find ids that do not rise by one where no segment begins."""
         start = self._count_pads(ids)
-        places = start + 1 + np.flatnonzero(np.diff(ids[start:]) != 1)
-        places = places[~np.isin(places, self._segment_starts())] if len(places) else places
-        if not len(places):
+        breaks = start + 1 + np.flatnonzero(np.diff(ids[start:]) != 1)
+        breaks = breaks[~np.isin(breaks, self._segment_starts())] if len(breaks) else breaks
+        if not len(breaks):
             return None
-        at = int(places[0])
+        at = int(breaks[0])
         before, now = int(ids[at - 1]), int(ids[at])
-        # Where nobody named segments, ids that begin anew may be packed documents.
-        is_sure = self._is_declared()
-        severity = Severity.WARNING if is_sure else Severity.NOTE
-        inside = f" inside of {self._segment_label(at)}" if is_sure else ""
-        told = {"id": now, "before": before, "places": len(places)}
-        others = "" if len(places) == 1 else f" (first of {len(places)} such places)"
+        # Without declared segments, ids that restart may belong to packed documents.
+        has_segments = self._has_declared_segments()
+        severity = Severity.WARNING if has_segments else Severity.NOTE
+        inside = f" inside {self._segment_label(at)}" if has_segments else ""
+        seen = {"id": now, "before": before, "places": len(breaks)}
+        others = "" if len(breaks) == 1 else f" (first of {len(breaks)} such positions)"
         where = f"at {self.context.format_position(at)}{inside}{others}"
         if now == before:
             words = f"position id {now} is used twice, again {where}"
-            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, at, told)
+            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, at, seen)
         if now < before:
             words = f"position ids restart at {now} after {before}, {where}"
-            return _PositionFault(POSITION_RESTART, severity, words, at, told)
+            return _PositionFault(POSITION_RESTART, severity, words, at, seen)
         words = f"position ids jump from {before} to {now} {where}"
-        return _PositionFault(POSITION_JUMP, severity, words, at, told)
+        return _PositionFault(POSITION_JUMP, severity, words, at, seen)
 
     def _count_pads(self, ids: PositionIds) -> int:
         if self._unpadded is not None and self._unpadded[0].any():
             return int(self._unpadded[0].argmax())
         first = self.context.segments[0] if self.context.segments else None
-        is_said = first is not None and first.label == "padding"
-        return first.stop if first is not None and is_said else count_pads_by_id(self.context)
+        if first is not None and first.label == "padding":
+            return first.stop
+        return count_pads_by_id(self.context)
 
-    def _is_declared(self) -> bool:
-        """Say whether somebody named segments: without, a prompt is one."""
+    def _has_declared_segments(self) -> bool:
+        """Whether segments were declared; otherwise the prompt is a single one."""
         return sum(s.label not in ("padding", "prompt") for s in self.context.segments) > 1
 
     def _segment_starts(self) -> list[int]:
         return [segment.start for segment in self.context.segments]
-
-    def _are_segment_starts(self, places: npt.NDArray[np.intp]) -> bool:
-        """Say whether ids begin anew only where segments do, or where nobody named any."""
-        return bool(np.isin(places, self._segment_starts()).all())
 
     def _segment_label(self, pos: int) -> str:
         segment = self.context.segment_at(pos)
@@ -385,38 +291,35 @@ class PositionsRule(Rule):
         if len(last) != len(ids):
             return []
         firsts = ids[:, 0]
-        # Where drafts were rejected, the cache and the ids go back by the same number.
+        # After rejected drafts, the cache and the ids go back by the same number.
         gone = self._length - step.kv_before
         bad = (firsts != last + 1) & (firsts != last + 1 - gone)
         rows = np.flatnonzero(bad)
         if not len(rows):
             return []
         row = int(rows[0])
-        trouble = self._classify_fault(step, int(last[row]), int(firsts[row]), row)
-        told = self._reported
-        if told is not None and (trouble.severity is not Severity.ERROR or told.is_error):
-            trouble = trouble._replace(id=told.id)  # once out of step, all that follows is
+        fault = self._classify_fault(step, int(last[row]), int(firsts[row]), row)
+        reported = self._reported
+        if reported is not None and (fault.severity is not Severity.ERROR or reported.is_error):
+            fault = fault._replace(id=reported.id)  # later steps follow from the first fault
         else:
-            self._reported = _ReportedFault(trouble.id, trouble.severity is Severity.ERROR)
-        return [self._finding(step, trouble, row, len(rows) if len(ids) > 1 else 1)]
+            self._reported = _ReportedFault(fault.id, fault.severity is Severity.ERROR)
+        return [self._finding(step, fault, row, len(rows) if len(ids) > 1 else 1)]
 
     def _check_first_decode_step(self, step: StepRecord, ids: PositionIds) -> list[Finding]:
-        """Judge the first step that is seen, on a cache that others filled."""
+        """Check the first recorded step if the cache was already filled."""
         if step.step or int(ids[0, 0]) != 0 or step.kv_before < 2:
             return []
         words = (
             f"position ids begin at 0 in step {step.step}, on a cache of {step.kv_before} keys "
             f"({self.context.format_position(step.kv_before)})"
         )
-        told = {"id": 0, "cached": step.kv_before}
-        return [
-            self._finding(
-                step, _PositionFault(POSITION_RESTART, Severity.WARNING, words, 0, told), 0, 1
-            )
-        ]
+        seen = {"id": 0, "cached": step.kv_before}
+        fault = _PositionFault(POSITION_RESTART, Severity.WARNING, words, 0, seen)
+        return [self._finding(step, fault, 0, 1)]
 
     def _follows_faulty_cache(self, step: StepRecord, ids: PositionIds) -> bool:
-        """Say whether the model counted keys that the first layer lost, which is told elsewhere."""
+        """Whether the ids count keys that the first layer lost, which the cache rule reports."""
         held = step.inputs.cached_before if step.inputs is not None else ()
         if not held or held[0] == step.kv_before:
             return False
@@ -424,37 +327,37 @@ class PositionsRule(Rule):
 
     def _classify_fault(self, step: StepRecord, before: int, now: int, row: int) -> _PositionFault:
         expected, cached = before + 1, step.kv_before
-        told = {"id": now, "expected": expected, "cached": cached}
+        seen = {"id": now, "expected": expected, "cached": cached}
         where = f"in step {step.step} ({self._format_position(cached, row)})"
         pads = self._count_row_pads(row)
         if pads and now == cached:
             words = (
-                f"position ids go from {before} to {now} {where}: the prompt's ids leave out its "
+                f"position ids go from {before} to {now} {where}: the ids of the prompt skip its "
                 f"{plural(pads, 'padding token')}, and those of the decode steps count them"
             )
             return _PositionFault(
-                POSITION_PADDING, Severity.WARNING, words, 0, {**told, "pads": pads}
+                POSITION_PADDING, Severity.WARNING, words, 0, {**seen, "pads": pads}
             )
         if now == before:
-            words = f"position id {now} is used twice, again {where}; {expected} comes next"
-            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, 0, told)
+            words = f"position id {now} is used twice, again {where}; {expected} was expected"
+            return _PositionFault(POSITION_DUPLICATE, Severity.WARNING, words, 0, seen)
         if now < before:
             words = (
-                f"position ids restart at {now} {where}; {expected} comes next, and the cache "
+                f"position ids restart at {now} {where}; {expected} was expected, and the cache "
                 f"holds {cached} keys"
             )
-            return _PositionFault(POSITION_RESTART, Severity.ERROR, words, 0, told)
-        counts = ": they count the cache, and the prompt's ids do not" if now == cached else ""
+            return _PositionFault(POSITION_RESTART, Severity.ERROR, words, 0, seen)
+        counts = ": they count the cached keys, unlike the prompt's ids" if now == cached else ""
         words = f"position ids jump from {before} to {now} {where}{counts}"
-        return _PositionFault(POSITION_JUMP, Severity.WARNING, words, 0, told)
+        return _PositionFault(POSITION_JUMP, Severity.WARNING, words, 0, seen)
 
     def _count_row_pads(self, row: int) -> int:
         return 0 if self._unpadded is None else int((~self._unpadded[row]).sum())
 
-    # -- words -----------------------------------------------------------------------------------
+    # -- findings --------------------------------------------------------------------------------
 
     def _format_position(self, pos: int, row: int) -> str:
-        """Return a position with its word, which is known of row 0 alone."""
+        """A position with its word, which is known for batch row 0 only."""
         return self.context.format_position(pos) if row == 0 else f"position {pos}"
 
     def _finding(self, step: StepRecord, fault: _PositionFault, row: int, n_rows: int) -> Finding:
@@ -477,3 +380,94 @@ class PositionsRule(Rule):
 
 def _stream_array(step: StepRecord, stream: str) -> PositionIds | None:
     return next((one.array for one in step.arrays if one.stream == stream), None)
+
+
+@dataclass(frozen=True, slots=True)
+class IsolatedPair:
+    """Two segments that do not attend to each other, and the position ids at which they begin."""
+
+    first: Segment
+    second: Segment
+    first_id: int
+    second_id: int
+
+
+def find_isolated_pairs(
+    context: RuleContext, step: StepRecord, ids: npt.NDArray[Any]
+) -> list[IsolatedPair]:
+    """Pairs of segments that the executed mask isolates while the position ids continue.
+
+    `ids` are the position ids (rows,) of batch row 0. One layer that isolates them is enough.
+    """
+    pieces = [
+        s for s in context.segments if s.kind is SegmentKind.PARAPHRASE and s.stop <= len(ids)
+    ]
+    pairs = [(a, b) for a, b in combinations(pieces, 2) if ids[b.start] > ids[a.stop - 1]]
+    if not pairs:
+        return []
+    for fingerprint in {call.mask: None for call in step.calls}:
+        cells = _common_cells(context.mask(fingerprint), len(ids))
+        isolated = [] if cells is None else [pair for pair in pairs if _is_isolated(cells, *pair)]
+        if isolated:
+            return [IsolatedPair(a, b, int(ids[a.start]), int(ids[b.start])) for a, b in isolated]
+    return []
+
+
+def check_position_order(
+    context: RuleContext, step: StepRecord, pairs: Sequence[IsolatedPair]
+) -> list[Finding]:
+    """A note on the first of these pairs of which some row of the step attends to both."""
+    if not pairs:
+        return []
+    for fingerprint in {call.mask: None for call in step.calls}:
+        mask = context.mask(fingerprint)
+        if mask is None or mask.cells is None or mask.kv_offset:
+            continue
+        for pair in pairs:
+            sees_first, sees_second = (
+                mask.cells[..., segment.start : segment.stop].any(axis=2)
+                for segment in (pair.first, pair.second)
+            )
+            if (sees_first & sees_second).any():
+                return [_not_reset_finding(context, step, pair)]
+    return []
+
+
+def _common_cells(mask: MaskRecord | None, n: int) -> BoolArray | None:
+    """The cells (rows, keys) that are open in any head; None if not all `n` positions are known."""
+    if mask is None or mask.cells is None or mask.cells.shape[1] != n:
+        return None
+    if mask.averaged is not None or mask.cells.shape[2] < n:
+        return None
+    cells: BoolArray = np.any(mask.cells, axis=0)
+    return cells
+
+
+def _is_isolated(cells: BoolArray, first: Segment, second: Segment) -> bool:
+    one, other = slice(first.start, first.stop), slice(second.start, second.stop)
+    return not cells[other, one].any() and not cells[one, other].any()
+
+
+def _not_reset_finding(context: RuleContext, step: StepRecord, pair: IsolatedPair) -> Finding:
+    a, b = printable(pair.first.label), printable(pair.second.label)
+    return Finding(
+        id=NOT_RESET,
+        severity=Severity.NOTE,
+        sentence=(
+            f"Position ids are not restarted at {b}: it begins at {pair.second_id} "
+            f"({context.format_position(pair.second.start)}), and {a}, to which it does not "
+            f"attend, at {pair.first_id}; a row that attends to both sees them at different "
+            "distances, so their order may matter (a modeling choice, not a fault)."
+        ),
+        generation=step.generation,
+        branch=step.branch,
+        step=step.step,
+        positions=(pair.second.start,),
+        evidence={
+            "first": a,
+            "second": b,
+            "first_id": pair.first_id,
+            "second_id": pair.second_id,
+        },
+        series="order",
+    )

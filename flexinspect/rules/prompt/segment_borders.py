@@ -1,9 +1,9 @@
-"""Judges the borders of executed masks by the declared segments, and says what is wrong.
+"""Compares the segment borders of executed masks with the declared segments.
 
-A row that goes on with the segment of the row before sees one key more, itself. Every other row is
-a border of the mask: a segment begins there, or sees nothing, or sees all. Masks without segments
-(a causal one, a window, one that is open everywhere) have no borders, or one in many rows, and
-nothing is concluded from the latter.
+A row that continues the segment of the previous row attends to one more key, its own. Every other
+row is a border of the mask: a segment begins there, or the row attends to no key, or to all keys.
+Masks without segments (causal, sliding-window, fully open) have no borders, or one in many rows;
+the latter are not compared.
 """
 
 from __future__ import annotations
@@ -35,12 +35,21 @@ from flexinspect.rules.prompt.prompt_facts import (
 from flexinspect.rules.prompt.segment_findings import DRIFT, SEGMENTS_MERGED, SHIFTED
 
 _LIBRARY_PREFIXES = ("transformers.", "flexinspect")
+
 _MAX_NAMED_SEGMENTS = 3
+OpenKeyCounts = npt.NDArray[np.intp]
+"""Open keys per row, (rows,)."""
+
+Borders = tuple[int, ...]
+"""Positions of the rows at which another set of keys begins."""
+
+MAX_BORDER_ROWS = 4096
+"""Rows up to which the borders of a declared mask are computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BorderFault:
-    """What is wrong with the borders of some heads of a mask (see `fedmask.Compared`)."""
+    """A fault in the borders of some heads of a mask (see `BorderComparison`)."""
 
     id: str
     heads: tuple[int, ...]
@@ -59,26 +68,25 @@ class BorderCheck:
 
     @cached_property
     def _declared_borders(self) -> Borders:
-        """The borders that the declared rule has, or the one that is assumed."""
-        intent = self._context.declared_mask
-        return () if intent is None else spec_borders(intent.spec, self._context.n_prompt + 1)
+        """The borders of the declared mask, or of the one that is assumed."""
+        declared = self._context.declared_mask
+        return () if declared is None else spec_borders(declared.spec, self._context.n_prompt + 1)
 
     @cached_property
     def _span_shift(self) -> int | None:
-        """By how many tokens the declared spans themselves are off."""
+        """The number of tokens by which the declared spans themselves are off."""
         shift = find_shift(self._prompt)
         return None if shift is None else shift.tokens
 
     @property
-    def _severity(self) -> Severity:
-        intent = self._context.declared_mask
-        is_declared = intent is not None and not intent.assumed
-        return Severity.ERROR if is_declared else Severity.WARNING
+    def _has_declared_mask(self) -> bool:
+        declared = self._context.declared_mask
+        return declared is not None and not declared.assumed
 
     def check_mask(self, mask: MaskRecord | None, head_borders: HeadBorders) -> BorderFault | None:
-        """Return what is wrong with the borders of a mask, None when nothing is, or it is unclear.
+        """The fault in the borders of a mask; None if there is none, or if it is unclear.
 
-        A mask whose every row begins anew (a window, all open) has no segments to compare.
+        A mask with a border in most rows (sliding window, fully open) has no segments to compare.
         """
         if mask is None or mask.q_offset or len(head_borders.borders) > mask.q_len // 2:
             return None
@@ -101,14 +109,12 @@ class BorderCheck:
         )
 
     def _find_declared_shift(self, borders: Borders, n_rows: int) -> tuple[int, ...]:
-        """Return by how much all borders lie before those of a declared rule, empty if they do not.
+        """By how much all borders precede those of the declared mask, empty if they do not.
 
-        Such a rule says where a separator belongs, so even a border inside of one may be off.
+        A declared mask defines where a separator belongs, so even a border inside one may be off.
         """
-        intent = self._context.declared_mask
         if (
-            intent is None
-            or intent.assumed
+            not self._has_declared_mask
             or len(borders) < 2
             or {*borders} <= {*self._declared_borders}
         ):
@@ -121,180 +127,163 @@ class BorderCheck:
     def _declared_missing(
         self, missing: Iterable[Segment], apart: Sequence[Segment]
     ) -> tuple[Segment, ...]:
-        """Return the segments at whose beginning the declared rule has a border, too."""
-        before = {later: earlier.stop for earlier, later in pairwise(apart)}
+        """Those of the `missing` segments for which the declared mask has a border."""
+        previous_stop = {later: earlier.stop for earlier, later in pairwise(apart)}
         return tuple(
-            one
-            for one in missing
-            if any(before[one] <= b <= one.start for b in self._declared_borders)
+            segment
+            for segment in missing
+            if any(previous_stop[segment] <= b <= segment.start for b in self._declared_borders)
         )
 
     def _is_custom_mask(self, mask: MaskRecord, borders: Borders) -> bool:
-        """Say whether somebody made this mask to have borders, and it is no backend's own."""
+        """Whether user code made this mask with borders, and not a library."""
         if mask.kind == "block":
             return not (mask.rule or "").startswith(_LIBRARY_PREFIXES)
         return len(borders) > 0
 
-    # -- in words --------------------------------------------------------------------------------
+    # -- findings --------------------------------------------------------------------------------
 
     def make_finding(
         self, step: StepRecord, fault: BorderFault, calls: Sequence[CallRecord]
     ) -> Finding:
-        """Return a verdict in words, for the layers of these calls."""
-        which = sorted({call.layer for call in calls})
-        where = format_layers(which, len({call.layer for call in step.calls}))
+        """The finding about a fault, for the layers of these calls."""
+        layers = sorted({call.layer for call in calls})
+        where = format_layers(layers, len({call.layer for call in step.calls}))
         if fault.heads:
             where += f" ({plural(len(fault.heads), 'head')}, first {fault.heads[0]})"
-        say = {
+        describe = {
             SHIFTED: self._describe_shift,
             DRIFT: self._describe_drift,
             SEGMENTS_MERGED: self._describe_merge,
         }[fault.id]
-        sentence, positions = say(fault, where)
+        sentence, positions = describe(fault, where)
+        if not self._has_declared_mask:
+            sentence += " No mask was declared; segments are assumed to be isolated."
         return Finding(
             id=fault.id,
-            severity=self._severity,
+            severity=Severity.ERROR if self._has_declared_mask else Severity.WARNING,
             sentence=sentence,
             generation=step.generation,
             branch=step.branch,
             step=step.step,
-            layer=which[0],
+            layer=layers[0],
             head=fault.heads[0] if len(fault.heads) == 1 else None,
             positions=positions,
-            evidence=self._evidence(fault, calls, which),
-            layers=tuple(which) if len(which) > 1 else (),
+            evidence=self._evidence(fault, calls, layers),
+            layers=tuple(layers) if len(layers) > 1 else (),
             series=f"mask {fault.heads} {fault.offsets} {len(fault.missing)}",
         )
 
     def _evidence(
-        self, fault: BorderFault, calls: Sequence[CallRecord], which: Sequence[int]
+        self, fault: BorderFault, calls: Sequence[CallRecord], layers: Sequence[int]
     ) -> dict[str, Any]:
-        said: dict[str, Any] = {
+        evidence: dict[str, Any] = {
             "mask": calls[0].mask,
             "borders": list(fault.borders),
-            "declared": [[one.label, one.start, one.stop] for one in self._paraphrases],
-            "layers": list(which),
+            "declared": [[s.label, s.start, s.stop] for s in self._paraphrases],
+            "layers": list(layers),
             "heads": list(fault.heads) or "all",
         }
         if fault.offsets:
-            said["shift"] = fault.offsets[0]
-            said["offsets"] = list(fault.offsets)
+            evidence["shift"] = fault.offsets[0]
+            evidence["offsets"] = list(fault.offsets)
         if fault.id == DRIFT:
-            said["tokens alone and fed"] = [list(pair) for pair in token_lengths(self._prompt)]
-        return said
+            evidence["tokens alone and fed"] = [list(pair) for pair in token_lengths(self._prompt)]
+        return evidence
 
     def _describe_shift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
         n = fault.offsets[0]
         side = "before" if n > 0 else "after"
         places, positions = self._describe_cuts(fault.borders, n)
         sentence = (
-            f"In {where} the borders of the executed mask lie {plural(abs(n), 'token')} {side} "
-            f"those declared{explain_shift(self._prompt, n)}: {places}."
+            f"In {where} the borders of the executed mask are {plural(abs(n), 'token')} {side} "
+            f"the declared ones{explain_shift(self._prompt, n)}: {places}."
         )
-        return sentence + self._describe_assumption(), positions
+        return sentence, positions
 
     def _describe_cuts(self, borders: Borders, n: int) -> tuple[str, tuple[int, ...]]:
-        """Return in words what is cut off from each segment, and the positions."""
+        """Describe the tokens that are cut off from each segment; also their positions."""
         parts, positions = [], []
-        for one in self._paraphrases:
-            inside = [b for b in borders if one.start < b < one.stop]
+        for segment in self._paraphrases:
+            inside = [b for b in borders if segment.start < b < segment.stop]
             if not inside:
                 continue
-            lost = range(inside[0], one.stop) if n > 0 else range(one.start, inside[-1])
+            lost = range(inside[0], segment.stop) if n > 0 else range(segment.start, inside[-1])
             end = "last" if n > 0 else "first"
-            many = f"{end} token" if len(lost) == 1 else f"{end} {len(lost)} tokens"
-            parts.append(f"the {many} of '{printable(one.label)}' ({self._describe_first(lost)})")
+            tokens = f"{end} token" if len(lost) == 1 else f"{end} {len(lost)} tokens"
+            first = self._context.format_position(lost[0])
+            place = first if len(lost) == 1 else f"from {first}"
+            parts.append(f"the {tokens} of '{printable(segment.label)}' ({place})")
             positions += list(lost)
-        if not parts:  # inside of separators
-            there, here = (
-                self._context.format_position(borders[0]),
-                self._context.format_position(borders[0] + n),
-            )
-            return f"the first is at {there} instead of {here}", borders[:32]
-        told = (
-            parts
-            if len(parts) <= _MAX_NAMED_SEGMENTS
-            else [*parts[:_MAX_NAMED_SEGMENTS], f"{len(parts) - _MAX_NAMED_SEGMENTS} more"]
-        )
-        listed = told[0] if len(told) == 1 else f"{', '.join(told[:-1])} and {told[-1]}"
-        what = "what comes after" if n > 0 else "what comes before"
-        is_one = len(positions) == 1
-        return f"{listed} {'is' if is_one else 'are'} treated as {what}", tuple(positions[:32])
-
-    def _describe_first(self, lost: range) -> str:
-        word = self._context.format_position(lost[0])
-        return word if len(lost) == 1 else f"from {word}"
+        if not parts:  # inside separators
+            executed = self._context.format_position(borders[0])
+            declared = self._context.format_position(borders[0] + n)
+            return f"the first is at {executed} instead of {declared}", borders[:32]
+        named = _limit_names(parts)
+        listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+        neighbor = "after" if n > 0 else "before"
+        verb = "is" if len(positions) == 1 else "are"
+        return f"{listed} {verb} treated as part of what comes {neighbor}", tuple(positions[:32])
 
     def _describe_drift(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
         steps = ", ".join(map(str, fault.offsets))
-        alone, fed = (sum(pair[n] for pair in token_lengths(self._prompt)) for n in (0, 1))
-        summed = f" (encoded alone they have {alone} tokens, in the prompt {fed})"
+        alone, joined = (sum(pair[n] for pair in token_lengths(self._prompt)) for n in (0, 1))
+        summed = f" (encoded alone they have {alone} tokens, in the prompt {joined})"
         sentence = (
-            f"In {where} the borders of the executed mask drift away from those declared: they lie "
-            f"{steps} tokens before them, as if positions had been summed from pieces that were "
-            f"encoded one by one{summed if alone != fed else ''}; the last is at "
+            f"In {where} the borders of the executed mask drift away from the declared ones: they "
+            f"are {steps} tokens before them, as if positions had been summed from pieces encoded "
+            f"one by one{summed if alone != joined else ''}; the last is at "
             f"{self._context.format_position(fault.borders[-1])}."
         )
-        return sentence + self._describe_assumption(), fault.borders[:32]
+        return sentence, fault.borders[:32]
 
     def _describe_merge(self, fault: BorderFault, where: str) -> tuple[str, tuple[int, ...]]:
-        starts = tuple(one.start for one in fault.missing)
+        starts = tuple(segment.start for segment in fault.missing)
         n, n_missing = len(self._paraphrases), len(starts)
         if n_missing == n - 1:
-            what = f"is one piece in {where}, and {n} segments were declared"
+            what = f"is one block in {where}, but {n} segments were declared"
         else:
+            labels = _limit_names([f"'{printable(segment.label)}'" for segment in fault.missing])
             what = (
-                f"has {n - n_missing} pieces where {n} segments were declared, in {where}: no "
-                f"border before {' and '.join(_quote_segment_labels(fault.missing))}"
+                f"has {n - n_missing} blocks in {where}, but {n} segments were declared: there is "
+                f"no border before {' and '.join(labels)}"
             )
         sentence = (
-            f"The executed mask {what}; {self._context.format_position(starts[0])}, the first of "
-            f"'{printable(fault.missing[0].label)}', sees the segment before it"
-            f"{self._describe_eos()}."
+            f"The executed mask {what}; {self._context.format_position(starts[0])}, the first "
+            f"token of '{printable(fault.missing[0].label)}', attends to the previous "
+            f"segment{self._describe_eos()}."
         )
-        return sentence + self._describe_assumption(), starts[:32]
+        return sentence, starts[:32]
 
     def _describe_eos(self) -> str:
-        """Return what is known of an EOS between the segments."""
-        fed, eos = self._prompt, self._prompt.tokenizer_facts.eos
-        ids = fed.ids[
-            max(self._paraphrases[0].start - fed.start, 0) : self._paraphrases[-1].start - fed.start
-        ]
+        """Whether an EOS separates the segments, where that explains the missing borders."""
+        prompt, eos = self._prompt, self._prompt.tokenizer_facts.eos
+        first, last = self._paraphrases[0].start, self._paraphrases[-1].start
+        ids = prompt.ids[max(first - prompt.start, 0) : last - prompt.start]
         if not ids or any(id_ in eos for id_ in ids):
             return ""
         if eos:
-            return (
-                f"; the ids between have no EOS ({', '.join(map(str, eos))}) to take borders from"
-            )
-        last = [self._context.token(one.stop - 1) for one in self._paraphrases[:-1]]
-        if len({token.token_id for token in last if token is not None}) == len(last) > 1:
-            return "; no id ends more than one of them, so there is no EOS to take borders from"
+            return f"; there is no EOS ({', '.join(map(str, eos))}) between them"
+        ends = [self._context.token(segment.stop - 1) for segment in self._paraphrases[:-1]]
+        if len({token.token_id for token in ends if token is not None}) == len(ends) > 1:
+            return "; they all end with different ids, so no EOS separates them"
         return ""
 
-    def _describe_assumption(self) -> str:
-        """Return what is to be added where no mask was declared."""
-        intent = self._context.declared_mask
-        if intent is not None and not intent.assumed:
-            return ""
-        return " No mask was declared; segments are taken to be kept apart."
 
-
-def _quote_segment_labels(segments: Sequence[Segment]) -> list[str]:
-    names = [f"'{printable(one.label)}'" for one in segments[:_MAX_NAMED_SEGMENTS]]
-    return (
-        names
-        if len(segments) <= _MAX_NAMED_SEGMENTS
-        else [*names, f"{len(segments) - _MAX_NAMED_SEGMENTS} more"]
-    )
+def _limit_names(names: Sequence[str]) -> list[str]:
+    """The first names, and how many more there are."""
+    if len(names) <= _MAX_NAMED_SEGMENTS:
+        return [*names]
+    return [*names[:_MAX_NAMED_SEGMENTS], f"{len(names) - _MAX_NAMED_SEGMENTS} more"]
 
 
 def explain_shift(prompt: PromptTokens, n: int) -> str:
-    """Return what a shift by n tokens usually comes from, "" when nothing explains it."""
+    """The usual cause of a shift by n tokens, as the end of a clause; "" if it is not known."""
     bos = int(prompt.has_bos)
     if n == bos == 1:
         return ", as if positions had been counted without the BOS"
     if n == -1 and not bos and prompt.tokenizer_facts.bos is not None:
-        return ", as if a BOS had been counted that was not fed"
+        return ", as if a BOS had been counted that is not in the prompt"
     if n and prompt.n_pads and n == prompt.n_pads:
         return ", as if positions had been counted without the padding"
     if n and prompt.n_pads and n == prompt.n_pads + bos:
@@ -302,35 +291,25 @@ def explain_shift(prompt: PromptTokens, n: int) -> str:
     return ""
 
 
-OpenKeyCounts = npt.NDArray[np.intp]
-"""Open keys per row, (rows,)."""
-
-Borders = tuple[int, ...]
-"""Positions at which the rows of a mask begin to see something else."""
-
-MAX_BORDER_ROWS = 4096
-"""Rows up to which the borders of a declared rule are worked out."""
-
-
 @dataclass(frozen=True, slots=True)
 class HeadBorders:
-    """The borders of some heads of a mask, `heads` being empty where all share them."""
+    """The borders of some heads of a mask; `heads` is empty if all heads share them."""
 
     heads: tuple[int, ...]
     borders: Borders
 
 
 def find_borders(mask: MaskRecord) -> tuple[HeadBorders, ...] | None:
-    """Return the borders of a mask of several rows, None where it has none to speak of.
+    """The borders of a mask of several rows, by heads; None if they are not defined.
 
-    That is a mask whose cells are not known, a single row that is broadcast, and a window.
+    They are not for a mask whose cells are unknown, a single broadcast row, and a sliding window.
     """
     cells = mask.cells
     if cells is None or mask.kv_offset or cells.shape[1] != mask.q_len or mask.q_len < 2:
         return None
     if mask.kind.startswith("none"):
         return None
-    if mask.averaged is not None:  # rows that were meant to be closed
+    if mask.averaged is not None:  # rows without any open key, averaged by eager attention
         cells = cells & ~mask.averaged[..., None]
     by_head: dict[Borders, list[int]] = {}
     for head, rows in enumerate(cells):
@@ -344,9 +323,10 @@ def find_borders(mask: MaskRecord) -> tuple[HeadBorders, ...] | None:
 
 
 def _has_sliding_rows(cells: BoolArray, counts: OpenKeyCounts, offset: int) -> bool:
-    """Say whether a row has as many keys as the one before and sees it: a window, or all is open.
+    """Whether a row has as many keys as the previous row and attends to it.
 
-    Where a segment begins, the row before is not seen.
+    This holds in a sliding window and in a fully open mask. Where a segment begins, the row does
+    not attend to the previous one.
     """
     rows = np.flatnonzero((counts[1:] == counts[:-1]) & (counts[1:] > 1)) + 1
     before = rows + offset - 1
@@ -354,27 +334,28 @@ def _has_sliding_rows(cells: BoolArray, counts: OpenKeyCounts, offset: int) -> b
 
 
 def _find_row_borders(counts: OpenKeyCounts, offset: int) -> Borders:
-    """Return where the number of open keys per row, (rows,), does not rise by one."""
+    """Positions at which the number of open keys per row, (rows,), does not rise by one."""
     steps = np.diff(counts)
-    begun = np.maximum.accumulate(counts)[:-1] > 0
-    goes_on = (steps == 1) & ((counts[:-1] > 0) | ~begun)
+    has_begun = np.maximum.accumulate(counts)[:-1] > 0
+    continues = (steps == 1) & ((counts[:-1] > 0) | ~has_begun)
     stays_empty = (counts[1:] == 0) & (counts[:-1] == 0)
-    return tuple((np.flatnonzero(~(goes_on | stays_empty)) + 1 + offset).tolist())
+    return tuple((np.flatnonzero(~(continues | stays_empty)) + 1 + offset).tolist())
 
 
 def spec_borders(spec: MaskSpec, n_rows: int) -> Borders:
-    """Return the borders of a declared rule over the first rows."""
+    """The borders of a declared mask in its first `n_rows` rows (at most `MAX_BORDER_ROWS`)."""
     counts = np.count_nonzero(spec.dense(min(n_rows, MAX_BORDER_ROWS)), axis=1)
     return _find_row_borders(counts, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class BorderComparison:
-    """What borders are against the declared segments.
+    """How the borders of a mask relate to the declared segments.
 
-    `offsets` says by how many tokens the borders lie before those declared (negative: after), all
-    the same or growing; it is empty when they do not correspond. `missing` are the segments, of
-    those that begin inside the mask's rows, at whose beginning there is no border.
+    `offsets` are the numbers of tokens by which borders precede the declared ones (negative: follow
+    them), all equal or growing; empty if they do not correspond. `misplaced` are the borders inside
+    a segment. `missing` are the segments without a border at their start, among those that begin
+    inside the mask's rows.
     """
 
     offsets: tuple[int, ...] = ()
@@ -388,33 +369,32 @@ def compare_borders(
     apart: Sequence[Segment],
     extra_shifts: Iterable[int],
 ) -> BorderComparison:
-    """Compare the borders of a mask with those of all segments, of which `apart` are kept apart.
+    """Compare the borders of a mask with those of all segments; the `apart` ones are isolated.
 
-    A border between two segments, in a separator, or at its ends, is in its place. `also` are
-    numbers of tokens to try beside the near ones.
+    A border inside a separator, or at one of its ends, is correct. `extra_shifts` are numbers of
+    tokens to try in addition to those up to `MAX_SHIFT`.
     """
-    cut = tuple(b for b in borders if any(one.start < b < one.stop for one in apart))
-    if not cut:
+    misplaced = tuple(b for b in borders if any(s.start < b < s.stop for s in apart))
+    if not misplaced:
         return BorderComparison(missing=tuple(_find_missing_borders(borders, apart, 0)))
-    tries = sorted(
+    shifts = sorted(
         {*range(-MAX_SHIFT, MAX_SHIFT + 1), *extra_shifts} - {0}, key=lambda n: (abs(n), n < 0)
     )
-    places = {edge for one in segments for edge in (one.start, one.stop)}
-    for n in tries:
-        fits = all(b + n in places for b in borders) and _is_regular_border_set(
-            {b + n for b in borders}, apart
-        )
+    edges = {edge for segment in segments for edge in (segment.start, segment.stop)}
+    for n in shifts:
+        shifted = {b + n for b in borders}
         if (
-            fits
+            shifted <= edges
+            and _is_regular_border_set(shifted, apart)
             and not _find_missing_borders(borders, apart, n)
             and (len(borders) > 1 or abs(n) <= 4)
         ):
-            return BorderComparison((n,) * len(borders), cut)
-    return BorderComparison(_find_drift(borders, apart), cut)
+            return BorderComparison((n,) * len(borders), misplaced)
+    return BorderComparison(_find_drift(borders, apart), misplaced)
 
 
 def _find_missing_borders(borders: Borders, apart: Sequence[Segment], n: int) -> list[Segment]:
-    """Return the segments with no border between their start and the stop of the one before."""
+    """The segments without a border between the stop of the previous one and their start."""
     return [
         later
         for earlier, later in pairwise(apart)
@@ -423,7 +403,7 @@ def _find_missing_borders(borders: Borders, apart: Sequence[Segment], n: int) ->
 
 
 def _is_regular_border_set(borders: set[int], apart: Sequence[Segment]) -> bool:
-    """Say whether gaps are all treated alike: before, after, or on both sides there is a border."""
+    """Whether all gaps between segments have their borders on the same side or sides."""
     sides = {
         (earlier.stop in borders, later.start in borders)
         for earlier, later in pairwise(apart)
@@ -433,13 +413,13 @@ def _is_regular_border_set(borders: set[int], apart: Sequence[Segment]) -> bool:
 
 
 def _find_drift(borders: Borders, apart: Sequence[Segment]) -> tuple[int, ...]:
-    """Return growing offsets when the borders are those declared, in order, off by a few more."""
-    starts = [one.start for one in apart[1:]]
-    both = sorted({edge for one in apart for edge in (one.start, one.stop)} - {apart[0].start})
-    for places in (starts, [*starts, apart[-1].stop], both):
-        if len(places) != len(borders) or len(places) < 2:
+    """Growing offsets between the borders and the declared ones, empty if there are none."""
+    starts = [segment.start for segment in apart[1:]]
+    edges = {edge for segment in apart for edge in (segment.start, segment.stop)}
+    for declared in (starts, [*starts, apart[-1].stop], sorted(edges - {apart[0].start})):
+        if len(declared) != len(borders) or len(declared) < 2:
             continue
-        offsets = [place - b for place, b in zip(places, borders, strict=True)]
+        offsets = [edge - b for edge, b in zip(declared, borders, strict=True)]
         n_off = sum(offset != 0 for offset in offsets)
         if is_growing(offsets) and n_off > 1 and max(map(abs, offsets)) <= MAX_SHIFT:
             return tuple(offsets)

@@ -1,4 +1,4 @@
-"""The findings of the family `segments`: what each means, why it matters, how to go on."""
+"""The finding kinds of the family `segments`: meaning, reason, check, fix and query of each id."""
 
 from __future__ import annotations
 
@@ -42,158 +42,162 @@ _PROMPT_MASK_QUERY = (
     "JOIN masks AS m ON m.fingerprint = c.mask WHERE c.generation = {generation} "
     "AND c.branch = {branch} AND c.step = {step} ORDER BY c.layer"
 )
-_TOKENS_PANEL_HINT = "The tokens panel shows the ids as they were fed, with their segments."
+_TOKENS_PANEL_HINT = "The tokens panel shows the input ids with their segments."
 
 PROMPT_KINDS: Mapping[str, FindingKind] = {
     SHIFTED: FindingKind(
         Severity.WARNING,
         "all segments are off by the same number of tokens",
-        "Each segment takes in tokens that are not its own and loses its last ones, so whatever "
-        "isolates, pools or scores by segments does it for the wrong tokens, without an error.",
-        "Look in the tokens panel at the words on both sides of each border, and in the mask panel "
-        "at the rows named here.",
-        "Count positions in the ids that are fed: encode the pieces without special tokens, put "
-        "the BOS in yourself, and add up from there; or move all spans by the number said here.",
-        _BORDER_QUERY,
+        why="Each segment includes tokens that are not its own and misses its last ones. "
+        "Everything that isolates, pools or scores by segment uses the wrong tokens, without an "
+        "error.",
+        confirm="Compare the words on both sides of each border in the tokens panel, and check the "
+        "rows named here in the mask panel.",
+        fix="Count positions in the input ids: encode the pieces without special tokens, add the "
+        "BOS yourself and sum up from there. Or shift all spans by the number given here.",
+        query=_BORDER_QUERY,
     ),
     DRIFT: FindingKind(
         Severity.NOTE,
         "segments are off by a number of tokens that grows from one to the next",
-        "Pieces that are encoded one by one have other tokens than the joined text, where words "
-        "merge with their neighbours; sums of their lengths go astray a little more at each piece.",
-        "Compare the pieces' own ids in the query with the tokens panel; in the mask panel the "
-        "border lies further from the words at each segment.",
-        "Join ids instead of texts, or take the borders from the offsets that the tokenizer gives "
-        "for the joined text (return_offsets_mapping=True).",
-        _PIECE_QUERY,
+        why="A piece that is encoded alone can have other tokens than inside the joined text, "
+        "where words merge with their neighbors. Sums of piece lengths drift a little with each "
+        "piece.",
+        confirm="Compare the ids of each piece in the query with the tokens panel. In the mask "
+        "panel the border is further off at each segment.",
+        fix="Join ids instead of texts, or take the borders from the offsets of the joined text "
+        "(return_offsets_mapping=True).",
+        query=_PIECE_QUERY,
     ),
     ODD_BORDER: FindingKind(
         Severity.WARNING,
-        "one border of one span lies beside its line, where all others fit",
-        "The tokens between belong to no segment, or to the wrong one, and a mask made of these "
-        "spans cuts them off from the piece that they are part of.",
-        "Look in the tokens panel at the words on both sides of that border.",
-        "Move this border by the number of tokens said here, and look for an index that is off by "
-        "one where the span is computed.",
-        _BORDER_QUERY,
+        "one border of one span is off, while all others are at line or sentence boundaries",
+        why="The tokens in between belong to no segment or to the wrong one. A mask built from "
+        "these spans separates them from the piece they are part of.",
+        confirm="Compare the words on both sides of that border in the tokens panel.",
+        fix="Move this border by the number of tokens given here, and look for an off-by-one error "
+        "where the span is computed.",
+        query=_BORDER_QUERY,
     ),
     SEGMENTS_MERGED: FindingKind(
         Severity.WARNING,
-        "the executed mask has no border where two declared segments meet",
-        "Segments that were meant to be apart see each other as one: documents or paraphrases "
-        "leak into those after them, and neither the loss nor the text shows it.",
-        "In the mask panel the blocks on the diagonal are fewer than the segments; the query names "
-        "the rule that made the mask.",
-        "Count what the rule counts: if borders come from EOS ids, write one after each document; "
-        "otherwise give the rule the declared spans.",
-        _PROMPT_MASK_QUERY,
+        "the executed mask has no border between two declared segments",
+        why="Segments that should be isolated attend to each other: documents or paraphrases leak "
+        "into later ones, and neither the loss nor the text shows it.",
+        confirm="In the mask panel there are fewer diagonal blocks than segments. The query names "
+        "the mask_mod of the executed mask.",
+        fix="Check how the mask_mod counts segments. If borders come from EOS ids, put one after "
+        "each document; otherwise pass the declared spans.",
+        query=_PROMPT_MASK_QUERY,
     ),
     NOT_FOUND: FindingKind(
         Severity.WARNING,
-        "a declared text is not in the ids that were fed",
-        "What the program believes to have fed is not what the model read: every mask or score "
-        "that counts on this piece is about other tokens.",
-        f"{_TOKENS_PANEL_HINT} Search there for the first words of the piece.",
-        "Look at what lies between the text and the ids: a template that strips or rewrites it, "
-        "another normalisation, a wrong variable, a truncation.",
-        _PROMPT_TOKENS_QUERY,
+        "a declared text is not in the input ids",
+        why="The model did not read the text that the program declared, so every mask or score "
+        "that uses this piece applies to other tokens.",
+        confirm=f"{_TOKENS_PANEL_HINT} Search for the first words of the piece.",
+        fix="Check what happens between the text and the ids: a template that strips or rewrites "
+        "it, another normalization, a wrong variable, a truncation.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
     TRUNCATED: FindingKind(
         Severity.WARNING,
-        "the prompt ends, or begins, inside of a declared piece",
-        "The model never read the rest. Masks made for the whole length no longer fit, and a cut "
-        "at the left takes the BOS and the instruction away.",
-        f"{_TOKENS_PANEL_HINT} Compare its last, or first, words with the piece.",
-        "Raise max_length or shorten the pieces; look at the tokenizer's truncation and "
+        "the prompt ends or begins inside a declared piece",
+        why="The model never read the rest. Masks made for the full length no longer fit, and a "
+        "cut on the left removes the BOS and the instruction.",
+        confirm=f"{_TOKENS_PANEL_HINT} Compare its last (or first) words with the piece.",
+        fix="Raise max_length or shorten the pieces. Check the tokenizer's truncation and "
         "truncation_side.",
-        _PROMPT_TOKENS_QUERY,
+        query=_PROMPT_TOKENS_QUERY,
     ),
     AMBIGUOUS: FindingKind(
         Severity.NOTE,
-        "a declared text lies in several places of the prompt",
-        "The first place after the piece before it was taken; if another one was meant, all that "
-        "is said about this segment is about the wrong tokens.",
-        f"{_TOKENS_PANEL_HINT} See whether the segment lies where it was meant.",
-        "Declare a longer text, or the span of positions.",
-        _PROMPT_TOKENS_QUERY,
+        "a declared text occurs several times in the prompt",
+        why="The first occurrence after the previous piece was used. If another one was meant, all "
+        "results for this segment are about the wrong tokens.",
+        confirm=f"{_TOKENS_PANEL_HINT} Check that the segment is where it should be.",
+        fix="Declare a longer text, or a span of positions.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
     OVERLAP: FindingKind(
         Severity.WARNING,
         "two declared texts share tokens",
-        "A token belongs to one segment alone. Where a token holds the end of one piece and the "
-        "beginning of the next, no mask can keep the two apart.",
-        "Look at the shared tokens in the tokens panel; the second piece is not a segment there.",
-        "Put a separator between the pieces that the tokenizer keeps apart from both, or join ids "
-        "instead of texts; if one piece lies inside the other, declare one of them.",
-        _PROMPT_TOKENS_QUERY,
+        why="A token belongs to one segment only. Where one token holds the end of a piece and the "
+        "beginning of the next, no mask can separate the two.",
+        confirm="The tokens panel shows the shared tokens; the second piece is not a segment "
+        "there.",
+        fix="Put a separator between the pieces that the tokenizer does not merge with either, or "
+        "join ids instead of texts. If one piece is inside the other, declare only one of them.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
     UNCOVERED: FindingKind(
         Severity.NOTE,
-        "words between two declared pieces belong to none",
-        "They count as separators: a preset lets them go with the piece before, and code that "
-        "knows the pieces alone gives their rows no keys at all.",
-        f"{_TOKENS_PANEL_HINT} The words lie in the segments named separator.",
-        "Declare them too, as a piece of their own or as part of the piece that they introduce; "
-        "leave it if they are a template's.",
-        _PROMPT_TOKENS_QUERY,
+        "words between two declared pieces belong to no piece",
+        why="They count as separators: presets attach them to the previous piece, and code that "
+        "knows only the pieces leaves their rows without any key.",
+        confirm=f"{_TOKENS_PANEL_HINT} The words are in the segments named separator.",
+        fix="Declare them as a piece, or as part of the piece they introduce. Words of a chat "
+        "template need no action.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
     PADDING_INSIDE: FindingKind(
         Severity.WARNING,
-        "a declared piece holds padding",
-        "Padding is no part of any text: the piece is as many tokens short at its other end, and "
-        "its rows may see no key.",
-        f"{_TOKENS_PANEL_HINT} Compare the first real word of the piece with its start.",
-        "Count positions in the padded row, or add the number of pads to each span; with padding "
-        "on the right, stop at the last real token.",
-        _PROMPT_TOKENS_QUERY,
+        "a declared piece contains padding",
+        why="Padding is not part of any text: the piece misses as many tokens at its other end, "
+        "and its rows may have no key to attend to.",
+        confirm=f"{_TOKENS_PANEL_HINT} Compare the first real word of the piece with its start.",
+        fix="Count positions in the padded row, or add the number of padding tokens to each span. "
+        "With right padding, stop at the last real token.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
     BOS_MISSING: FindingKind(
         Severity.WARNING,
-        "the prompt does not begin with the BOS that the tokenizer puts before every text",
-        "Models that were trained with a BOS use it as a place to rest attention on; without it "
-        "the first rows' numbers are unlike any in training, and answers get worse in silence.",
-        "The query gives the first tokens that were fed.",
-        "Encode the whole prompt with special tokens, or put bos_token_id first when ids are "
-        "joined by hand.",
-        _PROMPT_START_QUERY,
+        "the prompt does not begin with the BOS that the tokenizer adds to every text",
+        why="Models trained with a BOS use it as an attention sink. Without it the activations of "
+        "the first rows differ from those in training, and answers degrade without an error.",
+        confirm="The query returns the first input tokens.",
+        fix="Encode the whole prompt with special tokens, or put bos_token_id first when you join "
+        "ids yourself.",
+        query=_PROMPT_START_QUERY,
     ),
     BOS_DOUBLED: FindingKind(
         Severity.WARNING,
         "the prompt begins with more than one BOS, or has further ones inside",
-        "Every position after it is one more than in training, and positions that were counted "
-        "with a single BOS are off by one.",
-        "The query gives the tokens that were fed.",
-        "A chat template that writes the BOS and a tokenizer that adds it are one too many: encode "
-        "the template's text, and all pieces but the first, with add_special_tokens=False.",
-        _PROMPT_TOKENS_QUERY,
+        why="Every position after it is one higher than in training, and positions counted with a "
+        "single BOS are off by one.",
+        confirm="The query returns the input tokens.",
+        fix="A chat template and a tokenizer that both add the BOS are one too many: encode the "
+        "template's text, and all pieces but the first, with add_special_tokens=False.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
     EOS_INSIDE: FindingKind(
         Severity.WARNING,
-        "an EOS ends pieces inside of the prompt, from a tokenizer that puts one behind every text",
-        "An EOS says that the text is over: what follows it is read as another document, and rules "
-        "that tell documents apart by EOS cut the prompt there.",
-        "The query gives the tokens that were fed.",
-        "Encode the pieces with add_special_tokens=False, or switch add_eos_token off; leave it "
-        "if documents are packed one after the other.",
-        _PROMPT_TOKENS_QUERY,
+        "an EOS ends pieces inside the prompt, from a tokenizer that adds one to every text",
+        why="An EOS ends a text: the model reads what follows as another document, and a mask_mod "
+        "that separates documents by EOS splits the prompt there.",
+        confirm="The query returns the input tokens.",
+        fix="Encode the pieces with add_special_tokens=False, or switch add_eos_token off. Packed "
+        "documents need no action.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
     REORDERED: FindingKind(
         Severity.WARNING,
-        "declared texts were fed in another order than they were declared in",
-        "Whatever counts pieces instead of looking for them (a mask made piece by piece, scores of "
-        "the second paraphrase) is about other pieces; and positions depend on the order.",
-        f"{_TOKENS_PANEL_HINT} Compare their order with that of the declaration.",
-        "Join and declare the pieces from one list; look for a sort, a set or a dict between them.",
-        _PIECE_QUERY,
+        "the order of texts in the input differs from the declared order",
+        why="Code that counts pieces instead of locating them (a mask made piece by piece, the "
+        "score of the second paraphrase) uses other pieces, and positions depend on the order.",
+        confirm=f"{_TOKENS_PANEL_HINT} Compare their order with the declaration.",
+        fix="Join and declare the pieces from one list. Look for a sort, a set or a dict in "
+        "between.",
+        query=_PIECE_QUERY,
     ),
     SPECIAL_AS_TEXT: FindingKind(
         Severity.WARNING,
-        "the characters of a special token were fed as ordinary tokens",
-        "The model reads punctuation where the end of a turn or a text was meant: it was never "
-        "trained on that, and nothing that looks for the special id finds one.",
-        "The tokens panel shows the characters in pieces, none of them marked as special.",
-        "Encode without split_special_tokens, register the token with the tokenizer, or use the "
-        "special tokens of this model instead of those of another.",
-        _PROMPT_TOKENS_QUERY,
+        "the characters of a special token were encoded as ordinary tokens",
+        why="The model reads punctuation where a turn or a text should end. It was not trained on "
+        "that, and code that looks for the special id does not find it.",
+        confirm="The tokens panel shows the characters in pieces, none of them marked as special.",
+        fix="Encode without split_special_tokens, register the token with the tokenizer, or use "
+        "the special tokens of this model instead of those of another.",
+        query=_PROMPT_TOKENS_QUERY,
     ),
 }

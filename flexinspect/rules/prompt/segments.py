@@ -1,7 +1,7 @@
-"""What was fed against what was declared: shifted, lost, shared or mistaken pieces of a prompt.
+"""Compares the prompt that a model received, and the masks that ran, with the declared segments.
 
-The words are looked at once per generation, when its prompt is known, and each mask of several rows
-once in a run: its borders against those of the declared segments. A decode step costs nothing.
+The prompt is checked once per generation, when it is complete. The borders of each mask of several
+rows are compared with those of the declared segments once per run. Decode steps are skipped.
 """
 
 from __future__ import annotations
@@ -15,15 +15,9 @@ from flexinspect.records.prompt import DeclaredSegment
 from flexinspect.records.step import CallRecord, StepRecord, TokenRecord
 from flexinspect.rules.context import RuleContext
 from flexinspect.rules.engine import FindingKind, Rule
-from flexinspect.rules.prompt import prompt_facts as words
+from flexinspect.rules.prompt import prompt_facts
 from flexinspect.rules.prompt import segment_findings as kinds
-from flexinspect.rules.prompt.prompt_facts import (
-    PromptTokens,
-    SpanShift,
-    find_odd_border,
-    find_shift,
-    is_complete,
-)
+from flexinspect.rules.prompt.prompt_facts import PromptTokens, SpanShift
 from flexinspect.rules.prompt.segment_borders import (
     BorderCheck,
     BorderFault,
@@ -33,21 +27,36 @@ from flexinspect.rules.prompt.segment_borders import (
 )
 from flexinspect.rules.prompt.segment_findings import PROMPT_KINDS
 
+_MAX_NAMED_PIECES = 3
+_MAX_LISTED = 32
+_SHIFT_REASONS = {
+    "lines": (
+        "it starts and ends at line or sentence boundaries",
+        "they start and end at line or sentence boundaries",
+    ),
+    "gaps": ("it has the same tokens around it", "they have the same tokens between them"),
+    "ends": (
+        "it excludes the BOS and ends with the prompt",
+        "they exclude the BOS and end with the prompt",
+    ),
+}
+"""By `SpanShift.source`, why the shifted spans fit: for one span, and for several."""
+
 
 class PromptRule(Rule):
-    """Says where what was declared of a prompt is not what was fed, or not what the mask has."""
+    """Reports where the declared segments differ from the input tokens or the executed mask."""
 
     name: ClassVar[str] = "fed"
     findings: ClassVar[Mapping[str, FindingKind]] = PROMPT_KINDS
 
     def __init__(self) -> None:
         self._borders: dict[str, tuple[HeadBorders, ...] | None] = {}
-        """By fingerprint and for the whole run."""
+        """By mask fingerprint, for the whole run."""
         self._had_complete_prompt = False
-        """Whether a generation had every piece; then one without them may be of another kind."""
+        """Whether an earlier generation had every piece: missing pieces are then only a note."""
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with a prompt that nothing is said of."""
+        """Reset the state of a generation."""
         super().on_generation_start(context)
         self._later_tokens: list[TokenRecord] = []
         self._prompt = PromptTokens.from_context(context)
@@ -56,7 +65,7 @@ class PromptRule(Rule):
         self._border_faults: dict[str, tuple[BorderFault, ...]] = {}
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is wrong with the prompt, once it is known, and with the step's masks."""
+        """Check the prompt once it is complete, and the masks of steps with several rows."""
         if self._is_checked and step.q_len == 1:
             return ()
         found = []
@@ -67,16 +76,16 @@ class PromptRule(Rule):
         return found
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return what is wrong with a prompt that was not seen to be over."""
+        """Check a prompt that never became complete."""
         return () if self._is_checked else self._check_prompt()
 
     def _read_prompt(self, step: StepRecord) -> list[Finding]:
-        """Judge the prompt, unless pieces are missing that later forwards may still bring."""
-        given = [token for token in step.tokens if token.step is None]
-        if given:
-            self._later_tokens += given
+        """Check the prompt, unless pieces are missing that later forwards may still add."""
+        prompt_tokens = [token for token in step.tokens if token.step is None]
+        if prompt_tokens:
+            self._later_tokens += prompt_tokens
             self._prompt = PromptTokens.from_context(self.context, self._later_tokens)
-        if is_complete(self._prompt) or (step.step > 0 and not given):
+        if prompt_facts.is_complete(self._prompt) or (step.step > 0 and not prompt_tokens):
             return self._check_prompt()
         return []
 
@@ -85,7 +94,9 @@ class PromptRule(Rule):
         found = list(
             check_prompt(self.context, self._prompt, had_complete_prompt=self._had_complete_prompt)
         )
-        self._had_complete_prompt |= bool(self._prompt.pieces) and is_complete(self._prompt)
+        self._had_complete_prompt |= bool(self._prompt.pieces) and prompt_facts.is_complete(
+            self._prompt
+        )
         return found
 
     def _check_masks(self, step: StepRecord) -> Iterator[Finding]:
@@ -93,62 +104,53 @@ class PromptRule(Rule):
         for call in step.calls:
             if call.mask is not None:
                 by_mask.setdefault(call.mask, []).append(call)
-        verdicts: dict[BorderFault, list[CallRecord]] = {}
+        calls_by_fault: dict[BorderFault, list[CallRecord]] = {}
         for fingerprint, calls in by_mask.items():
             if fingerprint not in self._border_faults:
                 self._border_faults[fingerprint] = tuple(self._check_mask(fingerprint))
-            for verdict in self._border_faults[fingerprint]:
-                verdicts.setdefault(verdict, []).extend(calls)
-        for verdict, calls in verdicts.items():
-            yield self._border_check.make_finding(step, verdict, calls)
+            for fault in self._border_faults[fingerprint]:
+                calls_by_fault.setdefault(fault, []).extend(calls)
+        for fault, calls in calls_by_fault.items():
+            yield self._border_check.make_finding(step, fault, calls)
 
     def _check_mask(self, fingerprint: str) -> Iterator[BorderFault]:
         mask = self.context.mask(fingerprint)
         if fingerprint not in self._borders:
             self._borders[fingerprint] = find_borders(mask) if mask is not None else None
-        for part in self._borders[fingerprint] or ():
-            verdict = self._border_check.check_mask(mask, part)
-            if verdict is not None:
-                yield verdict
-
-
-_MAX_NAMED_PIECES = 3
-_MAX_LISTED = 32
-_SHIFT_REASONS = {
-    "lines": "begin and end where lines or sentences do",
-    "gaps": "have the same tokens between them",
-    "ends": "leave out the BOS and end with the prompt",
-}
+        for head_borders in self._borders[fingerprint] or ():
+            fault = self._border_check.check_mask(mask, head_borders)
+            if fault is not None:
+                yield fault
 
 
 def check_prompt(
     context: RuleContext, prompt: PromptTokens, *, had_complete_prompt: bool
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a prompt, leaving out what only follows from something else.
+    """Yield what is wrong with a prompt, without the consequences of another finding.
 
-    `is_other` tells that an earlier generation had all the pieces, so that one which lacks some is
-    likely to be about something else.
+    `had_complete_prompt` says that an earlier generation had all the pieces, so that a prompt
+    without some of them probably has another purpose.
     """
     if not prompt.tokens:
         return
-    say = _PromptReporter(context, prompt)
-    shift = find_shift(prompt)
+    reporter = _PromptReporter(context, prompt)
+    shift = prompt_facts.find_shift(prompt)
     if shift is not None:
-        yield say.shifted(shift) if shift.tokens is not None else say.drifted(shift)
+        yield reporter.shifted(shift) if shift.tokens is not None else reporter.drifted(shift)
     else:
-        yield from say.odd_border()
-        yield from say.inner_padding()
-        yield from say.missing_pieces(had_complete_prompt=had_complete_prompt)
-        yield from say.uncovered_words()
-    yield from say.doubtful_texts()
-    yield from say.reordered()
-    yield from say.bos()
-    yield from say.eos()
-    yield from say.special_tokens()
+        yield from reporter.odd_border()
+        yield from reporter.inner_padding()
+        yield from reporter.missing_pieces(had_complete_prompt=had_complete_prompt)
+        yield from reporter.uncovered_words()
+    yield from reporter.doubtful_texts()
+    yield from reporter.reordered()
+    yield from reporter.bos()
+    yield from reporter.eos()
+    yield from reporter.special_tokens()
 
 
 class _PromptReporter:
-    """Makes findings about one prompt."""
+    """Builds the findings about one prompt."""
 
     def __init__(self, context: RuleContext, prompt: PromptTokens) -> None:
         self._context, self._prompt = context, prompt
@@ -180,44 +182,49 @@ class _PromptReporter:
     # -- spans -----------------------------------------------------------------------------------
 
     def shifted(self, shift: SpanShift) -> Finding:
-        """Return that all spans are off by the same number of tokens."""
+        """All spans are off by the same number of tokens."""
         n, spans = shift.tokens or 0, self._prompt.spans
-        wrong = [(self._describe_misfit(span, n)) for span in spans]
-        told = "; ".join(text for text, _ in wrong[:_MAX_NAMED_PIECES])
-        one = len(spans) == 1
-        sentence = (
-            f"{_format_spans(len(spans))} {plural(abs(n), 'token')} too {'early' if n > 0 else 'late'}"
-            f"{explain_shift(self._prompt, n)}: {told}. Moved by {n:+d}, {'it' if one else 'they'} "
-            f"{_singular_reason(_SHIFT_REASONS[shift.source]) if one else _SHIFT_REASONS[shift.source]}."
+        misfits = [self._describe_misfit(span, n) for span in spans]
+        listed = "; ".join(text for text, _ in misfits[:_MAX_NAMED_PIECES])
+        subject = (
+            "The declared span is" if len(spans) == 1 else f"The {len(spans)} declared spans are"
         )
-        positions = sorted({position for _, some in wrong for position in some})
+        side = "early" if n > 0 else "late"
+        sentence = (
+            f"{subject} {plural(abs(n), 'token')} too {side}{explain_shift(self._prompt, n)}: "
+            f"{listed}. Shifted by {n:+d}, {_SHIFT_REASONS[shift.source][len(spans) > 1]}."
+        )
+        positions = sorted({position for _, some in misfits for position in some})
         declared = [[span.label, span.start, span.stop] for span in spans]
         evidence = {"shift": n, "declared": declared, "told by": shift.source}
         return self._finding(kinds.SHIFTED, sentence, positions, evidence)
 
     def _describe_misfit(self, span: DeclaredSegment, n: int) -> tuple[str, list[int]]:
-        """Return in words what a span wrongly has and lacks, and these positions."""
-        own, right = range(span.start, span.stop), range(span.start + n, span.stop + n)
-        has = [p for p in own if p not in right]
-        lacks = [p for p in right if p not in own]
-        text = f"{_quote_label(span)} takes in {self._describe_positions(has)} and leaves out {self._describe_positions(lacks)}"
-        return text, [p for p in (*has, *lacks) if p < self._prompt.stop]
+        """Describe the tokens that a span wrongly includes and misses; also their positions."""
+        declared, shifted = range(span.start, span.stop), range(span.start + n, span.stop + n)
+        extra = [p for p in declared if p not in shifted]
+        missing = [p for p in shifted if p not in declared]
+        text = (
+            f"{_quote_label(span)} includes {self._describe_positions(extra)} and misses "
+            f"{self._describe_positions(missing)}"
+        )
+        return text, [p for p in (*extra, *missing) if p < self._prompt.stop]
 
     def _describe_positions(self, positions: Sequence[int]) -> str:
         first = self._context.format_position(positions[0])
         return first if len(positions) == 1 else f"{len(positions)} tokens from {first}"
 
     def drifted(self, shift: SpanShift) -> Finding:
-        """Return that spans are off by more and more tokens."""
+        """Each span is off by more tokens than the one before."""
         spans = self._prompt.spans
         moves = ", ".join(
             f"{_quote_label(span)} by {n:+d}" for span, n in zip(spans, shift.offsets, strict=True)
         )
         last = spans[-1]
         sentence = (
-            f"The {len(spans)} declared spans drift away from the words: to begin and end where "
-            f"lines or sentences do, they would have to move, {moves}, as if positions had been "
-            f"summed from pieces that were encoded one by one; {_quote_label(last)} begins at "
+            f"The {len(spans)} declared spans drift away from the words: to start and end at line "
+            f"or sentence boundaries they would have to move, {moves}, as if positions had been "
+            f"summed from pieces encoded one by one; {_quote_label(last)} begins at "
             f"{self._context.format_position(last.start)}."
         )
         positions = [span.start for span in spans]
@@ -227,47 +234,49 @@ class _PromptReporter:
         return self._finding(kinds.DRIFT, sentence, positions, evidence, severity)
 
     def odd_border(self) -> Iterator[Finding]:
-        """Yield the one border that does not fit."""
-        for span, is_start, n in find_odd_border(self._prompt):
+        """A single border does not fit."""
+        for span, is_start, n in prompt_facts.find_odd_border(self._prompt):
             at = span.start if is_start else span.stop
             side = "begins at" if is_start else "ends before"
-            part = "The other borders" if len(self._prompt.spans) > 2 else "All other borders"
+            direction = "later" if n > 0 else "earlier"
             sentence = (
-                f"{_quote_label(span)} {side} {self._context.format_position(at)}, inside of its line: "
-                f"{plural(abs(n), 'token')} {'later' if n > 0 else 'earlier'} the line "
-                f"{'begins' if is_start else 'ends'}. {part} are where lines or sentences are."
+                f"{_quote_label(span)} {side} {self._context.format_position(at)}, inside a line: "
+                f"the line {'begins' if is_start else 'ends'} {plural(abs(n), 'token')} "
+                f"{direction}. All other borders are at line or sentence boundaries."
             )
             between = range(min(at, at + n), max(at, at + n))
             evidence = {"border": at, "shift": n, "segment": span.label}
             yield self._finding(kinds.ODD_BORDER, sentence, between, evidence)
 
     def inner_padding(self) -> Iterator[Finding]:
-        """Yield pieces that hold padding, all in one finding."""
-        held = list(words.find_inner_padding(self._prompt))
-        if not held:
+        """Pieces contain padding: one finding for all of them."""
+        padded = list(prompt_facts.find_inner_padding(self._prompt))
+        if not padded:
             return
-        pads = [position for _, some in held for position in some]
-        one = len(held) == 1
+        pads = [position for _, some in padded for position in some]
+        pieces = [located.piece for located, _ in padded]
+        verb = "contains" if len(pieces) == 1 else "contain"
         sentence = (
-            f"{self._join_piece_labels([one.piece for one, _ in held])} {'holds' if one else 'hold'} "
-            f"{plural(len(pads), 'token')} of padding (first: {self._context.format_position(pads[0])}); "
-            f"{plural(self._prompt.n_pads, 'token')} of padding come before the prompt."
+            f"{self._join_piece_labels(pieces)} {verb} {plural(len(pads), 'padding token')} "
+            f"(first: {self._context.format_position(pads[0])}); the prompt has "
+            f"{plural(self._prompt.n_pads, 'leading padding token')}."
         )
-        labels = [one.piece.label for one, _ in held]
+        labels = [piece.label for piece in pieces]
         evidence = {"pads": len(pads), "before the prompt": self._prompt.n_pads, "segments": labels}
         yield self._finding(kinds.PADDING_INSIDE, sentence, pads, evidence)
 
     def uncovered_words(self) -> Iterator[Finding]:
-        """Yield words that belong to no piece, all in one finding."""
-        gaps = words.find_uncovered_gaps(self._prompt)
+        """Words belong to no piece: one finding for all of them."""
+        gaps = prompt_facts.find_uncovered_gaps(self._prompt)
         if gaps:
-            n, first = sum(b - a for a, b in gaps), words.span_text(self._prompt, gaps[0])
+            n, first = sum(b - a for a, b in gaps), prompt_facts.span_text(self._prompt, gaps[0])
+            verb = "contains" if len(gaps) == 1 else "contain"
             sentence = (
-                f"{plural(len(gaps), 'stretch')} of words between declared pieces "
-                f"{'belongs' if len(gaps) == 1 else 'belong'} to none of them, "
-                f'{plural(n, "token")}; first: "{printable(first.strip())[:_MAX_LISTED]}" at '
+                f"{plural(len(gaps), 'gap')} between declared pieces {verb} words that belong to "
+                f"no piece, {plural(n, 'token')}; first: "
+                f'"{printable(first.strip())[:_MAX_LISTED]}" at '
                 f"{self._context.format_position(gaps[0][0])}."
-            ).replace("stretchs", "stretches")
+            )
             positions = [p for a, b in gaps for p in range(a, b)]
             yield self._finding(
                 kinds.UNCOVERED, sentence, positions, {"gaps": len(gaps), "tokens": n}
@@ -276,49 +285,48 @@ class _PromptReporter:
     # -- texts -----------------------------------------------------------------------------------
 
     def missing_pieces(self, *, had_complete_prompt: bool) -> Iterator[Finding]:
-        """Yield pieces that are not there, or not wholly; a note when `is_other`."""
-        fed = self._prompt
-        cut = words.find_truncated(fed)
-        gone = words.find_missing_texts(fed)
+        """Pieces are missing or truncated; only a note if `had_complete_prompt`."""
+        prompt = self._prompt
+        cut = prompt_facts.find_truncated(prompt)
+        missing = prompt_facts.find_missing_texts(prompt)
         if cut is not None:
-            late = [one for one in fed.spans if one.stop > fed.stop and one != cut.piece]
-            after = [*(piece for piece in gone if piece != cut.piece), *late]
+            late = [span for span in prompt.spans if span.stop > prompt.stop and span != cut.piece]
+            after = [*(piece for piece in missing if piece != cut.piece), *late]
             yield self._truncated(cut, after, had_complete_prompt=had_complete_prompt)
-        elif gone:
-            n, n_found = len(fed.pieces), len(fed.pieces) - len(gone)
-            is_one = len(gone) == 1
-            texts_are = ("text", "is") if is_one else ("texts", "are")
+        elif missing:
+            n, n_found = len(prompt.pieces), len(prompt.pieces) - len(missing)
+            subject, verb = ("text", "is") if len(missing) == 1 else ("texts", "are")
             sentence = (
-                f"The {texts_are[0]} of {self._join_piece_labels(gone)} {texts_are[1]} not in the prompt that "
-                f"was fed, {plural(len(fed.ids), 'token')} that begin with {self._quote_beginning()}; "
-                f"{n_found} of {n} declared pieces are there."
+                f"The {subject} of {self._join_piece_labels(missing)} {verb} not in the prompt "
+                f"({plural(len(prompt.ids), 'token')}, beginning with {self._quote_beginning()}); "
+                f"{n_found} of {n} declared pieces were found."
             )
-            texts = [piece.text for piece in gone]
+            texts = [piece.text for piece in missing]
             severity = Severity.NOTE if had_complete_prompt else None
             yield self._finding(kinds.NOT_FOUND, sentence, (), {"texts": texts}, severity)
 
     def _truncated(
         self,
-        cut: words.TruncatedPiece,
+        cut: prompt_facts.TruncatedPiece,
         after: Sequence[DeclaredSegment],
         *,
         had_complete_prompt: bool,
     ) -> Finding:
-        fed, side = self._prompt, "ends" if cut.at_end else "begins"
-        at = fed.stop - 1 if cut.at_end else fed.first_unpadded
+        prompt, side = self._prompt, "ends" if cut.at_end else "begins"
+        at = prompt.stop - 1 if cut.at_end else prompt.first_unpadded
         are = "is" if len(after) == 1 else "are"
-        rest = f"; {self._join_piece_labels(after)} {are} not in it, or not wholly" if after else ""
-        by_character = cut.unit == "position" and words.are_character_spans(fed)
+        rest = f"; {self._join_piece_labels(after)} {are} missing or incomplete" if after else ""
+        by_character = cut.unit == "position" and prompt_facts.are_character_spans(prompt)
         in_characters = ", as if positions had been counted in characters" if by_character else ""
         sentence = (
-            f"The prompt that was fed {side} inside of {_quote_label(cut.piece)}, with "
-            f"{self._context.format_position(at)}: {cut.n_lost} of its {plural(cut.n, cut.unit)} were not "
-            f"fed{rest}{in_characters}."
+            f"The prompt {side} inside {_quote_label(cut.piece)}, at "
+            f"{self._context.format_position(at)}: {cut.n_lost} of its {plural(cut.n, cut.unit)} "
+            f"are missing{rest}{in_characters}."
         )
         evidence = {
             "lost": cut.n_lost,
             "of": cut.n,
-            "fed": len(fed.ids),
+            "fed": len(prompt.ids),
             "segment": cut.piece.label,
         }
         severity = Severity.NOTE if had_complete_prompt else None
@@ -329,51 +337,52 @@ class _PromptReporter:
         return f'"{printable(texts)[:_MAX_LISTED]}"'
 
     def doubtful_texts(self) -> Iterator[Finding]:
-        """Yield what is doubtful about texts that were found."""
+        """Texts were found, but not unambiguously."""
         yield from self._overlaps()
         yield from self._length_drift()
-        for one in words.find_ambiguous(self._prompt):
-            assert one.span is not None
-            many = "at least 9" if one.n_places >= 9 else str(one.n_places)
+        for located in prompt_facts.find_ambiguous(self._prompt):
+            assert located.span is not None
+            start, n = located.span[0], located.n_places
+            times = f"at least {n}" if n >= prompt_facts.MAX_COUNTED_PLACES else str(n)
             sentence = (
-                f"The text of {_quote_label(one.piece)} is in {many} places of the prompt; the one at "
-                f"{self._context.format_position(one.span[0])} was taken."
+                f"The text of {_quote_label(located.piece)} occurs {times} times in the prompt; "
+                f"the occurrence at {self._context.format_position(start)} was used."
             )
-            places = {"places": one.n_places, "text": one.piece.text}
-            yield self._finding(kinds.AMBIGUOUS, sentence, (one.span[0],), places)
+            evidence = {"places": n, "text": located.piece.text}
+            yield self._finding(kinds.AMBIGUOUS, sentence, (start,), evidence)
 
     def _overlaps(self) -> Iterator[Finding]:
-        located = [one for one in self._prompt.located_pieces if one.span is not None]
-        for one in (one for one in located if one.overlaps):
-            start, stop = one.span or (0, 0)
-            for other in located:
-                a, b = other.span or (0, 0)
+        located = [piece for piece in self._prompt.located_pieces if piece.span is not None]
+        for second in (piece for piece in located if piece.overlaps):
+            start, stop = second.span or (0, 0)
+            for first in located:
+                a, b = first.span or (0, 0)
                 shared = range(max(a, start), min(b, stop))
-                if other is one or not shared:
+                if first is second or not shared:
                     continue
                 sentence = (
-                    f"{_quote_label(other.piece)} and {_quote_label(one.piece)} share "
-                    f"{plural(len(shared), 'token')}, from {self._context.format_position(shared[0])} on; "
-                    "only the first of the two is a segment."
+                    f"{_quote_label(first.piece)} and {_quote_label(second.piece)} share "
+                    f"{plural(len(shared), 'token')}, starting at "
+                    f"{self._context.format_position(shared[0])}; only the first is a segment."
                 )
-                both = [other.piece.label, one.piece.label]
+                both = [first.piece.label, second.piece.label]
                 yield self._finding(kinds.OVERLAP, sentence, shared, {"segments": both})
                 break
 
     def _length_drift(self) -> Iterator[Finding]:
-        """Yield that pieces have another length alone, so that sums of lengths go astray."""
-        pairs = words.token_lengths(self._prompt)
+        """Pieces have another number of tokens when encoded alone, so sums of lengths are wrong."""
+        pairs = prompt_facts.token_lengths(self._prompt)
         off, worst = 0, 0
-        for alone, fed in pairs:
-            off += alone - fed
-            worst = max(worst, abs(off), key=abs)
+        for alone, joined in pairs:
+            off += alone - joined
+            worst = max(worst, abs(off))
         if not worst or len(pairs) < 2:
             return
-        one_by_one, joined = (", ".join(str(pair[n]) for pair in pairs) for n in (0, 1))
+        lengths_alone, lengths_joined = (", ".join(str(pair[n]) for pair in pairs) for n in (0, 1))
         sentence = (
-            f"Encoded alone the {len(pairs)} declared texts have {one_by_one} tokens, in the "
-            f"prompt {joined}: borders that are summed from the pieces lie up to "
-            f"{plural(worst, 'token')} beside the words."
+            f"Encoded alone, the {len(pairs)} declared texts have {lengths_alone} tokens; in the "
+            f"prompt they have {lengths_joined}. Borders summed from the pieces are off by up to "
+            f"{plural(worst, 'token')}."
         )
         evidence = {"tokens alone and fed": [list(pair) for pair in pairs], "worst": worst}
         yield self._finding(kinds.DRIFT, sentence, (), evidence)
@@ -381,96 +390,84 @@ class _PromptReporter:
     # -- special tokens --------------------------------------------------------------------------
 
     def bos(self) -> Iterator[Finding]:
-        """Yield a BOS that is missing, doubled, or repeated inside."""
-        fed, scene = self._prompt, self._context
-        bos = fed.tokenizer_facts.bos
-        if words.lacks_bos(fed):
+        """The BOS is missing, doubled, or repeated inside the prompt."""
+        prompt, context = self._prompt, self._context
+        bos, first = prompt.tokenizer_facts.bos, prompt.first_unpadded
+        if prompt_facts.lacks_bos(prompt):
             sentence = (
-                f"The prompt begins with {scene.format_position(fed.first_unpadded)}, without the BOS (id {bos}) "
-                "that its tokenizer puts before every text."
+                f"The prompt begins with {context.format_position(first)}, without the BOS "
+                f"(id {bos}) that its tokenizer adds to every text."
             )
-            yield self._finding(kinds.BOS_MISSING, sentence, (fed.first_unpadded,), {"bos": bos})
-        n = words.count_leading_bos(fed)
+            yield self._finding(kinds.BOS_MISSING, sentence, (first,), {"bos": bos})
+        n = prompt_facts.count_leading_bos(prompt)
         if n > 1:
-            at = range(fed.first_unpadded, fed.first_unpadded + n)
             sentence = (
-                f"The prompt begins with {n} BOS (id {bos}) instead of one; the first word, "
-                f"{scene.format_position(fed.first_unpadded + n)}, is {n - 1} further than in training."
+                f"The prompt begins with {n} BOS tokens (id {bos}) instead of one; the first word, "
+                f"{context.format_position(first + n)}, is {n - 1} further than in training."
             )
-            yield self._finding(kinds.BOS_DOUBLED, sentence, at, {"bos": bos, "n": n})
-        later = words.find_inner_bos(fed)
+            evidence = {"bos": bos, "n": n}
+            yield self._finding(kinds.BOS_DOUBLED, sentence, range(first, first + n), evidence)
+        later = prompt_facts.find_inner_bos(prompt)
         if later:
             sentence = (
-                f"{plural(len(later), 'further BOS').replace('BOSs', 'BOS')} (id {bos}) "
-                f"{'lies' if len(later) == 1 else 'lie'} inside of the prompt, without an EOS "
-                f"before, first at {scene.format_position(later[0])}, as if pieces had been encoded with "
-                "special tokens one by one."
+                f"The prompt contains {plural(len(later), 'further BOS token')} (id {bos}) without "
+                f"an EOS before {'it' if len(later) == 1 else 'them'}, first at "
+                f"{context.format_position(later[0])}, as if pieces had been encoded one by one "
+                "with special tokens."
             )
             evidence = {"bos": bos, "n": len(later)}
             yield self._finding(kinds.BOS_DOUBLED, sentence, later, evidence, Severity.NOTE)
 
     def eos(self) -> Iterator[Finding]:
-        """Yield EOS that the tokenizer put behind pieces; a note where that may be meant."""
-        fed = self._prompt
-        inside = words.find_inner_eos(fed)
+        """The tokenizer added an EOS to each piece; only a note where that may be intended."""
+        prompt = self._prompt
+        inside = prompt_facts.find_inner_eos(prompt)
         if inside:
-            one, ends = len(inside) == 1, " at the end of a declared piece" * bool(fed.pieces)
+            at_end = " at the end of a declared piece" if prompt.pieces else ""
             sentence = (
-                f"{len(inside)} EOS (id {fed.ids[inside[0] - fed.start]}) "
-                f"{'lies' if one else 'lie'} inside of the prompt{ends}, first at "
-                f"{self._context.format_position(inside[0])}: the tokenizer puts one behind every text, as "
-                "if pieces had been encoded with special tokens one by one."
+                f"The prompt contains {plural(len(inside), 'EOS token')} (id "
+                f"{prompt.ids[inside[0] - prompt.start]}){at_end}, first at "
+                f"{self._context.format_position(inside[0])}: the tokenizer adds one to every "
+                "text, as if pieces had been encoded one by one with special tokens."
             )
-            is_meant = not fed.pieces or words.is_packed(fed)
-            evidence = {"eos": list(fed.tokenizer_facts.eos), "n": len(inside)}
-            severity = Severity.NOTE if is_meant else None
+            may_be_intended = not prompt.pieces or prompt_facts.is_packed(prompt)
+            evidence = {"eos": list(prompt.tokenizer_facts.eos), "n": len(inside)}
+            severity = Severity.NOTE if may_be_intended else None
             yield self._finding(kinds.EOS_INSIDE, sentence, inside, evidence, severity)
 
     def reordered(self) -> Iterator[Finding]:
-        """Yield that texts were fed in another order; a note where none may have been meant."""
-        found = words.find_reordered(self._prompt)
-        if found:
-            pieces = [one.piece for one in found]
+        """Texts are in another order; only a note where the declared order may mean nothing."""
+        reordered = prompt_facts.find_reordered(self._prompt)
+        if reordered:
+            pieces = [located.piece for located in reordered]
             declared = [piece.label for piece in self._prompt.pieces if piece in pieces]
             sentence = (
-                f"{len(found)} declared texts were fed in another order than they were declared "
-                f"in: {self._join_piece_labels(pieces)}."
+                f"{len(pieces)} declared texts are in another order in the prompt than declared: "
+                f"{self._join_piece_labels(pieces)}."
             )
-            starts = [one.span[0] for one in found if one.span is not None]
+            starts = [located.span[0] for located in reordered if located.span is not None]
             evidence = {"fed": [piece.label for piece in pieces], "declared": declared}
-            severity = None if words.is_order_declared(self._prompt) else Severity.NOTE
+            severity = None if prompt_facts.is_order_declared(self._prompt) else Severity.NOTE
             yield self._finding(kinds.REORDERED, sentence, starts, evidence, severity)
 
     def special_tokens(self) -> Iterator[Finding]:
-        """Yield special tokens that were fed as characters, each kind once."""
-        by_name: dict[str, list[words.WrittenSpecial]] = {}
-        for one in words.find_written_specials(self._prompt):
-            by_name.setdefault(one.characters, []).append(one)
-        for name, found in by_name.items():
-            start, stop = found[0].span
-            own = found[0].token_id
-            whose = "which this tokenizer does not know" if own is None else f"id {own}"
-            times = "" if len(found) == 1 else f" {len(found)} times, first"
+        """Special tokens were encoded as characters: one finding for each kind of token."""
+        by_name: dict[str, list[prompt_facts.WrittenSpecial]] = {}
+        for special in prompt_facts.find_written_specials(self._prompt):
+            by_name.setdefault(special.characters, []).append(special)
+        for name, occurrences in by_name.items():
+            (start, stop), token_id = occurrences[0].span, occurrences[0].token_id
+            known_as = "unknown to this tokenizer" if token_id is None else f"id {token_id}"
+            times = "" if len(occurrences) == 1 else f" {len(occurrences)} times, first"
             sentence = (
-                f'The characters of the special token "{printable(name)}" ({whose}) were fed as '
-                f"{stop - start} ordinary tokens,{times} at {self._context.format_position(start)}."
+                f'The characters of the special token "{printable(name)}" ({known_as}) were '
+                f"encoded as {stop - start} ordinary tokens,{times} at "
+                f"{self._context.format_position(start)}."
             )
-            positions = [p for one in found for p in range(*one.span)]
-            evidence = {"token": name, "id": own, "times": len(found)}
+            positions = [p for special in occurrences for p in range(*special.span)]
+            evidence = {"token": name, "id": token_id, "times": len(occurrences)}
             yield self._finding(kinds.SPECIAL_AS_TEXT, sentence, positions, evidence)
 
 
 def _quote_label(piece: DeclaredSegment) -> str:
     return f"'{printable(piece.label)}'"
-
-
-def _format_spans(n: int) -> str:
-    return "The declared span lies" if n == 1 else f"The {n} declared spans lie"
-
-
-def _singular_reason(reason: str) -> str:
-    first, _, rest = reason.partition(" ")
-    verb = {"begin": "begins", "have": "has", "leave": "leaves"}[first]
-    return f"{verb} {rest}".replace(" end ", " ends ").replace(
-        "lines or sentences do", "a line does"
-    )

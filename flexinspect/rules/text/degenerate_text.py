@@ -1,9 +1,8 @@
-"""The health of the generated text: loops, flat or collapsed distributions, an answer that is none.
+"""Checks the generated text: loops, flat or collapsed distributions, empty answers.
 
-A tiny random model loops all the time and knows nothing, and that is no fault of its run. What
-tells a trained model in trouble from it: a real vocabulary, tokens chosen with near certainty, and
-a loop that begins after some text (untrained models with tied embeddings repeat what they are fed
-from the first token on).
+A tiny random model always loops, which is not a fault of its run. A loop of a trained model differs
+by a real vocabulary, near-certain tokens, and some text before the loop (untrained models with tied
+embeddings repeat their input from the first token on).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flexinspect.core.text import printable
 from flexinspect.records.finding import Finding, Severity
@@ -27,21 +26,21 @@ FLAT = "text.flat"
 STOPPED_AT_ONCE = "text.stopped-at-once"
 
 MAX_PERIOD = 8
-"""Tokens of the longest period that is looked for."""
+"""Tokens of the longest detected period."""
 MIN_LOOP_TOKENS = 12
 MIN_PERIODS = 3
 MIN_LOOP_PROBABILITY = 0.9
-"""Mean probability of the tokens of a loop from which on the model is sure of them."""
+"""Mean probability of the tokens of a loop from which it is a warning."""
 MIN_VOCABULARY = 1000
-"""Tokens; vocabularies of toys are smaller."""
+"""Tokens; toy models have smaller vocabularies."""
 MAX_CERTAIN_ENTROPY = 1e-4
-"""Nats of entropy below which nothing but one token is left."""
+"""Nats; below it one token has all the probability."""
 MIN_CERTAIN_STEPS = 16
 MIN_FLAT_SHARE = 0.9
-"""Share of log(vocabulary) from which on a distribution is called flat."""
+"""Share of log(vocabulary) from which a distribution is flat."""
 MIN_FLAT_STEPS = 4
 MAX_PEAKED_SHARE = 0.5
-"""The same below which the model had an idea."""
+"""Share of log(vocabulary) below which a distribution is peaked."""
 
 _TEXT_QUERY = (
     "SELECT step, chosen_id, chosen_rank, exp(chosen_logprob) AS probability, entropy, margin "
@@ -52,74 +51,74 @@ _TEXT_QUERY = (
 
 @dataclass(slots=True)
 class _BranchText:
-    """What a branch has generated lately."""
+    """The generated text of a branch, and the counts of its faults."""
 
     ids: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_PERIOD + 1))
     logprobs: list[float] = field(default_factory=list)
     n_not_best: list[int] = field(default_factory=list)
-    """Of the tokens so far, those that were not the best."""
+    """For each token, how many up to it were not the best."""
     matches: list[int] = field(default_factory=lambda: [0] * (MAX_PERIOD + 1))
-    """By period: how many tokens in a row were the same as the one a period earlier."""
+    """By period: number of consecutive tokens equal to the one a period earlier."""
     loop_period: int = 0
     n_certain: int = 0
     n_flat: int = 0
     n_peaked: int = 0
     has_nan: bool = False
-    """Whether NaN chose a token: what follows is no text, and another rule says so."""
+    """Whether a token was chosen from NaN logits, which another rule reports."""
     first_token: TokenRecord | None = None
     first_step: StepRecord | None = None
 
 
 class TextRule(Rule):
-    """Follows the tokens that were chosen and the distributions that they were chosen from."""
+    """Follows the chosen tokens and their distributions."""
 
     name: ClassVar[str] = "text"
     findings: ClassVar[Mapping[str, FindingKind]] = {
         REPETITION: FindingKind(
             Severity.WARNING,
-            "the same few tokens again and again",
+            "the text repeats the same few tokens",
             why=(
                 "Each repetition makes the next one more probable, so a loop does not end by "
-                "itself; it often begins where attention lost the prompt."
+                "itself. It often begins where attention no longer reads the prompt."
             ),
             confirm=(
-                "Go to the step and look at the attention panel: whether the newest row still "
-                "reads the prompt, or only the loop."
+                "The attention panel at this step shows whether the newest row attends to the "
+                "prompt or only to the loop."
             ),
             fix=(
-                "Look at the other findings first (mask, positions, cache). If there are none, "
-                "compare with the unpatched model on the same ids: what loops there as well needs "
-                "another prompt, sampling or a penalty."
+                "Check the other findings first (mask, positions, cache). If there are none, run "
+                "the unpatched model on the same ids: if it loops too, use another prompt, "
+                "sampling or a repetition penalty."
             ),
             query=_TEXT_QUERY,
         ),
         COLLAPSE: FindingKind(
             Severity.NOTE,
-            "one token has all the probability, step after step",
+            "one token has all the probability in many consecutive steps",
             why=(
-                "Trained models are sure of single tokens, not of every one; logits that are too "
-                "large by a factor look like this, and sampling then does nothing."
+                "Trained models are certain about some tokens, but not about every one. Logits "
+                "that are too large by a factor look like this, and sampling has no effect."
             ),
-            confirm="Look at the margins in the logits panel: tens of nats in every step.",
+            confirm="The margins in the logits panel are tens of nats in every step.",
             fix=(
-                "Look for a temperature close to 0 inside the model, a head or final norm that was "
-                "scaled, or a text that the model knows by heart."
+                "Look for a temperature close to 0 inside the model, a scaled output head or final "
+                "norm, or a text that the model has memorized."
             ),
             query=_TEXT_QUERY,
         ),
         FLAT: FindingKind(
             Severity.WARNING,
-            "every token of the vocabulary is about as probable as any other",
+            "all tokens of the vocabulary are about equally probable",
             why=(
-                "A flat distribution says that nothing of the prompt reached the head, or that "
-                "the weights are not those of a trained model."
+                "In a flat distribution nothing of the prompt reached the output head, or the "
+                "weights are not trained."
             ),
             confirm=(
-                "Compare the entropy in the logits panel with log of the vocabulary's size; the "
-                "run panel says where the weights came from."
+                "Compare the entropy in the logits panel with log(vocabulary size). The run panel "
+                "shows the source of the weights."
             ),
             fix=(
-                "Look for weights that were initialised anew when the model was loaded, for "
+                "Look for weights that were newly initialized when the model was loaded, for "
                 "--weights random, and for a last layer or norm whose output is zero."
             ),
             query=_TEXT_QUERY,
@@ -127,27 +126,27 @@ class TextRule(Rule):
         STOPPED_AT_ONCE: FindingKind(
             Severity.WARNING,
             "the first token chosen is a special one and the answer is empty",
-            why="Nothing was generated, and an evaluation counts that as a wrong answer.",
+            why="Nothing was generated, and an evaluation counts this as a wrong answer.",
             confirm=(
-                "Look at the end of the prompt in the tokens panel: an EOS that the tokenizer "
-                "appended, a template without its last header, a cue with a space too many."
+                "Check the end of the prompt in the tokens panel: an EOS added by the tokenizer, a "
+                "template without its last header, a trailing space."
             ),
             fix=(
-                "Encode the prompt with add_special_tokens=False where BOS is added by hand, and "
-                "end a chat template with add_generation_prompt=True."
+                "Encode the prompt with add_special_tokens=False if you add the BOS yourself, and "
+                "use add_generation_prompt=True with a chat template."
             ),
             query=_TEXT_QUERY,
         ),
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no text."""
+        """Reset the texts."""
         super().on_generation_start(context)
         self._texts: dict[int, _BranchText] = {}
         self._vocabulary = max((t.token_id for t in context.generation.tokens), default=-1) + 1
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is wrong with the text up to the token that this step chose."""
+        """Check the text up to the token that this step chose."""
         text = self._texts.get(step.branch)
         if text is None:
             text = self._texts[step.branch] = _BranchText()
@@ -163,7 +162,7 @@ class TextRule(Rule):
         return found
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return whether the answer ended with its first token."""
+        """Report answers that ended with their first token."""
         return [
             self._stopped_finding(text.first_step, text.first_token)
             for text in self._texts.values()
@@ -174,10 +173,10 @@ class TextRule(Rule):
         ]
 
     def _is_part_of_answer(self, pos: int) -> bool:
-        """Whether the token there is of the answer too: a branch that began with part of it."""
+        """Whether the token belongs to the answer, in a branch that began with part of it."""
         return any(
-            one.kind is SegmentKind.GENERATED and one.start <= pos
-            for one in self.context.generation.segments
+            segment.kind is SegmentKind.GENERATED and segment.start <= pos
+            for segment in self.context.generation.segments
         )
 
     # -- loops -----------------------------------------------------------------------------------
@@ -188,9 +187,9 @@ class TextRule(Rule):
         if text.first_token is None:
             text.first_token, text.first_step = token, step
         is_known = logits is not None and logits.chosen_rank != UNKNOWN
-        behind = text.n_not_best[-1] if text.n_not_best else 0
+        n_not_best = text.n_not_best[-1] if text.n_not_best else 0
         text.n_not_best.append(
-            behind + (is_known and logits is not None and logits.chosen_rank > 0)
+            n_not_best + (is_known and logits is not None and logits.chosen_rank > 0)
         )
         text.logprobs.append(logits.chosen_logprob if logits is not None else math.nan)
         ids, matches = text.ids, text.matches
@@ -206,29 +205,30 @@ class TextRule(Rule):
             text.loop_period = 0
             return []
         is_new, text.loop_period = text.loop_period != looping, looping
-        is_quiet = token.special or text.n_flat >= MIN_FLAT_STEPS  # a flat distribution says it all
-        return [self._loop_finding(step, text, looping)] if is_new and not is_quiet else []
+        # A flat distribution has its own finding.
+        is_expected = token.special or text.n_flat >= MIN_FLAT_STEPS
+        return [self._loop_finding(step, text, looping)] if is_new and not is_expected else []
 
     def _loop_finding(self, step: StepRecord, text: _BranchText, period: int) -> Finding:
         length = text.matches[period] + period
         n_before = len(text.logprobs) - length
         last = self._period_text(step, period)
-        sure = math.exp(sum(text.logprobs[-length:]) / length)
+        probability = math.exp(sum(text.logprobs[-length:]) / length)
         begins = step.step - length + 1
         what = "1 token" if period == 1 else f"the same {period} tokens"
         sentence = (
             f'The text repeats {what}, "{last}", {length // period} times up to step {step.step}: '
-            f"the loop begins at step {begins}, and its tokens have a probability of {sure:.2g} "
-            "each (geometric mean)."
+            f"the loop begins at step {begins}, and its tokens have a probability of "
+            f"{probability:.2g} (geometric mean)."
         )
         evidence = {
             "period": period,
             "tokens": length,
             "begins": begins,
-            "probability": sure,
+            "probability": probability,
             "vocabulary": self._vocabulary,
         }
-        is_serious = self._is_serious(text, length, period, n_before, sure)
+        is_serious = self._is_serious(text, length, period, n_before, probability)
         positions = range(step.kv_after - period + 1, step.kv_after + 1)
         return self.finding(
             step,
@@ -241,17 +241,17 @@ class TextRule(Rule):
         )
 
     def _is_serious(
-        self, text: _BranchText, length: int, period: int, n_before: int, sure: float
+        self, text: _BranchText, length: int, period: int, n_before: int, probability: float
     ) -> bool:
-        """Whether a trained model is in trouble, as far as numbers can tell."""
-        if self._vocabulary < MIN_VOCABULARY or not sure >= MIN_LOOP_PROBABILITY:
+        """Whether the loop looks like a fault of a trained model."""
+        if self._vocabulary < MIN_VOCABULARY or not probability >= MIN_LOOP_PROBABILITY:
             return False
         copies_input = period == 1 and n_before < 2
-        behind = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
-        return not copies_input and behind * 10 <= length
+        n_not_best = text.n_not_best[-1] - (text.n_not_best[-length - 1] if n_before else 0)
+        return not copies_input and n_not_best * 10 <= length
 
     def _period_text(self, step: StepRecord, period: int) -> str:
-        """Return the words of the last period."""
+        """The text of the last period."""
         tokens = (
             self.context.token(pos) for pos in range(step.kv_after - period + 1, step.kv_after)
         )
@@ -284,7 +284,7 @@ class TextRule(Rule):
         return self._check_flat(step, logits, text, size) if text.n_flat >= MIN_FLAT_STEPS else []
 
     def _update_vocabulary(self, logits: LogitsRecord) -> None:
-        """Learn from the ids met how large the vocabulary must be, where it is not recorded."""
+        """Estimate the vocabulary size from the ids, if it is not recorded."""
         if self._vocabulary < MIN_VOCABULARY and logits.candidates:
             highest = max(candidate.token_id for candidate in logits.candidates)
             self._vocabulary = max(self._vocabulary, highest + 1)
@@ -295,8 +295,8 @@ class TextRule(Rule):
         if text.n_certain < MIN_CERTAIN_STEPS or text.loop_period:
             return []
         sentence = (
-            f"For {text.n_certain} steps up to step {step.step} one token has had all the "
-            f"probability (entropy {logits.entropy:.1e} nats, margin {logits.margin:.1f})."
+            f"For {text.n_certain} steps up to step {step.step}, one token has all the probability "
+            f"(entropy {logits.entropy:.1e} nats, margin {logits.margin:.1f})."
         )
         evidence = {"steps": text.n_certain, "entropy": logits.entropy, "margin": logits.margin}
         here = (step.kv_after,)
@@ -309,40 +309,47 @@ class TextRule(Rule):
     def _check_flat(
         self, step: StepRecord, logits: LogitsRecord, text: _BranchText, size: int
     ) -> list[Finding]:
-        had_an_idea = text.n_peaked >= MIN_FLAT_STEPS
-        before = (
-            f", after {text.n_peaked} steps with less than half of that"
-            if had_an_idea
-            else ", from the beginning on"
-            if text.n_flat > step.step
-            else ""
-        )
+        was_peaked = text.n_peaked >= MIN_FLAT_STEPS
+        before = ""
+        if was_peaked:
+            before = f", after {text.n_peaked} steps with less than half of that"
+        elif text.n_flat > step.step:
+            before = ", from the beginning on"
         sentence = (
-            f"The distribution has been flat for {text.n_flat} steps up to step {step.step}: entropy "
-            f"{logits.entropy:.2f} of at most {math.log(size):.2f} nats over {size} tokens{before}."
+            f"The distribution has been flat for {text.n_flat} steps up to step {step.step}: "
+            f"entropy {logits.entropy:.2f} of at most {math.log(size):.2f} nats over {size} "
+            f"tokens{before}."
         )
         evidence = {"entropy": logits.entropy, "vocabulary": size, "steps": text.n_flat}
-        severity = Severity.WARNING if had_an_idea else Severity.NOTE
-        about: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
-        return [self.finding(step, FLAT, sentence, evidence=evidence, series="flat", **about)]
+        return [
+            self.finding(
+                step,
+                FLAT,
+                sentence,
+                severity=Severity.WARNING if was_peaked else Severity.NOTE,
+                positions=(step.kv_after,),
+                evidence=evidence,
+                series="flat",
+            )
+        ]
 
-    # -- no answer -------------------------------------------------------------------------------
+    # -- empty answers ---------------------------------------------------------------------------
 
     def _stopped_finding(self, step: StepRecord, token: TokenRecord) -> Finding:
         logits = step.logits
         p = math.exp(logits.chosen_logprob) if logits is not None else math.nan
         last = self.context.token(token.pos - 1)
-        copies = last is not None and last.token_id == token.token_id
+        copies_last = last is not None and last.token_id == token.token_id
         name = printable(token.token)
         sentence = f'The first token chosen is "{name}" (probability {p:.2g}): the answer is empty'
         if last is not None and last.special:
             sentence += f', and the prompt itself ends with the special token "{last.token}"'
-        certain = p >= 0.5 and not copies
+        is_certain = p >= 0.5 and not copies_last
         return self.finding(
             step,
             STOPPED_AT_ONCE,
             f"{sentence}.",
             evidence={"token_id": token.token_id, "probability": p},
-            severity=Severity.WARNING if certain else Severity.NOTE,
+            severity=Severity.WARNING if is_certain else Severity.NOTE,
             positions=(token.pos,),
         )

@@ -1,8 +1,7 @@
-"""Generations of one run that were fed the same: what differs between them, and whether it matters.
+"""Compares generations of one run with the same prompt: equal, different by rounding, or more.
 
-Whoever runs a prompt twice, under two dtypes, kernels or masks, wants to know which it is:
-rounding, which grows evenly over the layers, or another mask, which jumps in one of them. Nothing
-is judged.
+Runs of one prompt with two dtypes, kernels or masks differ by rounding, which grows evenly over the
+layers, or by another mask, which causes a jump in one layer. All findings are notes.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from flexinspect.rules.step_diff import (
 SAME_OUTPUT, DIFFERS_BY_ROUNDING, DIFFERS = "twins.same", "twins.rounding", "twins.differ"
 
 MAX_GENERATIONS = 4
-"""Generations that a later one is compared with."""
+"""Earlier generations that are kept for comparison."""
 MAX_COMPARED_STEPS = 32
-"""Steps of each that are remembered."""
+"""Steps of each generation that are kept."""
 MAX_MASK_CELLS = 1 << 22
-"""Cells of the largest mask that is remembered."""
+"""Cells of the largest mask that is kept."""
 
 _SAME_PROMPT_QUERY = (
     "SELECT generation, step, layer, module, norm, mean, std, min, max FROM layer_stats "
@@ -49,7 +48,7 @@ _SAME_PROMPT_CONFIRM = (
 
 @dataclass
 class _GenerationRun:
-    """A generation as it is remembered: the prompt, and its first steps without what is large."""
+    """The prompt, first steps and masks of a generation, without its large arrays."""
 
     generation: int
     prompt: tuple[int, ...]
@@ -59,42 +58,42 @@ class _GenerationRun:
 
 
 class SamePromptRule(Rule):
-    """Compares a generation with an earlier one of the same prompt, once it is over."""
+    """Compares a finished generation with an earlier one of the same prompt."""
 
     name: ClassVar[str] = "twins"
     streams: ClassVar[tuple[str, ...]] = ("inputs.mask",)
     findings: ClassVar[Mapping[str, FindingKind]] = {
         SAME_OUTPUT: FindingKind(
             Severity.NOTE,
-            "two generations were fed the same and are the same",
-            "Another kernel or backend changed nothing that matters.",
-            _SAME_PROMPT_CONFIRM,
-            "Nothing is to be mended.",
-            _SAME_PROMPT_QUERY,
+            "two generations of the same prompt are equal",
+            why="Another kernel or backend did not change the result.",
+            confirm=_SAME_PROMPT_CONFIRM,
+            fix="No action needed.",
+            query=_SAME_PROMPT_QUERY,
         ),
         DIFFERS_BY_ROUNDING: FindingKind(
             Severity.NOTE,
-            "two generations that were fed the same differ by rounding",
-            "Differences that grow evenly over the layers come from the dtype. Where a near tie "
-            "flips, the texts part, and mask and cache have nothing to do with it.",
-            _SAME_PROMPT_CONFIRM,
-            "Nothing is to be mended. To compare two runs beyond the token that flips, force the "
-            "same tokens on both.",
-            _SAME_PROMPT_QUERY,
+            "two generations of the same prompt differ by rounding",
+            why="Differences that grow evenly over the layers come from the dtype. A near tie can "
+            "change a token, after which the texts differ; mask and cache are not the cause.",
+            confirm=_SAME_PROMPT_CONFIRM,
+            fix="No action needed. To compare two runs beyond the token that differs, force the "
+            "same tokens in both.",
+            query=_SAME_PROMPT_QUERY,
         ),
         DIFFERS: FindingKind(
             Severity.NOTE,
-            "two generations that were fed the same differ by more than rounding",
-            "What differs first is where to look: a mask in one layer, a path, or a single layer "
-            "that jumps.",
-            _SAME_PROMPT_CONFIRM,
-            "If both were meant to be the same run, mend what the sentence names.",
-            _SAME_PROMPT_QUERY,
+            "two generations of the same prompt differ by more than rounding",
+            why="The first difference locates the cause: the mask of a layer, a path, or a jump in "
+            "a single layer.",
+            confirm=_SAME_PROMPT_CONFIRM,
+            fix="If the two runs should be equal, fix the difference that the sentence names.",
+            query=_SAME_PROMPT_QUERY,
         ),
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with the prompt; what went before is remembered, of other models as well."""
+        """Begin a generation; earlier ones are kept, also those of other models."""
         super().on_generation_start(context)
         prompt = tuple(token.token_id for token in context.generation.tokens)
         self._current = _GenerationRun(
@@ -105,40 +104,40 @@ class SamePromptRule(Rule):
 
     @property
     def _generations(self) -> deque[_GenerationRun]:
-        lives: deque[_GenerationRun] = self.context.shared_memory.setdefault(
+        runs: deque[_GenerationRun] = self.context.shared_memory.setdefault(
             self.name, deque(maxlen=MAX_GENERATIONS)
         )
-        return lives
+        return runs
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Remember the step."""
-        life = self._current
-        if not life.prompt or len(life.steps) >= MAX_COMPARED_STEPS or step.branch:
+        """Store the step, without its large arrays."""
+        run = self._current
+        if not run.prompt or len(run.steps) >= MAX_COMPARED_STEPS or step.branch:
             return ()
-        if not life.steps:
-            for wide in step.arrays:
-                if wide.stream == "inputs.mask" and len(wide.array):
-                    real = np.asarray(wide.array[0], np.bool_)
-                    life.unpadded = None if real.all() else real
-        for name in {call.mask for call in step.calls} - life.masks.keys():
+        if not run.steps:
+            for record in step.arrays:
+                if record.stream == "inputs.mask" and len(record.array):
+                    real = np.asarray(record.array[0], np.bool_)
+                    run.unpadded = None if real.all() else real
+        for name in {call.mask for call in step.calls} - run.masks.keys():
             mask = self.context.mask(name)
             if mask is not None and mask.q_len * mask.kv_len <= MAX_MASK_CELLS:
-                life.masks[mask.fingerprint] = mask
-        life.steps.append(replace(step, masks=(), arrays=(), builds=(), memory=None, events=()))
+                run.masks[mask.fingerprint] = mask
+        run.steps.append(replace(step, masks=(), arrays=(), builds=(), memory=None, events=()))
         return ()
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return what the generation has in common with the last one of the same prompt."""
-        life = self._current
-        if not life.steps:
+        """Compare the generation with the last one of the same prompt."""
+        run = self._current
+        if not run.steps:
             return ()
-        twins = [one for one in self._generations if one.generation < life.generation and one.steps]
-        twin = next((one for one in reversed(twins) if one.prompt == life.prompt), None)
-        return () if twin is None else _compare_generations(twin, life)
+        earlier = [r for r in self._generations if r.generation < run.generation and r.steps]
+        last = next((r for r in reversed(earlier) if r.prompt == run.prompt), None)
+        return () if last is None else _compare_generations(last, run)
 
 
 def _compare_generations(a: _GenerationRun, b: _GenerationRun) -> Sequence[Finding]:
-    """Return the finding of two generations, none when they do not differ in any way."""
+    """The finding about two generations, none if they do not differ at all."""
     if (a.unpadded is None) != (b.unpadded is None) or _model_shape(a) != _model_shape(b):
         return ()
     differences = []
@@ -146,9 +145,9 @@ def _compare_generations(a: _GenerationRun, b: _GenerationRun) -> Sequence[Findi
         difference = compare_steps(one, other, (a.masks.get, b.masks.get), real=b.unpadded)
         differences.append(difference)
         if difference.is_diverged or difference.lengths:
-            break  # from here on they were fed other tokens
+            break  # the inputs differ from here on
     if all(replace(one, tokens=None).is_same for one in differences):
-        return ()  # another token from the very same logits is the draw
+        return ()  # equal logits: another token can only come from sampling
     limit = rounding_limit(a.steps[0], b.steps[0])
     odd = next((one for one in differences if _exceeds_rounding(one, limit)), None)
     if odd is not None:
@@ -176,7 +175,7 @@ def _compare_generations(a: _GenerationRun, b: _GenerationRun) -> Sequence[Findi
 
 
 def _model_shape(run: _GenerationRun) -> tuple[int, tuple[tuple[int, int], ...]]:
-    """Return layers, and heads and head size of each call: two models of unlike shapes differ."""
+    """Number of layers, and heads and head dimension of each call, to tell models apart."""
     step = run.steps[0]
     layers = {one.layer for one in step.layer_stats}
     return len(layers), tuple((call.q_heads, call.head_dim) for call in step.calls)
@@ -189,12 +188,12 @@ def _best_token_id(step: StepRecord) -> int | None:
 
 def _exceeds_rounding(one: StepDifference, limit: float) -> bool:
     worst = one.worst
-    fed = one.masks or one.lengths or one.positions
-    return bool(fed) or (worst is not None and worst.difference > limit)
+    has_other_inputs = bool(one.masks or one.lengths or one.positions)
+    return has_other_inputs or (worst is not None and worst.difference > limit)
 
 
 def _is_near_equal(one: StepDifference) -> bool:
-    """Say whether a step is the same but for the last bits."""
+    """Whether a step differs only in the last bits."""
     worst = one.worst
     return (one.logits or 0.0) < 1e-3 and (worst is None or worst.difference < 1e-4)
 
@@ -227,14 +226,15 @@ def _same_prompt_finding(
     )
 
 
-# -- words -----------------------------------------------------------------------------------------
+# -- sentences -------------------------------------------------------------------------------------
 
 
 def _format_generations(a: _GenerationRun, b: _GenerationRun) -> tuple[str, str]:
-    """Return both generations, with what tells them apart in brackets."""
-    one, other = (f"{_format_path(life)}" for life in (a, b))
-    about = ("", "") if one == other else (f" ({one})", f" ({other})")
-    return f"generation {a.generation}{about[0]}", f"Generation {b.generation}{about[1]}"
+    """Both generations, with path and dtype in parentheses if they differ."""
+    path_a, path_b = (_format_path(run) for run in (a, b))
+    if path_a == path_b:
+        return f"generation {a.generation}", f"Generation {b.generation}"
+    return f"generation {a.generation} ({path_a})", f"Generation {b.generation} ({path_b})"
 
 
 def _format_path(run: _GenerationRun) -> str:
@@ -244,7 +244,7 @@ def _format_path(run: _GenerationRun) -> str:
 
 def _format_opening(a: _GenerationRun, b: _GenerationRun) -> str:
     first, second = _format_generations(a, b)
-    return f"{second} was fed what {first} was"
+    return f"{second} has the same prompt as {first}"
 
 
 def _format_padding(run: _GenerationRun) -> str:
@@ -258,14 +258,15 @@ def _describe_same(
     a: _GenerationRun, b: _GenerationRun, differences: Sequence[StepDifference]
 ) -> str:
     moved = max((one.logits or 0.0 for one in differences), default=0.0)
-    what = plural(len(differences), "step")
-    drawn = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
-    same = f"{_format_opening(a, b)}, and {what} came out the same (logits to {moved:.1g})"
-    return f"{same}{drawn}{_format_padding(b)}."
+    n_steps = len(differences)
+    what = f"{plural(n_steps, 'step')} {'is' if n_steps == 1 else 'are'}"
+    sampled = _describe_sampled(differences[-1]) if differences[-1].is_diverged else ""
+    same = f"{_format_opening(a, b)}, and {what} equal (logits up to {moved:.1g})"
+    return f"{same}{sampled}{_format_padding(b)}."
 
 
 def _describe_sampled(parted: StepDifference) -> str:
-    return f"; step {parted.step} draws another token, the best one is the same"
+    return f"; step {parted.step} samples another token, although the best one is the same"
 
 
 def _describe_rounding(
@@ -276,26 +277,23 @@ def _describe_rounding(
 ) -> str:
     first, parted = differences[0], differences[-1]
     each = ", ".join(f"{one.difference:.2g}" for one in first.layers[:8])
-    layers = f"; the difference grows evenly over the layers ({each}{_format_more_layers(first)}), no single jump"
-    if not first.layers:
-        layers = ""
+    layers = ""
+    if first.layers:
+        more = ", ..." if len(first.layers) > 8 else ""
+        layers = f"; the difference grows evenly over the layers ({each}{more}), without a jump"
     if is_drawn:
         token = _describe_sampled(parted)
     elif not parted.is_diverged:
         margin = min((min(one.margins) for one in differences if one.margins), default=math.nan)
         n_steps = plural(len(differences), "step")
-        token = f"; no other token in {n_steps} (smallest margin {margin:.3g})"
+        token = f"; all tokens of {n_steps} are the same (smallest margin {margin:.3g})"
     else:
         assert parted.margins is not None
         token = (
-            f"; step {parted.step} goes on with another token, where the margin was "
+            f"; step {parted.step} chooses another token, with margins of "
             f"{parted.margins[0]:.3g} and {parted.margins[1]:.3g}"
         )
     return f"{_format_opening(a, b)}, and differs by rounding{layers}{token}{_format_padding(b)}."
-
-
-def _format_more_layers(one: StepDifference) -> str:
-    return ", ..." if len(one.layers) > 8 else ""
 
 
 def _describe_difference(
@@ -308,14 +306,17 @@ def _describe_difference(
         cells = "" if mask.cells is None else f" ({plural(mask.cells, 'cell')}{first})"
         what.append(f"the masks of {where} differ{cells}")
     if odd.lengths:
-        what.append(f"it computes other rows ({odd.lengths})")
+        what.append(f"the computed rows differ ({odd.lengths})")
     if odd.positions:
-        what.append(f"its position ids differ ({odd.positions})")
+        what.append(f"the position ids differ ({odd.positions})")
     jump, worst = find_jump(odd.layers, limit), odd.worst
     if jump is not None:
-        what.append(f"layer {jump.layer} adds {jump.added:.2g} of its size")
+        what.append(f"layer {jump.layer} adds a relative difference of {jump.added:.2g}")
     elif worst is not None and worst.difference > limit:
-        more = "of its size, which is more than rounding"
-        what.append(f"layer {worst.layer} is off by {worst.difference:.2g} {more}")
+        what.append(
+            f"layer {worst.layer} has a relative difference of {worst.difference:.2g}, which is "
+            "more than rounding"
+        )
     parted = ", and another token is chosen" if odd.is_diverged else ""
-    return f"{_format_opening(a, b)}, but in step {odd.step} {' and '.join(what)}{parted}{_format_padding(b)}."
+    where = f"in step {odd.step} {' and '.join(what)}"
+    return f"{_format_opening(a, b)}, but {where}{parted}{_format_padding(b)}."

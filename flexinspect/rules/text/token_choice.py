@@ -1,7 +1,7 @@
-"""How tokens were chosen: ties that rounding decides, and tokens that were not the best.
+"""Checks how tokens were chosen: ties that rounding decides, and tokens that were not the best.
 
-Whether a run is greedy is nowhere said, so it is concluded: had the tokens been drawn from the
-recorded distributions, the best one would not have come out every time.
+The trace does not say whether decoding is greedy, so this is inferred: sampling from the recorded
+distributions would not have chosen the best token every time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flexinspect.core.text import plural, printable
 from flexinspect.records.finding import Finding, Severity
@@ -21,22 +21,22 @@ NEAR_TIE = "text.near-tie"
 NOT_BEST = "text.not-the-best"
 
 SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11, "float32": 24}
-"""Bits of a number's significand, the first included."""
+"""Bits of the significand, including the implicit one."""
 ROUNDING_ULPS = {"bfloat16": 2, "float16": 2, "float32": 8}
-"""Units in the last place by which a logit moves when its sum is taken in another order."""
+"""Units in the last place by which a logit changes if its sum is computed in another order."""
 MAX_TIE_MARGIN = 2.0
-"""No tie is wider than this: units of bfloat16 for logits of 128."""
+"""The largest possible tie: two units of bfloat16 for logits of 128."""
 
 MIN_GREEDY_STEPS = 8
 UNLIKELY_LOGPROB = math.log(1e-4)
-"""Below it, it is no chance that the best token came out so often."""
+"""Below it, sampling cannot have chosen the best token so often."""
 MAX_NOT_BEST_SHARE = 0.05
-"""Share of tokens that may not be the best in a run that is greedy all the same."""
+"""Share of tokens that may not be the best in a run that still counts as greedy."""
 
 
 @dataclass(slots=True)
 class _ChoiceCounts:
-    """What was chosen in a branch."""
+    """The choices of a branch."""
 
     n_chosen: int = 0
     n_best: int = 0
@@ -54,12 +54,13 @@ class TokenChoiceRule(Rule):
             Severity.NOTE,
             "the two best tokens are closer than the dtype can tell apart",
             why=(
-                "Another kernel, batch size or dtype may choose the other token, and from there on "
-                "the texts differ: a divergence that begins here says nothing about mask or cache."
+                "Another kernel, batch size or dtype may choose the other token, and the texts "
+                "differ from there on. A divergence that begins here is not a fault of mask or "
+                "cache."
             ),
-            confirm="Look at the two best tokens in the logits panel; their logits are the same.",
+            confirm="The logits panel shows equal logits for the two best tokens.",
             fix=(
-                "Nothing to mend. To compare two runs, force the same tokens on both, or compute "
+                "No action needed. To compare two runs, force the same tokens in both, or compute "
                 "in float32."
             ),
             query=(
@@ -69,15 +70,15 @@ class TokenChoiceRule(Rule):
         ),
         NOT_BEST: FindingKind(
             Severity.WARNING,
-            "a greedy run that chose a token which was not the best",
+            "greedy decoding chose a token that was not the best",
             why=(
-                "The token was chosen from something else than these logits: another row, an older "
-                "tensor, or scores that a processor changed."
+                "The token was not chosen from these logits, but from another row, an older "
+                "tensor, or scores changed by a logits processor."
             ),
-            confirm="Look at the rank of the chosen token in the logits panel at this step.",
+            confirm="The logits panel at this step shows the rank of the chosen token.",
             fix=(
-                "In a loop of your own, take argmax of logits[:, -1] of this very forward. In "
-                "generate, look for processors (repetition_penalty, min_new_tokens, bad words)."
+                "In your own loop, use argmax of logits[:, -1] of this forward. In generate, look "
+                "for logits processors (repetition_penalty, min_new_tokens, bad words)."
             ),
             query=(
                 "SELECT step, chosen_id, chosen_rank, chosen_logprob, margin FROM steps WHERE "
@@ -87,12 +88,12 @@ class TokenChoiceRule(Rule):
     }
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with nothing chosen."""
+        """Reset the counts."""
         super().on_generation_start(context)
         self._counts: dict[int, _ChoiceCounts] = {}
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return a tie; what was not the best is told at the end."""
+        """Count the choice of a step, and report a tie."""
         logits = step.logits
         if logits is None or not logits.candidates or logits.n_nan:
             return ()
@@ -122,11 +123,11 @@ class TokenChoiceRule(Rule):
         dtype = step.calls[0].dtype if step.calls else ""
         first, second = logits.candidates[:2]
         if logits.candidates[-1].logit == first.logit and len(logits.candidates) > 2:
-            return ()  # no tie of two: the distribution is flat
+            return ()  # a flat distribution, not a tie of two
         if dtype not in SIGNIFICAND_BITS or not math.isfinite(first.logit):
             return ()
         if first.score == first.score and first.score != first.logit:
-            return ()  # sampled, so no tie is decided by rounding
+            return ()  # sampled, so rounding does not decide
         unit = math.ldexp(1.0, math.frexp(first.logit)[1] - SIGNIFICAND_BITS[dtype])
         if logits.margin > ROUNDING_ULPS[dtype] * unit:
             return ()
@@ -137,14 +138,17 @@ class TokenChoiceRule(Rule):
             "them."
         )
         evidence = {"margin": logits.margin, "logit": first.logit, "unit": unit, "dtype": dtype}
-        at = (step.kv_after,)
-        about: dict[str, Any] = {"positions": at, "evidence": evidence, "series": "tie"}
-        return [self.finding(step, NEAR_TIE, sentence, **about)]
+        positions = (step.kv_after,)
+        return [
+            self.finding(
+                step, NEAR_TIE, sentence, positions=positions, evidence=evidence, series="tie"
+            )
+        ]
 
     # -- not the best ----------------------------------------------------------------------------
 
     def on_generation_end(self) -> Sequence[Finding]:
-        """Return the first token that was not the best in a run that is greedy by all signs."""
+        """Report the first token that was not the best in a run that seems greedy."""
         found = []
         for run in self._counts.values():
             n_off = run.n_chosen - run.n_best
@@ -166,12 +170,19 @@ class TokenChoiceRule(Rule):
         sentence = (
             f'Step {step.step} chose "{word}" (rank {logits.chosen_rank}, probability '
             f'{math.exp(logits.chosen_logprob):.2g}) over the best token "{printable(best.text)}" '
-            f"({math.exp(best.logprob):.2g}), while {run.n_best} of {run.n_chosen} tokens are the best of "
-            f"theirs: {plural(n_off, 'choice')} that greedy decoding does not make"
+            f"({math.exp(best.logprob):.2g}), while {run.n_best} of {run.n_chosen} chosen tokens "
+            f"are the best: greedy decoding would not make {plural(n_off, 'other choice')}"
         )
         if not run.has_scores:
-            sentence += ", unless a processor that was not seen changed the scores"
+            sentence += ", unless a logits processor that was not recorded changed the scores"
         evidence = {"rank": logits.chosen_rank, "chosen": logits.chosen_id, "off": n_off}
         severity = Severity.WARNING if run.has_scores else Severity.NOTE
-        about: dict[str, Any] = {"severity": severity, "positions": (step.kv_after,)}
-        return self.finding(step, NOT_BEST, f"{sentence}.", evidence=evidence, **about)
+        positions = (step.kv_after,)
+        return self.finding(
+            step,
+            NOT_BEST,
+            f"{sentence}.",
+            severity=severity,
+            positions=positions,
+            evidence=evidence,
+        )

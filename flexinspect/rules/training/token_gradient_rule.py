@@ -1,8 +1,8 @@
-"""Gradients of generated tokens: NaN, Inf, exploding, vanishing, and parts that get none.
+"""Checks the gradients of generated tokens: NaN, Inf, exploding, vanishing, and zero gradients.
 
-How large a gradient is says little by itself: of a token with a probability near 1 it is tiny. So
-all sizes are relative to the gradient at the logits. What is judged of hidden states is how much
-their gradient grows from a layer's output to its input, as in Pascanu, Mikolov and Bengio 2013 (On
+The absolute size of a gradient means little: for a token with a probability near 1 it is tiny. So
+all sizes are relative to the gradient at the logits. For hidden states the rule checks how much
+the gradient grows from a layer's output to its input, as in Pascanu, Mikolov and Bengio 2013 (On
 the difficulty of training recurrent neural networks): through a residual layer of a clean model it
 stays within a factor of 4.
 """
@@ -34,7 +34,7 @@ MIN_RELATIVE_NORM = 1e-6
 threshold that training tools use for absolute norms. Clean models stay above 0.1."""
 
 _CHECKED_PARTS = frozenset({"q", "k", "v", "qkv", "o", "mlp"})
-"""Parts whose matrices are judged; norms and biases may have small gradients by right."""
+"""Parts whose matrices are checked; small gradients of norms and biases are not a fault."""
 _MAX_NAMED_PARAMETERS = 6
 
 _GRADIENT_QUERY = (
@@ -46,88 +46,91 @@ _TARGET_QUERY = (
     "generation = {generation} AND branch = {branch} AND step = {step}"
 )
 _GRADIENT_CONFIRM = (
-    "Panel *Gradients*, view *where*: a row per layer, a column per group of parameters."
+    "The view *where* of the panel *Gradients* has a row per layer and a column per parameter "
+    "group."
 )
 
 
 class GradientsRule(Rule):
-    """Judges the gradients of generated tokens; without `--grads` there are none."""
+    """Checks the gradients of generated tokens, which are recorded with `--grads`."""
 
     name: ClassVar[str] = "gradients"
     findings: ClassVar[Mapping[str, FindingKind]] = {
         GRADIENT_NAN: FindingKind(
             Severity.ERROR,
             "NaN in the gradient of a generated token",
-            why="Training or attribution on this text would make NaN of every parameter below.",
+            why="Training or attribution on this text would turn every earlier parameter into NaN.",
             confirm=f"{_GRADIENT_CONFIRM} `--detect-anomaly` names the line of the forward.",
             fix=(
-                "Look for sqrt, log, division or norm at 0 in the named layer: finite forwards, "
-                "and gradients of Inf times 0."
+                "Look for sqrt, log, division or norm at 0 in the named layer: the forward is "
+                "finite, but the gradient is Inf times 0."
             ),
             query=_GRADIENT_QUERY,
         ),
         GRADIENT_INF: FindingKind(
             Severity.ERROR,
             "Inf in the gradient of a generated token",
-            why="The next product with 0 makes NaN of it.",
+            why="The next product with 0 is NaN.",
             confirm=_GRADIENT_CONFIRM,
-            fix="Use bfloat16 or float32 in place of float16; look for a division by almost 0.",
+            fix="Use bfloat16 or float32 instead of float16. Look for a division by almost 0.",
             query=_GRADIENT_QUERY,
         ),
         EXPLODING: FindingKind(
             Severity.WARNING,
-            "a hidden state's gradient grows a hundredfold through one layer",
-            why="Layers below it get all of the gradient, and layers above it next to none.",
+            "the gradient of a hidden state grows a hundredfold through one layer",
+            why="Earlier layers get almost all of the gradient, and later layers almost none.",
             confirm=_GRADIENT_CONFIRM,
-            fix="Look at the scale of the named layer's weights and at what its norm divides by.",
+            fix="Check the scale of the named layer's weights and the divisor of its norm.",
             query=_GRADIENT_QUERY,
         ),
         VANISHING: FindingKind(
             Severity.WARNING,
-            "gradients that are next to nothing in some layers",
-            why="These weights have no say in the token, and training on it would not move them.",
+            "the gradients of some layers are almost 0",
+            why="These weights have no influence on the token, and training on it would not change "
+            "them.",
             confirm=_GRADIENT_CONFIRM,
             fix=(
                 "Look for weights or norms that are almost 0, a saturated softmax or activation, "
-                "a residual connection that is missing, and `detach` or `no_grad` on the way."
+                "a missing residual connection, and `detach` or `no_grad` in the forward."
             ),
             query=_GRADIENT_QUERY,
         ),
         DEAD: FindingKind(
             Severity.WARNING,
-            "weights whose gradient is exactly 0",
-            why="The token does not depend on them at all: the layer does not do its part.",
+            "the gradient of some weights is exactly 0",
+            why="The token does not depend on these weights.",
             confirm=_GRADIENT_CONFIRM,
             fix=(
                 "Look for a gate or a projection of zeros, weights that were not loaded, "
-                "`detach` or `no_grad` in the named layer or behind it, and values so large that a "
-                "norm makes 0 of everything."
+                "`detach` or `no_grad` in the named layer or after it, and values so large that a "
+                "norm turns all others into 0."
             ),
             query=_GRADIENT_QUERY,
         ),
         FORWARD_CHECK: FindingKind(
             Severity.WARNING,
-            "the forward that was differentiated is not the one that ran",
-            why="Its gradients are those of another model, so none are recorded or drawn.",
-            confirm="The query has the gate and the tolerance of its dtype.",
+            "the differentiated forward differs from the one that ran",
+            why="Its gradients would be those of another computation, so none are recorded or "
+            "drawn.",
+            confirm="The query returns the difference and the tolerance of the dtype.",
             fix=(
-                "Look for what depends on the step or the cache: masks that were changed on the "
-                "way, layers that keep a state, routing of experts."
+                "Look for code that depends on the step or the cache: masks changed during the "
+                "run, layers with state, routing of experts."
             ),
             query=_TARGET_QUERY,
         ),
         ANOMALY: FindingKind(
             Severity.ERROR,
-            "autograd's anomaly mode found the function that makes a NaN",
+            "autograd's anomaly mode found the function that produces NaN",
             why="It is the first function of the backward whose result is NaN.",
-            confirm="The evidence has the traceback of the forward call that it belongs to.",
-            fix="Mend the line at the end of the traceback.",
+            confirm="The evidence has the traceback of the corresponding forward call.",
+            fix="Fix the line at the end of the traceback.",
             query=_TARGET_QUERY,
         ),
     }
 
     def on_gradients(self, gradients: GradientRecord) -> Sequence[Finding]:
-        """Return what is wrong with the gradients of one token."""
+        """Check the gradients of one token."""
         found = [_anomaly_finding(gradients)] if gradients.anomaly else []
         if not gradients.matches_recorded:
             return [*found, _forward_check_finding(gradients)]
@@ -135,15 +138,15 @@ class GradientsRule(Rule):
         if bad:
             return [*found, _nonfinite_gradient_finding(gradients, bad)]
         if not 0 < gradients.scale < math.inf:
-            return found  # the probability is 1 to the last digit, and nothing depends on anything
+            return found  # the probability is exactly 1, so all gradients are 0
         return [*found, *_check_growth(gradients), *_check_small_gradients(gradients)]
 
 
 def layer_growth(gradients: GradientRecord) -> list[float]:
-    """Return by layer how much the gradient grows from its output to its input; NaN if unknown.
+    """By layer, how much the gradient grows from its output to its input; NaN if unknown.
 
-    Of layer 0 it is not known, unless it is 0: its input is small embeddings, which the first norm
-    makes large.
+    For layer 0 it is unknown unless it is 0, because its input is small embeddings that the first
+    norm scales up.
     """
     if gradients.layers is None or len(gradients.layers) < 2:
         return []
@@ -155,23 +158,24 @@ def layer_growth(gradients: GradientRecord) -> list[float]:
 
 
 def _anomaly_finding(gradients: GradientRecord) -> Finding:
-    said, *_ = (gradients.anomaly or "").splitlines()
-    evidence = {"function": _anomaly_function(said), "said": gradients.anomaly}
-    sentence = f"Autograd's anomaly mode at step {gradients.step}: {said}"
-    return _gradient_finding(ANOMALY, gradients, sentence, evidence, series=_anomaly_function(said))
+    message, *_ = (gradients.anomaly or "").splitlines()
+    function = _anomaly_function(message)
+    evidence = {"function": function, "said": gradients.anomaly}
+    sentence = f"Autograd's anomaly mode at step {gradients.step}: {message}"
+    return _gradient_finding(ANOMALY, gradients, sentence, evidence, series=function)
 
 
 def _anomaly_function(message: str) -> str:
-    """Return the name in "Function 'SqrtBackward0' returned nan values in its 0th output."."""
+    """The name in "Function 'SqrtBackward0' returned nan values in its 0th output."."""
     parts = message.split("'")
     return parts[1] if len(parts) > 2 else message
 
 
 def _forward_check_finding(gradients: GradientRecord) -> Finding:
     sentence = (
-        f"The forward that was to be differentiated for step {gradients.step} "
-        f"({gradients.path}) is not what ran: its logits differ by {gradients.gate:.2g} of the "
-        f"largest recorded one, and rounding explains {gradients.tolerance:.0e} at most."
+        f"The forward to differentiate for step {gradients.step} ({gradients.path}) is not what "
+        f"ran: its logits differ by {gradients.gate:.2g} of the largest recorded one, but rounding "
+        f"explains at most {gradients.tolerance:.0e}."
     )
     evidence = {"gate": gradients.gate, "tolerance": gradients.tolerance, "path": gradients.path}
     return _gradient_finding(FORWARD_CHECK, gradients, sentence, evidence, series="gate")
@@ -199,24 +203,23 @@ def _nonfinite_gradient_finding(gradients: GradientRecord, bad: Sequence[Gradien
 
 
 def _find_gradient_origin(gradients: GradientRecord) -> tuple[str, int | None]:
-    """Say where on the way back through the layers it began; the layer, None outside of them."""
+    """Where in the backward it begins, and the layer, None outside the layers."""
     if gradients.value != gradients.value or not math.isfinite(gradients.scale):
-        return "the logits are not finite already, so the forward made it", None
+        return "the logits are already not finite, so it comes from the forward", None
     norms = gradients.layers
     watched = {-1, *(stat.layer for stat in gradients.stats)}
-    at_all = () if norms is None else enumerate(norms)
-    sick = [at for at, norm in at_all if at - 1 in watched and not np.isfinite(norm)]
-    if norms is None or not sick:
-        return "the hidden states' own gradients are finite", None
-    last = sick[-1]  # 0 is the embeddings, n the output of layer n - 1
+    numbered = () if norms is None else enumerate(norms)
+    nonfinite = [at for at, norm in numbered if at - 1 in watched and not np.isfinite(norm)]
+    if norms is None or not nonfinite:
+        return "the gradients of the hidden states are finite", None
+    last = nonfinite[-1]  # 0 is the embeddings, n the output of layer n - 1
     if last == len(norms) - 1:
-        return "it begins behind the last layer, in the final norm or the output head", None
-    words = f"it begins in layer {last}: finite at its output, not so at its input"
-    return words, last
+        return "it begins after the last layer, in the final norm or the output head", None
+    return f"it begins in layer {last}: finite at its output, but not at its input", last
 
 
 def _check_growth(gradients: GradientRecord) -> list[Finding]:
-    """Return a finding for each layer through which the gradient grows or shrinks too much."""
+    """A finding for each layer through which the gradient grows or shrinks too much."""
     found = []
     for layer, rate in enumerate(layer_growth(gradients)):
         if rate >= MAX_LAYER_GROWTH:
@@ -224,7 +227,7 @@ def _check_growth(gradients: GradientRecord) -> list[Finding]:
                 _growth_finding(EXPLODING, gradients, layer, rate, f"grows {rate:.3g} times")
             )
         elif rate <= 1 / MAX_LAYER_GROWTH:
-            small = f"shrinks to {f'{rate:.2g} of its size' if rate else 'nothing'}"
+            small = f"shrinks to {f'{rate:.2g} of its size' if rate else '0'}"
             found.append(_growth_finding(VANISHING, gradients, layer, rate, small))
     return found
 
@@ -233,14 +236,15 @@ def _growth_finding(
     id_: str, gradients: GradientRecord, layer: int, rate: float, words: str
 ) -> Finding:
     sentence = (
-        f"The gradient of step {gradients.step}'s {_format_target(gradients)} {words} from the output of "
-        f"layer {layer} back to its input (through the layers of clean models by less than 4)."
+        f"The gradient of step {gradients.step}'s {_format_target(gradients)} {words} from the "
+        f"output of layer {layer} back to its input (through the layers of clean models by less "
+        "than 4)."
     )
     return _gradient_finding(id_, gradients, sentence, {"growth": rate}, layer, f"growth {layer}")
 
 
 def _check_small_gradients(gradients: GradientRecord) -> list[Finding]:
-    """Return a finding about weights without any gradient, and one about next to none."""
+    """A finding about weights with zero gradients, and one about vanishing gradients."""
     weights = [stat for stat in gradients.stats if _is_checked_weight(stat)]
     zero = [stat for stat in weights if stat.norm == 0 and not _is_expected_zero(stat, weights)]
     tiny = [stat for stat in weights if 0 < stat.norm < MIN_RELATIVE_NORM * gradients.scale]
@@ -261,7 +265,7 @@ def _is_checked_weight(stat: GradientStat) -> bool:
 
 
 def _is_expected_zero(stat: GradientStat, weights: Sequence[GradientStat]) -> bool:
-    """Tell that queries and keys have no gradient in any layer: every row has one key alone."""
+    """Whether q or k has zero gradients in all layers: every row has a single key."""
     same = [each.norm for each in weights if each.part == stat.part]
     return stat.part in ("q", "k") and not any(same) and any(each.norm for each in weights)
 
@@ -287,7 +291,7 @@ def _weights_finding(
 
 
 def _short_parameter_name(stat: GradientStat) -> str:
-    """Return "q_proj" of "model.layers.2.self_attn.q_proj.weight"."""
+    """ "q_proj" from "model.layers.2.self_attn.q_proj.weight"."""
     parts = stat.name.split(".")
     return parts[-2] if len(parts) > 1 else stat.name
 

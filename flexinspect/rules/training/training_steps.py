@@ -1,4 +1,7 @@
-"""What the findings of a training run stand for, and the advice that each brings."""
+"""Checks training steps: loss, gradients, learning rate, gradient scaler and data loading.
+
+`TRAINING_KINDS` are the finding kinds of the family `training`, `TrainingRule` makes the findings.
+"""
 
 from __future__ import annotations
 
@@ -28,158 +31,166 @@ SCALER_SKIPS = "training.scaler-skips"
 LOADER_BOUND = "training.loader-bound"
 
 _TRAINING_WHERE = "WHERE generation = {generation} AND branch = {branch}"
-_TRAINING_STEPS_QUERY = f"SELECT step, loss, total_norm, learning_rates, producer FROM training_steps {_TRAINING_WHERE} "
-_CURVE_QUERY = _TRAINING_STEPS_QUERY + "ORDER BY step"
-_GRADS_QUERY = f"SELECT name, norm, max, n_nan, n_inf FROM grads {_TRAINING_WHERE} AND step = {{step}} ORDER BY norm DESC"
+_CURVE_QUERY = (
+    "SELECT step, loss, total_norm, learning_rates, producer FROM training_steps "
+    f"{_TRAINING_WHERE} ORDER BY step"
+)
+_GRADS_QUERY = (
+    f"SELECT name, norm, max, n_nan, n_inf FROM grads {_TRAINING_WHERE} AND step = {{step}} "
+    "ORDER BY norm DESC"
+)
 
 TRAINING_KINDS: Mapping[str, FindingKind] = {
     LOSS_NAN: FindingKind(
         Severity.ERROR,
         "the loss is NaN or infinite",
-        "Its gradients are not finite either, and one step of the optimizer with them spoils every "
-        "weight: from there on the run computes nothing.",
-        "Go to the step: the training panel names the first sick output and shows the losses and "
-        "norms before it.",
-        "Check the inputs for NaN and Inf, the parameters, and whether the learning rate is above "
-        "1.0. A logarithm or a division of 0 needs a small epsilon. Leave a step out whose loss is "
-        "not finite.",
-        _CURVE_QUERY,
+        why="Its gradients are not finite either. One optimizer step with them makes every weight "
+        "NaN, and the run cannot recover.",
+        confirm="The training panel at this step names the first non-finite output and shows the "
+        "earlier losses and norms.",
+        fix="Check the inputs and the parameters for NaN and Inf, and whether the learning rate is "
+        "above 1.0. A logarithm or a division of 0 needs a small epsilon. Skip steps with a "
+        "non-finite loss.",
+        query=_CURVE_QUERY,
     ),
     LOSS_SPIKE: FindingKind(
         Severity.WARNING,
-        "the loss jumps far above the ones before it",
-        "A spike is often the step before the run diverges, or a batch unlike the others.",
-        "The training panel draws the losses; the query lists them with norms and learning rates.",
-        "Lower the learning rate or warm it up, clip gradients (max_norm=1.0), and look at the "
+        "the loss jumps far above the previous ones",
+        why="A spike often precedes divergence, or comes from an unusual batch.",
+        confirm="The training panel draws the losses; the query lists them with norms and learning "
+        "rates.",
+        fix="Lower the learning rate or warm it up, clip gradients (max_norm=1.0), and check the "
         "batch of this step.",
-        _CURVE_QUERY,
+        query=_CURVE_QUERY,
     ),
     GRADIENT_EXPLOSION: FindingKind(
         Severity.WARNING,
         "the gradient of a parameter has a norm above 10",
-        "The optimizer's step grows with the gradient: weights jump away, and the loss follows.",
-        "The query lists the parameters of the step by norm; the strip of the training panel shows "
-        "in which group it began.",
-        "Lower the learning rate, clip the gradients "
-        "(torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)), check the scaling of the "
+        why="The update grows with the gradient: the weights change too much, and the loss "
+        "follows.",
+        confirm="The query lists the parameters of the step by norm; the strip of the training "
+        "panel shows the group in which it began.",
+        fix="Lower the learning rate, clip the gradients "
+        "(torch.nn.utils.clip_grad_norm_(parameters, max_norm=1.0)), and check the scaling of the "
         "inputs.",
-        _GRADS_QUERY,
+        query=_GRADS_QUERY,
     ),
     GRADIENT_VANISHING: FindingKind(
         Severity.WARNING,
         "the gradient of a weight matrix has a norm below 1e-6 while others learn",
-        "The parameter does not learn: the signal is lost on the way back to it.",
-        "The strip of the training panel shows norms by group: they fall from the loss towards the "
-        "input.",
-        "Raise the learning rate, take other activations (ReLU or GELU in place of sigmoid or "
-        "tanh), another initialisation, or add skip connections.",
-        _GRADS_QUERY,
+        why="The parameter does not learn: the gradient is lost on its way back.",
+        confirm="The strip of the training panel shows norms by group: they fall from the loss "
+        "towards the input.",
+        fix="Raise the learning rate, use other activations (ReLU or GELU instead of sigmoid or "
+        "tanh), another initialization, or skip connections.",
+        query=_GRADS_QUERY,
     ),
     DEAD_PARAMETERS: FindingKind(
         Severity.WARNING,
-        "parameters get no gradient, or one of exactly 0, step after step",
-        "They stay as they were initialised: units that never fire, a branch that nothing uses, a "
-        "tensor that was detached.",
-        "The query lists their gradients; go through the forward for a detach, a no_grad or a "
-        "branch that is never taken.",
-        "Freeze what is meant to stay (requires_grad_(False)); else use the module's output, or "
-        "take a smaller learning rate and another activation than ReLU.",
-        _GRADS_QUERY,
+        "parameters get no gradient, or a gradient of exactly 0, in many steps",
+        why="They keep their initial values: inactive units, an unused branch, or a detached "
+        "tensor.",
+        confirm="The query lists their gradients. Look for a detach, a no_grad or a branch that is "
+        "never taken in the forward.",
+        fix="Freeze parameters that should not change (requires_grad_(False)). Otherwise use the "
+        "module's output, or a smaller learning rate and another activation than ReLU.",
+        query=_GRADS_QUERY,
     ),
     LEARNING_RATE: FindingKind(
         Severity.NOTE,
         "a learning rate is above 1.0",
-        "Most optimizers diverge with it within a few steps.",
-        "The query lists the learning rates of the steps.",
-        "Use 1e-5 to 1e-3 for Adam and its like, 1e-3 to 1e-1 for SGD, unless the method asks for "
-        "more.",
-        _CURVE_QUERY,
+        why="Most optimizers diverge with it within a few steps.",
+        confirm="The query lists the learning rates of the steps.",
+        fix="Use 1e-5 to 1e-3 for Adam and similar optimizers, 1e-3 to 1e-1 for SGD, unless the "
+        "method requires more.",
+        query=_CURVE_QUERY,
     ),
     NAN_GRADIENT: FindingKind(
         Severity.ERROR,
-        "a gradient is NaN or infinite, though the loss is finite",
-        "The optimizer's step makes the weight NaN; the next forward shows it everywhere.",
-        "Run the step again under torch.autograd.detect_anomaly(): it names the operation.",
-        "Look for a square root, a norm or a division at 0 whose forward is finite and whose "
-        "derivative is not, and for torch.where around one of them; add an epsilon inside.",
-        _GRADS_QUERY,
+        "a gradient is NaN or infinite although the loss is finite",
+        why="The optimizer step makes the weight NaN, and the next forward propagates it.",
+        confirm="Run the step again under torch.autograd.detect_anomaly(): it names the operation.",
+        fix="Look for a square root, a norm or a division at 0, which is finite but has no finite "
+        "derivative, and for torch.where around one of them. Add an epsilon inside.",
+        query=_GRADS_QUERY,
     ),
     FP16_OVERFLOW: FindingKind(
         Severity.ERROR,
-        "an output in float16 is NaN or infinite, though the weights are finite",
-        "float16 ends at 65504: what lies above is infinite, and NaN in what is computed next. A 0 "
-        "divided by 0 is NaN in any type.",
-        "Go to the step: the training panel names the module, which in float32 stays finite.",
-        "Train in bfloat16, keep this module in float32, or scale its inputs down.",
-        _CURVE_QUERY,
+        "a float16 output is NaN or infinite although the weights are finite",
+        why="The largest float16 is 65504: larger values become Inf, and NaN in the next "
+        "operation. 0 divided by 0 is NaN in any dtype.",
+        confirm="The training panel at this step names the module; in float32 it stays finite.",
+        fix="Train in bfloat16, keep this module in float32, or scale its inputs down.",
+        query=_CURVE_QUERY,
     ),
     SCALER_SKIPS: FindingKind(
         Severity.WARNING,
-        "the gradient scaler leaves out step after step",
-        "A step that is left out changes no weight, and the batch is lost.",
-        "The query lists the scale and the steps left out.",
-        "One or two at the start are its way to find the scale. Else look for gradients that "
-        "overflow at any scale: a NaN in the forward, a loss that is too large, a step that is "
-        "never unscaled.",
-        f"SELECT step, scale, is_skipped, n_sick, loss FROM training_steps {_TRAINING_WHERE} ORDER BY step",
+        "the gradient scaler skips many consecutive steps",
+        why="A skipped step does not update the weights, and its batch is lost.",
+        confirm="The query lists the scale and the skipped steps.",
+        fix="One or two skips at the start are normal while the scaler finds its scale. Otherwise "
+        "look for gradients that overflow at any scale: a NaN in the forward, a loss that is too "
+        "large, gradients that are never unscaled.",
+        query="SELECT step, scale, is_skipped, n_sick, loss FROM training_steps "
+        f"{_TRAINING_WHERE} ORDER BY step",
     ),
     LOADER_BOUND: FindingKind(
         Severity.WARNING,
-        "training waits for its data most of the time",
-        "The model stands still while it waits.",
-        "The query lists where the time of each step went.",
-        "Give the DataLoader workers (num_workers) and pin_memory, prepare the data once, or load "
-        "larger pieces.",
-        "SELECT step, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms FROM training_steps "
-        f"{_TRAINING_WHERE} ORDER BY step",
+        "training spends most of its time waiting for data",
+        why="The model is idle while it waits.",
+        confirm="The query lists where the time of each step is spent.",
+        fix="Use DataLoader workers (num_workers) and pin_memory, preprocess the data once, or "
+        "load larger chunks.",
+        query="SELECT step, data_ms, forward_ms, backward_ms, optimizer_ms, other_ms FROM "
+        f"training_steps {_TRAINING_WHERE} ORDER BY step",
     ),
 }
 
 
 MAX_LEARNING_RATE = 1.0
-"""Learning rates above this are told of."""
+"""Learning rates above this are reported."""
 
 LEARNED_SHARE = 1e-3
-"""A loss below this share of the first one needs no gradient any more."""
+"""Below this share of the first loss, small gradients are expected."""
 
 VANISHED_SHARE = 1e-4
-"""A gradient this small beside all of them together is lost on the way, not just small."""
+"""Below this share of the total norm, a gradient has vanished and is not just small."""
 
 MIN_DEAD_STEPS = 10
-"""Steps for which a gradient must have been 0."""
+"""Steps in which a gradient must be 0."""
 
 LOSS_WINDOW = 50
 MIN_LOSSES = 20
-"""Losses that a spike is compared with, and how many there must be."""
+"""Losses that a spike is compared with, and their smallest number."""
 
 MIN_DEVIATIONS = 10.0
 MIN_LOG_DEVIATIONS = 6.0
 MIN_SPIKE_RATIO = 2.0
 MIN_SPIKE_SHARE = 0.1
-"""A spike is so many deviations and times above the median, and a share of the first losses.
+"""A spike exceeds the median by these deviations and ratio, and by a share of the first losses.
 
-Losses of small batches that have learned scatter over powers of ten: a spike stands out among
-their logarithms too.
+Small losses of small batches vary by powers of ten, so a spike must also stand out among their
+logarithms.
 """
 
 MAX_SKIPS = 5
 MAX_INITIAL_SKIPS = 10
-"""Steps left out in a row: later, and before the first that was done."""
+"""Consecutive skipped steps: later in a run, and before its first update."""
 
 WAIT_WINDOW = 30
 WARMUP_STEPS = 5
 MIN_WAIT_SHARE = 0.5
 MIN_WAIT_MS = 5.0
 MIN_OUTSIDE_MS = 30.0
-"""Steps that are looked at for waiting, after the first few; from which share and time on it is.
+"""Steps that are compared after the warm-up; share and milliseconds from which waiting counts.
 
-Of a loader that is not watched nothing is known but the time outside of all else, in which a few
-turns of the interpreter lock lie too (5 ms each).
+If the loader is not watched, only the time outside all other work is known (`MIN_OUTSIDE_MS`). It
+includes a few switches of the interpreter lock (5 ms each).
 """
 
 
 class TrainingRule(Rule):
-    """Looks at each optimizer step; one finding for each kind of trouble, at its first step."""
+    """Checks each optimizer step; one finding of each kind, at its first step."""
 
     name: ClassVar[str] = "trainingsteps"
     findings: ClassVar[Mapping[str, FindingKind]] = TRAINING_KINDS
@@ -197,12 +208,12 @@ class TrainingRule(Rule):
         self._is_measured = False
 
     def on_generation_start(self, context: RuleContext) -> None:
-        """Begin with no step seen."""
+        """Reset the state of a run."""
         super().on_generation_start(context)
         self._reset()
 
     def on_step(self, step: StepRecord) -> Sequence[Finding]:
-        """Return what is wrong in a training step."""
+        """Check a training step."""
         training = step.training
         if training is None:
             return ()
@@ -237,8 +248,8 @@ class TrainingRule(Rule):
     def _overflow_finding(self, step: StepRecord, producer: AnomalyOrigin) -> Finding:
         others = _describe_carriers(producer, "module")
         sentence = (
-            f"The output of {printable(producer.name)}, which is float16, is not finite in step "
-            f"{step.step}: it may have left the range (largest value 65504); its weights are "
+            f"The float16 output of {printable(producer.name)} is not finite in step {step.step}: "
+            "it may have overflowed (largest value 65504); its weights are "
             f"finite{others}."
         )
         return _training_finding(step, FP16_OVERFLOW, sentence, _producer_evidence(producer))
@@ -248,7 +259,7 @@ class TrainingRule(Rule):
         what = "NaN" if math.isnan(training.loss) else "infinite"
         subject = f"The loss of step {step.step} is {what}"
         if not training.has_loss:
-            subject = f"What the model returns in step {step.step} is not finite"
+            subject = f"The output of the model in step {step.step} is not finite"
         sentence = (
             f"{subject}: {_describe_origin(producer)}{self._describe_history(step, training)}."
         )
@@ -257,18 +268,22 @@ class TrainingRule(Rule):
         return _training_finding(step, LOSS_NAN, sentence, evidence)
 
     def _describe_history(self, step: StepRecord, training: TrainingStepRecord) -> str:
-        said = ""
+        history = ""
         if self._first_explosion is not None and self._first_explosion[0] < step.step:
             number, name = self._first_explosion
-            said = f"; gradients explode from step {number} on, first {printable(name)}"
+            history = f"; gradients explode from step {number} on, first {printable(name)}"
         high = _highest_rate(training)
-        return said + (f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else "")
+        return history + (f"; the learning rate is {high:g}" if high > MAX_LEARNING_RATE else "")
 
     def _gradient_finding(
         self, step: StepRecord, training: TrainingStepRecord, producer: AnomalyOrigin
     ) -> Finding:
-        loss = f"the loss {training.loss:.4g} is finite" if training.has_loss else "no loss is told"
-        arrives = ", but what arrives from the loss is not" if "arrives" in producer.detail else ""
+        loss = (
+            f"the loss {training.loss:.4g} is finite"
+            if training.has_loss
+            else "the loss was not reported"
+        )
+        arrives = ", but the incoming gradient is not" if "arrives" in producer.detail else ""
         sentence = (
             f"The gradient of {printable(producer.name)} is not finite in step {step.step} "
             f"({printable(producer.detail.partition(';')[0])}), the first on the way back from the "
@@ -306,8 +321,8 @@ class TrainingRule(Rule):
         also = plural(producer.n_carriers, "other parameter")
         sentence = (
             f"The gradient of {printable(producer.name)} vanishes in step {step.step}: its norm is "
-            f"{producer.detail}, below 1e-6, of {total:.3g} in all"
-            + (f"; of {also} too." if producer.n_carriers else ".")
+            f"{producer.detail}, below 1e-6, of {total:.3g} in total"
+            + (f"; also that of {also}." if producer.n_carriers else ".")
         )
         return _training_finding(step, GRADIENT_VANISHING, sentence, _producer_evidence(producer))
 
@@ -318,19 +333,19 @@ class TrainingRule(Rule):
         if training.gradients and not training.is_skipped:
             now = {one.name for one in training.gradients if one.is_dead}
             self._zero_since = {name: self._zero_since.get(name, step.step) for name in sorted(now)}
-            long = [
+            dead = [
                 n for n, since in self._zero_since.items() if step.step - since >= MIN_DEAD_STEPS
             ]
-            if long:
-                found.append(self._dead_finding(step, long))
+            if dead:
+                found.append(self._dead_finding(step, dead))
         return [finding for finding in found if finding is not None]
 
     def _dead_finding(self, step: StepRecord, names: Sequence[str]) -> Finding:
         since = min(self._zero_since[name] for name in names)
         others = plural(len(names) - 1, "other parameter") if len(names) > 1 else ""
         sentence = (
-            f"The gradient of {printable(names[0])} is exactly 0 wherever it was looked at from "
-            f"step {since} to {step.step}" + (f", and so is that of {others}." if others else ".")
+            f"The gradient of {printable(names[0])} is exactly 0 in all recorded steps from step "
+            f"{since} to {step.step}" + (f", and so is that of {others}." if others else ".")
         )
         return _training_finding(
             step, DEAD_PARAMETERS, sentence, {"names": [*names[:100]], "n": len(names)}
@@ -343,7 +358,7 @@ class TrainingRule(Rule):
         names, n = list(event.data.get("names", [])), int(event.data.get("n", 0))
         sentence = (
             f"{plural(n, 'trainable parameter')} get no gradient in step {step.step}, first "
-            f"{printable(str(names[0]))}: nothing that the loss is made of uses them."
+            f"{printable(str(names[0]))}: the loss does not depend on them."
         )
         evidence = {"names": names, "n": n}
         return _training_finding(
@@ -375,8 +390,8 @@ class TrainingRule(Rule):
             return None
         middle = median(before)
         sentence = (
-            f"The loss jumps to {loss:.4g} in step {step.step}, where the median of the "
-            f"{len(before)} before it is {middle:.4g}."
+            f"The loss jumps to {loss:.4g} in step {step.step}; the median of the {len(before)} "
+            f"losses before is {middle:.4g}."
         )
         return _training_finding(step, LOSS_SPIKE, sentence, {"loss": loss, "median": middle})
 
@@ -393,7 +408,7 @@ class TrainingRule(Rule):
         scale = "" if training.scale is None else f", the scale has fallen to {training.scale:g}"
         named = "" if producer is None else _describe_nonfinite(producer)
         sentence = (
-            f"The gradient scaler has left out {self._n_skipped} steps in a row up to step "
+            f"The gradient scaler has skipped {self._n_skipped} consecutive steps up to step "
             f"{step.step}{scale}{named}."
         )
         return _training_finding(
@@ -405,7 +420,7 @@ class TrainingRule(Rule):
             return None
         is_measured = training.data_ms is not None
         if not is_measured and training.device not in ("", "cpu"):
-            return None  # passes are only launched in their time: the device works in the rest
+            return None  # kernels run asynchronously, so the device works in the remaining time
         wait = training.data_ms if training.data_ms is not None else training.other_ms
         self._waits.append((wait, step.wall_ms))
         if len(self._waits) < WAIT_WINDOW:
@@ -414,7 +429,7 @@ class TrainingRule(Rule):
         share = median(wait / wall for wait, wall in self._waits if wall > 0)
         if typical < (MIN_WAIT_MS if is_measured else MIN_OUTSIDE_MS) or share < MIN_WAIT_SHARE:
             return None
-        where = "for its loader" if is_measured else "outside of forward, backward and optimizer"
+        where = "for its loader" if is_measured else "outside forward, backward and optimizer"
         sentence = (
             f"Training waits {where} {typical:.0f} ms of each step, {share:.0%} of its time "
             f"(medians of {WAIT_WINDOW} steps up to step {step.step})."
@@ -425,30 +440,30 @@ class TrainingRule(Rule):
 
 
 def _describe_origin(producer: AnomalyOrigin) -> str:
-    """Return where numbers that are not finite come from, and who carries them on."""
+    """Where non-finite values come from, and how many modules propagate them."""
     name, carried = printable(producer.name), _describe_carriers(producer, "module")
     if producer.kind == "input":
-        return "the batch that it was fed is not finite already"
+        return "the input batch is already not finite"
     if producer.kind == "weights":
         return f"the weights {name} are not finite before the step{carried}"
     if producer.kind == "module":
-        where = "what the model returns" if name == "(output)" else f"the output of {name}"
+        where = "the output of the model" if name == "(output)" else f"the output of {name}"
         dtype, _, weights = producer.detail.partition("; ")
         weights = printable(weights) or "whose weights are finite"
         return f"it first appears in {where} ({printable(dtype)}), {weights}{carried}"
     return (
-        "the model's outputs are finite, so the loss itself makes it (a logarithm of 0, a square "
-        "that overflows)"
+        "the model's outputs are finite, so the loss function produces it (a logarithm of 0, a "
+        "square that overflows)"
     )
 
 
 def _describe_nonfinite(producer: AnomalyOrigin) -> str:
-    """Return what is not finite, as the end of a sentence; nothing where all is."""
+    """What is not finite, as the end of a sentence; "" if everything is."""
     name = printable(producer.name)
     words = {
         "input": "the batch is",
         "weights": f"the weights {name} are",
-        "module": "what the model returns is"
+        "module": "the output of the model is"
         if producer.name == "(output)"
         else f"the output of {name} is",
         "loss": "the loss is",
@@ -465,11 +480,11 @@ def _highest_rate(training: TrainingStepRecord) -> float:
 def _describe_carriers(producer: AnomalyOrigin, what: str) -> str:
     if not producer.n_carriers:
         return ""
-    return f"; carried on by {plural(producer.n_carriers, f'other {what}')}"
+    return f"; propagated by {plural(producer.n_carriers, f'other {what}')}"
 
 
 def is_spike(loss: float, before: Sequence[float], first: float) -> bool:
-    """Say whether a loss stands out among those before it; `first` is that of the first ones."""
+    """Whether a loss stands out from those `before`; `first` is the median of the first losses."""
     middle = median(before)
     least = max(
         middle + MIN_DEVIATIONS * _robust_deviation(before),
@@ -483,7 +498,7 @@ def is_spike(loss: float, before: Sequence[float], first: float) -> bool:
 
 
 def _robust_deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation as the median of the distances from the median tells it."""
+    """The standard deviation, estimated from the median absolute deviation."""
     middle = median(values)
     return 1.4826 * median(abs(one - middle) for one in values)
 
@@ -506,9 +521,9 @@ def _training_finding(
     series: str = "",
 ) -> Finding:
     return Finding(
-        finding_id,
-        severity or TRAINING_KINDS[finding_id].severity,
-        sentence,
+        id=finding_id,
+        severity=severity or TRAINING_KINDS[finding_id].severity,
+        sentence=sentence,
         generation=step.generation,
         branch=step.branch,
         step=step.step,

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 NEW = 6
 PATIENCE_S = 30
 AFTER_THE_SCORES = (
-    "; the scores of that row are finite, so it comes from the values or after the attention"
+    "; the scores of that row are finite, so it comes from the values or a later part"
 )
 
 
@@ -202,7 +202,7 @@ def test_an_inf_of_one_step_is_found_there_and_not_where_the_cache_carries_it(
     assert finding.positions == (at,)
     assert finding.sentence == (
         "Inf first appears in the output of layer 1 (model.layers.1), in step 3 at position "
-        f'{at} "w2": 1 value; layer 2 and the logits carry it on'
+        f'{at} "w2": 1 value; layer 2 and the logits contain it too'
         f"{AFTER_THE_SCORES if level == 'advanced' else ''}."
     )
     with open_trace(out) as reader:

@@ -305,7 +305,7 @@ def test_a_layer_that_lets_no_gradient_through_is_named_with_what_it_cuts_off(
     assert not record.tokens.any()
     ends = found["gradient.vanishing"]
     assert ends.layer == at
-    assert f"shrinks to nothing from the output of layer {at} back" in ends.sentence
+    assert f"shrinks to 0 from the output of layer {at} back" in ends.sentence
     dead = {stat.layer for stat in record.stats if not stat.norm}
     assert dead == set(range(n_dead))
     assert ("gradient.dead" in found) == bool(n_dead)
@@ -379,7 +379,7 @@ def rooted() -> Run:
 def test_a_nan_of_the_backward_alone_begins_in_its_layer(rooted: Run) -> None:
     finding = ids_of(rooted)["gradient.nan"]
     assert finding.layer == 1
-    assert "it begins in layer 1: finite at its output, not so at its input" in finding.sentence
+    assert "it begins in layer 1: finite at its output, but not at its input" in finding.sentence
 
 
 def test_anomaly_mode_names_the_line_of_the_forward(rooted: Run) -> None:

@@ -107,7 +107,7 @@ def test_every_value_of_every_output_is_looked_at_before_the_loss_is_blamed(
     found, _ = trained(path, Pair(), steps=1, loss_of=loss_of)
     finding = the(found, "training.loss-nan")
     assert (finding.evidence["producer"], finding.evidence["name"]) == ("module", "(output)")
-    assert "first appears in what the model returns (float32)" in finding.sentence
+    assert "first appears in the output of the model (float32)" in finding.sentence
 
 
 class Masked(nn.Module):

@@ -87,7 +87,7 @@ def test_a_log_of_zero_in_the_loss_is_told_from_the_model(path: Path) -> None:
     found, _ = trained(path, mlp(8, 16, 1), steps=5, loss_of=log_of_zero)
     finding = the(found, "training.loss-nan")
     assert (finding.step, finding.evidence["producer"]) == (4, "loss")
-    assert "the loss itself makes it" in finding.sentence
+    assert "the loss function produces it" in finding.sentence
 
 
 def test_a_gradient_that_is_nan_under_a_finite_loss_is_named(path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_nan_under_a_finite_loss_is_named(path: Path) -> None
     assert math.isfinite(steps[3].loss)
     assert finding.evidence["name"] == "2.bias"
     assert finding.evidence["carriers"] == 3
-    assert "what arrives from the loss is not" in finding.sentence
+    assert "the incoming gradient is not" in finding.sentence
 
 
 def test_an_output_beyond_float16_names_its_module(path: Path) -> None:
