@@ -290,6 +290,12 @@ CIVIDIS = Palette(blend(_CIVIDIS_ANCHORS, 32), ramp(" ░▒▓█", 32))
 CIVIDIS_MARKED = Palette([*CIVIDIS.rgb, (230, 40, 60)], CIVIDIS.ramp + "!")
 """`CIVIDIS` and a last level, red, for NaN and infinite values: see `quantise_marked`."""
 
+CIVIDIS_MISSING = Palette([*CIVIDIS_MARKED.rgb, (58, 58, 62)], CIVIDIS_MARKED.ramp + "·")
+"""`CIVIDIS_MARKED` and a last level, dark grey, for values that were not recorded."""
+
+BAD_CELL_STYLE = Style.parse("bold #ffffff on #e6283c")
+"""White on the red of `CIVIDIS_MARKED`, for text in cells of NaN and infinite values."""
+
 DIVERGING = Palette(
     blend(_DIVERGING_ANCHORS, 33), ramp("#=-", 15) + "   " + ramp("░▒▓", 12) + "███", centre=16
 )

@@ -208,7 +208,7 @@ def test_an_empty_list_names_the_rules_that_the_manifest_names(
 ) -> None:
     data = load(source([], {"rules": ["numbers", "rows"]}))
     assert PANEL.describe(data) == [
-        "No finding so far: 2 rules looked at every step (numbers, rows)."
+        "No finding so far: 2 rules checked every step (numbers, rows)."
     ]
 
 

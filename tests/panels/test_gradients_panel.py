@@ -177,7 +177,7 @@ def test_a_run_without_gradients_says_how_to_get_them(source: Make) -> None:
     with pytest.raises(Missing) as nothing:
         load(source())
     assert nothing.value.lines() == [
-        "No gradients are recorded of this generation.",
+        "No gradients are recorded for this generation.",
         "Run with --grads; they are taken when the generation is over.",
     ]
 

@@ -116,7 +116,7 @@ def test_every_layer_and_step_has_the_letter_of_its_path(source: Callable[..., S
 
 def test_a_layer_that_fell_back_alarms_and_is_named_first(source: Callable[..., Source]) -> None:
     data = load(source(fallback()), step=4, layer=1)
-    sentence = "Layer 2 ran sdpa at step 4; most layers ran flex compiled there."
+    sentence = "Layer 2 ran sdpa at step 4; most layers ran flex compiled."
     assert PANEL.describe(data)[0] == sentence
     picture = PANEL.paint(data, request(step=4), PLAIN)
     assert picture.alarm
@@ -138,7 +138,7 @@ def test_a_declared_mask_without_flexattention_alarms(source: Callable[..., Sour
     steps = [step(0, [call(0, "sdpa"), call(1, "sdpa")])]
     said = PANEL.describe(load(source(steps, {"preset": "isolation"})))
     assert said[0] == (
-        "Step 0 ran sdpa, not FlexAttention, though the mask isolation was asked for."
+        "Step 0 ran sdpa, not FlexAttention, although the mask isolation was declared."
     )
 
 
@@ -180,7 +180,7 @@ def test_the_window_lies_around_the_step_and_stays_inside(
 def test_masks_are_given_by_groups_of_layers(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback()), step=4))
     assert (
-        "Layers 0-1, 3: flex compiled, mask m0, 1 x 9 cells, block 128x128, rule masks.isolate."
+        "Layers 0-1, 3: flex compiled, mask m0, 1 x 9 cells, block 128x128, mask_mod masks.isolate."
         in said
     )
     assert "Layer 2: sdpa, no mask." in said
@@ -197,18 +197,18 @@ def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source])
     [
         (
             "user.masks.isolate.<locals>.mask_mod",
-            "The fingerprint changed since step 0 in layers 0-1, by the same rule.",
+            "The fingerprint changed since step 0 in layers 0-1, with the same mask_mod.",
         ),
         (
             "user.masks.causal",
             (
-                "The fingerprint changed since step 0 in layers 0-1; the rule, too: "
+                "The fingerprint changed since step 0 in layers 0-1; so did the mask_mod: "
                 "masks.isolate → masks.causal."
             ),
         ),
         (
             None,
-            "The fingerprint changed since step 0 in layers 0-1; their rules are not known.",
+            "The fingerprint changed since step 0 in layers 0-1; the mask_mods are unknown.",
         ),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_change_of_the_mask_says_whether_the_rule_changed(
 
 def test_the_same_mask_again_is_said_to_be_the_same(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback()), step=1))
-    assert "Every layer got the mask it had at step 0." in said
+    assert "Every layer received the same mask as at step 0." in said
 
 
 def test_recompiles_are_not_claimed_where_nothing_records_them(
@@ -257,7 +257,7 @@ def test_a_first_compilation_is_not_taken_for_a_recompile(source: Callable[..., 
 def test_the_worst_gate_of_the_step_is_named_with_its_layer(source: Callable[..., Source]) -> None:
     calls = [call(0, gate=2e-6, gate_kind="lse"), call(1, gate=0.5, gate_kind="lse")]
     data = load(source([step(0, calls)]))
-    assert "Gate: at most 5.0e-01 off 1, in layer 1 (lse)." in PANEL.describe(data)
+    assert "LSE check: off by at most 5.0e-01, in layer 1 (lse)." in PANEL.describe(data)
     assert drawn(data)[2].endswith("5e-01")
 
 
@@ -265,12 +265,12 @@ def test_a_gate_that_is_no_number_is_said_to_be_none(source: Callable[..., Sourc
     calls = [call(0, gate=1e-6), call(1, gate=float("nan")), call(1, gate=1e-6)]
     data = load(source([step(0, calls)]))
     assert data.details.lse_errors[0] == 1e-6
-    assert "Gate: not a number in layer 1." in PANEL.describe(data)
+    assert "LSE check: NaN in layer 1." in PANEL.describe(data)
 
 
 def test_missing_gates_name_the_level_that_records_them(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback())))
-    assert any(text.startswith("Gate: not computed; level advanced") for text in said)
+    assert any(text.startswith("LSE check: not computed; level advanced") for text in said)
 
 
 def test_a_narrow_panel_merges_layers_that_ran_alike(source: Callable[..., Source]) -> None:
@@ -385,9 +385,9 @@ def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Sourc
     build = BuildRecord(1, None, None, 9, 9, "own.rule", 1.5, 3 << 20)
     data = load(source([step(0, calls, builds=(build, build))]))
     assert describe_warnings(data)[0] == (
-        "Layer 1 ran sdpa because of an exception that the program swallowed: RuntimeError: \\x1bno"
+        "Layer 1 ran sdpa because the program suppressed an exception: RuntimeError: \\x1bno"
     )
     words = describe_step(data)
-    assert "Layer 1 got the mask 'none', and another one reached the kernel." in words
+    assert "Layer 1 received the mask 'none', but its kernel received another one." in words
     built = "2 block masks were built for this step (9 x 9) in 3.0 ms"
     assert f"{built}; the peak of memory grew by 6 MiB." in words

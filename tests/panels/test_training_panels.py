@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.tui import screen_text, settle
 
+from flexinspect.drawing.heatmap import CIVIDIS_MISSING
 from flexinspect.drawing.theme import Theme
 from flexinspect.panels.base import (
     Missing,
@@ -19,7 +20,7 @@ from flexinspect.panels.base import (
     TracePlace,
     check_panel_applies,
 )
-from flexinspect.panels.gradient_strip_panel import NORMS_PALETTE, GradientStripPanel, norm_levels
+from flexinspect.panels.gradient_strip_panel import GradientStripPanel, norm_levels
 from flexinspect.panels.panel_registry import load_panel, panel_names
 from flexinspect.panels.source import Source
 from flexinspect.panels.timeline import load_curve_span
@@ -105,10 +106,10 @@ def test_a_sick_step_names_its_producer_first(source: Source) -> None:
     data = PANEL.load(source, request(SICK))
     first = PANEL.describe(data)[0]
     assert first.startswith("Step 30: the output of body.0")
-    assert first.endswith("is the first that is not finite. 2 others carry it on.")
+    assert first.endswith("is the first with NaN or Inf. 2 others only propagate it.")
     assert "\x1b" not in "".join(PANEL.describe(data))
     assert PANEL.paint(data, request(SICK), Theme()).alarm
-    assert "loss scale: 1024, step left out" in PANEL.describe(data)
+    assert "loss scale: 1024, step skipped" in PANEL.describe(data)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -230,14 +231,14 @@ def test_the_strip_tells_vanishing_from_exploding_from_sick() -> None:
     norms = np.array([[1e-9, 1e-6, 1e-3, 10.0, 1e9, np.nan, np.inf, -1.0]])
     levels = norm_levels(norms)[0].tolist()
     assert levels[0] == levels[1] == 0
-    assert 0 < levels[2] < levels[3] == levels[4] == NORMS_PALETTE.size - 3
-    assert levels[5] == levels[6] == NORMS_PALETTE.size - 2
-    assert levels[7] == NORMS_PALETTE.size - 1
+    assert 0 < levels[2] < levels[3] == levels[4] == CIVIDIS_MISSING.size - 3
+    assert levels[5] == levels[6] == CIVIDIS_MISSING.size - 2
+    assert levels[7] == CIVIDIS_MISSING.size - 1
 
 
 def test_the_strip_is_told_in_words(source: Source) -> None:
     lines = STRIP.describe(STRIP.load(source, request(2)))
-    assert lines[1] == "body.0   1.0e-07  1.0e-07 to 100  not finite in 10 of 40"
+    assert lines[1] == "body.0   1.0e-07  1.0e-07 to 100  non-finite in 10 of 40"
     assert lines[2] == "head         0.5  0.5 to 0.5"
 
 
@@ -272,7 +273,7 @@ def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Sou
     apart = [panel for panel in named if panel.needs_tokens]
     assert {panel.name for panel in apart} >= {"tokens", "mask", "attention", "logits", "path"}
     for panel in apart:
-        with pytest.raises(Missing, match="and this is a training run"):
+        with pytest.raises(Missing, match="a training run has none"):
             check_panel_applies(panel, source, TracePlace())
     for panel in named:
         if not panel.needs_tokens:
@@ -282,7 +283,7 @@ def test_panels_of_tokens_say_in_one_sentence_that_they_do_not_apply(source: Sou
 def test_a_generation_of_tokens_has_no_training(trace: Path) -> None:
     source = Source(open_trace(trace))
     for panel in (PANEL, STRIP):
-        with pytest.raises(Missing, match="no training run"):
+        with pytest.raises(Missing, match="not a training run"):
             panel.load(source, request(0))
 
 
