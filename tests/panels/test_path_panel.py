@@ -390,4 +390,4 @@ def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Sourc
     words = describe_step(data)
     assert "Layer 1 received the mask 'none', but its kernel received another one." in words
     built = "2 block masks were built for this step (9 x 9) in 3.0 ms"
-    assert f"{built}; the peak of memory grew by 6 MiB." in words
+    assert f"{built}; peak memory grew by 6 MiB." in words
