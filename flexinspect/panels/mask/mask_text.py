@@ -176,7 +176,7 @@ def _segment_table(data: MaskData, rows: list[int], n_open: Counts, n_past: Coun
     width = max(map(len, names)) + 4
     columns = range(len(data.segments))
     lines = [
-        "Which segment (row) attends to which (column): share of past keys (ahead: later keys too):",
+        "Which segment (row) attends to which (column), as share of past keys (ahead: later ones):",
         " " * width + "".join(f"{number:>7}" for number in columns),
     ]
     for row in rows:
