@@ -119,7 +119,7 @@ def test_what_it_is_not_is_said(source: Make) -> None:
     data = load(source(gradients()))
     for text in (" ".join(" ".join(drawn(data)).split()), "\n".join(PANEL.describe(data))):
         assert "it does not show what would happen without a segment" in text
-        assert "and not attention" in text
+        assert "it is not attention" in text
 
 
 def test_the_other_side_has_a_row_per_layer_and_a_column_per_group(source: Make) -> None:
