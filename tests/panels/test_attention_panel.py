@@ -184,7 +184,7 @@ def test_a_recomputed_sink_goes_down_with_the_row_that_fails_its_gate(tmp_path: 
 # -- gates ----------------------------------------------------------------------------------------
 
 
-def test_a_row_that_is_not_what_ran_is_refused_with_its_number(made: Made) -> None:
+def test_a_row_that_is_not_what_ran_is_not_drawn(made: Made) -> None:
     _, source = made(softcap=1.0)
     data = load(source, step=2, layer=1, head=1)
     assert data.tokens is None

@@ -105,7 +105,7 @@ def test_words_are_coloured_by_what_they_say_of_the_token(source: Make) -> None:
     assert backs[" Jane"] == (255, 255, 255)
 
 
-def test_without_colours_bold_is_for_it_and_underlined_against_it(source: Make) -> None:
+def test_without_colours_bold_is_for_the_token_and_underlined_against_it(source: Make) -> None:
     picture = PANEL.paint(load(source(gradients())), request(), PLAIN)
     styles = {segment.text: segment.style for strip in picture.strips for segment in strip}
     assert styles["Emma"].bold
@@ -115,7 +115,7 @@ def test_without_colours_bold_is_for_it_and_underlined_against_it(source: Make) 
     assert "Bold contributes to the token, underlined acts against it." in said
 
 
-def test_what_it_is_not_is_said(source: Make) -> None:
+def test_the_limits_of_the_attribution_are_shown(source: Make) -> None:
     data = load(source(gradients()))
     for text in (" ".join(" ".join(drawn(data)).split()), "\n".join(PANEL.describe(data))):
         assert "it does not show what would happen without a segment" in text
@@ -279,7 +279,9 @@ async def test_on_the_screen_of_80_by_24(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(textual.__version__ != MADE_WITH, reason=f"made with Textual {MADE_WITH}")
 @pytest.mark.parametrize("options", [GradientsOptions(), WHERE])
-async def test_the_screen_looks_as_it_did(tmp_path: Path, options: GradientsOptions) -> None:
+async def test_the_screen_matches_its_golden_picture(
+    tmp_path: Path, options: GradientsOptions
+) -> None:
     path = grads_trace(tmp_path / "sample.flextrace", gradients(0), sick(1))
     saved_state.save_state(panels=("gradients", "tokens"))
     app = InspectorApp(path)

@@ -123,7 +123,7 @@ def test_blocks_are_a_layer_with_a_label(shown: Shown) -> None:
 # -- missing --------------------------------------------------------------------------------------
 
 
-def test_without_cells_what_was_received_is_shown_and_said(shown: Shown) -> None:
+def test_without_cells_the_received_mask_is_shown(shown: Shown) -> None:
     data = shown.load(scene.TABLES, 3)
     assert data.view_mode == "received"
     assert data.fallback_reason == "The executed cells were not recorded; this is the received mask"
@@ -131,7 +131,7 @@ def test_without_cells_what_was_received_is_shown_and_said(shown: Shown) -> None
     assert shown.text(scene.TABLES, 3)[-3].startswith(data.fallback_reason)
 
 
-def test_without_any_mask_what_was_declared_is_shown_and_said(shown: Shown) -> None:
+def test_without_any_mask_the_declared_mask_is_shown(shown: Shown) -> None:
     data = shown.load(scene.BARE, 3)
     assert data.view_mode == "declared"
     assert data.fallback_reason == "The executed cells were not recorded; this is the declared mask"
@@ -146,7 +146,7 @@ def test_a_mask_that_is_neither_recorded_nor_declared_is_missing(tmp_path: Path)
     assert "--level advanced" in missing.value.hint
 
 
-def test_an_own_mask_has_nothing_declared(tmp_path: Path) -> None:
+def test_a_custom_mask_has_no_declared_one(tmp_path: Path) -> None:
     own = Shown(scene.write(tmp_path / "t.flextrace", about={"rule": "mine:rule"}))
     data = own.load(scene.WRONG, 1, view="difference")
     assert data.view_mode == "executed"

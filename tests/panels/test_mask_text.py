@@ -90,7 +90,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
         ),
     ],
 )
-def test_the_cursor_says_who_may_look_at_whom_and_why_not(
+def test_the_cursor_explains_whether_a_row_attends_to_a_key(
     shown: Shown, layer: int, q: int, kv: int, view: str, said: str
 ) -> None:
     assert sentence(shown, layer, q, kv, view=view) == said

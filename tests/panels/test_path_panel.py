@@ -1,4 +1,4 @@
-"""The path panel: which kernel ran where, who fell back, which mask each layer got."""
+"""The path panel: the kernel of each layer, layers that fell back, and the masks."""
 
 from __future__ import annotations
 
@@ -142,12 +142,12 @@ def test_a_declared_mask_without_flexattention_alarms(source: Callable[..., Sour
     )
 
 
-def test_sdpa_alone_is_fine_where_no_mask_was_asked_for(source: Callable[..., Source]) -> None:
+def test_sdpa_raises_no_alarm_without_a_declared_mask(source: Callable[..., Source]) -> None:
     data = load(source([step(0, [call(0, "sdpa")])]))
     assert not PANEL.paint(data, request(), PLAIN).alarm
 
 
-def test_of_several_calls_of_a_layer_the_odd_one_counts() -> None:
+def test_of_several_calls_of_a_layer_the_unusual_one_is_shown() -> None:
     found = [
         StepPath(0, "flex compiled", "m", (0, 1, 2)),
         StepPath(0, "sdpa", None, (1,)),
@@ -157,7 +157,7 @@ def test_of_several_calls_of_a_layer_the_odd_one_counts() -> None:
     assert letters == {(0, 0): "C", (0, 1): "S", (0, 2): "C"}
 
 
-def test_a_path_nobody_knows_counts_as_other() -> None:
+def test_an_unknown_path_counts_as_other() -> None:
     assert path_map([StepPath(0, "triton", None, (0,))])[0] == {(0, 0): "?"}
 
 
@@ -212,7 +212,7 @@ def test_masks_that_are_new_at_a_step_are_counted(source: Callable[..., Source])
         ),
     ],
 )
-def test_a_change_of_the_mask_says_whether_the_rule_changed(
+def test_a_change_of_the_mask_says_whether_the_mask_mod_changed(
     source: Callable[..., Source], rule: str | None, sentence: str
 ) -> None:
     steps = [step(0, [call(0), call(1)], masks=(mask("m0"),))]
@@ -220,7 +220,7 @@ def test_a_change_of_the_mask_says_whether_the_rule_changed(
     assert sentence in PANEL.describe(load(source(steps), step=1))
 
 
-def test_the_same_mask_again_is_said_to_be_the_same(source: Callable[..., Source]) -> None:
+def test_an_unchanged_mask_is_reported_as_the_same(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback()), step=1))
     assert "Every layer received the same mask as at step 0." in said
 
@@ -231,7 +231,7 @@ def test_recompiles_are_not_claimed_where_nothing_records_them(
     assert "Recompiles: not recorded." in PANEL.describe(load(source(fallback())))
 
 
-def test_compiling_during_a_step_is_told_from_both_kinds_of_events(
+def test_compiles_during_a_step_come_from_both_kinds_of_events(
     source: Callable[..., Source],
 ) -> None:
     steps = fallback()
@@ -254,21 +254,23 @@ def test_a_first_compilation_is_not_taken_for_a_recompile(source: Callable[..., 
     assert "Recompiles: not recorded." in said
 
 
-def test_the_worst_gate_of_the_step_is_named_with_its_layer(source: Callable[..., Source]) -> None:
+def test_the_largest_lse_error_of_the_step_is_named_with_its_layer(
+    source: Callable[..., Source],
+) -> None:
     calls = [call(0, gate=2e-6, gate_kind="lse"), call(1, gate=0.5, gate_kind="lse")]
     data = load(source([step(0, calls)]))
     assert "LSE check: off by at most 5.0e-01, in layer 1 (lse)." in PANEL.describe(data)
     assert drawn(data)[2].endswith("5e-01")
 
 
-def test_a_gate_that_is_no_number_is_said_to_be_none(source: Callable[..., Source]) -> None:
+def test_an_lse_error_of_nan_is_named_with_its_layer(source: Callable[..., Source]) -> None:
     calls = [call(0, gate=1e-6), call(1, gate=float("nan")), call(1, gate=1e-6)]
     data = load(source([step(0, calls)]))
     assert data.details.lse_errors[0] == 1e-6
     assert "LSE check: NaN in layer 1." in PANEL.describe(data)
 
 
-def test_missing_gates_name_the_level_that_records_them(source: Callable[..., Source]) -> None:
+def test_missing_lse_checks_name_the_level_that_records_them(source: Callable[..., Source]) -> None:
     said = PANEL.describe(load(source(fallback())))
     assert any(text.startswith("LSE check: not computed; level advanced") for text in said)
 
@@ -372,12 +374,14 @@ def test_numbers_are_written_as_spans() -> None:
     assert format_ranges([]) == ""
 
 
-def test_the_end_of_a_rules_name_tells_it() -> None:
+def test_a_mask_mod_is_shortened_to_module_and_function() -> None:
     assert short_mask_mod("user.masks.isolate.<locals>.mask_mod") == "masks.isolate"
     assert short_mask_mod("rule") == "rule"
 
 
-def test_what_was_swallowed_handed_and_built_is_told(source: Callable[..., Source]) -> None:
+def test_suppressed_exceptions_replaced_masks_and_builds_are_described(
+    source: Callable[..., Source],
+) -> None:
     calls = [
         call(0, path="flex uncompiled"),
         call(1, path="sdpa", swallowed="RuntimeError: \x1bno", handed="none"),
